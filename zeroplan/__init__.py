@@ -1,0 +1,1 @@
+"""Per-GPU memory of ZeRO and FSDP training, byte by byte."""

@@ -1,0 +1,1 @@
+"""Published figures as TOML, each with its source, and what reads them."""

@@ -1,0 +1,1 @@
+"""How a framework holds a model: states, buffers and moments, engine by engine."""

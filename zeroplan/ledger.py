@@ -1,0 +1,111 @@
+"""The result types: a line of bytes with its reason, a named moment of the step, a collective.
+
+Every formula ends as a :class:`Line`. Totals, peaks, tables, plots and the comparison with a measurement are views of the
+same lines, so nothing is added up twice.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from zeroplan.numeric import Int, maximum
+
+
+class Kind(StrEnum):
+    """What a line of memory is for."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    WEIGHT_CASTS = "weight casts"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits and loss"
+    GATHER = "gathered parameters"
+    UNSHARDED_GRADIENTS = "unsharded gradients"
+    REDUCE = "reduce buffers"
+    OPTIMIZER_TEMPORARY = "optimizer temporaries"
+    TEMPORARY = "temporaries"
+    WORKSPACE = "library workspaces"
+
+
+class Phase(StrEnum):
+    """Which part of the step a moment belongs to."""
+
+    INIT = "initialisation"
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    STEP = "optimizer step"
+
+
+class Line(NamedTuple):
+    """A number of bytes and why they are there.
+
+    ``formula`` is the arithmetic in the symbols of the estimate's legend (``4·P/N``); a test evaluates it and demands
+    ``n_bytes``. ``source`` is the paper and equation, or the file and symbol of the engine.
+    """
+
+    kind: Kind
+    n_bytes: Int
+    reason: str
+    formula: str = ""
+    source: str = ""
+
+
+class Moment(NamedTuple):
+    """A named moment of the training step and everything alive then."""
+
+    name: str
+    phase: Phase
+    lines: tuple[Line, ...]
+
+    @property
+    def total_bytes(self) -> Int:
+        """Sum of the lines. [bytes]"""
+        return total_bytes(self.lines)
+
+
+class Collective(NamedTuple):
+    """One kind of collective call in a training step, on one group of ranks.
+
+    ``n_bytes`` is the payload of one call in the sense of the operation's largest buffer (the gathered, the to-be-scattered
+    or the reduced tensor); ``calls`` how often it happens per step; ``sent_bytes`` what one GPU sends in the whole step with
+    a ring, (group - 1)/group of the payload per pass; ``elements`` the payload in elements times calls and passes, the
+    ZeRO paper's unit of volume.
+    """
+
+    operation: str
+    what: str
+    when: str
+    group: Int
+    calls: Int
+    n_bytes: Int
+    sent_bytes: Int
+    volume_elements: Int
+    source: str = ""
+
+
+def total_bytes(lines: tuple[Line, ...]) -> Int:
+    """Sum of the lines. [bytes]
+
+    >>> total_bytes((Line(Kind.PARAMETERS, 2, "a"), Line(Kind.GRADIENTS, 3, "b")))
+    5
+    """
+    total: Int = 0
+    for line in lines:
+        total = total + line.n_bytes
+    return total
+
+
+def bytes_by_kind(lines: tuple[Line, ...]) -> dict[Kind, Int]:
+    """Sum of the lines of each kind that occurs, in order of first occurrence. [bytes]"""
+    by_kind: dict[Kind, Int] = {}
+    for line in lines:
+        by_kind[line.kind] = by_kind.get(line.kind, 0) + line.n_bytes
+    return by_kind
+
+
+def peak_bytes(moments: tuple[Moment, ...]) -> Int:
+    """Largest total among the moments; a column where any line is one. [bytes]"""
+    return maximum(0, *(moment.total_bytes for moment in moments))

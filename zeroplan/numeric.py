@@ -1,0 +1,82 @@
+"""Exact arithmetic that a plain int and an int64 column share.
+
+A formula takes ``Int`` and uses only ``+ - * //`` and the functions below, so the same source serves one job and a grid of
+jobs. NumPy is imported only when a column is met: a single job never pays for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Int: TypeAlias = int | NDArray[np.int64]
+    Bool: TypeAlias = bool | NDArray[np.bool_]
+else:
+    Int: TypeAlias = object
+    Bool: TypeAlias = object
+
+
+def ceil_div(a: Int, b: Int) -> Int:
+    """Smallest integer not below ``a / b``; exact for ints and int64 columns.
+
+    >>> ceil_div(10, 4), ceil_div(8, 4)
+    (3, 2)
+    """
+    return -(-a // b)
+
+
+def round_up(a: Int, multiple: Int) -> Int:
+    """Smallest multiple of ``multiple`` not below ``a``.
+
+    >>> round_up(10, 4), round_up(0, 4)
+    (12, 0)
+    """
+    return ceil_div(a, multiple) * multiple
+
+
+def maximum(first: Int, *others: Int) -> Int:
+    """Largest of several values, element by element where one is a column.
+
+    >>> maximum(3, 7, 5)
+    7
+    """
+    largest = first
+    for other in others:
+        largest = _pairwise(largest, other, larger=True)
+    return largest
+
+
+def minimum(first: Int, *others: Int) -> Int:
+    """Smallest of several values, element by element where one is a column.
+
+    >>> minimum(3, 7, 5)
+    3
+    """
+    smallest = first
+    for other in others:
+        smallest = _pairwise(smallest, other, larger=False)
+    return smallest
+
+
+def where(condition: Bool, yes: Int, no: Int) -> Int:
+    """``yes`` where the condition holds, else ``no``.
+
+    >>> where(2 > 1, 10, 20)
+    10
+    """
+    if isinstance(condition, bool):
+        return yes if condition else no
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    return cast("Int", np.where(condition, yes, no))
+
+
+def _pairwise(a: Int, b: Int, *, larger: bool) -> Int:
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b) if larger else min(a, b)
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    return cast("Int", (np.maximum if larger else np.minimum)(a, b))

@@ -1,0 +1,1 @@
+"""Results to text, Markdown and JSON; prints nothing."""

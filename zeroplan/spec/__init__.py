@@ -1,0 +1,1 @@
+"""What the user says: frozen, strict descriptions without a formula."""

@@ -1,0 +1,33 @@
+"""How much is fed per step: each an int in a job and an int or a column in a formula."""
+
+from typing import Protocol
+
+from zeroplan.numeric import Int
+from zeroplan.spec.base import Count, Spec
+
+
+class Batch(Protocol):
+    """What a formula may ask of a batch."""
+
+    @property
+    def micro_batch_size(self) -> Int:
+        """Sequences per GPU in one forward pass."""
+        ...
+
+    @property
+    def seq_len(self) -> Int:
+        """Tokens per sequence."""
+        ...
+
+    @property
+    def grad_accum_steps(self) -> Int:
+        """Forward and backward passes per optimizer step."""
+        ...
+
+
+class BatchSpec(Spec):
+    """The batch of one job."""
+
+    micro_batch_size: Count = 1
+    seq_len: Count = 4096
+    grad_accum_steps: Count = 1

@@ -1,0 +1,60 @@
+"""A whole training job: model, cluster, recipe, mesh and batch."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from zeroplan.spec.base import Spec
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+#: Which ZeRO stages each engine offers, and under what name.
+ENGINE_STAGES: dict[str, dict[int, str]] = {
+    "paper": {0: "plain data parallelism", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"},
+    "ddp": {0: "DDP", 1: "DDP + ZeroRedundancyOptimizer"},
+    "fsdp2": {2: "FSDP2, reshard_after_forward=False", 3: "FSDP2"},
+    "deepspeed": {0: "DeepSpeed stage 0", 1: "DeepSpeed stage 1", 2: "DeepSpeed stage 2", 3: "DeepSpeed stage 3"},
+}
+
+#: What a PyTorch user would run for a stage.
+DEFAULT_ENGINE: dict[int, str] = {0: "ddp", 1: "ddp", 2: "fsdp2", 3: "fsdp2"}
+
+
+class JobSpec(Spec):
+    """One training job, complete.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    ...                  num_key_value_heads=4, head_dim=16, vocab_size=256)
+    >>> JobSpec(model=tiny, mesh=MeshSpec(dp_shard=8)).mesh.world_size
+    8
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec = ClusterSpec()
+    recipe: RecipeSpec = RecipeSpec()
+    mesh: MeshSpec = MeshSpec()
+    batch: BatchSpec = BatchSpec()
+
+    @model_validator(mode="after")
+    def _runnable(self) -> Self:
+        engine, stage = self.recipe.engine, self.recipe.zero_stage
+        offered = ENGINE_STAGES[engine]
+        if stage not in offered:
+            others = ", ".join(name for name, stages in ENGINE_STAGES.items() if stage in stages)
+            raise ValueError(
+                f"engine {engine!r} has no ZeRO stage {stage} (it has {', '.join(map(str, offered))}); "
+                f"for stage {stage} use {others}"
+            )
+        if self.mesh.dp_replicate > 1 and engine not in ("fsdp2", "paper"):
+            raise ValueError(
+                f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
+            )
+        if self.mesh.tp > 1 and engine != "paper":
+            raise ValueError(
+                f"tp={self.mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
+            )
+        return self

@@ -1,0 +1,86 @@
+"""What model is trained: its shape, in the words of a Hugging Face ``config.json``."""
+
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from zeroplan.spec.base import Count, Dimension, Spec
+
+#: The architectures whose parameters zeroplan counts exactly, by their ``model_type``.
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3",
+    "gpt2", "gpt_neox", "opt", "bloom",
+    "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
+]  # fmt: skip
+FAMILIES: tuple[str, ...] = get_args(Family)
+
+
+class MoeSpec(Spec):
+    """Experts of a mixture-of-experts model."""
+
+    num_experts: Dimension
+    num_experts_per_tok: Dimension
+    moe_intermediate_size: Dimension
+    num_shared_experts: Annotated[int, Field(ge=0, le=10**4)] = 0
+    num_dense_layers: Annotated[int, Field(ge=0, le=10**4)] = 0
+    """Leading layers that keep a dense MLP of ``intermediate_size``."""
+
+    @model_validator(mode="after")
+    def _routable(self) -> Self:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}; "
+                "a token cannot visit more experts than there are"
+            )
+        return self
+
+
+class MlaSpec(Spec):
+    """Low-rank projections of multi-head latent attention (DeepSeek-V2/V3)."""
+
+    q_lora_rank: Dimension | None
+    kv_lora_rank: Dimension
+    qk_nope_head_dim: Dimension
+    qk_rope_head_dim: Dimension
+    v_head_dim: Dimension
+
+
+class ModelSpec(Spec):
+    """Shape of a decoder-only transformer.
+
+    ``head_dim`` is the width of one query head (for MLA: ``qk_nope_head_dim + qk_rope_head_dim``). ``positions`` counts rows
+    of a learned position table, 0 with rotary or ALiBi positions. ``unplaced_parameters`` are parameters that a shape
+    inferred from a bare parameter count leaves over; they are held as one vector beside the embeddings.
+    """
+
+    name: str = ""
+    family: Family
+    hidden_size: Dimension
+    intermediate_size: Dimension
+    num_hidden_layers: Annotated[int, Field(gt=0, le=10**4)]
+    num_attention_heads: Annotated[int, Field(gt=0, le=10**5)]
+    num_key_value_heads: Annotated[int, Field(gt=0, le=10**5)]
+    head_dim: Dimension
+    vocab_size: Dimension
+    max_position_embeddings: Count = 4096
+    positions: Annotated[int, Field(ge=0, le=10**7)] = 0
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: Count | None = None
+    moe: MoeSpec | None = None
+    mla: MlaSpec | None = None
+    unplaced_parameters: Annotated[int, Field(ge=0, le=10**15)] = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide "
+                f"num_attention_heads={self.num_attention_heads}; each key/value head serves a whole number of query heads"
+            )
+        if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
+            raise ValueError(
+                f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}"
+            )
+        return self

@@ -1,0 +1,75 @@
+"""How it is trained: the structure that a search loops over; every field is one value, free to be branched on."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from zeroplan.spec.base import Count, Spec
+
+Engine = Literal["paper", "ddp", "fsdp2", "deepspeed"]
+Stage = Literal[0, 1, 2, 3]
+Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
+Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit"]
+OptimizerImpl = Literal["foreach", "fused", "forloop"]
+Recompute = Literal["none", "selective", "full"]
+Attention = Literal["sdpa", "flash", "eager"]
+ActivationModel = Literal["module", "megatron"]
+
+
+class DdpOptions(Spec):
+    """Arguments of ``torch.nn.parallel.DistributedDataParallel``; torch's defaults."""
+
+    gradient_as_bucket_view: bool = False
+
+
+class Fsdp2Options(Spec):
+    """Arguments of ``fully_shard``; torch's defaults."""
+
+    reshard_after_forward: bool | Annotated[int, Field(gt=1)] | None = None
+    """``None``: True at stage 3, False at stage 2; an int keeps that many ways of sharding between forward and backward."""
+    reduce_dtype: Literal["fp32", "param"] = "fp32"
+    """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype."""
+
+
+class DeepSpeedOptions(Spec):
+    """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements."""
+
+    reduce_bucket_size: Count = 500_000_000
+    allgather_bucket_size: Count = 500_000_000
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    sub_group_size: Count = 1_000_000_000
+    stage3_prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
+    stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
+    stage3_max_live_parameters: Annotated[int, Field(ge=0)] = 1_000_000_000
+    stage3_max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
+    grad_accum_dtype: Literal["fp32", "param"] = "param"
+    zero_init: bool = True
+    """Stage 3: the model is built under ``deepspeed.zero.Init``, sharded from the start."""
+
+
+class RecipeSpec(Spec):
+    """Everything about the run that is structure rather than number.
+
+    ``optimizer_impl=None`` means the engine's own default: foreach under torch (CUDA), fused under DeepSpeed.
+    """
+
+    engine: Engine = "fsdp2"
+    zero_stage: Stage = 3
+    precision: Precision = "bf16-mixed"
+    optimizer: Optimizer = "adamw"
+    optimizer_impl: OptimizerImpl | None = None
+    recompute: Recompute = "none"
+    attention: Attention = "sdpa"
+    activation_model: ActivationModel = "module"
+    """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
+    sequence_parallel: bool = False
+    """Megatron's activation formula only: norms and dropouts are split over the tensor-parallel ranks too."""
+    keep_logits: bool = False
+    """The training loop holds the model's output (the logits) while it calls backward."""
+    sync_every_micro_batch: bool = True
+    """Gradients are reduced after every micro-batch (plain loop) rather than after the last one (``no_sync``)."""
+    ddp: DdpOptions = DdpOptions()
+    fsdp2: Fsdp2Options = Fsdp2Options()
+    deepspeed: DeepSpeedOptions = DeepSpeedOptions()

@@ -1,0 +1,52 @@
+"""The type that params.py fills in: one parameter tensor of a module, under the name transformers gives it."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Parameter(NamedTuple):
+    """One parameter tensor.
+
+    ``name`` is relative to its module (``self_attn.q_proj.weight`` in a block, ``model.embed_tokens.weight`` outside);
+    ``autocast`` says whether ``torch.autocast`` casts it (weights and biases of matrix multiplications; neither embeddings
+    nor norms). ``active`` is the number of its elements one token uses (fewer than all of them for routed experts).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    autocast: bool = False
+    active_share: tuple[int, int] = (1, 1)
+    """Numerator and denominator of the share of elements one token uses: (top-k, experts) for routed experts."""
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def active(self) -> int:
+        """Elements that one token uses."""
+        top_k, experts = self.active_share
+        return self.numel * top_k // experts
+
+
+class BlockRun(NamedTuple):
+    """Consecutive layers of one kind: ``count`` of them with the same parameters."""
+
+    kind: str
+    """``dense`` or ``moe``."""
+    count: int
+    parameters: tuple[Parameter, ...]
+
+
+class Layout(NamedTuple):
+    """A model's parameters in the order of ``model.parameters()``: embeddings, runs of blocks, final norm and head.
+
+    A tied head does not appear in ``tail``: it is the embedding.
+    """
+
+    embeddings: tuple[Parameter, ...]
+    runs: tuple[BlockRun, ...]
+    tail: tuple[Parameter, ...]

@@ -1,0 +1,84 @@
+"""The only place where units change: bytes to GB and GiB, and what a person types to an integer.
+
+A unit is a plain number: multiply it in, divide it out. GB is 10^9 bytes and GiB is 2^30 bytes, everywhere.
+"""
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from zeroplan.errors import SpecError
+
+KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+
+_COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_BYTE_SUFFIX = {
+    "": 1, "b": 1, "kb": KB, "mb": MB, "gb": GB, "tb": TB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
+}  # fmt: skip
+_NUMBER = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9_]*(?:[eE][+-]?[0-9]{1,3})?|\.[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
+_LARGEST = 10**18
+
+
+def parse_count(text: str, *, what: str = "count") -> int:
+    """Read a count as people write it: ``7e9``, ``7b``, ``7B``, ``7_000_000_000``, ``1.5T``.
+
+    >>> parse_count("7b"), parse_count("7_000_000_000"), parse_count("0.5B"), parse_count("4k")
+    (7000000000, 7000000000, 500000000, 4000)
+    """
+    return _parse(text, _COUNT_SUFFIX, what, "7e9, 7b, 350M or 7_000_000_000")
+
+
+def parse_size(text: str, *, what: str = "size") -> int:
+    """Read a size in bytes: ``80GiB``, ``25 MB``, ``500000000``.
+
+    >>> parse_size("80GiB") == 80 * GIB, parse_size("25 MB")
+    (True, 25000000)
+    """
+    return _parse(text, _BYTE_SUFFIX, what, "80GiB, 80GB or a number of bytes")
+
+
+def _parse(text: str, suffixes: dict[str, int], what: str, examples: str) -> int:
+    match = _NUMBER.fullmatch(text)
+    if match is None or match[2].lower() not in suffixes:
+        raise SpecError(f"{what} {text!r} is not a number zeroplan reads; write {examples}")
+    try:
+        value = Decimal(match[1].replace("_", "").replace(",", "")) * suffixes[match[2].lower()]
+    except InvalidOperation:  # pragma: no cover  the pattern admits only decimals
+        raise SpecError(f"{what} {text!r} is not a number; write {examples}") from None
+    if value < 1 or value > _LARGEST:
+        raise SpecError(f"{what} {text!r} is out of range; write a number from 1 to 1e18, like {examples}")
+    if value != value.to_integral_value():
+        raise SpecError(f"{what} {text!r} is not a whole number; write {examples}")
+    return int(value)
+
+
+def format_gb(n_bytes: int) -> str:
+    """Decimal gigabytes with their unit.
+
+    >>> format_gb(14_000_000_000)
+    '14.00 GB'
+    """
+    return f"{n_bytes / GB:,.2f} GB"
+
+
+def format_gib(n_bytes: int) -> str:
+    """Binary gigabytes with their unit.
+
+    >>> format_gib(14_000_000_000)
+    '13.04 GiB'
+    """
+    return f"{n_bytes / GIB:,.2f} GiB"
+
+
+def format_size(n_bytes: int) -> str:
+    """Both units, so that nobody has to guess; small sizes in MB and MiB, or bytes.
+
+    >>> format_size(14_000_000_000), format_size(8_519_680), format_size(512)
+    ('14.00 GB = 13.04 GiB', '8.52 MB = 8.12 MiB', '512 B')
+    """
+    magnitude = abs(n_bytes)
+    if magnitude >= GB // 10:
+        return f"{format_gb(n_bytes)} = {format_gib(n_bytes)}"
+    if magnitude >= 10 * KB:
+        return f"{n_bytes / MB:,.2f} MB = {n_bytes / MIB:,.2f} MiB"
+    return f"{n_bytes:,} B"
