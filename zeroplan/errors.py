@@ -1,9 +1,9 @@
 """What zeroplan raises on purpose.
 
-    ZeroplanError            anything below: one line, the value and the way out
-    ├── SpecError            a description of something that could not run (also a ValueError)
-    ├── UnknownNameError     a name no catalogue knows, with the nearest ones (also a LookupError)
-    └── MeasurementError     a verification that could not be carried out or read
+ZeroplanError            anything below: one line, the value and the way out
+├── SpecError            a description of something that could not run (also a ValueError)
+├── UnknownNameError     a name no catalogue knows, with the nearest ones (also a LookupError)
+└── MeasurementError     a verification that could not be carried out or read
 """
 
 from collections.abc import Iterable

@@ -80,7 +80,5 @@ class ModelSpec(Spec):
                 f"num_attention_heads={self.num_attention_heads}; each key/value head serves a whole number of query heads"
             )
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
-            raise ValueError(
-                f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}"
-            )
+            raise ValueError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
         return self

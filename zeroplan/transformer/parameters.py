@@ -33,11 +33,11 @@ class Parameter(NamedTuple):
 
 
 class BlockRun(NamedTuple):
-    """Consecutive layers of one kind: ``count`` of them with the same parameters."""
+    """Consecutive layers of one kind: ``layers`` of them with the same parameters."""
 
     kind: str
     """``dense`` or ``moe``."""
-    count: int
+    layers: int
     parameters: tuple[Parameter, ...]
 
 
