@@ -1,16 +1,116 @@
-"""The base of every description: frozen, strict, nothing unknown accepted."""
+"""The base of every description: a frozen dataclass that checks itself.
 
-from typing import Annotated
+Plain dataclasses, because a description is built on the way to every answer and importing a validation framework would take
+longer than the answer. Files and other foreign data come in through :func:`read`, which lets pydantic check types, unknown keys
+and nesting against the same classes; ranges and rules stand once, here and in the classes, and serve both ways in.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-#: Counts a person may describe; the ceiling keeps every product of interest inside int64.
-Count = Annotated[int, Field(gt=0, le=10**15)]
-Dimension = Annotated[int, Field(gt=0, le=10**7)]
-Degree = Annotated[int, Field(gt=0, le=10**6)]
+from zeroplan.errors import SpecError
 
 
-class Spec(BaseModel):
-    """A frozen description of something; equal descriptions are equal and hash alike."""
+class Range(NamedTuple):
+    """Smallest and largest value of an integer or float field."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    low: float
+    high: float
+
+
+#: Counts a person may describe; the ceilings keep every product of interest inside int64.
+Count = Annotated[int, Range(1, 10**15)]
+CountOrZero = Annotated[int, Range(0, 10**15)]
+Dimension = Annotated[int, Range(1, 10**7)]
+Degree = Annotated[int, Range(1, 10**6)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A frozen description of something; equal descriptions are equal and hash alike.
+
+    Raises :class:`~zeroplan.errors.SpecError` when a field has the wrong type or is out of its range.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": True}
+
+    def __post_init__(self) -> None:
+        """Check every field, then the rules between fields."""
+        for name, admissible in _admissible(type(self)):  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
+            value = getattr(self, name)
+            if not any(check.admits(value) for check in admissible):
+                raise SpecError(f"{name}={value!r} is not {' or '.join(check.wording for check in admissible)}")
+        self.check_rules()
+
+    def check_rules(self) -> None:
+        """Raise SpecError where fields contradict each other."""
+
+
+class _Check(NamedTuple):
+    """One type a field may have, with its bounds or its choices."""
+
+    type: type
+    bounds: Range | None
+    choices: tuple[object, ...]
+    wording: str
+
+    def admits(self, value: object) -> bool:
+        if self.choices:
+            return value in self.choices and isinstance(value, bool) == isinstance(self.choices[0], bool)
+        if not isinstance(value, self.type) or (isinstance(value, bool) and self.type is not bool):
+            return False
+        return self.bounds is None or (isinstance(value, (int, float)) and self.bounds.low <= value <= self.bounds.high)
+
+
+@cache
+def _admissible(cls: type[Spec]) -> tuple[tuple[str, tuple[_Check, ...]], ...]:
+    hints = get_type_hints(cls, include_extras=True)
+    return tuple((field.name, tuple(_checks(hints[field.name]))) for field in fields(cls))
+
+
+def _checks(hint: object, bounds: Range | None = None) -> list[_Check]:
+    origin = get_origin(hint)
+    if origin is Annotated:
+        inner, *extras = get_args(hint)
+        return _checks(inner, next((extra for extra in extras if isinstance(extra, Range)), None))
+    if origin in (Union, UnionType):
+        return [check for arm in get_args(hint) for check in _checks(arm)]
+    if origin is Literal:
+        return [_Check(object, None, get_args(hint), f"one of {', '.join(map(str, get_args(hint)))}")]
+    plain = origin or hint
+    if not isinstance(plain, type):
+        raise TypeError(f"a spec field cannot be a {hint}")
+    return [_Check(plain, bounds, (), _wording(plain, bounds))] + ([_Check(int, bounds, (), "")] if plain is float else [])
+
+
+def _wording(plain: type, bounds: Range | None) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "nothing"}
+    name = names.get(plain, f"a {plain.__name__}")
+    return name if bounds is None else f"{name} from {bounds.low:,} to {bounds.high:,}"
+
+
+S = TypeVar("S")
+_SAYS_ALL = ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden")
+
+
+def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
+    """Build a spec from foreign data (a parsed TOML or JSON object), strictly.
+
+    Raises :class:`~zeroplan.errors.SpecError` in one line that names ``where``, the key and the value: unknown keys, missing
+    ones, wrong types, values out of range, contradictions.
+    """
+    import json  # noqa: PLC0415  only foreign data pays for json and pydantic
+
+    from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415
+
+    try:
+        return TypeAdapter(cls).validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        wrong = first["msg"].removeprefix("Value error, ")
+        shown = "" if first["type"] in _SAYS_ALL else f" (it is {first['input']!r:.80})"
+        raise SpecError(f"{where}: {key + ': ' if key else ''}{wrong}{shown}") from None

@@ -1,5 +1,6 @@
 """How much is fed per step: each an int in a job and an int or a column in a formula."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from zeroplan.numeric import Int
@@ -25,6 +26,7 @@ class Batch(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSpec(Spec):
     """The batch of one job."""
 

@@ -1,19 +1,18 @@
 """What it runs on: one accelerator and how many of them share a node."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from zeroplan.spec.base import Count, Range, Spec
 
-from zeroplan.spec.base import Count, Spec
-
-Rate = Annotated[float, Field(gt=0, lt=1e20)]
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Figure(Spec):
     """One published figure with its provenance."""
 
-    value: int | float
+    value: Annotated[float, Range(1.0, 1e20)]
     source: str
     as_of: str = ""
     note: str = ""
@@ -21,6 +20,7 @@ class Figure(Spec):
     """What the figure follows from, where it can be derived: units, operations per clock, clock."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec(Spec):
     """One accelerator.
 
@@ -36,7 +36,7 @@ class GpuSpec(Spec):
     """``9.0`` for NVIDIA, ``gfx942`` for AMD."""
     released: int
     aliases: tuple[str, ...] = ()
-    gpus_per_node: Annotated[int, Field(gt=0, le=1024)] = 8
+    gpus_per_node: Annotated[int, Range(1, 1024)] = 8
     """GPUs of the usual server or fast-interconnect domain."""
     marketing_memory_gb: Figure
     memory_bytes: Figure
@@ -50,6 +50,7 @@ class GpuSpec(Spec):
     """Per GPU, between nodes, in the vendor's reference server."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec(Spec):
     """The GPU, if one is named, and how many share a node."""
 

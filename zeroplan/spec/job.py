@@ -1,9 +1,8 @@
 """A whole training job: model, cluster, recipe, mesh and batch."""
 
-from typing import Self
+from dataclasses import dataclass
 
-from pydantic import model_validator
-
+from zeroplan.errors import SpecError
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
@@ -23,6 +22,7 @@ ENGINE_STAGES: dict[str, dict[int, str]] = {
 DEFAULT_ENGINE: dict[int, str] = {0: "ddp", 1: "ddp", 2: "fsdp2", 3: "fsdp2"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec(Spec):
     """One training job, complete.
 
@@ -39,22 +39,21 @@ class JobSpec(Spec):
     mesh: MeshSpec = MeshSpec()
     batch: BatchSpec = BatchSpec()
 
-    @model_validator(mode="after")
-    def _runnable(self) -> Self:
+    def check_rules(self) -> None:
+        """Refuse what contradicts itself."""
         engine, stage = self.recipe.engine, self.recipe.zero_stage
         offered = ENGINE_STAGES[engine]
         if stage not in offered:
             others = ", ".join(name for name, stages in ENGINE_STAGES.items() if stage in stages)
-            raise ValueError(
+            raise SpecError(
                 f"engine {engine!r} has no ZeRO stage {stage} (it has {', '.join(map(str, offered))}); "
                 f"for stage {stage} use {others}"
             )
         if self.mesh.dp_replicate > 1 and engine not in ("fsdp2", "paper"):
-            raise ValueError(
+            raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
         if self.mesh.tp > 1 and engine != "paper":
-            raise ValueError(
+            raise SpecError(
                 f"tp={self.mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
             )
-        return self

@@ -1,5 +1,6 @@
 """How the ranks are arranged: degrees of parallelism, each an int in a job and an int or a column in a formula."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from zeroplan.numeric import Int
@@ -25,6 +26,7 @@ class Mesh(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSpec(Spec):
     """Degrees of parallelism of one job."""
 

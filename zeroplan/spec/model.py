@@ -1,10 +1,10 @@
 """What model is trained: its shape, in the words of a Hugging Face ``config.json``."""
 
-from typing import Annotated, Literal, Self, get_args
+from dataclasses import dataclass
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
-
-from zeroplan.spec.base import Count, Dimension, Spec
+from zeroplan.errors import SpecError
+from zeroplan.spec.base import Count, Dimension, Range, Spec
 
 #: The architectures whose parameters zeroplan counts exactly, by their ``model_type``.
 Family = Literal[
@@ -15,26 +15,27 @@ Family = Literal[
 FAMILIES: tuple[str, ...] = get_args(Family)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec(Spec):
     """Experts of a mixture-of-experts model."""
 
     num_experts: Dimension
     num_experts_per_tok: Dimension
     moe_intermediate_size: Dimension
-    num_shared_experts: Annotated[int, Field(ge=0, le=10**4)] = 0
-    num_dense_layers: Annotated[int, Field(ge=0, le=10**4)] = 0
+    num_shared_experts: Annotated[int, Range(0, 10**4)] = 0
+    num_dense_layers: Annotated[int, Range(0, 10**4)] = 0
     """Leading layers that keep a dense MLP of ``intermediate_size``."""
 
-    @model_validator(mode="after")
-    def _routable(self) -> Self:
+    def check_rules(self) -> None:
+        """Refuse what contradicts itself."""
         if self.num_experts_per_tok > self.num_experts:
-            raise ValueError(
+            raise SpecError(
                 f"num_experts_per_tok={self.num_experts_per_tok} exceeds num_experts={self.num_experts}; "
                 "a token cannot visit more experts than there are"
             )
-        return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec(Spec):
     """Low-rank projections of multi-head latent attention (DeepSeek-V2/V3)."""
 
@@ -45,6 +46,7 @@ class MlaSpec(Spec):
     v_head_dim: Dimension
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(Spec):
     """Shape of a decoder-only transformer.
 
@@ -57,28 +59,27 @@ class ModelSpec(Spec):
     family: Family
     hidden_size: Dimension
     intermediate_size: Dimension
-    num_hidden_layers: Annotated[int, Field(gt=0, le=10**4)]
-    num_attention_heads: Annotated[int, Field(gt=0, le=10**5)]
-    num_key_value_heads: Annotated[int, Field(gt=0, le=10**5)]
+    num_hidden_layers: Annotated[int, Range(1, 10**4)]
+    num_attention_heads: Annotated[int, Range(1, 10**5)]
+    num_key_value_heads: Annotated[int, Range(1, 10**5)]
     head_dim: Dimension
     vocab_size: Dimension
     max_position_embeddings: Count = 4096
-    positions: Annotated[int, Field(ge=0, le=10**7)] = 0
+    positions: Annotated[int, Range(0, 10**7)] = 0
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: Count | None = None
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None
-    unplaced_parameters: Annotated[int, Field(ge=0, le=10**15)] = 0
+    unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def check_rules(self) -> None:
+        """Refuse what contradicts itself."""
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
+            raise SpecError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "
                 f"num_attention_heads={self.num_attention_heads}; each key/value head serves a whole number of query heads"
             )
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
-            raise ValueError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
-        return self
+            raise SpecError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")

@@ -1,10 +1,9 @@
 """How it is trained: the structure that a search loops over; every field is one value, free to be branched on."""
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from zeroplan.spec.base import Count, Spec
+from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 
 Engine = Literal["paper", "ddp", "fsdp2", "deepspeed"]
 Stage = Literal[0, 1, 2, 3]
@@ -16,21 +15,24 @@ Attention = Literal["sdpa", "flash", "eager"]
 ActivationModel = Literal["module", "megatron"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DdpOptions(Spec):
     """Arguments of ``torch.nn.parallel.DistributedDataParallel``; torch's defaults."""
 
     gradient_as_bucket_view: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp2Options(Spec):
     """Arguments of ``fully_shard``; torch's defaults."""
 
-    reshard_after_forward: bool | Annotated[int, Field(gt=1)] | None = None
+    reshard_after_forward: bool | Annotated[int, Range(2, 10**6)] | None = None
     """``None``: True at stage 3, False at stage 2; an int keeps that many ways of sharding between forward and backward."""
     reduce_dtype: Literal["fp32", "param"] = "fp32"
     """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions(Spec):
     """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements."""
 
@@ -40,15 +42,16 @@ class DeepSpeedOptions(Spec):
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
     sub_group_size: Count = 1_000_000_000
-    stage3_prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
-    stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
-    stage3_max_live_parameters: Annotated[int, Field(ge=0)] = 1_000_000_000
-    stage3_max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
+    stage3_prefetch_bucket_size: CountOrZero = 50_000_000
+    stage3_param_persistence_threshold: CountOrZero = 100_000
+    stage3_max_live_parameters: CountOrZero = 1_000_000_000
+    stage3_max_reuse_distance: CountOrZero = 1_000_000_000
     grad_accum_dtype: Literal["fp32", "param"] = "param"
     zero_init: bool = True
     """Stage 3: the model is built under ``deepspeed.zero.Init``, sharded from the start."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec(Spec):
     """Everything about the run that is structure rather than number.
 
