@@ -21,7 +21,8 @@ class Kind(StrEnum):
     WEIGHT_CASTS = "weight casts"
     ACTIVATIONS = "activations"
     LOGITS = "logits and loss"
-    GATHER = "gathered parameters"
+    GATHER = "all-gather buffers"
+    UNSHARDED_PARAMETERS = "unsharded parameters"
     UNSHARDED_GRADIENTS = "unsharded gradients"
     REDUCE = "reduce buffers"
     OPTIMIZER_TEMPORARY = "optimizer temporaries"
@@ -51,6 +52,18 @@ class Line(NamedTuple):
     reason: str
     formula: str = ""
     source: str = ""
+
+
+class Band(NamedTuple):
+    """A figure that cannot be known to the byte: the least, the expected and the most it may be. [bytes]"""
+
+    low_bytes: Int
+    expected_bytes: Int
+    high_bytes: Int
+
+    def plus(self, n_bytes: Int) -> Band:
+        """Shift the whole band."""
+        return Band(self.low_bytes + n_bytes, self.expected_bytes + n_bytes, self.high_bytes + n_bytes)
 
 
 class Moment(NamedTuple):

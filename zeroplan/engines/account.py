@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zeroplan.ledger import Collective, Line, Moment
+from zeroplan.numeric import Int
+
+
+class Symbol(NamedTuple):
+    """A symbol that the formulas of an account use: what it stands for, and its number in this job."""
+
+    name: str
+    value: Int
+    meaning: str
 
 
 class Account(NamedTuple):
@@ -12,10 +21,12 @@ class Account(NamedTuple):
 
     ``states``: parameters, gradients and optimizer state as the engine keeps them; ``moments``: the named moments of a step,
     each with every line alive then (states included as far as they exist at that moment); ``collectives``: what is sent per
-    step; ``host``: host memory per rank, empty unless something is offloaded.
+    step; ``host``: host memory per rank, empty unless something is offloaded; ``symbols``: what the formulas of these lines
+    use beyond the legend of the model.
     """
 
     states: tuple[Line, ...]
     moments: tuple[Moment, ...]
     collectives: tuple[Collective, ...]
     host: tuple[Line, ...] = ()
+    symbols: tuple[Symbol, ...] = ()

@@ -1,0 +1,119 @@
+"""What does the ZeRO paper's idealised account say?
+
+Rajbhandari et al. 2020 (arXiv:1910.02054), sections 3 and 5: mixed-precision Adam holds 2Ψ of parameters, 2Ψ of gradients and 12Ψ
+of optimizer state (fp32 master copy, momentum, variance); stage 1 divides the optimizer state by N_d, stage 2 the gradients
+too, stage 3 the parameters too. Tensor parallelism divides everything by its degree. Residual states on top: activations and the
+loss; no buffer, no padding beyond whole elements, no temporary of an optimizer.
+"""
+
+from __future__ import annotations
+
+from zeroplan.engines.account import Account, Symbol
+from zeroplan.engines.optimizers import LocalTensor, state_lines
+from zeroplan.engines.precisions import widths
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
+from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.blocks import BlockPass, Compute
+from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.params import layout, parameter_count
+from zeroplan.transformer.published import megatron_block_lines
+
+_STATES = "arXiv:1910.02054, sections 3.1 and 5"
+_VOLUME = "arXiv:1910.02054, section 7"
+
+
+def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+    """Memory and traffic of every rank in the paper's account.
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 3, 5 and 7.
+    """
+    states = _states(model, recipe, mesh)
+    return Account(states, _moments(model, recipe, mesh, batch, states), _collectives(model, recipe, mesh, batch), (), (
+        Symbol("Ψ", parameter_count(model), "parameters"),
+        Symbol("N", mesh.dp_shard, "ranks that share what the stage shards"),
+        Symbol("t_p", mesh.tp, "tensor-parallel ranks"),
+    ))  # fmt: skip
+
+
+def _states(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
+    width, local = widths(recipe.precision), ceil_div(parameter_count(model), mesh.tp)
+    parameters, gradients, updated = (_sharded(local, recipe, mesh, from_stage=stage) for stage in (3, 2, 1))
+    lines = [
+        Line(Kind.PARAMETERS, width.compute * parameters, f"{width.name} parameters", _formula(width.compute, recipe, 3), _STATES),
+        Line(Kind.GRADIENTS, width.compute * gradients, f"{width.name} gradients", _formula(width.compute, recipe, 2), _STATES),
+    ]
+    if width.mixed:
+        master = width.stored * updated
+        lines.append(Line(Kind.OPTIMIZER_STATE, master, "fp32 copy of the parameters", _formula(width.stored, recipe, 1), _STATES))
+    tensors = (LocalTensor((updated,)),)
+    states = state_lines(recipe.optimizer, "foreach", tensors, width.stored)
+    return (*lines, *(line._replace(formula=_formula(width.stored, recipe, 1)) for line in states))
+
+
+def _sharded(elements: Int, recipe: RecipeSpec, mesh: Mesh, *, from_stage: int) -> Int:
+    return ceil_div(elements, mesh.dp_shard) if recipe.zero_stage >= from_stage else elements
+
+
+def _formula(width: int, recipe: RecipeSpec, from_stage: int) -> str:
+    return f"{width}·ceil(ceil(Ψ/t_p)/N)" if recipe.zero_stage >= from_stage else f"{width}·ceil(Ψ/t_p)"
+
+
+def _moments(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
+) -> tuple[Moment, ...]:
+    compute = Compute(widths(recipe.precision).compute, autocast=False, attention=recipe.attention)
+    head = head_pass(model, compute, batch)
+    kept: Int = 0
+    for run in layout(model).runs:
+        kept = kept + run.layers * total_bytes(_kept(model, run.kind, recipe, mesh, compute, batch))
+    activations = Line(Kind.ACTIVATIONS, kept, "tensors that the blocks keep from forward to backward")
+    alive = (*states, activations)
+    moments = [
+        Moment("loss, forward", Phase.LOSS, (*alive, *head.shared, *head.saved, *head.loss_forward)),
+        Moment("loss, backward", Phase.LOSS, (*alive, *head.shared, *head.saved, *head.loss_backward)),
+        Moment("optimizer step", Phase.STEP, states),
+    ]
+    if recipe.recompute != "none" and recipe.activation_model == "module":
+        again = block_pass(model, layout(model).runs[-1].kind, compute, batch).saved
+        moments.insert(2, Moment("backward of the last block, recomputed", Phase.BACKWARD, (*alive, *head.shared, *again)))
+    return tuple(moments)
+
+
+def _kept(
+    model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, compute: Compute, batch: Batch
+) -> tuple[Line, ...]:
+    if recipe.activation_model == "megatron":
+        return megatron_block_lines(
+            model, batch, tp=mesh.tp, sequence_parallel=recipe.sequence_parallel, recompute=recipe.recompute
+        )
+    one: BlockPass = block_pass(model, kind, compute, batch)
+    return {"none": one.saved, "selective": one.selective, "full": one.checkpoint}[recipe.recompute]
+
+
+def _collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
+    """Section 7: 2Ψ for plain data parallelism and stages 1 and 2, 3Ψ for stage 3; a ring sends (N-1)/N of each pass."""
+    elements = ceil_div(parameter_count(model), mesh.tp)
+    passes = batch.grad_accum_steps if recipe.sync_every_micro_batch else 1
+    if recipe.zero_stage == 0:
+        return (_call("all_reduce", "gradients", "backward", 2, passes, elements, recipe, mesh),)
+    reduce = _call("reduce_scatter", "gradients", "backward", 1, passes, elements, recipe, mesh)
+    if recipe.zero_stage < 3:
+        return (reduce, _call("all_gather", "updated parameters", "after the step", 1, 1, elements, recipe, mesh))
+    forward = _call("all_gather", "parameters", "forward", 1, batch.grad_accum_steps, elements, recipe, mesh)
+    backward = _call("all_gather", "parameters", "backward", 1, batch.grad_accum_steps, elements, recipe, mesh)
+    return (forward, backward, reduce)
+
+
+def _call(
+    operation: str, what: str, when: str, ring_passes: int, calls: Int, elements: Int, recipe: RecipeSpec, mesh: Mesh
+) -> Collective:  # fmt: skip
+    ranks = mesh.dp_shard * mesh.dp_replicate
+    width = widths(recipe.precision).compute
+    sent = calls * ring_passes * width * ceil_div(elements, ranks) * (ranks - 1)
+    volume = where(ranks > 1, calls * ring_passes * elements, 0)
+    return Collective(operation, what, when, ranks, calls, width * elements, sent, volume, _VOLUME)

@@ -1,0 +1,41 @@
+"""Bytes per element of parameters, gradients and optimizer state under each precision."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zeroplan.spec.recipe import Precision
+
+
+class Widths(NamedTuple):
+    """Element widths of one precision. [bytes]
+
+    ``compute``: activations, and parameters while they compute; ``stored``: the parameters the optimizer updates;
+    ``name``: the compute dtype.
+    """
+
+    compute: int
+    stored: int
+    name: str
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the compute copy is narrower than what is stored."""
+        return self.compute != self.stored
+
+
+_WIDTHS: dict[str, Widths] = {
+    "bf16-mixed": Widths(2, 4, "bf16"),
+    "fp16-mixed": Widths(2, 4, "fp16"),
+    "bf16": Widths(2, 2, "bf16"),
+    "fp32": Widths(4, 4, "fp32"),
+}
+
+
+def widths(precision: Precision) -> Widths:
+    """Element widths of a precision.
+
+    >>> widths("bf16-mixed")
+    Widths(compute=2, stored=4, name='bf16')
+    """
+    return _WIDTHS[precision]

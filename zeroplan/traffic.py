@@ -1,0 +1,67 @@
+"""How much does one GPU send per step, against plain data parallelism, and how long does that take at best?"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zeroplan.ledger import Collective
+from zeroplan.numeric import Int
+from zeroplan.spec.hardware import ClusterSpec
+
+
+class Traffic(NamedTuple):
+    """What one GPU sends in one optimizer step.
+
+    ``relative_to_ddp`` compares volumes in elements, the ZeRO paper's measure (1x, 1x, 1x, 1.5x): against one ring all-reduce of
+    all gradients, 2Ψ, as often as this job reduces gradients. ``relative_bytes_to_ddp`` compares bytes, against that all-reduce
+    in the dtype in which this job reduces gradients.
+    """
+
+    collectives: tuple[Collective, ...]
+    total_bytes: Int
+    volume_elements: Int
+    relative_to_ddp: float
+    relative_bytes_to_ddp: float
+
+
+def traffic(collectives: tuple[Collective, ...], *, parameters: int, ranks: int, reductions: int, gradient_bytes: int) -> Traffic:
+    """Totals of one step. With one rank nothing is sent and both ratios are 0.
+
+    ``ranks`` are all data-parallel ranks; ``reductions`` how often gradients are reduced per step; ``gradient_bytes`` the width
+    of a gradient element in the reduction.
+
+    Source: arXiv:1910.02054, section 7, for the baseline of 2Ψ.
+    """
+    sent: Int = 0
+    elements: Int = 0
+    for call in collectives:
+        sent = sent + call.sent_bytes
+        elements = elements + call.volume_elements
+    if ranks == 1:
+        return Traffic(collectives, sent, elements, 0.0, 0.0)
+    baseline = 2 * parameters * reductions
+    baseline_bytes = baseline * gradient_bytes * (ranks - 1) / ranks
+    return Traffic(collectives, sent, elements, float(elements / baseline), float(sent / baseline_bytes))
+
+
+class WireTime(NamedTuple):
+    """The least time the traffic takes, and the link that bounds it."""
+
+    seconds: float
+    link: str
+
+
+def wire_time(sent_bytes: int, cluster: ClusterSpec, *, gpus: int) -> WireTime | None:
+    """Time to send the step's bytes at the full rate of the slowest link a ring crosses. [s]
+
+    A lower bound: no latency, no protocol overhead, nothing else on the wire. ``None`` without a GPU, or where no rate between
+    nodes is known.
+    """
+    gpu = cluster.gpu
+    if gpu is None or gpus == 1:
+        return None
+    if gpus <= (cluster.gpus_per_node or gpu.gpus_per_node):
+        return WireTime(sent_bytes / gpu.node_link_bytes_per_s.value, gpu.node_link)
+    if gpu.network_link_bytes_per_s is None:
+        return None
+    return WireTime(sent_bytes / gpu.network_link_bytes_per_s.value, gpu.network_link)
