@@ -13,6 +13,8 @@ Family = Literal[
     "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
 ]  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)
+#: The families whose blocks have experts.
+MOE_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 class MoeSpec(Spec):
@@ -81,4 +83,16 @@ class ModelSpec(Spec):
             )
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
             raise ValueError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
+        return self
+
+    @model_validator(mode="after")
+    def _of_its_family(self) -> Self:
+        for part, families in (("moe", MOE_FAMILIES), ("mla", ("deepseek_v3",))):
+            if (getattr(self, part) is not None) != (self.family in families):
+                word = "needs" if self.family in families else "has no"
+                raise ValueError(f"family={self.family!r} {word} `{part}`, the part of {', '.join(families)}")
+        if self.moe is not None and self.moe.num_shared_experts and self.family != "deepseek_v3":
+            raise ValueError(f"family={self.family!r} has no shared experts; only deepseek_v3 has")
+        if self.moe is not None and self.moe.num_dense_layers and self.family not in ("deepseek_v3", "qwen3_moe"):
+            raise ValueError(f"family={self.family!r} has no dense layers; only deepseek_v3 and qwen3_moe have")
         return self

@@ -44,9 +44,11 @@ class BlockRun(NamedTuple):
 class Layout(NamedTuple):
     """A model's parameters in the order of ``model.parameters()``: embeddings, runs of blocks, final norm and head.
 
-    A tied head does not appear in ``tail``: it is the embedding.
+    A tied head does not appear in ``tail``: it is the embedding, and ``tied_head`` is that embedding under the embedding's
+    own name, seen as a matrix multiplication's weight, which autocast casts.
     """
 
     embeddings: tuple[Parameter, ...]
     runs: tuple[BlockRun, ...]
     tail: tuple[Parameter, ...]
+    tied_head: Parameter | None = None

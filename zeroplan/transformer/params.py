@@ -1,0 +1,64 @@
+"""Which parameter tensors does a model have, and how many parameters is that?
+
+Names, shapes and order are those of ``named_parameters()`` of the causal-LM class that transformers 5.23 builds for the
+family (``models/<family>/modeling_<family>.py``). Buffers (rotary tables, masks, DeepSeek's routing bias) are no parameters,
+and neither are modules that transformers leaves out of the causal-LM class (multi-token prediction, vision towers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.params_gated import gated_layout
+from zeroplan.transformer.params_gpt import bloom_layout, gpt2_layout, gpt_neox_layout, opt_layout
+
+_GPT_FAMILIES: dict[str, Callable[[ModelSpec], Layout]] = {
+    "gpt2": gpt2_layout,
+    "gpt_neox": gpt_neox_layout,
+    "bloom": bloom_layout,
+    "opt": opt_layout,
+}
+
+
+@lru_cache(maxsize=256)
+def layout(model: ModelSpec) -> Layout:
+    """Every parameter tensor of ``model``, in the order of ``model.named_parameters()``.
+
+    The names in a run are relative to its block. OPT registers its final norm before its blocks, so it stands with the
+    embeddings. ``unplaced_parameters`` form one vector at the end of the embeddings.
+
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> layout(tiny).embeddings[0].name, layout(tiny).runs[0].parameters[1].shape
+    ('model.embed_tokens.weight', (4, 8))
+    """
+    built = _GPT_FAMILIES.get(model.family, gated_layout)(model)
+    if not model.unplaced_parameters:
+        return built
+    return built._replace(embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,))))
+
+
+def parameter_count(model: ModelSpec) -> int:
+    """All parameters, tied embeddings once. [elements]
+
+    >>> parameter_count(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2,
+    ...     num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=10))  # 2·80 + 2·(192 + 384 + 16) + 8
+    1352
+    """
+    return _total(layout(model), lambda parameter: parameter.numel)
+
+
+def active_parameter_count(model: ModelSpec) -> int:
+    """Parameters one token uses: ``top_k / experts`` of the routed experts, everything else whole. [elements]
+
+    Embedding rows count whole, as in the published "active" figures of mixture-of-experts models.
+    """
+    return _total(layout(model), lambda parameter: parameter.active)
+
+
+def _total(whole: Layout, size: Callable[[Parameter], int]) -> int:
+    outside = sum(size(parameter) for parameter in (*whole.embeddings, *whole.tail))
+    return outside + sum(run.layers * sum(size(parameter) for parameter in run.parameters) for run in whole.runs)
