@@ -22,7 +22,7 @@ class Account(NamedTuple):
     ``states``: parameters, gradients and optimizer state as the engine keeps them; ``moments``: the named moments of a step,
     each with every line alive then (states included as far as they exist at that moment); ``collectives``: what is sent per
     step; ``host``: host memory per rank, empty unless something is offloaded; ``symbols``: what the formulas of these lines
-    use beyond the legend of the model.
+    use beyond the legend of the model; ``notes``: what a reader would trip over, a sentence each.
     """
 
     states: tuple[Line, ...]
@@ -30,3 +30,4 @@ class Account(NamedTuple):
     collectives: tuple[Collective, ...]
     host: tuple[Line, ...] = ()
     symbols: tuple[Symbol, ...] = ()
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,90 @@
+"""What does a device take besides an engine's tensors: library workspaces, the CUDA context, communicators?
+
+Workspaces come from the caching allocator, so ``memory_allocated`` counts them and so does the peak. The context and the
+communicators do not: they take from the card what the allocator never sees, and no formula gives them to the byte, so each is
+a band with the public figures it rests on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zeroplan.ledger import Band, Kind, Line
+from zeroplan.spec.hardware import GpuSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.units import GB, KIB, MB, MIB
+
+_WORKSPACE_SOURCE = "torch 2.13 ATen/cuda/CublasHandlePool.cpp parseChosenWorkspaceSize"
+_WORKSPACE_BEFORE_HOPPER = (2 * 4096 + 8 * 16) * KIB
+_WORKSPACE_SINCE_HOPPER = 32 * MIB
+_WORKSPACE_ROCM = {"gfx94": 128 * MIB, "gfx95": 128 * MIB}
+_WORKSPACE_ROCM_DEFAULT = 32 * MIB
+#: The thread that runs the forward pass and autograd's own thread each have a handle, and each handle a workspace.
+_HANDLES = 2
+
+
+class Outside(NamedTuple):
+    """Memory that the card gives but the caching allocator does not see."""
+
+    what: str
+    band: Band
+    source: str
+
+
+#: Kernels are loaded lazily since CUDA 11.7, so the context grows with what a job uses.
+_CONTEXT = Outside(
+    "CUDA context and loaded kernels",
+    Band(300 * MB, 540 * MB, 700 * MB),
+    "pytorch issues 107667 (about 300 MB) and 81257 (about 540 MB), 28113 (up to 700 MB)",
+)
+_COMMUNICATOR = Outside(
+    "one NCCL communicator",
+    Band(300 * MB, 520 * MB, 1_300 * MB),
+    "nccl issues 1685 (1.06 GB on 8 H100 with the context) and 864 (1.6 GB with the context)",
+)
+
+
+def workspace_line(gpu: GpuSpec | None) -> Line:
+    """What cuBLAS (or hipBLAS) keeps from the first matrix multiplication on. [bytes]
+
+    Without a GPU named: that of Hopper and Blackwell, the largest among NVIDIA's. Leaves out ``CUBLAS_WORKSPACE_CONFIG``.
+
+    >>> workspace_line(None).n_bytes == 2 * 32 * MIB
+    True
+    """
+    reason = "cuBLAS workspaces, one for the forward thread and one for autograd's"
+    return Line(Kind.WORKSPACE, _HANDLES * _workspace_bytes(gpu), reason, "", _WORKSPACE_SOURCE)
+
+
+def _workspace_bytes(gpu: GpuSpec | None) -> int:
+    if gpu is None:
+        return _WORKSPACE_SINCE_HOPPER
+    if gpu.vendor == "amd":
+        return _WORKSPACE_ROCM.get(gpu.compute_capability[:5], _WORKSPACE_ROCM_DEFAULT)
+    return _WORKSPACE_SINCE_HOPPER if float(gpu.compute_capability) >= 9 else _WORKSPACE_BEFORE_HOPPER
+
+
+def outside(mesh: MeshSpec) -> tuple[Outside, ...]:
+    """What the card gives outside the caching allocator: the context, and a communicator per process group. [bytes]
+
+    One group for the shards, one more for replicas, one more for tensor parallelism; none with a single rank. The figures are
+    third-party reports; ``zeroplan`` has no measurement of its own behind them yet.
+
+    >>> [len(outside(MeshSpec(dp_shard=ranks))) for ranks in (1, 8)]
+    [1, 2]
+    """
+    groups = sum(degree > 1 for degree in (mesh.dp_shard, mesh.dp_replicate, mesh.tp))
+    if not groups:
+        return (_CONTEXT,)
+    band = Band(*(groups * n_bytes for n_bytes in _COMMUNICATOR.band))
+    what = _COMMUNICATOR.what if groups == 1 else f"{groups} NCCL communicators"
+    return (_CONTEXT, _COMMUNICATOR._replace(what=what, band=band))
+
+
+def total_band(parts: tuple[Outside, ...]) -> Band:
+    """Sum of the bands. [bytes]
+
+    >>> total_band(outside(MeshSpec())).low_bytes == 300 * MB < GB
+    True
+    """
+    return Band(*(sum(figures) for figures in zip(*(part.band for part in parts), strict=True)))

@@ -1,0 +1,169 @@
+"""How much memory does one GPU need for this job, when, why, and does it fit? The one call that everything above makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from zeroplan.engines import ddp, deepspeed, fsdp2, paper
+from zeroplan.engines.account import Account, Symbol
+from zeroplan.engines.device import Outside, outside, total_band, workspace_line
+from zeroplan.engines.precisions import widths
+from zeroplan.ledger import Band, Kind, Line, Moment, bytes_by_kind, total_bytes
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.timeline import peak, reserved
+from zeroplan.traffic import Traffic, traffic
+from zeroplan.transformer.activations import is_approximate
+from zeroplan.transformer.params import active_parameter_count, parameter_count
+
+ENGINES: dict[str, Callable[[ModelSpec, RecipeSpec, Mesh, Batch], Account]] = {
+    "paper": paper.account,
+    "ddp": ddp.account,
+    "fsdp2": fsdp2.account,
+    "deepspeed": deepspeed.account,
+}
+
+Verdict = Literal["fits", "tight", "does not fit", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The memory account of one GPU (rank 0) in the steady state of a training step. All sizes in bytes.
+
+    ``states`` are parameters, gradients and optimizer state; ``moments`` every named moment of the step with its lines, and
+    ``peak`` the largest: what ``torch.cuda.max_memory_allocated`` would say. ``reserved`` is what the caching allocator takes
+    around the peak, ``outside`` what the card gives to the context and to communicators. ``approximate`` says in a sentence
+    which part is not exact for this architecture, and is empty otherwise.
+    """
+
+    job: JobSpec
+    parameters: int
+    active_parameters: int
+    states: tuple[Line, ...]
+    moments: tuple[Moment, ...]
+    peak: Moment
+    reserved: Band
+    outside: tuple[Outside, ...]
+    host: tuple[Line, ...]
+    traffic: Traffic
+    symbols: tuple[Symbol, ...]
+    approximate: str
+    notes: tuple[str, ...]
+
+    @property
+    def states_by_kind(self) -> dict[Kind, int]:
+        """Bytes of parameters, gradients and optimizer state."""
+        return {kind: int(n_bytes) for kind, n_bytes in bytes_by_kind(self.states).items()}
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of what the caching allocator has handed out."""
+        return int(self.peak.total_bytes)
+
+    @property
+    def outside_band(self) -> Band:
+        """Context and communicators together."""
+        return total_band(self.outside)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory per rank, where something is offloaded."""
+        return int(total_bytes(self.host))
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What torch reports as the GPU's memory; None where no GPU is named."""
+        gpu = self.job.cluster.gpu
+        return None if gpu is None else int(gpu.memory_bytes.value)
+
+    @property
+    def least_bytes(self) -> int:
+        """What must fit: the allocated peak and the expected context and communicators.
+
+        Cached blocks do not count: the allocator gives them back before it runs out of memory.
+        """
+        return self.peak_bytes + int(self.outside_band.expected_bytes)
+
+    @property
+    def comfortable_bytes(self) -> int:
+        """What fits without the allocator having to give back cached blocks: expected reserved plus what is outside."""
+        return int(self.reserved.expected_bytes) + int(self.outside_band.expected_bytes)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the job fits the GPU: ``tight`` where it fits only if the allocator's cache stays small."""
+        capacity = self.capacity_bytes
+        if capacity is None:
+            return "unknown"
+        if self.least_bytes > capacity:
+            return "does not fit"
+        return "tight" if self.comfortable_bytes > capacity else "fits"
+
+    @property
+    def fits(self) -> bool | None:
+        """True for ``fits`` and ``tight``; None where no GPU is named."""
+        return None if self.capacity_bytes is None else self.verdict != "does not fit"
+
+    @property
+    def room_bytes(self) -> int | None:
+        """Capacity left beside the peak and what is outside the allocator; negative where it does not fit."""
+        capacity = self.capacity_bytes
+        return None if capacity is None else capacity - self.least_bytes
+
+
+def estimate(job: JobSpec) -> Estimate:
+    """Account for the memory and traffic of one GPU under this job.
+
+    Raises :class:`~zeroplan.errors.SpecError` for a combination that no engine offers (an optimizer without the asked
+    implementation, say).
+
+    >>> from zeroplan import BatchSpec, MeshSpec, ModelSpec, RecipeSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    ...                  num_key_value_heads=4, head_dim=16, vocab_size=256)
+    >>> job = JobSpec(model=tiny, mesh=MeshSpec(dp_shard=8), recipe=RecipeSpec(engine="paper", zero_stage=3))
+    >>> sum(estimate(job).states_by_kind.values()) == 2 * estimate(job).parameters  # 16Ψ/8
+    True
+    """
+    account = ENGINES[job.recipe.engine](job.model, job.recipe, job.mesh, job.batch)
+    moments = _with_workspaces(job, account.moments)
+    parameters = parameter_count(job.model)
+    return Estimate(
+        job=job,
+        parameters=parameters,
+        active_parameters=active_parameter_count(job.model),
+        states=account.states,
+        moments=moments,
+        peak=peak(moments),
+        reserved=reserved(moments),
+        outside=outside(job.mesh),
+        host=account.host,
+        traffic=_traffic(job, account, parameters),
+        symbols=account.symbols,
+        approximate=is_approximate(job.model),
+        notes=account.notes,
+    )
+
+
+def _with_workspaces(job: JobSpec, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """Library workspaces are there from the first matrix multiplication on; the paper's account has none."""
+    if job.recipe.engine == "paper":
+        return moments
+    workspace = workspace_line(job.cluster.gpu)
+    return tuple(Moment(name, phase, (*lines, workspace)) for name, phase, lines in moments)
+
+
+def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:
+    width = widths(job.recipe.precision)
+    narrow = job.recipe.engine in ("paper", "deepspeed") or job.recipe.fsdp2.reduce_dtype == "param"
+    return traffic(
+        account.collectives,
+        parameters=-(-parameters // job.mesh.tp),
+        ranks=job.mesh.dp_shard * job.mesh.dp_replicate,
+        reductions=job.batch.grad_accum_steps if job.recipe.sync_every_micro_batch else 1,
+        gradient_bytes=width.compute if narrow else width.stored,
+    )

@@ -1,0 +1,21 @@
+"""A line's formula with the job's numbers in the place of its symbols."""
+
+from __future__ import annotations
+
+import re
+
+from zeroplan.estimator import Estimate
+
+_SYMBOL = re.compile(r"[A-Za-zΨ][A-Za-z_0-9]*")
+_WORDS = {"ceil", "max", "min"}
+
+
+def with_numbers(formula: str, answer: Estimate) -> str:
+    """Put numbers in the place of symbols: ``4·P/N`` becomes ``4·6738415616/8``."""
+    values = {symbol.name: symbol.value for symbol in answer.symbols}
+
+    def number(match: re.Match[str]) -> str:
+        name = match[0]
+        return name if name in _WORDS or name not in values else f"{int(values[name])}"
+
+    return _SYMBOL.sub(number, formula)

@@ -1,0 +1,109 @@
+"""The answer as plain data for JSON: versioned, every size in bytes, every key stable within a schema version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TypedDict
+
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Band, Collective, Kind, Line, Moment
+from zeroplan.remedies import Remedy
+
+SCHEMA_VERSION = 1
+
+
+class BandPayload(TypedDict):
+    """A figure with its least, expected and largest value."""
+
+    low_bytes: int
+    expected_bytes: int
+    high_bytes: int
+
+
+class LinePayload(TypedDict):
+    """One line of a ledger."""
+
+    kind: str
+    bytes: int
+    reason: str
+    formula: str
+    source: str
+
+
+class MomentPayload(TypedDict):
+    """One named moment of the step."""
+
+    moment: str
+    phase: str
+    allocated_bytes: int
+
+
+def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = ()) -> dict[str, object]:
+    """Return the answer in the shape of ``zeroplan estimate --json``; ``json.dumps`` takes it as it is."""
+    states = answer.states_by_kind
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "job": asdict(answer.job),
+        "parameters": answer.parameters,
+        "active_parameters": answer.active_parameters,
+        "states": {
+            "parameters_bytes": states.get(Kind.PARAMETERS, 0),
+            "gradients_bytes": states.get(Kind.GRADIENTS, 0),
+            "optimizer_bytes": states.get(Kind.OPTIMIZER_STATE, 0),
+            "total_bytes": sum(states.values()),
+            "lines": [_line(line) for line in answer.states],
+        },
+        "peak": {
+            "moment": answer.peak.name,
+            "phase": answer.peak.phase.value,
+            "allocated_bytes": answer.peak_bytes,
+            "lines": [_line(line) for line in answer.peak.lines if line.n_bytes],
+        },
+        "moments": [_moment(moment) for moment in answer.moments],
+        "reserved": _band(answer.reserved),
+        "outside_allocator": {
+            **_band(answer.outside_band),
+            "parts": [{"what": part.what, **_band(part.band), "source": part.source} for part in answer.outside],
+        },
+        "host_bytes": answer.host_bytes,
+        "fits": answer.fits,
+        "verdict": answer.verdict,
+        "capacity_bytes": answer.capacity_bytes,
+        "room_bytes": answer.room_bytes,
+        "changes": [change._asdict() for change in changes],
+        "communication": {
+            "total_bytes": int(answer.traffic.total_bytes),
+            "relative_to_ddp": answer.traffic.relative_to_ddp,
+            "relative_bytes_to_ddp": answer.traffic.relative_bytes_to_ddp,
+            "collectives": [_collective(call) for call in answer.traffic.collectives if call.sent_bytes],
+        },
+        "approximate": answer.approximate,
+        "notes": list(notes),
+    }
+
+
+def _line(line: Line) -> LinePayload:
+    return {"kind": line.kind.value, "bytes": int(line.n_bytes), "reason": line.reason, "formula": line.formula,
+            "source": line.source}  # fmt: skip
+
+
+def _moment(moment: Moment) -> MomentPayload:
+    return {"moment": moment.name, "phase": moment.phase.value, "allocated_bytes": int(moment.total_bytes)}
+
+
+def _band(band: Band) -> BandPayload:
+    return {"low_bytes": int(band.low_bytes), "expected_bytes": int(band.expected_bytes), "high_bytes": int(band.high_bytes)}
+
+
+def _collective(call: Collective) -> dict[str, object]:
+    return {
+        "operation": call.operation,
+        "what": call.what,
+        "when": call.when,
+        "group": int(call.group),
+        "calls": int(call.calls),
+        "bytes_per_call": int(call.n_bytes),
+        "sent_bytes": int(call.sent_bytes),
+        "source": call.source,
+    }

@@ -1,0 +1,134 @@
+"""The answer as text for a terminal: the account, the peak, the verdict, the traffic; with ``explain``, every formula."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Band, Kind, Line, bytes_by_kind
+from zeroplan.remedies import Remedy
+from zeroplan.report.formulas import with_numbers
+from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
+from zeroplan.traffic import wire_time
+from zeroplan.units import GB, GIB, format_size
+
+_WHAT = 46
+
+
+def estimate_text(
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), *, explain: bool = False
+) -> str:
+    """Return the whole answer, about 40 lines, or with ``explain`` every line with its formula, numbers and source."""
+    parts = [
+        [headline(answer), *job_lines(answer)],
+        list(_states(answer, explain=explain)),
+        list(_peak(answer, explain=explain)),
+        list(_card(answer)),
+        list(_verdict(answer, changes)),
+        list(_communication(answer, explain=explain)),
+        list(_notes(answer, notes)),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _row(what: str, n_bytes: int, reason: str = "") -> str:
+    return f"  {what:<{_WHAT}.{_WHAT}}{n_bytes / GB:>10,.2f}{n_bytes / GIB:>10,.2f}  {reason}".rstrip()
+
+
+def _head(title: str, last: str = "") -> str:
+    return f"{title:<{_WHAT + 2}}{'GB':>10}{'GiB':>10}  {last}".rstrip()
+
+
+def _states(answer: Estimate, *, explain: bool) -> Iterator[str]:
+    yield _head("Model states per GPU", "bytes per parameter")
+    for kind, n_bytes in answer.states_by_kind.items():
+        yield _row(kind.value, n_bytes, per_parameter(answer, kind))
+        if explain:
+            yield from _explained(answer, [line for line in answer.states if line.kind is kind])
+    yield _row("together", sum(answer.states_by_kind.values()), per_parameter(answer))
+
+
+def _peak(answer: Estimate, *, explain: bool) -> Iterator[str]:
+    yield f"Peak allocated: {format_size(answer.peak_bytes)}"
+    yield f"at this moment: {answer.peak.name}"
+    yield _head("  alive then")
+    by_kind = bytes_by_kind(answer.peak.lines)
+    for kind in sorted(by_kind, key=lambda kind: -int(by_kind[kind])):
+        if by_kind[kind]:
+            lines = [line for line in answer.peak.lines if line.kind is kind and line.n_bytes]
+            yield _row(kind.value, int(by_kind[kind]), "" if explain else _main_reason(lines))
+            if explain:
+                yield from _explained(answer, lines)
+
+
+def _main_reason(lines: list[Line]) -> str:
+    largest = max(lines, key=lambda line: int(line.n_bytes))
+    others = "" if len(lines) == 1 else f" (and {len(lines) - 1} more)"
+    return f"{largest.reason}{others}"
+
+
+def _explained(answer: Estimate, lines: Sequence[Line]) -> Iterator[str]:
+    for line in lines:
+        if not line.n_bytes:
+            continue
+        yield f"      {format_size(int(line.n_bytes))}: {line.reason}"
+        if line.formula:
+            yield f"          = {line.formula} = {with_numbers(line.formula, answer)}"
+        if line.source:
+            yield f"          source: {line.source}"
+
+
+def _card(answer: Estimate) -> Iterator[str]:
+    outside = answer.outside_band
+    on_card = Band(*(int(a) + int(b) for a, b in zip(answer.reserved, outside, strict=True)))
+    yield f"{'On the card':<{_WHAT + 2}}{'GB':>10}{'GiB':>10}  from, to (GB)"
+    yield _band_row("reserved by the caching allocator", answer.reserved)
+    for part in answer.outside:
+        yield _band_row(part.what, part.band)
+    yield _band_row("what nvidia-smi would show", on_card)
+    if answer.host_bytes:
+        yield _row("host memory per rank", answer.host_bytes)
+
+
+def _band_row(what: str, band: Band) -> str:
+    return _row(what, int(band.expected_bytes), f"{band.low_bytes / GB:,.2f} to {band.high_bytes / GB:,.2f}")
+
+
+def _verdict(answer: Estimate, changes: Sequence[Remedy]) -> Iterator[str]:
+    yield verdict_sentence(answer)
+    if changes:
+        yield "It would fit after one of these:" if len(changes) > 1 else "It would fit after this:"
+        for change in changes:
+            yield f"  {change.flags:<44}  {change.change}; needs {format_size(change.needed_bytes)}"
+
+
+def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
+    traffic = answer.traffic
+    if not traffic.total_bytes:
+        yield "Nothing is sent: there is one rank."
+        return
+    yield f"Each GPU sends {format_size(int(traffic.total_bytes))} per step,"
+    yield (
+        f"{traffic.relative_to_ddp:.2f}x the elements and {traffic.relative_bytes_to_ddp:.2f}x the bytes of "
+        "plain data parallelism (one all-reduce of the gradients)"
+    )
+    time = wire_time(int(traffic.total_bytes), answer.job.cluster, gpus=answer.job.mesh.world_size)
+    if time is not None:
+        yield f"at least {time.seconds:.3g} s on {time.link}, at its full rate and with nothing overlapped"
+    yield f"  {'collective':<16}{'what':<34}{'when':<15}{'calls':>7}{'MB each':>12}{'GB sent':>10}"
+    for call in traffic.collectives:
+        if call.sent_bytes:
+            yield (
+                f"  {call.operation:<16}{call.what:<34}{call.when:<15}{int(call.calls):>7,}"
+                f"{int(call.n_bytes) / 1e6:>12,.1f}{int(call.sent_bytes) / GB:>10,.2f}"
+            )
+            if explain and call.source:
+                yield f"      source: {call.source}"
+
+
+def _notes(answer: Estimate, notes: Sequence[str]) -> Iterator[str]:
+    every = [*notes, *([answer.approximate] if answer.approximate else []), *answer.notes]
+    if every:
+        yield "Notes"
+        for note in every:
+            yield f"  - {note}"

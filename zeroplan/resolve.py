@@ -1,0 +1,256 @@
+"""From what a user says (names, files, counts, flags) to a complete job, with a note on everything that was filled in.
+
+A :class:`Request` is what a command line or a job file holds; :func:`resolve` looks names up, reads configurations, infers a
+shape where only a parameter count is known, and applies the defaults a PyTorch user would meet.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroplan.catalog.config import read_config
+from zeroplan.catalog.gpu import gpu as find_gpu
+from zeroplan.catalog.model import model as find_model
+from zeroplan.errors import SpecError
+from zeroplan.spec.base import Count, Degree, Spec
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import (
+    ActivationModel,
+    Attention,
+    DdpOptions,
+    DeepSpeedOptions,
+    Engine,
+    Fsdp2Options,
+    Optimizer,
+    OptimizerImpl,
+    Precision,
+    RecipeSpec,
+    Recompute,
+    Stage,
+)
+from zeroplan.transformer.params import parameter_count
+from zeroplan.units import parse_count
+
+#: Shapes a bare parameter count is measured against: dense, decoder-only, each the published one nearest to its size.
+REFERENCE_MODELS = (
+    "smollm2-135m", "smollm2-360m", "tinyllama-1.1b", "smollm2-1.7b", "llama-3.2-3b", "llama-2-7b", "llama-2-13b",
+    "mistral-small-24b", "yi-34b", "llama-2-70b", "mistral-large-123b", "llama-3.1-405b",
+)  # fmt: skip
+_DEFAULT_SEQ_LEN = 4096
+#: Beyond this ratio of sizes a reference shape is scaled in depth and width too, not only in the width of its MLP.
+_NEAR = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Spec):
+    """What a user says about a job: the command line's flags, and the keys of a job file, one to one."""
+
+    model: str | None = None
+    params: str | int | float | None = None
+    config: str | None = None
+    treat_as: str | None = None
+    gpus: Degree | None = None
+    gpu: str | None = None
+    gpus_per_node: Count | None = None
+    replicas: Degree | None = None
+    tensor_parallel: Degree | None = None
+    stage: Stage | None = None
+    engine: Engine | None = None
+    precision: Precision | None = None
+    optimizer: Optimizer | None = None
+    optimizer_impl: OptimizerImpl | None = None
+    recompute: Recompute | None = None
+    attention: Attention | None = None
+    activations: ActivationModel | None = None
+    sequence_parallel: bool | None = None
+    seq_len: Count | None = None
+    micro_batch: Count | None = None
+    grad_accum: Count | None = None
+    keep_logits: bool | None = None
+    sync_every_micro_batch: bool | None = None
+    ddp: DdpOptions | None = None
+    fsdp2: Fsdp2Options | None = None
+    deepspeed: DeepSpeedOptions | None = None
+
+    def overridden_by(self, other: Request) -> Request:
+        """Return this request with everything that ``other`` says instead; another model replaces the model as a whole."""
+        said = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
+        base = replace(self, **dict.fromkeys(_MODEL_KEYS)) if said.keys() & set(_MODEL_KEYS) else self
+        return replace(base, **said)
+
+
+_MODEL_KEYS = ("model", "params", "config", "treat_as")
+
+
+class Resolved(NamedTuple):
+    """A complete job, and what was filled in to complete it."""
+
+    job: JobSpec
+    notes: tuple[str, ...]
+
+
+def job(**said: object) -> JobSpec:
+    """Build a complete job from what a user would say; the keywords are the fields of :class:`Request`.
+
+    >>> job(params="7e9", gpus=8, stage=3).recipe.engine
+    'fsdp2'
+    """
+    return resolve(Request(**said)).job  # type: ignore[arg-type]  # Request checks every field
+
+
+def resolve(request: Request, *, extra: Path | None = None) -> Resolved:
+    """Complete a request. ``extra`` is a folder of the user's own catalogue entries (``models/*.toml``, ``gpus/*.toml``).
+
+    Raises :class:`~zeroplan.errors.SpecError` or :class:`~zeroplan.errors.UnknownNameError`, one line each.
+    """
+    model, model_note = _model(request, extra)
+    gpus = request.gpus or 1
+    stage: Stage = request.stage if request.stage is not None else (3 if gpus > 1 else 0)
+    seq_len, seq_note = _seq_len(request, model)
+    complete = JobSpec(
+        model=model,
+        cluster=_cluster(request, extra),
+        recipe=_recipe(request, stage),
+        mesh=_mesh(request, gpus),
+        batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
+    )
+    return Resolved(complete, tuple(note for note in (model_note, seq_note, _beyond_positions(complete)) if note))
+
+
+# The model
+
+
+def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
+    given = [key for key in ("model", "params", "config") if getattr(request, key) is not None]
+    if len(given) != 1:
+        said = "none is given" if not given else f"{' and '.join(f'--{key}' for key in given)} are given"
+        raise SpecError(f"a job has one model, but {said}; use one of --params 7e9, --model NAME, --config PATH")
+    if request.config is not None:
+        return read_config(Path(request.config), treat_as=request.treat_as), _treated(request)
+    if request.model is not None:
+        return find_model(request.model, extra=None if extra is None else extra / "models"), ""
+    return infer_model(_parameters(request.params))
+
+
+def _treated(request: Request) -> str:
+    return "" if request.treat_as is None else f"the configuration is read as a {request.treat_as} model, as asked"
+
+
+def _parameters(params: str | float | None) -> int:
+    if isinstance(params, float) and params == math.floor(params):
+        return parse_count(str(int(params)), what="--params")
+    return parse_count(str(params), what="--params")
+
+
+def infer_model(parameters: int) -> tuple[ModelSpec, str]:
+    """Return a shape with exactly this many parameters, and a sentence on where it comes from.
+
+    The published shape nearest in size lends depth, width, heads and vocabulary; its MLP is widened or narrowed to meet the
+    count, and what no whole width can meet is one vector beside the embeddings. Where no published shape is near, depth and
+    width are scaled by the cube root of the ratio first.
+    """
+    near = min((find_model(name) for name in REFERENCE_MODELS), key=lambda one: _distance(parameter_count(one), parameters))
+    ratio = parameters / parameter_count(near)
+    shape = near if 1 / _NEAR <= ratio <= _NEAR else _scaled(near, ratio, parameters)
+    shape = _with_mlp_for(shape, parameters)
+    changed = [
+        f"{words} {after:,} instead of {before:,}"
+        for words, before, after in (
+            ("layers", near.num_hidden_layers, shape.num_hidden_layers),
+            ("hidden size", near.hidden_size, shape.hidden_size),
+            ("vocabulary", near.vocab_size, shape.vocab_size),
+            ("MLP width", near.intermediate_size, shape.intermediate_size),
+        )
+        if before != after
+    ]
+    return shape, f"shape inferred from {near.name}: {', '.join(changed) or 'unchanged'}, to meet {parameters:,} parameters"
+
+
+def _distance(a: int, b: int) -> float:
+    return abs(math.log(a / b))
+
+
+def _scaled(near: ModelSpec, ratio: float, parameters: int) -> ModelSpec:
+    side = ratio ** (1 / 3)
+    heads = max(1, round(near.num_attention_heads * side))
+    hidden = heads * near.head_dim
+    return replace(
+        near,
+        num_hidden_layers=max(1, round(near.num_hidden_layers * side)),
+        num_attention_heads=heads,
+        num_key_value_heads=math.gcd(heads, near.num_key_value_heads),
+        hidden_size=hidden,
+        intermediate_size=max(1, round(near.intermediate_size * side)),
+        vocab_size=max(1, min(near.vocab_size, parameters // (8 * hidden))),
+    )
+
+
+def _with_mlp_for(shape: ModelSpec, parameters: int) -> ModelSpec:
+    """Widen or narrow the MLP so that the count is met from below, and put what is left into one vector."""
+    narrow = replace(shape, name="", intermediate_size=1)
+    without = parameter_count(narrow)
+    per_unit = parameter_count(replace(narrow, intermediate_size=2)) - without
+    if parameters < without:
+        raise SpecError(
+            f"--params {parameters:,} is too small for a transformer to be inferred; describe it with --config or a job file"
+        )
+    width = 1 + (parameters - without) // per_unit
+    left = parameters - without - (width - 1) * per_unit
+    return replace(narrow, name=f"{parameters:,} parameters", intermediate_size=width, unplaced_parameters=left)
+
+
+# The rest of the job
+
+
+def _cluster(request: Request, extra: Path | None) -> ClusterSpec:
+    gpu = None if request.gpu is None else find_gpu(request.gpu, extra=None if extra is None else extra / "gpus")
+    return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node)
+
+
+def _mesh(request: Request, gpus: int) -> MeshSpec:
+    replicas, tp = request.replicas or 1, request.tensor_parallel or 1
+    if gpus % (replicas * tp):
+        flag = f"--replicas {replicas}" if tp == 1 else f"--replicas {replicas} x --tensor-parallel {tp}"
+        raise SpecError(f"--gpus {gpus} is not divisible by {flag}; every replica has the same number of GPUs")
+    return MeshSpec(dp_replicate=replicas, dp_shard=gpus // (replicas * tp), tp=tp)
+
+
+def _recipe(request: Request, stage: Stage) -> RecipeSpec:
+    said = {
+        "engine": request.engine or DEFAULT_ENGINE[stage],
+        "zero_stage": stage,
+        "precision": request.precision,
+        "optimizer": request.optimizer,
+        "optimizer_impl": request.optimizer_impl,
+        "recompute": request.recompute,
+        "attention": request.attention,
+        "activation_model": request.activations,
+        "sequence_parallel": request.sequence_parallel,
+        "keep_logits": request.keep_logits,
+        "sync_every_micro_batch": request.sync_every_micro_batch,
+        "ddp": request.ddp,
+        "fsdp2": request.fsdp2,
+        "deepspeed": request.deepspeed,
+    }
+    return RecipeSpec(**{key: value for key, value in said.items() if value is not None})  # type: ignore[arg-type]  # checked there
+
+
+def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
+    if request.seq_len is not None:
+        return request.seq_len, ""
+    chosen = min(_DEFAULT_SEQ_LEN, model.max_position_embeddings)
+    return chosen, f"sequence length not given: {chosen:,} tokens taken"
+
+
+def _beyond_positions(complete: JobSpec) -> str:
+    longest, asked = complete.model.max_position_embeddings, complete.batch.seq_len
+    if asked <= longest:
+        return ""
+    return f"sequence length {asked:,} is beyond the {longest:,} positions this model was configured for"
