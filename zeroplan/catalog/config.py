@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from pydantic import ValidationError
-
 from zeroplan.catalog.config_keys import (
     DEFAULTS,
     FIXED,
@@ -25,7 +23,7 @@ from zeroplan.catalog.config_keys import (
     SAME_AS,
     SIZES,
 )
-from zeroplan.catalog.entry import first_fault, one_line, read_text, shown
+from zeroplan.catalog.entry import one_line, read_text, shown
 from zeroplan.errors import SpecError, unknown_name
 from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, MlaSpec, ModelSpec, MoeSpec
 
@@ -212,9 +210,9 @@ def _demand_required(source: _Source) -> None:
 
 def _spec(source: _Source, name: str) -> ModelSpec:
     try:
-        return ModelSpec.model_validate({"name": name, "family": source.family, **_shape(source)})
-    except ValidationError as error:
-        raise SpecError(f"config.json: {first_fault(error)}") from None
+        return ModelSpec(name=name, family=source.family, **_shape(source))  # type: ignore[arg-type]  # it checks itself
+    except SpecError as error:
+        raise SpecError(f"config.json: {error}") from None
 
 
 def _shape(source: _Source) -> dict[str, object]:
@@ -293,17 +291,13 @@ def _moe(source: _Source) -> MoeSpec | None:
     if source.family not in MOE_FAMILIES:
         return None
     width = "intermediate_size" if source.family in ("mixtral", "gpt_oss") else "moe_intermediate_size"
-    fields = {
-        "num_experts": source.integer("num_experts"),
-        "num_experts_per_tok": source.integer("num_experts_per_tok"),
-        "moe_intermediate_size": source.integer(width),
-        "num_shared_experts": source.integer("num_shared_experts", 0),
-        "num_dense_layers": _dense_layers(source),
-    }
-    try:
-        return MoeSpec.model_validate(fields)
-    except ValidationError as error:
-        raise SpecError(f"config.json: {first_fault(error)}") from None
+    return MoeSpec(
+        num_experts=source.integer("num_experts"),
+        num_experts_per_tok=source.integer("num_experts_per_tok"),
+        moe_intermediate_size=source.integer(width),
+        num_shared_experts=source.integer("num_shared_experts", 0),
+        num_dense_layers=_dense_layers(source),
+    )
 
 
 def _dense_layers(source: _Source) -> int:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
-
-from pydantic import BaseModel, ValidationError
 
 from zeroplan.errors import SpecError
 from zeroplan.units import MIB
 
-Entry = TypeVar("Entry", bound=BaseModel)
 #: No entry or config.json comes near it; whatever is larger is something else.
 LARGEST_FILE_BYTES = 16 * MIB
 
@@ -50,24 +45,6 @@ def read_toml(path: Path, *, what: str) -> dict[str, object]:
         raise SpecError(f"{what} {str(path)!r} is nested too deep to read; write it flat") from None
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"{what} {str(path)!r} is not TOML: {one_line(str(error))}") from None
-
-
-def checked(kind: type[Entry], fields: Mapping[str, object], *, where: str) -> Entry:
-    """Make a ``kind`` of ``fields``, or say in one line which field is at fault."""
-    try:
-        return kind.model_validate(dict(fields))
-    except ValidationError as error:
-        raise SpecError(f"{where}: {first_fault(error)}") from None
-
-
-def first_fault(error: ValidationError) -> str:
-    """Name the first fault of a validation: field, value found, what is wrong."""
-    fault = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in fault["loc"])
-    message = one_line(fault["msg"].removeprefix("Value error, "))
-    if not field:
-        return message
-    return f"{field}: {message}" if fault["type"] == "missing" else f"{field}={shown(fault['input'])}: {message}"
 
 
 def shown(value: object) -> str:

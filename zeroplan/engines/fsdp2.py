@@ -246,18 +246,11 @@ def _forward(plan: _Plan) -> Iterator[Moment]:
         )
         entering = Line(Kind.GATHER, plan.gathers * plan.width.compute * below.padded,
                         "the all-gather buffer before this one, freed at the end of the copy-out", "", _PARKED)  # fmt: skip
-        hidden = _hidden_inputs(plan, position)
-        yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *hidden))
-        inside = one.forward_recompute if recomputed else (*one.saved, *one.forward)
-        yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *hidden, *inside))
-
-
-def _hidden_inputs(plan: _Plan, position: Position) -> tuple[Line, ...]:
-    size = plan.head.hidden_bytes
-    block_input = Line(Kind.ACTIVATIONS, size, "input of this block")
-    if position.index == 0 or plan.recipe.recompute != "none":
-        return (block_input,)
-    return (block_input, Line(Kind.ACTIVATIONS, size, "embedding output, named by the model's forward"))
+        held = () if position.index == 0 or recomputed else plan.head.forward
+        block_input = Line(Kind.ACTIVATIONS, plan.head.hidden_bytes, "input of this block")
+        yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *held, block_input))
+        inside = (*one.checkpoint, *one.forward_recompute) if recomputed else (*one.saved, *one.forward)
+        yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *held, *inside))
 
 
 def _all_kept(plan: _Plan) -> tuple[Line, ...]:
@@ -371,7 +364,7 @@ def _before_block(plan: _Plan, position: Position, alive: tuple[Line, ...]) -> M
 
 def _inside_block(plan: _Plan, position: Position, point: BackwardPoint, alive: tuple[Line, ...]) -> Moment:
     group = plan.blocks[position.run]
-    checkpoint = () if plan.recipe.recompute == "none" else plan.passes[position.run].checkpoint
+    checkpoint = () if plan.recipe.recompute == "none" else plan.passes[position.run].checkpoint_in_backward
     lines = (
         *alive,
         _unsharded(plan, group, "this block's parameters, copied out for use"),
