@@ -95,7 +95,7 @@ class _Source(NamedTuple):
         return self.config.get(self.key(field)) is not None
 
     def value(self, field: str) -> object:
-        """What ``field`` is: the config's value, or the class's default where the key is absent; None where it is null."""
+        """Look ``field`` up: the config's value, or the class's default where the key is absent; None where it is null."""
         found = {key: self.config[key] for key in self.keys(field) if self.config.get(key) is not None}
         if any(value != found[self.key(field)] for value in found.values()):
             pairs = " and ".join(f"{key}={shown(value)}" for key, value in found.items())
