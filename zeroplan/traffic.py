@@ -24,7 +24,9 @@ class Traffic(NamedTuple):
     relative_bytes_to_ddp: float
 
 
-def traffic(collectives: tuple[Collective, ...], *, parameters: int, ranks: int, reductions: int, gradient_bytes: int) -> Traffic:
+def traffic(
+    collectives: tuple[Collective, ...], *, parameters: int, ranks: int, reductions: int, gradient_bytes: int
+) -> Traffic:
     """Totals of one step. With one rank nothing is sent and both ratios are 0.
 
     ``ranks`` are all data-parallel ranks; ``reductions`` how often gradients are reduced per step; ``gradient_bytes`` the width

@@ -6,15 +6,16 @@ One TOML file per model in ``models/`` holds the keys of its ``config.json``; ``
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-
-from pydantic import Field
+from typing import Annotated
 
 from zeroplan.catalog.config import model_from_config
-from zeroplan.catalog.entry import checked, read_text, read_toml
+from zeroplan.catalog.entry import read_text, read_toml
 from zeroplan.errors import SpecError, unknown_name
-from zeroplan.spec.base import Spec
+from zeroplan.spec.base import Range, Spec, read
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec
 
@@ -23,6 +24,7 @@ _WHAT = "model entry"
 _CANONICAL = re.compile(r"[a-z0-9][a-z0-9._-]*", re.ASCII)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry(Spec):
     """One model of the catalogue: its shape, where it is published, and what its makers say it counts."""
 
@@ -41,15 +43,16 @@ class ModelEntry(Spec):
         return self.spec.name
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Written(Spec):
     """A TOML entry as it is written."""
 
     model_type: str
     config: dict[str, object]
     source: str
-    released: int = Field(ge=1900, le=2999)
-    aliases: list[str] = Field(default_factory=list)
-    nulls: list[str] = Field(default_factory=list)
+    released: Annotated[int, Range(1900, 2999)]
+    aliases: tuple[str, ...] = ()
+    nulls: tuple[str, ...] = ()
     """Keys of the config that are null, which TOML cannot say."""
     published_parameters: Figure | None = None
     published_active_parameters: Figure | None = None
@@ -63,15 +66,20 @@ def model(name: str, *, extra: Path | None = None) -> ModelSpec:
     >>> model("llama-3.1-8b").num_key_value_heads, model("meta-llama/Llama-3.1-8B").name
     (8, 'llama-3.1-8b')
     """
-    return model_entry(name, extra=extra).spec
+    path = _path(name, extra)
+    return _shipped_spec(path) if path.parent == _FOLDER else _read_entry(path).spec
 
 
 def model_entry(name: str, *, extra: Path | None = None) -> ModelEntry:
     """Find a model's whole entry, like :func:`model`."""
+    return _entry(_path(name, extra))
+
+
+def _path(name: str, extra: Path | None) -> Path:
     for folder in _folders(extra):
         path = _file_of(folder, name.strip().lower())
         if path is not None:
-            return _entry(path)
+            return path
     raise unknown_name("model", name, model_names(extra=extra), "`zeroplan models` lists all; a config.json works too")
 
 
@@ -128,17 +136,27 @@ def _shipped_entry(path: Path) -> ModelEntry:
 
 def _read_entry(path: Path) -> ModelEntry:
     where = f"{_WHAT} {str(path)!r}"
-    written = checked(_Written, read_toml(path, what=_WHAT), where=where)
-    config = {**written.config, **dict.fromkeys(written.nulls), "model_type": written.model_type}
-    try:
-        spec = model_from_config(config, name=path.stem.lower())
-    except SpecError as error:
-        raise SpecError(f"{where}: {error}") from None
+    written = read(_Written, read_toml(path, what=_WHAT), where=where)
     return ModelEntry(
-        spec=spec,
+        spec=_shape(written.model_type, written.config, written.nulls, path),
         source=written.source,
         released=written.released,
-        aliases=tuple(written.aliases),
+        aliases=written.aliases,
         published_parameters=written.published_parameters,
         published_active_parameters=written.published_active_parameters,
     )
+
+
+@lru_cache(maxsize=256)
+def _shipped_spec(path: Path) -> ModelSpec:
+    """Read the shape alone of one of zeroplan's own entries: its fields are tested, so that an answer need not check them."""
+    written = read_toml(path, what=_WHAT)
+    return _shape(str(written["model_type"]), written["config"], written.get("nulls", ()), path)  # type: ignore[arg-type]
+
+
+def _shape(model_type: str, config: Mapping[str, object], nulls: Iterable[str], path: Path) -> ModelSpec:
+    whole = {**config, **dict.fromkeys(nulls), "model_type": model_type}
+    try:
+        return model_from_config(whole, name=path.stem.lower())
+    except SpecError as error:
+        raise SpecError(f"{_WHAT} {str(path)!r}: {error}") from None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zeroplan.ledger import Band, Kind, Line
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.units import GB, KIB, MB, MIB
+from zeroplan.units import KIB, MB, MIB
 
 _WORKSPACE_SOURCE = "torch 2.13 ATen/cuda/CublasHandlePool.cpp parseChosenWorkspaceSize"
 _WORKSPACE_BEFORE_HOPPER = (2 * 4096 + 8 * 16) * KIB

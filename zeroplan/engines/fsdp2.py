@@ -351,7 +351,9 @@ def _before_block(plan: _Plan, position: Position, alive: tuple[Line, ...]) -> M
         below = plan.blocks[position.previous_run]
         cast = below.shard * plan.width.compute if plan.width.mixed else 0
         ahead = maximum(own, plan.gathers * (plan.width.compute * below.padded + cast))
-        buffers = (Line(Kind.GATHER, ahead, "this block's all-gather buffer, then the next one's and its cast input", "", _GATHER),)
+        buffers = (
+            Line(Kind.GATHER, ahead, "this block's all-gather buffer, then the next one's and its cast input", "", _GATHER),
+        )
     lines = (
         *alive,
         _unsharded(plan, group, "this block's parameters, copied out for use"),
@@ -409,14 +411,18 @@ def _end_of_backward(plan: _Plan) -> Iterator[Moment]:
             _root_unsharded(plan),
             _reduce_input(plan, first, "reduce-scatter input of the first block"),
             gradients,
-            Line(Kind.UNSHARDED_GRADIENTS, width * plan.tied_head_elements, "the tied head's gradient, added to the embedding's"),
+            Line(
+                Kind.UNSHARDED_GRADIENTS, width * plan.tied_head_elements, "the tied head's gradient, added to the embedding's"
+            ),
             Line(Kind.ACTIVATIONS, plan.head.hidden_bytes, "gradient that flows into the embedding"),
         ),
     )
     reduce_input = _reduce_input(plan, root, "reduce-scatter input of the root group")
     yield Moment("backward: reducing the root group", Phase.BACKWARD, (*common, gradients, reduce_input))
     outputs = plan.reduce_bytes + (plan.width.stored if plan.reduce_bytes != plan.width.stored else 0)
-    last = Line(Kind.UNSHARDED_GRADIENTS, width * plan.last_root_elements, "the group's last gradient, still named", "", _REDUCE)
+    last = Line(
+        Kind.UNSHARDED_GRADIENTS, width * plan.last_root_elements, "the group's last gradient, still named", "", _REDUCE
+    )
     output = Line(Kind.REDUCE, outputs * root.shard, "reduce-scatter output of the root group", "", _REDUCE)
     yield Moment("backward: root group reduced", Phase.BACKWARD, (*common, last, reduce_input, output))
 
@@ -444,7 +450,9 @@ def _gather_call(plan: _Plan, group: Group, calls: Int, what: str, when: str, wa
     ranks = plan.n if ways is True else ways
     payload = plan.width.compute * group.padded
     sent = calls * (payload // ranks) * (ranks - 1)
-    return Collective("all_gather", what, when, ranks, calls, payload, sent, where(plan.n > 1, calls * group.padded, 0), _GATHER)
+    return Collective(
+        "all_gather", what, when, ranks, calls, payload, sent, where(plan.n > 1, calls * group.padded, 0), _GATHER
+    )
 
 
 def _reduce_call(plan: _Plan, group: Group, calls: Int, what: str) -> Collective:

@@ -44,12 +44,16 @@ def _states(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...
     width, local = widths(recipe.precision), ceil_div(parameter_count(model), mesh.tp)
     parameters, gradients, updated = (_sharded(local, recipe, mesh, from_stage=stage) for stage in (3, 2, 1))
     lines = [
-        Line(Kind.PARAMETERS, width.compute * parameters, f"{width.name} parameters", _formula(width.compute, recipe, 3), _STATES),
+        Line(
+            Kind.PARAMETERS, width.compute * parameters, f"{width.name} parameters", _formula(width.compute, recipe, 3), _STATES
+        ),
         Line(Kind.GRADIENTS, width.compute * gradients, f"{width.name} gradients", _formula(width.compute, recipe, 2), _STATES),
     ]
     if width.mixed:
         master = width.stored * updated
-        lines.append(Line(Kind.OPTIMIZER_STATE, master, "fp32 copy of the parameters", _formula(width.stored, recipe, 1), _STATES))
+        lines.append(
+            Line(Kind.OPTIMIZER_STATE, master, "fp32 copy of the parameters", _formula(width.stored, recipe, 1), _STATES)
+        )
     tensors = (LocalTensor((updated,)),)
     states = state_lines(recipe.optimizer, "foreach", tensors, width.stored)
     return (*lines, *(line._replace(formula=_formula(width.stored, recipe, 1)) for line in states))
@@ -63,9 +67,7 @@ def _formula(width: int, recipe: RecipeSpec, from_stage: int) -> str:
     return f"{width}·ceil(ceil(Ψ/t_p)/N)" if recipe.zero_stage >= from_stage else f"{width}·ceil(Ψ/t_p)"
 
 
-def _moments(
-    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
-) -> tuple[Moment, ...]:
+def _moments(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]) -> tuple[Moment, ...]:
     compute = Compute(widths(recipe.precision).compute, autocast=False, attention=recipe.attention)
     head = head_pass(model, compute, batch)
     kept: Int = 0
@@ -84,9 +86,7 @@ def _moments(
     return tuple(moments)
 
 
-def _kept(
-    model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, compute: Compute, batch: Batch
-) -> tuple[Line, ...]:
+def _kept(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, compute: Compute, batch: Batch) -> tuple[Line, ...]:
     if recipe.activation_model == "megatron":
         return megatron_block_lines(
             model, batch, tp=mesh.tp, sequence_parallel=recipe.sequence_parallel, recompute=recipe.recompute

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zeroplan.estimator import Estimate
-from zeroplan.ledger import Band, Kind, Line, bytes_by_kind
+from zeroplan.ledger import Band, Line, bytes_by_kind
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
 from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
@@ -15,9 +15,7 @@ from zeroplan.units import GB, GIB, format_size
 _WHAT = 46
 
 
-def estimate_text(
-    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), *, explain: bool = False
-) -> str:
+def estimate_text(answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), *, explain: bool = False) -> str:
     """Return the whole answer, about 40 lines, or with ``explain`` every line with its formula, numbers and source."""
     parts = [
         [headline(answer), *job_lines(answer)],
