@@ -246,7 +246,7 @@ def _forward(plan: _Plan) -> Iterator[Moment]:
         )
         entering = Line(Kind.GATHER, plan.gathers * plan.width.compute * below.padded,
                         "the all-gather buffer before this one, freed at the end of the copy-out", "", _PARKED)  # fmt: skip
-        held = () if position.index == 0 or recomputed else plan.head.forward
+        held = () if position.layer == 0 or recomputed else plan.head.forward
         block_input = Line(Kind.ACTIVATIONS, plan.head.hidden_bytes, "input of this block")
         yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *held, block_input))
         inside = (*one.checkpoint, *one.forward_recompute) if recomputed else (*one.saved, *one.forward)

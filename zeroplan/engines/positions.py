@@ -17,7 +17,7 @@ from zeroplan.transformer.params import layout
 class Position(NamedTuple):
     """One layer: its index, its run, and how many layers of each run stand before it and after it."""
 
-    index: int
+    layer: int
     name: str
     run: int
     before: tuple[int, ...]
@@ -51,7 +51,7 @@ def _position(index: int, counts: list[int]) -> Position:
     before = _overlap(counts, 0, index)
     after = _overlap(counts, index + 1, sum(counts))
     return Position(
-        index=index,
+        layer=index,
         name=f"block {index + 1} of {sum(counts)}",
         run=_run_of(index, counts),
         before=before,

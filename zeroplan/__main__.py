@@ -1,0 +1,5 @@
+"""``python -m zeroplan``."""
+
+from zeroplan.cli.app import main
+
+main()

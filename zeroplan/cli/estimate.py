@@ -1,0 +1,53 @@
+"""``zeroplan estimate``: how much memory does one GPU need for this job, when, and why?"""
+
+from typing import Annotated
+
+import typer
+
+from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate, estimate
+from zeroplan.remedies import Remedy, remedies
+from zeroplan.resolve import Resolved
+
+_OUTPUT = "Output"
+NO = 1
+
+
+@takes_a_job
+def estimate_command(
+    *,
+    resolved: Resolved,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Every line with its formula, numbers and source.", rich_help_panel=_OUTPUT)
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if the job does not fit its GPU.", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> int:
+    """Per-GPU memory of a training job: states, activations, buffers, the peak and its moment, and what is sent."""
+    if check and resolved.job.cluster.gpu is None:
+        raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
+    answer = estimate(resolved.job)
+    changes = remedies(answer)
+    if as_json:
+        typer.echo(_json(answer, resolved.notes, changes))
+    elif as_markdown:
+        from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the rendering asked for is loaded
+
+        typer.echo(estimate_markdown(answer, resolved.notes, changes, explain=explain))
+    else:
+        from zeroplan.report.text import estimate_text  # noqa: PLC0415  only the rendering asked for is loaded
+
+        typer.echo(estimate_text(answer, resolved.notes, changes, explain=explain))
+    return NO if check and not answer.fits else 0
+
+
+def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> str:
+    import json  # noqa: PLC0415  only the rendering asked for is loaded
+
+    from zeroplan.report.payload import estimate_payload  # noqa: PLC0415
+
+    return json.dumps(estimate_payload(answer, notes, changes), indent=2, ensure_ascii=False)

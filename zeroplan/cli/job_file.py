@@ -1,0 +1,40 @@
+"""A job as a file: TOML or JSON, with the keys of the flags, or the complete ``job`` of an answer's JSON."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from zeroplan.catalog.entry import one_line, read_text
+from zeroplan.errors import SpecError
+from zeroplan.resolve import Request
+from zeroplan.spec.base import read
+
+
+def read_job_file(path: Path) -> Request:
+    """Read a job file; a relative ``config`` in it is meant relative to the file.
+
+    Raises SpecError in one line for everything that is no job file.
+    """
+    data = _parsed(path, read_text(path, what="job file"))
+    if not isinstance(data, dict):
+        raise SpecError(f"job file {str(path)!r} holds a {type(data).__name__}, not keys and values; write params = 7e9, say")
+    request = read(Request, _keys_of_flags(data), where=f"job file {str(path)!r}")
+    if request.config is None or Path(request.config).is_absolute():
+        return request
+    return request.overridden_by(Request(config=str(path.parent / request.config), treat_as=request.treat_as))
+
+
+def _parsed(path: Path, text: str) -> object:
+    try:
+        return json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
+    except RecursionError:
+        raise SpecError(f"job file {str(path)!r} is nested too deep; write it flat") from None
+    except ValueError as error:
+        kind = "JSON" if path.suffix.lower() == ".json" else "TOML (a JSON job file ends in .json)"
+        raise SpecError(f"job file {str(path)!r} is not {kind}: {one_line(str(error))}") from None
+
+
+def _keys_of_flags(data: Mapping[str, object]) -> dict[str, object]:
+    """Accept keys as flags write them: ``seq-len`` for ``seq_len``."""
+    return {key.replace("-", "_"): value for key, value in data.items()}

@@ -1,0 +1,157 @@
+"""The flags that describe a job, shared by every command that takes one, and how they become a request.
+
+Each flag stands once, in ``FLAGS``. A command is written as a function of the resolved job; :func:`takes_a_job` gives it the
+flags as its signature, so that help, completion and parsing come from the same table.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from zeroplan.errors import SpecError
+from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
+from zeroplan.units import parse_count
+
+
+class _Flag(NamedTuple):
+    """One flag: the field of the request it sets, how its value looks, what it says."""
+
+    field: str
+    metavar: str
+    help: str
+    panel: str
+    count: bool = False
+    switch: bool = False
+
+
+_MODEL, _CLUSTER, _RECIPE, _BATCH = "Model (one of the first three)", "Cluster", "Recipe", "Batch"
+
+FLAGS = (
+    _Flag("params", "COUNT", "Parameters, as 7e9, 7b or 350M; a published shape of that size is taken.", _MODEL),
+    _Flag("model", "NAME", "A model of the catalogue (`zeroplan models`), or a name on the Hugging Face Hub.", _MODEL),
+    _Flag("config", "PATH", "A Hugging Face config.json, or a folder that holds one.", _MODEL),
+    _Flag("treat_as", "FAMILY", "Read the config of an unknown architecture as this family.", _MODEL),
+    _Flag("gpus", "N", "GPUs in all.  [default: 1]", _CLUSTER, count=True),
+    _Flag("gpu", "NAME", "The GPU (`zeroplan gpus`), to see whether the job fits.", _CLUSTER),
+    _Flag("gpus_per_node", "N", "GPUs that share a node.  [default: the GPU's usual server]", _CLUSTER, count=True),
+    _Flag("replicas", "N", "Replicas of the sharded group (HSDP).  [default: 1]", _CLUSTER, count=True),
+    _Flag("tensor_parallel", "N", "Tensor-parallel ranks (engine paper).  [default: 1]", _CLUSTER, count=True),
+    _Flag("stage", "0|1|2|3", "ZeRO stage.  [default: 3, or 0 on one GPU]", _RECIPE),
+    _Flag("engine", "paper|ddp|fsdp2|deepspeed", "Who runs it.  [default: ddp for stages 0 and 1, fsdp2 for 2 and 3]", _RECIPE),
+    _Flag("precision", "bf16-mixed|fp16-mixed|bf16|fp32", "Precision.  [default: bf16-mixed]", _RECIPE),
+    _Flag("optimizer", "NAME",
+          "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion, muon or adamw-8bit.  [default: adamw]",
+          _RECIPE),
+    _Flag("optimizer_impl", "foreach|fused|forloop", "How the step runs.  [default: the engine's own]", _RECIPE),
+    _Flag("recompute", "none|selective|full", "Activation checkpointing.  [default: none]", _RECIPE),
+    _Flag("attention", "sdpa|flash|eager", "Attention implementation.  [default: sdpa]", _RECIPE),
+    _Flag("activations", "module|megatron", "What activations are counted by: the real module, or Megatron's formula "
+          "(engine paper).  [default: module]", _RECIPE),
+    _Flag("sequence_parallel", "", "With --activations megatron: split norms and dropouts over tensor-parallel ranks too.",
+          _RECIPE, switch=True),
+    _Flag("keep_logits", "", "The training loop holds the model's output during backward.", _RECIPE, switch=True),
+    _Flag("sync_every_micro_batch", "", "Reduce gradients after every micro-batch; --no-... only after the last (no_sync).  "
+          "[default: yes]", _RECIPE, switch=True),
+    _Flag("seq_len", "TOKENS", "Tokens per sequence.  [default: 4096, or the model's longest]", _BATCH, count=True),
+    _Flag("micro_batch", "N", "Sequences per GPU in one forward pass.  [default: 1]", _BATCH, count=True),
+    _Flag("grad_accum", "N", "Micro-batches per optimizer step.  [default: 1]", _BATCH, count=True),
+)  # fmt: skip
+
+_OPTION_GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions}
+
+
+def takes_a_job(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Give a command ``f(resolved, **own)`` the job's flags beside its own, and hand it the resolved job."""
+    own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "resolved"]
+
+    def run(**given: object) -> int | None:
+        mine = {parameter.name: given.pop(parameter.name) for parameter in own}
+        return command(resolved=_resolved(given), **mine)
+
+    parameters = [_job_file(), *(_parameter(flag) for flag in FLAGS), _set_parameter(), _catalog_parameter(), *own]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__doc__ = command.__doc__
+    return run
+
+
+def _keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _job_file() -> inspect.Parameter:
+    argument = typer.Argument(metavar="[JOB]", help="A job as a TOML or JSON file; flags override it.", show_default=False)
+    return _keyword("job_file", Annotated[str | None, argument], None)
+
+
+def _parameter(flag: _Flag) -> inspect.Parameter:
+    name = "--" + flag.field.replace("_", "-")
+    if flag.switch:
+        option = typer.Option(f"{name}/--no-{name[2:]}", help=flag.help, rich_help_panel=flag.panel, show_default=False)
+        return _keyword(flag.field, Annotated[bool | None, option], None)
+    option = typer.Option(name, metavar=flag.metavar, help=flag.help, rich_help_panel=flag.panel, show_default=False)
+    return _keyword(flag.field, Annotated[str | None, option], None)
+
+
+def _set_parameter() -> inspect.Parameter:
+    help_text = "An engine's own option, as deepspeed.reduce_bucket_size=5e7 or fsdp2.reshard_after_forward=8; repeatable."
+    option = typer.Option("--set", metavar="KEY=VALUE", help=help_text, rich_help_panel=_RECIPE, show_default=False)
+    return _keyword("settings", Annotated[list[str] | None, option], None)
+
+
+def _catalog_parameter() -> inspect.Parameter:
+    help_text = "Your own catalogue: a folder with models/*.toml and gpus/*.toml."
+    option = typer.Option("--catalog", metavar="DIR", help=help_text, envvar="ZEROPLAN_CATALOG", show_default=False)
+    return _keyword("catalog", Annotated[str | None, option], None)
+
+
+def _resolved(given: dict[str, object]) -> Resolved:
+    catalog = given.pop("catalog")
+    settings = given.pop("settings") or []
+    job_file = given.pop("job_file")
+    said = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
+    request = _from_file(Path(str(job_file))) if job_file is not None else Request()
+    request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
+    for setting in settings if isinstance(settings, list) else []:
+        request = _with_setting(request, str(setting))
+    return resolve(request, extra=None if catalog is None else Path(str(catalog)))
+
+
+def _value(flag: _Flag, text: object) -> object:
+    if flag.switch:
+        return text
+    if flag.count:
+        return parse_count(str(text), what="--" + flag.field.replace("_", "-"))
+    return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
+
+
+def _from_file(path: Path) -> Request:
+    from zeroplan.cli.job_file import read_job_file  # noqa: PLC0415  only a job file pays for it
+
+    return read_job_file(path)
+
+
+def _with_setting(request: Request, setting: str) -> Request:
+    """Apply ``engine.option=value``."""
+    key, equals, text = setting.partition("=")
+    group, dot, option = key.partition(".")
+    kind = _OPTION_GROUPS.get(group)
+    if not (equals and dot and kind):
+        raise SpecError(f"--set {setting!r} is not engine.option=value; write deepspeed.reduce_bucket_size=5e7, say")
+    names = [field.name for field in fields(kind)]
+    if option not in names:
+        raise SpecError(f"--set {setting!r}: {group} has no option {option!r}; it has {', '.join(names)}")
+    now = getattr(request, group) or kind()
+    return replace(request, **{group: replace(now, **{option: _setting_value(text)})})
+
+
+def _setting_value(text: str) -> object:
+    words = {"true": True, "false": False, "none": None, "null": None, "0": 0}
+    if text.lower() in words:
+        return words[text.lower()]
+    return parse_count(text, what="--set value") if text[:1].isdigit() else text
