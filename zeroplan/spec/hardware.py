@@ -6,19 +6,33 @@ from pydantic import Field
 
 from zeroplan.spec.base import Count, Spec
 
-Rate = Annotated[float, Field(gt=0, lt=1e20)]
+Positive = Annotated[int | float, Field(gt=0, lt=1e20)]
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 
 
 class Figure(Spec):
     """One published figure with its provenance."""
 
-    value: int | float
-    source: str
+    value: Positive
+    source: Annotated[str, Field(min_length=1)]
+    """Document and table, or public thread."""
     as_of: str = ""
+    """Date of that source, as exactly as it is known: ``2023``, ``2025-05-16``."""
     note: str = ""
-    check: dict[str, float] | None = None
-    """What the figure follows from, where it can be derived: units, operations per clock, clock."""
+    check: dict[str, Positive] | None = None
+    """Factors whose product is the figure, where it can be derived: units, FMA per clock, FLOP per FMA, clock."""
+
+    def __hash__(self) -> int:
+        """Leave out ``check``: a dict has no hash."""
+        return hash((self.value, self.source))
+
+
+class ByteFigure(Figure):
+    """A published size in whole bytes."""
+
+    value: Annotated[int, Field(gt=0, lt=10**15)]
+
+    __hash__ = Figure.__hash__
 
 
 class GpuSpec(Spec):
@@ -39,15 +53,20 @@ class GpuSpec(Spec):
     gpus_per_node: Annotated[int, Field(gt=0, le=1024)] = 8
     """GPUs of the usual server or fast-interconnect domain."""
     marketing_memory_gb: Figure
-    memory_bytes: Figure
+    memory_bytes: ByteFigure
     memory_bandwidth_bytes_per_s: Figure
-    dense_flops_per_s: dict[Dtype, Figure]
+    dense_flops_per_s: Annotated[dict[Dtype, Figure], Field(min_length=1)]
+    """Peak of matrix multiplications without sparsity, by operand dtype; fp16, bf16 and narrower accumulate in fp32."""
     node_link: str
-    """What connects the GPUs of a node: ``NVLink 4``, ``PCIe 4.0 x16``."""
+    """What connects all GPUs of a node: ``NVLink 4``, ``PCIe 4.0 x16``; a bridge that only joins pairs does not."""
     node_link_bytes_per_s: Figure
     network_link: str = ""
     network_link_bytes_per_s: Figure | None = None
     """Per GPU, between nodes, in the vendor's reference server."""
+
+    def __hash__(self) -> int:
+        """Leave out the table of rates: a dict has no hash."""
+        return hash((self.name, self.memory_bytes.value))
 
 
 class ClusterSpec(Spec):
