@@ -198,6 +198,15 @@ def test_a_canonical_name_reads_its_own_file_only(monkeypatch: pytest.MonkeyPatc
     assert read == ["a100-sxm-40gb.toml"]
 
 
+def test_a_short_name_reads_the_entries_that_begin_with_it_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = catalogue.read_entry
+    monkeypatch.setattr(catalogue, "read_entry", lambda file: (read.append(file.name), real(file))[1])
+    catalogue._shipped.cache_clear()
+    gpu("h100")
+    assert set(read) <= {"h100-nvl-94gb.toml", "h100-pcie-80gb.toml", "h100-sxm-80gb.toml"}
+
+
 def test_specs_are_equal_and_hash_alike() -> None:
     catalogue._shipped.cache_clear()
     first = gpu("h100-sxm-80gb")

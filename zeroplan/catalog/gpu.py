@@ -35,7 +35,7 @@ def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
         return _entry(wanted, own[wanted])
     if wanted in _shipped_files():
         return _shipped(wanted)
-    found = _own_alias(wanted, own) or _shipped_by_alias().get(wanted)
+    found = _own_alias(wanted, own) or _shipped_alias(wanted)
     if found is None:
         raise unknown_name("GPU", name, gpu_names(extra=extra), _LIST_ALL)
     return _entry(found, own[found]) if found in own else _shipped(found)
@@ -109,6 +109,7 @@ def _shipped(name: str) -> GpuSpec:
     return _entry(name, _shipped_files()[name])
 
 
-@cache
-def _shipped_by_alias() -> Mapping[str, str]:
-    return {alias: name for name in _shipped_files() for alias in _shipped(name).aliases}
+def _shipped_alias(wanted: str) -> str | None:
+    # An alias belongs to one entry only; most are the beginning of its name, so those entries are read first.
+    likely_first = sorted(_shipped_files(), key=lambda name: not name.startswith(wanted))
+    return next((name for name in likely_first if wanted in _shipped(name).aliases), None)
