@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
+from typing import Literal, Protocol, cast
 
-from zeroplan.engines import ddp, deepspeed, fsdp2, paper
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.device import Outside, outside, total_band, workspace_line
 from zeroplan.engines.precisions import widths
@@ -15,18 +14,25 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import Engine, RecipeSpec
 from zeroplan.timeline import peak, reserved
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import is_approximate
 from zeroplan.transformer.params import active_parameter_count, parameter_count
 
-ENGINES: dict[str, Callable[[ModelSpec, RecipeSpec, Mesh, Batch], Account]] = {
-    "paper": paper.account,
-    "ddp": ddp.account,
-    "fsdp2": fsdp2.account,
-    "deepspeed": deepspeed.account,
-}
+
+class EngineModule(Protocol):
+    """What every module of ``zeroplan.engines`` named after an engine offers."""
+
+    def account(self, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+        """Memory and traffic of one rank."""
+        ...
+
+
+def engine_module(engine: Engine) -> EngineModule:
+    """Load one engine; the others stay on disk, since start-up is part of the time to an answer."""
+    return cast("EngineModule", import_module(f"zeroplan.engines.{engine}"))
+
 
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
 
@@ -129,7 +135,7 @@ def estimate(job: JobSpec) -> Estimate:
     >>> sum(estimate(job).states_by_kind.values()) == 2 * estimate(job).parameters  # 16Ψ/8
     True
     """
-    account = ENGINES[job.recipe.engine](job.model, job.recipe, job.mesh, job.batch)
+    account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
     moments = _with_workspaces(job, account.moments)
     parameters = parameter_count(job.model)
     return Estimate(

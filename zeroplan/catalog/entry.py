@@ -43,7 +43,7 @@ def read_toml(path: Path, *, what: str) -> dict[str, object]:
         return tomllib.loads(read_text(path, what=what))
     except RecursionError:
         raise SpecError(f"{what} {str(path)!r} is nested too deep to read; write it flat") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, and a number of thousands of digits
         raise SpecError(f"{what} {str(path)!r} is not TOML: {one_line(str(error))}") from None
 
 

@@ -65,5 +65,6 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _refuse(error: Exception) -> int:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
-    print(f"zeroplan: {' '.join(message.split())}", file=sys.stderr)
+    shown = "".join(sign if sign.isprintable() else " " for sign in " ".join(message.split()))
+    print(f"zeroplan: {shown}", file=sys.stderr)
     return BAD_INPUT

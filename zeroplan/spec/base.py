@@ -110,7 +110,7 @@ def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
         return TypeAdapter(cls).validate_json(json.dumps(data, default=str))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = ".".join(str(part) for part in first["loc"]).encode("unicode_escape").decode("ascii")
         wrong = first["msg"].removeprefix("Value error, ")
         shown = "" if first["type"] in _SAYS_ALL else f" (it is {first['input']!r:.80})"
         raise SpecError(f"{where}: {key + ': ' if key else ''}{wrong}{shown}") from None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, Range, Spec
 
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
@@ -12,12 +13,34 @@ Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 class Figure(Spec):
     """One published figure with its provenance."""
 
-    value: Annotated[float, Range(1.0, 1e20)]
+    value: Annotated[float, Range(1e-9, 1e20)]
     source: str
+    """Document and table, or public thread."""
     as_of: str = ""
+    """Date of that source, as exactly as it is known: ``2023``, ``2025-05-16``."""
     note: str = ""
     check: dict[str, float] | None = None
-    """What the figure follows from, where it can be derived: units, operations per clock, clock."""
+    """Factors whose product is the figure, where it can be derived: units, FMA per clock, FLOP per FMA, clock."""
+
+    def check_rules(self) -> None:
+        """Refuse a figure that nobody vouches for."""
+        if not self.source.strip():
+            raise SpecError(f"the figure {self.value} has no source; name the document and table")
+        if self.check is not None and not all(factor > 0 for factor in self.check.values()):
+            raise SpecError(f"check={self.check} of the figure {self.value} has a factor that is not positive")
+
+    def __hash__(self) -> int:
+        """Leave out ``check``: a dict has no hash."""
+        return hash((self.value, self.source))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteFigure(Figure):
+    """A published size in whole bytes."""
+
+    value: Count  # type: ignore[assignment]  # a whole number is a narrower figure
+
+    __hash__ = Figure.__hash__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +57,30 @@ class GpuSpec(Spec):
     architecture: str
     compute_capability: str
     """``9.0`` for NVIDIA, ``gfx942`` for AMD."""
-    released: int
+    released: Annotated[int, Range(1990, 2999)]
     aliases: tuple[str, ...] = ()
     gpus_per_node: Annotated[int, Range(1, 1024)] = 8
     """GPUs of the usual server or fast-interconnect domain."""
     marketing_memory_gb: Figure
-    memory_bytes: Figure
+    memory_bytes: ByteFigure
     memory_bandwidth_bytes_per_s: Figure
     dense_flops_per_s: dict[Dtype, Figure]
+    """Peak of matrix multiplications without sparsity, by operand dtype; fp16, bf16 and narrower accumulate in fp32."""
     node_link: str
-    """What connects the GPUs of a node: ``NVLink 4``, ``PCIe 4.0 x16``."""
+    """What connects all GPUs of a node: ``NVLink 4``, ``PCIe 4.0 x16``; a bridge that only joins pairs does not."""
     node_link_bytes_per_s: Figure
     network_link: str = ""
     network_link_bytes_per_s: Figure | None = None
     """Per GPU, between nodes, in the vendor's reference server."""
+
+    def check_rules(self) -> None:
+        """Refuse an accelerator that computes nothing."""
+        if not self.dense_flops_per_s:
+            raise SpecError("dense_flops_per_s is empty; give at least one dtype's peak")
+
+    def __hash__(self) -> int:
+        """Leave out the table of rates: a dict has no hash."""
+        return hash((self.name, self.memory_bytes.value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
