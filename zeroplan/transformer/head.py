@@ -75,7 +75,7 @@ def _points(
     through = Line(GRADIENT, x.element * x.tokens * x.hidden, "gradient of the head's input", "e·T·h", HEAD)
     product = (*saved, Line(LOGITS, x.element * x.tokens * vocab, "gradient of the logits", "e·T·V", LOSS), through)
     at_loss = BackwardPoint("loss", saved + loss, 0, 0, matrix)
-    at_norm = BackwardPoint(norm.points[0].name, norm.points[0].lines, matrix + x.hidden, x.hidden, 0)
+    at_norm = BackwardPoint(norm.points[0].name, norm.points[0].lines, matrix + x.hidden, 0, 0)
     if not x.autocast:
         return at_loss, BackwardPoint("head", product, matrix, matrix, 0), at_norm
     uncast = Line(TEMPORARY, x.element * matrix, "gradient of the head's weight before it is cast", "e·h·V", HEAD)

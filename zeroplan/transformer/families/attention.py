@@ -58,7 +58,7 @@ def sdpa(x: Widths, inputs: tuple[Line, ...], made: int, casts: int) -> Part:
         Line(GRADIENT, e * tokens * (x.query + x.key + x.value), "gradients of q, k and v", "e·T·(q+k+v)", SDPA),
         _flash_scratch(x),
     )
-    return Part(saved, (BackwardPoint("attention", alive, made, made, casts),), 0, 0)
+    return Part(saved, (BackwardPoint("attention", alive, made, 0, casts),), 0, 0)
 
 
 def _flash_scratch(x: Widths) -> Line:
@@ -93,7 +93,7 @@ def eager(x: Widths, inputs: tuple[Line, ...], made: int, casts: int) -> Part:
         Line(GRADIENT, 8 * scores, "gradients of the softmax and of the scores, fp32", "8·a·T·s", EAGER),
     )  # fmt: skip
     points = (
-        BackwardPoint("attention: product with the values", product, made, made, casts),
+        BackwardPoint("attention: product with the values", product, made, 0, casts),
         BackwardPoint("attention: derivative of the softmax", derivative, made, 0, casts),
     )
     return Part((*inputs, query, key, value, softmax, *cast, context), points, 0, 0)

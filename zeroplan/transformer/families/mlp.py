@@ -33,7 +33,7 @@ def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
     matrix = x.hidden * ffn
     down, wide = matrix + (x.hidden if bias else 0), matrix + (ffn if bias else 0)
     weights = down + 2 * wide
-    at_product = BackwardPoint("gated product", product, down, down, 2 * matrix)
+    at_product = BackwardPoint("gated product", product, down, 0, 2 * matrix)
     if not x.autocast:
         through_gate = Line(GRADIENT, size, "gradient through the gate projection", "e·T·h", LLAMA)
         at_gate = BackwardPoint("gate projection", (inputs, gate_gradient, through_up, through_gate), weights, matrix, 0)
