@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.spec.job import DEFAULT_ENGINE, ENGINE_STAGES, JobSpec
-from zeroplan.spec.recipe import DdpOptions
+from zeroplan.spec.recipe import DdpOptions, Stage
 
 _MOST_GPUS = 4096
 
@@ -95,22 +94,21 @@ def _lighter_step(job: JobSpec) -> Iterator[_Candidate]:
 
 
 def _recompute(job: JobSpec) -> Iterator[_Candidate]:
-    words = {"selective": "recompute selectively", "full": "recompute every block"}
-    order = ("none", "selective", "full")
-    for choice in order[order.index(job.recipe.recompute) + 1 :]:
-        recipe = replace(job.recipe, recompute=choice)
-        yield _Candidate(words[choice], f"--recompute {choice}", replace(job, recipe=recipe))
+    if job.recipe.recompute == "none":
+        selective = replace(job.recipe, recompute="selective")
+        yield _Candidate("recompute selectively", "--recompute selective", replace(job, recipe=selective))
+    if job.recipe.recompute != "full":
+        full = replace(job.recipe, recompute="full")
+        yield _Candidate("recompute every block", "--recompute full", replace(job, recipe=full))
 
 
 def _higher_stage(job: JobSpec) -> Iterator[_Candidate]:
     if job.mesh.dp_shard == 1:
         return
-    for stage in range(job.recipe.zero_stage + 1, 4):
+    stages: tuple[Stage, ...] = (1, 2, 3)
+    for stage in stages[job.recipe.zero_stage :]:
         engine = job.recipe.engine if stage in ENGINE_STAGES[job.recipe.engine] else DEFAULT_ENGINE[stage]
-        try:
-            higher = replace(job, recipe=replace(job.recipe, zero_stage=stage, engine=engine))
-        except SpecError:
-            continue
+        higher = replace(job, recipe=replace(job.recipe, zero_stage=stage, engine=engine))
         yield _Candidate(f"shard more: ZeRO stage {stage}", f"--stage {stage} --engine {engine}", higher)
 
 

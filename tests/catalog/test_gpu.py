@@ -1,6 +1,6 @@
 import math
-from dataclasses import fields
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -305,7 +305,7 @@ def test_a_bad_entry_is_one_line_with_file_key_and_way_out(own: Path, old: str, 
         gpu("toy-80gb", extra=own)
     message = str(caught.value)
     assert str(file) in message
-    assert key.split(".")[-1] in message or key.split(".")[0] in message
+    assert key.rsplit(".", maxsplit=1)[-1] in message or key.split(".", maxsplit=1)[0] in message
     assert "\n" not in message
 
 

@@ -24,7 +24,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
 
 #: The base class of what the parser raises: click's own, which newer releases of typer carry inside.
-_UsageError = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 @app.callback(invoke_without_command=True)

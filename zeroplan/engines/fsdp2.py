@@ -349,7 +349,7 @@ def _before_block(plan: _Plan, position: Position, alive: tuple[Line, ...]) -> M
         buffers = (_gathered(plan, group, "this block's all-gather buffer, until it is copied out"),)
     else:
         below = plan.blocks[position.previous_run]
-        cast = below.shard * plan.width.compute if plan.width.mixed else 0
+        cast: Int = below.shard * plan.width.compute if plan.width.mixed else 0
         ahead = maximum(own, plan.gathers * (plan.width.compute * below.padded + cast))
         buffers = (
             Line(Kind.GATHER, ahead, "this block's all-gather buffer, then the next one's and its cast input", "", _GATHER),
@@ -438,16 +438,17 @@ def _collectives(plan: _Plan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...
     groups += [(group, run.layers, f"{run.kind} blocks") for group, run in zip(plan.blocks, runs, strict=True)]
     calls: list[Collective] = []
     for group, layers, name in groups:
-        calls.append(_gather_call(plan, group, passes * layers, f"parameters of the {name}", "forward"))
+        what = f"parameters of the {name}"
+        calls.append(_gather_call(plan, group, passes * layers, what, "forward", ranks=plan.n))
         if plan.reshard is not False and group is not plan.root:
-            calls.append(_gather_call(plan, group, passes * layers, f"parameters of the {name}", "backward", plan.reshard))
+            again = plan.n if plan.reshard is True else plan.reshard
+            calls.append(_gather_call(plan, group, passes * layers, what, "backward", ranks=again))
         calls.append(_reduce_call(plan, group, reductions * layers, f"gradients of the {name}"))
         calls.append(_replica_call(plan, group, reductions * layers, f"gradient shards of the {name}", mesh))
     return tuple(calls)
 
 
-def _gather_call(plan: _Plan, group: Group, calls: Int, what: str, when: str, ways: bool | int = True) -> Collective:
-    ranks = plan.n if ways is True else ways
+def _gather_call(plan: _Plan, group: Group, calls: Int, what: str, when: str, *, ranks: Int) -> Collective:
     payload = plan.width.compute * group.padded
     sent = calls * (payload // ranks) * (ranks - 1)
     return Collective(

@@ -8,10 +8,10 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import Engine, RecipeSpec, Stage
 
 #: Which ZeRO stages each engine offers, and under what name.
-ENGINE_STAGES: dict[str, dict[int, str]] = {
+ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
     "paper": {0: "plain data parallelism", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"},
     "ddp": {0: "DDP", 1: "DDP + ZeroRedundancyOptimizer"},
     "fsdp2": {2: "FSDP2, reshard_after_forward=False", 3: "FSDP2"},
@@ -19,7 +19,7 @@ ENGINE_STAGES: dict[str, dict[int, str]] = {
 }
 
 #: What a PyTorch user would run for a stage.
-DEFAULT_ENGINE: dict[int, str] = {0: "ddp", 1: "ddp", 2: "fsdp2", 3: "fsdp2"}
+DEFAULT_ENGINE: dict[Stage, Engine] = {0: "ddp", 1: "ddp", 2: "fsdp2", 3: "fsdp2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,59 @@
+"""``zeroplan gpus``: which accelerators are known, and every figure of one with its source."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroplan.catalog.gpu import gpu, gpus
+from zeroplan.cli.catalog_flags import Catalog, own_folder
+from zeroplan.errors import SpecError
+from zeroplan.report.catalog import gpu_table, gpu_text
+from zeroplan.spec.hardware import GpuSpec
+from zeroplan.units import parse_size
+
+gpus_app = typer.Typer(help="The accelerators zeroplan knows.", invoke_without_command=True, no_args_is_help=False)
+
+
+@gpus_app.callback()
+def list_gpus(
+    context: typer.Context,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Every figure with its source, as JSON.")] = False,
+    vendor: Annotated[str | None, typer.Option(metavar="nvidia|amd", help="Of this vendor only.")] = None,
+    min_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="With at least this memory, as 80GB or 75GiB.")] = None,
+    matching: Annotated[str | None, typer.Option(metavar="TEXT", help="With this text in the name.")] = None,
+    catalog: Catalog = None,
+) -> None:
+    """List accelerators: memory as torch reports it, peak rates, bandwidth, links."""
+    if context.invoked_subcommand is not None:
+        return
+    chosen = _chosen(own_folder(catalog, "gpus"), vendor, min_memory, matching)
+    typer.echo(json.dumps([asdict(one) for one in chosen], indent=2, ensure_ascii=False) if as_json else gpu_table(chosen))
+
+
+@gpus_app.command("show")
+def show_gpu(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A GPU's name or alias.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    catalog: Catalog = None,
+) -> None:
+    """Show one accelerator: every figure, its source, and what it follows from."""
+    found = gpu(name, extra=own_folder(catalog, "gpus"))
+    typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False) if as_json else gpu_text(found))
+
+
+def _chosen(own: Path | None, vendor: str | None, min_memory: str | None, matching: str | None) -> list[GpuSpec]:
+    if vendor is not None and vendor not in ("nvidia", "amd"):
+        raise SpecError(f"--vendor {vendor!r} is neither nvidia nor amd")
+    least = 0 if min_memory is None else parse_size(min_memory, what="--min-memory")
+    return [
+        one
+        for one in gpus(extra=own)
+        if (vendor is None or one.vendor == vendor)
+        and one.memory_bytes.value >= least
+        and (matching is None or matching.lower() in f"{one.name} {one.full_name}".lower())
+    ]

@@ -1,0 +1,75 @@
+"""``zeroplan models``: which models are known, and the shape, source and parameter count of one."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroplan.catalog.model import ModelEntry, model_entry, models
+from zeroplan.cli.catalog_flags import Catalog, own_folder
+from zeroplan.errors import SpecError
+from zeroplan.report.catalog import model_table, model_text
+from zeroplan.spec.model import FAMILIES
+from zeroplan.transformer.params import active_parameter_count, parameter_count
+from zeroplan.units import parse_count
+
+models_app = typer.Typer(help="The models zeroplan knows.", invoke_without_command=True, no_args_is_help=False)
+
+
+@models_app.callback()
+def list_models(
+    context: typer.Context,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Every shape with its source, as JSON.")] = False,
+    family: Annotated[str | None, typer.Option(metavar="FAMILY", help="Of this architecture only.")] = None,
+    moe: Annotated[
+        bool | None, typer.Option("--moe/--dense", help="Only mixtures of experts, or none.", show_default=False)
+    ] = None,
+    min_params: Annotated[str | None, typer.Option(metavar="COUNT", help="With at least this many parameters, as 7b.")] = None,
+    max_params: Annotated[str | None, typer.Option(metavar="COUNT", help="With at most this many parameters.")] = None,
+    matching: Annotated[str | None, typer.Option(metavar="TEXT", help="With this text in the name.")] = None,
+    catalog: Catalog = None,
+) -> None:
+    """List models by size: parameters, active parameters, shape."""
+    if context.invoked_subcommand is not None:
+        return
+    if family is not None and family not in FAMILIES:
+        raise SpecError(f"--family {family!r} is not one of {', '.join(FAMILIES)}")
+    least = 0 if min_params is None else parse_count(min_params, what="--min-params")
+    most = 10**18 if max_params is None else parse_count(max_params, what="--max-params")
+    chosen = [
+        one
+        for one in _by_size(own_folder(catalog, "models"))
+        if (family is None or one.spec.family == family)
+        and (moe is None or (one.spec.moe is not None) == moe)
+        and least <= parameter_count(one.spec) <= most
+        and (matching is None or matching.lower() in one.name)
+    ]
+    typer.echo(json.dumps([_payload(one) for one in chosen], indent=2, ensure_ascii=False) if as_json else model_table(chosen))
+
+
+@models_app.command("show")
+def show_model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A model's name, an alias, or its name on the Hub.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    catalog: Catalog = None,
+) -> None:
+    """Show one model: shape, parameters tensor by tensor, published count and source."""
+    found = model_entry(name, extra=own_folder(catalog, "models"))
+    typer.echo(json.dumps(_payload(found), indent=2, ensure_ascii=False) if as_json else model_text(found))
+
+
+def _by_size(own: Path | None) -> list[ModelEntry]:
+    return sorted(models(extra=own), key=lambda one: parameter_count(one.spec))
+
+
+def _payload(entry: ModelEntry) -> dict[str, object]:
+    return {
+        "name": entry.name,
+        "parameters": parameter_count(entry.spec),
+        "active_parameters": active_parameter_count(entry.spec),
+        **asdict(entry),
+    }

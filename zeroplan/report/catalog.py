@@ -1,0 +1,123 @@
+"""The catalogue as text: tables of models and accelerators, and one entry with every figure and source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+
+from zeroplan.catalog.model import ModelEntry
+from zeroplan.spec.hardware import Figure, GpuSpec
+from zeroplan.transformer.activations import is_approximate
+from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.params import active_parameter_count, layout, parameter_count
+from zeroplan.units import GB, GIB, format_size
+
+
+def gpu_table(chosen: Sequence[GpuSpec]) -> str:
+    """One line per accelerator: memory as torch reports it, dense bf16 (or fp16) peak, bandwidth, link in the node."""
+    head = f"{'name':<24}{'GB':>8}{'GiB':>8}{'TFLOP/s':>9}{'TB/s':>7}{'link GB/s':>11}  link in the node"
+    rows = [
+        f"{one.name:<24}{one.memory_bytes.value / GB:>8.1f}{one.memory_bytes.value / GIB:>8.1f}"
+        f"{_half_precision(one) / 1e12:>9.0f}{one.memory_bandwidth_bytes_per_s.value / 1e12:>7.2f}"
+        f"{one.node_link_bytes_per_s.value / GB:>11.1f}  {one.node_link}"
+        for one in chosen
+    ]
+    foot = "memory as torch reports it; TFLOP/s dense, bf16 (fp16 where there is no bf16); links per GPU and direction"
+    return "\n".join([head, *rows, f"{len(chosen)} accelerators; {foot}"])
+
+
+def _half_precision(one: GpuSpec) -> float:
+    peaks = one.dense_flops_per_s
+    return next(peaks[dtype].value for dtype in ("bf16", "fp16", *peaks) if dtype in peaks)
+
+
+def gpu_text(one: GpuSpec) -> str:
+    """Every figure of one accelerator with its source, note, and what it follows from."""
+    head = [
+        f"{one.full_name} ({one.name})",
+        f"{one.vendor}, {one.architecture}, compute capability {one.compute_capability}, {one.released}",
+        f"{one.gpus_per_node} to a node over {one.node_link}"
+        + (f", {one.network_link} between nodes" if one.network_link else ""),
+        f"memory: {format_size(int(one.memory_bytes.value))}",
+    ]
+    return "\n".join([*head, "", *(line for name, figure in _figures(one) for line in _figure(name, figure))])
+
+
+def _figures(one: GpuSpec) -> Iterator[tuple[str, Figure]]:
+    for field in fields(one):
+        value = getattr(one, field.name)
+        if isinstance(value, Figure):
+            yield field.name, value
+        elif isinstance(value, dict):
+            yield from ((f"{field.name}.{dtype}", figure) for dtype, figure in value.items())
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.10g}"
+
+
+def _figure(name: str, figure: Figure) -> Iterator[str]:
+    yield f"{name} = {_number(figure.value)}"
+    yield f"    source: {figure.source}" + (f" ({figure.as_of})" if figure.as_of else "")
+    if figure.note:
+        yield f"    note: {figure.note}"
+    if figure.check:
+        yield "    = " + " x ".join(f"{value:,.10g} {factor}" for factor, value in figure.check.items())
+
+
+def model_table(chosen: Sequence[ModelEntry]) -> str:
+    """One line per model, by size."""
+    head = f"{'name':<26}{'parameters':>20}{'active':>20}{'layers':>8}{'hidden':>8}{'vocab':>9}  family"
+    rows = [
+        f"{one.name:<26}{parameter_count(one.spec):>20,}{_active(one):>20}{one.spec.num_hidden_layers:>8}"
+        f"{one.spec.hidden_size:>8,}{one.spec.vocab_size:>9,}  {one.spec.family}"
+        for one in chosen
+    ]
+    return "\n".join([head, *rows, f"{len(chosen)} models"])
+
+
+def _active(one: ModelEntry) -> str:
+    active = active_parameter_count(one.spec)
+    return "" if active == parameter_count(one.spec) else f"{active:,}"
+
+
+def model_text(one: ModelEntry) -> str:
+    """Shape, parameters tensor by tensor, published count, source."""
+    return "\n".join([*_model_head(one), "", *_shape(one), "", *_tensors(one)])
+
+
+def _model_head(one: ModelEntry) -> Iterator[str]:
+    count, active = parameter_count(one.spec), _active(one)
+    yield f"{one.name}: {count:,} parameters" + (f", {active} of them used per token" if active else "")
+    if one.published_parameters is not None:
+        published = one.published_parameters
+        yield f"published: {_number(published.value)} ({published.note or 'as printed'}; {published.source})"
+    yield f"released {one.released}; source: {one.source}"
+    if one.aliases:
+        yield f"also: {', '.join(one.aliases)}"
+    approximate = is_approximate(one.spec)
+    yield f"activations: {approximate or 'exact, tensor by tensor'}"
+
+
+def _shape(one: ModelEntry) -> Iterator[str]:
+    for field in fields(one.spec):
+        value = getattr(one.spec, field.name)
+        if field.name != "name" and value not in (None, 0, False):
+            yield (
+                f"  {field.name:<26}{value:,}" if isinstance(value, int) and value is not True else f"  {field.name:<26}{value}"
+            )
+
+
+def _tensors(one: ModelEntry) -> Iterator[str]:
+    tree = layout(one.spec)
+    yield from _group("outside the blocks", 1, (*tree.embeddings, *tree.tail))
+    for run in tree.runs:
+        yield from _group(f"each of {run.layers} {run.kind} blocks", run.layers, run.parameters)
+
+
+def _group(title: str, times: int, parameters: Sequence[Parameter]) -> Iterator[str]:
+    together = sum(parameter.numel for parameter in parameters)
+    yield f"{title}: {together:,} parameters" + (f", {times * together:,} in all" if times > 1 else "")
+    for parameter in parameters:
+        shape = " x ".join(f"{size:,}" for size in parameter.shape)
+        yield f"  {parameter.name:<44}{shape:>24}{parameter.numel:>16,}"

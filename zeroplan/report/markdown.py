@@ -1,0 +1,93 @@
+"""The answer as Markdown, to paste into a ticket or a design document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Line, bytes_by_kind
+from zeroplan.remedies import Remedy
+from zeroplan.report.formulas import with_numbers
+from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
+from zeroplan.units import GB, GIB, format_size
+
+
+def estimate_markdown(
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), *, explain: bool = False
+) -> str:
+    """Return the whole answer as Markdown tables; with ``explain`` the peak is listed line by line with formula and source."""
+    parts = [
+        [f"## {headline(answer)}", "", *(f"{line}  " for line in job_lines(answer))],
+        list(_states(answer)),
+        list(_peak(answer, explain=explain)),
+        list(_card(answer)),
+        [
+            verdict_sentence(answer),
+            *(f"- `{one.flags}`: {one.change}; needs {format_size(one.needed_bytes)}" for one in changes),
+        ],
+        list(_communication(answer)),
+        [f"- {note}" for note in (*notes, *([answer.approximate] if answer.approximate else []), *answer.notes)],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _cells(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _amounts(n_bytes: int) -> tuple[str, str]:
+    return f"{n_bytes / GB:,.2f}", f"{n_bytes / GIB:,.2f}"
+
+
+def _states(answer: Estimate) -> Iterator[str]:
+    yield _cells("model states per GPU", "GB", "GiB", "bytes per parameter")
+    yield "|---|---:|---:|---|"
+    for kind, n_bytes in answer.states_by_kind.items():
+        yield _cells(kind.value, *_amounts(n_bytes), per_parameter(answer, kind))
+    yield _cells("**together**", *_amounts(sum(answer.states_by_kind.values())), per_parameter(answer))
+
+
+def _peak(answer: Estimate, *, explain: bool) -> Iterator[str]:
+    yield f"**Peak allocated: {format_size(answer.peak_bytes)}**, at this moment: {answer.peak.name}."
+    yield ""
+    if explain:
+        yield _cells("kind", "GB", "GiB", "what", "formula", "source")
+        yield "|---|---:|---:|---|---|---|"
+        yield from (_line(answer, line) for line in answer.peak.lines if line.n_bytes)
+        return
+    yield _cells("alive then", "GB", "GiB")
+    yield "|---|---:|---:|"
+    by_kind = bytes_by_kind(answer.peak.lines)
+    for kind in sorted(by_kind, key=lambda kind: -int(by_kind[kind])):
+        if by_kind[kind]:
+            yield _cells(kind.value, *_amounts(int(by_kind[kind])))
+
+
+def _line(answer: Estimate, line: Line) -> str:
+    formula = f"`{line.formula} = {with_numbers(line.formula, answer)}`" if line.formula else ""
+    return _cells(line.kind.value, *_amounts(int(line.n_bytes)), line.reason, formula, line.source)
+
+
+def _card(answer: Estimate) -> Iterator[str]:
+    yield _cells("on the card", "expected GB", "expected GiB", "from GB", "to GB")
+    yield "|---|---:|---:|---:|---:|"
+    rows = [("reserved by the caching allocator", answer.reserved), *((part.what, part.band) for part in answer.outside)]
+    for what, band in rows:
+        low, high = f"{band.low_bytes / GB:,.2f}", f"{band.high_bytes / GB:,.2f}"
+        yield _cells(what, *_amounts(int(band.expected_bytes)), low, high)
+
+
+def _communication(answer: Estimate) -> Iterator[str]:
+    traffic = answer.traffic
+    yield (
+        f"Each GPU sends {format_size(int(traffic.total_bytes))} per step: {traffic.relative_to_ddp:.2f}x the elements and "
+        f"{traffic.relative_bytes_to_ddp:.2f}x the bytes of plain data parallelism."
+    )
+    sent = [call for call in traffic.collectives if call.sent_bytes]
+    if sent:
+        yield ""
+        yield _cells("collective", "what", "when", "calls", "MB each", "GB sent")
+        yield "|---|---|---|---:|---:|---:|"
+    for call in sent:
+        each, total = f"{int(call.n_bytes) / 1e6:,.1f}", f"{int(call.sent_bytes) / GB:,.2f}"
+        yield _cells(call.operation, call.what, call.when, f"{int(call.calls):,}", each, total)
