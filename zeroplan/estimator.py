@@ -1,7 +1,5 @@
 """How much memory does one GPU need for this job, when, why, and does it fit? The one call that everything above makes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal, Protocol, cast

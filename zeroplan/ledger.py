@@ -4,8 +4,6 @@ Every formula ends as a :class:`Line`. Totals, peaks, tables, plots and the comp
 same lines, so nothing is added up twice.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -61,7 +59,7 @@ class Band(NamedTuple):
     expected_bytes: Int
     high_bytes: Int
 
-    def plus(self, n_bytes: Int) -> Band:
+    def plus(self, n_bytes: Int) -> "Band":
         """Shift the whole band."""
         return Band(self.low_bytes + n_bytes, self.expected_bytes + n_bytes, self.high_bytes + n_bytes)
 

@@ -4,8 +4,6 @@ A formula takes ``Int`` and uses only ``+ - * //`` and the functions below, so t
 jobs. NumPy is imported only when a column is met: a single job never pays for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, cast
 

@@ -4,8 +4,6 @@ Each candidate is one change a person would try, in the order of what it costs t
 change is enough, changes are combined in the same order until one combination fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple

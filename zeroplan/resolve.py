@@ -4,8 +4,6 @@ A :class:`Request` is what a command line or a job file holds; :func:`resolve` l
 shape where only a parameter count is known, and applies the defaults a PyTorch user would meet.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -79,7 +77,7 @@ class Request(Spec):
     fsdp2: Fsdp2Options | None = None
     deepspeed: DeepSpeedOptions | None = None
 
-    def overridden_by(self, other: Request) -> Request:
+    def overridden_by(self, other: "Request") -> "Request":
         """Return this request with everything that ``other`` says instead; another model replaces the model as a whole."""
         said = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
         base = replace(self, **dict.fromkeys(_MODEL_KEYS)) if said.keys() & set(_MODEL_KEYS) else self

@@ -1,7 +1,5 @@
 """Which moment of the step is the peak, and what does the caching allocator reserve around it?"""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from zeroplan.ledger import Band, Kind, Moment, bytes_by_kind

@@ -1,7 +1,5 @@
 """How much does one GPU send per step, against plain data parallelism, and how long does that take at best?"""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from zeroplan.ledger import Collective

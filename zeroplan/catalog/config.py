@@ -5,8 +5,6 @@ Keys, aliases and defaults are those of the configuration classes of transformer
 ``config.json`` does is asked for instead; what would change the parameters in a way zeroplan has no formula for is refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How one TOML entry of a catalogue becomes a checked object, and a fault in it one line."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

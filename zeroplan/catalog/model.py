@@ -3,8 +3,6 @@
 One TOML file per model in ``models/`` holds the keys of its ``config.json``; ``models/README.md`` tells their lineage.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

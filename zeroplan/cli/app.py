@@ -9,17 +9,19 @@ import typer
 from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.gpus import gpus_app
 from zeroplan.cli.models import models_app
+from zeroplan.cli.quick import QuickCommand, QuickGroup
 from zeroplan.errors import ZeroplanError
 
 BAD_INPUT = 2
 
 app = typer.Typer(
     name="zeroplan",
+    cls=QuickGroup,
     help="Per-GPU memory of ZeRO and FSDP training, byte by byte, before you rent the GPU.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("estimate")(estimate_command)
+app.command("estimate", cls=QuickCommand)(estimate_command)
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
 

@@ -1,7 +1,5 @@
 """What an engine answers: states, moments and collectives of one training step."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from zeroplan.ledger import Collective, Line, Moment

@@ -9,8 +9,6 @@ Left out: the transient of the constructor's broadcast (never above parameters a
 training loop itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 

@@ -3,8 +3,6 @@
 Over the blocks of a run everything grows or shrinks by the same amount per block, so a peak lies in its first or last one.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ communicators do not: they take from the card what the allocator never sees, and
 a band with the public figures it rests on.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from zeroplan.ledger import Band, Kind, Line

@@ -7,8 +7,6 @@ lifetimes end with Python references in host order, so the allocated bytes at ev
 Left out: frozen parameters, other wrappings, explicit prefetching, CPU offload, and buffers of the process group itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ gradients (Adam, SGD, RMSprop, Adagrad), no ``amsgrad``, no ``nesterov``, one pa
 published with its paper, ``adamw-8bit`` is ``bitsandbytes.optim.AdamW8bit``. Gradients are in the dtype of the tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ too, stage 3 the parameters too. Tensor parallelism divides everything by its de
 loss; no buffer, no padding beyond whole elements, no temporary of an optimizer.
 """
 
-from __future__ import annotations
-
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.optimizers import LocalTensor, state_lines
 from zeroplan.engines.precisions import widths

@@ -5,8 +5,6 @@ value lies at a corner: the first two and the last two layers, and both ends of 
 gives the exact maximum over all layers, at a cost that does not grow with them.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

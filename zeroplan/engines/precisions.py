@@ -1,7 +1,5 @@
 """Bytes per element of parameters, gradients and optimizer state under each precision."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from zeroplan.spec.recipe import Precision

@@ -4,8 +4,6 @@ It hands out whole tensors: the largest first, each to the rank that has the few
 equally full, and beyond as many ranks as tensors nothing is saved any more.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import zip_longest

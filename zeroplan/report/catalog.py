@@ -1,7 +1,5 @@
 """The catalogue as text: tables of models and accelerators, and one entry with every figure and source."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 

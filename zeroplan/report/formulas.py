@@ -1,7 +1,5 @@
 """A line's formula with the job's numbers in the place of its symbols."""
 
-from __future__ import annotations
-
 import re
 
 from zeroplan.estimator import Estimate

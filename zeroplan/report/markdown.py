@@ -1,7 +1,5 @@
 """The answer as Markdown, to paste into a ticket or a design document."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from zeroplan.estimator import Estimate

@@ -1,7 +1,5 @@
 """The answer as plain data for JSON: versioned, every size in bytes, every key stable within a schema version."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TypedDict

@@ -1,7 +1,5 @@
 """The answer as text for a terminal: the account, the peak, the verdict, the traffic; with ``explain``, every formula."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from zeroplan.estimator import Estimate

@@ -1,7 +1,5 @@
 """Sentences that every rendering of an answer shares: what the job is, what a parameter costs, whether it fits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from zeroplan.estimator import Estimate

@@ -4,8 +4,6 @@ Exact, tensor by tensor, for the module that transformers builds: equal to what 
 allocations of its backward at every point where they peak.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

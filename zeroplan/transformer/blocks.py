@@ -3,8 +3,6 @@
 An engine combines these with its own states and buffers; nothing here knows about ranks.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from zeroplan.ledger import Line

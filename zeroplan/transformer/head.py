@@ -1,7 +1,5 @@
 """What do the parts outside the blocks cost in one pass: embedding, rotary tables, final norm, head and loss?"""
 
-from __future__ import annotations
-
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import maximum
 from zeroplan.spec.batch import Batch

@@ -1,7 +1,5 @@
 """The type that params.py fills in: one parameter tensor of a module, under the name transformers gives it."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

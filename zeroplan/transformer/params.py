@@ -5,8 +5,6 @@ family (``models/<family>/modeling_<family>.py``). Buffers (rotary tables, masks
 and neither are modules that transformers leaves out of the causal-LM class (multi-token prediction, vision towers).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Which parameters do Llama and its descendants have: RMSNorm, and a gated MLP or experts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from zeroplan.errors import SpecError

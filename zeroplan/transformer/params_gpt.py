@@ -1,7 +1,5 @@
 """Which parameters do GPT-2 and its contemporaries have: LayerNorm, a two-layer MLP, biases, as many keys as queries."""
 
-from __future__ import annotations
-
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import Parameters, conv1d, embedding, layer_norm, linear, whole

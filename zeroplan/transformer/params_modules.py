@@ -1,7 +1,5 @@
 """Which parameters does one module have: linear maps, embeddings, norms, and the head that closes a model."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 from zeroplan.spec.model import ModelSpec

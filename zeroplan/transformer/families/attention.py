@@ -1,7 +1,5 @@
 """Attention between its norm and the residual addition: projections, rotary positions, and the attention itself."""
 
-from __future__ import annotations
-
 from zeroplan.ledger import Line
 from zeroplan.numeric import ceil_div
 from zeroplan.transformer.blocks import BackwardPoint

@@ -1,7 +1,5 @@
 """Dense MLPs between their norm and the residual addition."""
 
-from __future__ import annotations
-
 from zeroplan.ledger import Line
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part

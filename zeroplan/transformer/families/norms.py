@@ -1,7 +1,5 @@
 """Norms over the hidden width: what they save, and how their backward peaks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from zeroplan.ledger import Line

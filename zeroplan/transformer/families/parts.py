@@ -1,7 +1,5 @@
 """What the parts of a block (norm, attention, MLP) have in common, and how they make a block."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind, Line

@@ -1,7 +1,5 @@
 """The numbers every part of a block is computed from, under the symbols of the formulas."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from zeroplan.numeric import Int
