@@ -47,6 +47,7 @@ def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as:
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
+    _refuse_other_kinds(config)
     text, is_part = _text_part(config)
     source = _Source(text, _family(text, treat_as))
     _refuse_other_architectures(source)
@@ -57,12 +58,11 @@ def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as:
 def read_config(path: Path, *, treat_as: str | None = None) -> ModelSpec:
     """Read the shape of the model whose ``config.json`` is ``path`` or lies in the folder ``path``; named after the folder."""
     file = _config_file(path)
+    text = read_text(file, what="config.json")
     try:
-        config = json.loads(read_text(file, what="config.json"))
+        config = json.loads(text)
     except RecursionError:
         raise SpecError(f"{str(file)!r} is nested too deep; that is no model's config.json") from None
-    except SpecError:
-        raise
     except ValueError as error:
         raise SpecError(f"{str(file)!r} is not JSON: {one_line(str(error))}") from None
     return model_from_config(config, name=file.resolve().parent.name, treat_as=treat_as)
@@ -99,7 +99,7 @@ class _Source(NamedTuple):
     def value(self, field: str) -> object:
         """Look ``field`` up: the config's value, or the class's default where the key is absent; None where it is null."""
         found = {key: self.config[key] for key in self.keys(field) if self.config.get(key) is not None}
-        if any(value != found[self.key(field)] for value in found.values()):
+        if len(found) > 1 and any(value != found[self.key(field)] for value in found.values()):
             pairs = " and ".join(f"{key}={shown(value)}" for key, value in found.items())
             raise SpecError(f"{pairs} disagree in config.json; keep the right one")
         if found or any(key in self.config for key in self.keys(field)):
@@ -134,6 +134,16 @@ class _Source(NamedTuple):
         return bool(value)
 
 
+def _refuse_other_kinds(config: Config) -> None:
+    """Refuse what is no decoder-only transformer, whatever the user wants it treated as."""
+    model_type = config.get("model_type")
+    for kind, types in OTHER_KINDS.items():
+        if model_type in types:
+            raise SpecError(f"model_type {shown(model_type)} is {kind}; zeroplan counts decoder-only transformers")
+    if config.get("is_encoder_decoder") is True:
+        raise SpecError("is_encoder_decoder=True in config.json: zeroplan counts decoder-only transformers")
+
+
 def _text_part(config: Config) -> tuple[Config, bool]:
     """Find the config of the language model, and say whether it is a part of a larger one."""
     text = config.get("text_config")
@@ -151,11 +161,6 @@ def _text_part(config: Config) -> tuple[Config, bool]:
 
 def _family(config: Config, treat_as: str | None) -> str:
     model_type = config.get("model_type")
-    for kind, types in OTHER_KINDS.items():
-        if model_type in types:
-            raise SpecError(f"model_type {shown(model_type)} is {kind}; zeroplan counts decoder-only transformers")
-    if config.get("is_encoder_decoder") is True:
-        raise SpecError("is_encoder_decoder=True in config.json: zeroplan counts decoder-only transformers")
     if treat_as is not None:
         return _known_family(treat_as)
     if model_type is None:

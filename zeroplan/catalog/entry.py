@@ -44,11 +44,12 @@ def _fault(path: Path, what: str) -> str | None:
 
 def read_toml(path: Path, *, what: str) -> dict[str, object]:
     """Read one TOML entry, or say in one line where it breaks."""
+    text = read_text(path, what=what)
     try:
-        return tomllib.loads(read_text(path, what=what))
+        return tomllib.loads(text)
     except RecursionError:
         raise SpecError(f"{what} {str(path)!r} is nested too deep to read; write it flat") from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # tomllib.TOMLDecodeError, or a number with thousands of digits
         raise SpecError(f"{what} {str(path)!r} is not TOML: {one_line(str(error))}") from None
 
 

@@ -20,7 +20,7 @@ from zeroplan.spec.model import ModelSpec
 
 _FOLDER = Path(__file__).parent / "models"
 _WHAT = "model entry"
-_CANONICAL = re.compile(r"[a-z0-9][a-z0-9._-]*", re.ASCII)
+_CANONICAL = re.compile(r"[a-z0-9][a-z0-9._-]{0,99}", re.ASCII)
 
 
 class ModelEntry(Spec):
@@ -72,7 +72,12 @@ def model_entry(name: str, *, extra: Path | None = None) -> ModelEntry:
         path = _file_of(folder, name.strip().lower())
         if path is not None:
             return _entry(path)
-    raise unknown_name("model", name, model_names(extra=extra), "`zeroplan models` lists all; a config.json works too")
+    raise unknown_name(
+        "model",
+        name if len(name) <= 60 else f"{name[:57]}...",
+        model_names(extra=extra),
+        "`zeroplan models` lists all; a config.json works too",
+    )
 
 
 def model_names(*, extra: Path | None = None) -> tuple[str, ...]:
