@@ -59,18 +59,24 @@ def test_every_alias_finds_its_model(entry: ModelEntry):
 
 def test_a_canonical_name_reads_one_file(monkeypatch: pytest.MonkeyPatch):
     read: list[str] = []
-    real = catalogue.read_toml
-    monkeypatch.setattr(catalogue, "read_toml", lambda path, what: read.append(path.name) or real(path, what=what))
-    monkeypatch.setattr(catalogue, "read_text", lambda path, **_: pytest.fail(f"read {path}"))
+    real = catalogue.read_entry
+    monkeypatch.setattr(catalogue, "read_entry", lambda file: read.append(file.name) or real(file))
     catalogue._shipped_entry.cache_clear()
     model("yi-34b")
     assert read == ["yi-34b.toml"]
 
 
-@pytest.mark.parametrize("name", ["lama-3-8b", "", "../../pyproject", "gpt2.toml", "\0", "/etc/passwd", "GPT 2", "x" * 9999])
+@pytest.mark.parametrize("name", ["Llama 3.1 8B", "llama_3.1_8b", "  LLAMA-3.1-8B ", "Llama-3.1-8B-Instruct"])
+def test_spelling_does_not_matter(name: str):
+    assert model(name) == model("llama-3.1-8b")
+
+
+@pytest.mark.parametrize("name", ["lama-3-8b", "", "../../pyproject", "gpt2.toml", "\0", "/etc/passwd", "x" * 9999])
 def test_an_unknown_name_is_answered_with_the_nearest(name: str):
-    with pytest.raises(UnknownNameError, match="unknown model"):
+    with pytest.raises(UnknownNameError, match="unknown model") as caught:
         model(name)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 def test_near_names_are_offered():
@@ -110,22 +116,22 @@ def test_own_entries_are_read_afresh(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "model_type: Field required"),
+        ("", "key 'model_type': Field required"),
         ("model_type = ", "is not TOML"),
         ("\x00", "is not TOML"),
         (f"a = {'9' * 5000}", "is not TOML"),
-        ("a = " + "[" * 100_000, "nested too deep"),
+        ("a = " + "[" * 100_000, "nests too deeply"),
         (MINE.replace("64", '"64"'), "hidden_size='64'"),
         (MINE.replace("hidden_size = 64", ""), "lacks hidden_size"),
         (MINE.replace('"llama"', '"foo"'), "model_type 'foo' has no formulas"),
-        (MINE.replace('"llama"', "7"), "model_type=7"),
-        (MINE.replace("2026", '"2026"'), "released='2026'"),
-        (MINE.replace("2026", "20260"), "released=20260"),
-        (MINE.replace('["me/Mine"]', '"me/Mine"'), "aliases='me/Mine'"),
-        (MINE.replace("aliases", "alias"), "alias="),
-        (MINE.replace("[config]", "[konfig]"), "config: Field required"),
-        ('published_parameters = "7B"' + MINE, "published_parameters="),
-        ("published_parameters = {value = 7}" + MINE, "published_parameters.source: Field required"),
+        (MINE.replace('"llama"', "7"), "not 7"),
+        (MINE.replace("2026", '"2026"'), "key 'released'"),
+        (MINE.replace("2026", "20260"), "not 20260"),
+        (MINE.replace('["me/Mine"]', '"me/Mine"'), "key 'aliases'"),
+        (MINE.replace("aliases", "alias"), "key 'alias'"),
+        (MINE.replace("[config]", "[konfig]"), "key 'config': Field required"),
+        ('published_parameters = "7B"' + MINE, "key 'published_parameters'"),
+        ("published_parameters = {value = 7}" + MINE, "key 'published_parameters.source': Field required"),
     ],
     ids=range(16),
 )
@@ -145,5 +151,17 @@ def test_an_entry_that_is_not_text_is_refused(tmp_path: Path):
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path):
-    with pytest.raises(SpecError, match="does not exist"):
-        model("gpt2", extra=tmp_path / "none")
+    for folder in (tmp_path / "none", Path(__file__), Path("\0")):
+        with pytest.raises(SpecError, match="cannot be listed"):
+            model("gpt2", extra=folder)
+
+
+def test_own_entries_may_not_claim_one_name_twice(tmp_path: Path):
+    (tmp_path / "one.toml").write_text(MINE)
+    (tmp_path / "two.toml").write_text(MINE)
+    assert model("one", extra=tmp_path).name == "one"
+    with pytest.raises(SpecError, match="both have the alias 'me/mine'"):
+        model("me/Mine", extra=tmp_path)
+    (tmp_path / "ONE.toml").write_text(MINE)
+    with pytest.raises(SpecError, match="both mean 'one'"):
+        model("one", extra=tmp_path)
