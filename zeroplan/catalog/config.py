@@ -224,14 +224,14 @@ def _spec(source: _Source, name: str) -> ModelSpec:
 
 def _shape(source: _Source) -> dict[str, object]:
     hidden, heads = source.integer("hidden_size"), source.integer("num_attention_heads")
-    context = source.integer("max_position_embeddings")
+    head_dim, context = _head_dim(source, hidden, heads), source.integer("max_position_embeddings")
     return {
         "hidden_size": hidden,
         "intermediate_size": _intermediate_size(source, hidden),
         "num_hidden_layers": source.integer("num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": _key_value_heads(source, heads),
-        "head_dim": _head_dim(source, hidden, heads),
+        "head_dim": head_dim,
         "vocab_size": source.integer("vocab_size"),
         "max_position_embeddings": context,
         "positions": _positions(source.family, context),
@@ -255,10 +255,15 @@ def _intermediate_size(source: _Source, hidden: int) -> int:
 
 def _key_value_heads(source: _Source, heads: int) -> int:
     key_value_heads = source.integer("num_key_value_heads", heads)
+    origin = "in config.json" if source.states("num_key_value_heads") else "(the default, config.json states none)"
     if source.family in (*PLAIN_HEADS, "deepseek_v3") and key_value_heads != heads:
         raise SpecError(
-            f"num_key_value_heads={key_value_heads} in config.json has no formula: "
+            f"num_key_value_heads={key_value_heads} {origin} has no formula: "
             f"{source.family} has as many as attention heads, {heads}"
+        )
+    if heads % key_value_heads:
+        raise SpecError(
+            f"num_key_value_heads={key_value_heads} {origin} does not divide the {heads} attention heads; correct one"
         )
     return key_value_heads
 
