@@ -126,6 +126,14 @@ def test_reads_the_text_part_of_a_multimodal_config_and_says_so():
     assert spec.model_copy(update={"name": "gemma-3-4b"}) == model("gemma-3-4b")
 
 
+@pytest.mark.parametrize(
+    ("wrapper", "name"), [("mistral3", "mistral-small-24b"), ("llava", "llama-2-7b"), ("kimi_k25", "kimi-k2")]
+)
+def test_any_wrapper_of_a_known_text_model_is_read(wrapper: str, name: str):
+    config = {"model_type": wrapper, "text_config": shipped_config(name), "vision_config": {}}
+    assert model_from_config(config, name=name) == model(name).model_copy(update={"name": f"{name} (text part)"})
+
+
 def test_a_wrapper_may_state_what_ties_the_head():
     assert not model_from_config(GEMMA_3_4B | {"tie_word_embeddings": False}).tie_word_embeddings
     text = GEMMA_3_4B["text_config"] | {"tie_word_embeddings": True}
@@ -224,7 +232,7 @@ def test_a_size_is_a_sensible_whole_number(field: str, value: object):
         ({}, {"model_type": "a\nb" * 100}, "has no formulas"),
         ({}, {"is_encoder_decoder": True}, "is_encoder_decoder=True"),
         ({}, {"num_attention_heads": 33}, "num_attention_heads=33 does not divide hidden_size=4096"),
-        ({}, {"num_key_value_heads": 5}, "num_key_value_heads=5 in config.json does not divide 32 attention heads"),
+        ({}, {"num_key_value_heads": 5}, "num_key_value_heads=5 in config.json does not divide the 32 attention heads"),
         ({}, {"num_hidden_layers": 10**5}, "num_hidden_layers=100000"),
         ({}, {"num_attention_heads": 10**6, "head_dim": 1, "num_key_value_heads": 1}, "num_attention_heads=1000000"),
         ({}, {"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
