@@ -21,7 +21,7 @@ from zeroplan.catalog.config_keys import (
     SAME_AS,
     SIZES,
 )
-from zeroplan.catalog.text import first_fault, one_line, read_text, shown
+from zeroplan.catalog.text import one_line, read_text, shown
 from zeroplan.errors import SpecError, unknown_name
 from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, MlaSpec, ModelSpec, MoeSpec
 

@@ -15,7 +15,7 @@ from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.entry import as_model, read_entry
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError, unknown_name
-from zeroplan.spec.base import Range, Spec, read
+from zeroplan.spec.base import Spec
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec
 

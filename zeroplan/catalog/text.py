@@ -1,7 +1,5 @@
 """How a user's file is read, and how what stands in it is shown in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import ValidationError

@@ -1,7 +1,5 @@
 """Blocks of the Llama kind: Llama, Mistral, Qwen2, and Qwen3 with its norms over each head's queries and keys."""
 
-from __future__ import annotations
-
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import ModelSpec

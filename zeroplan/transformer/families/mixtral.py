@@ -1,7 +1,5 @@
 """Blocks of the Mixtral kind: Llama's attention, and routed experts in place of the MLP."""
 
-from __future__ import annotations
-
 from zeroplan.ledger import Line
 from zeroplan.numeric import maximum
 from zeroplan.spec.model import ModelSpec, MoeSpec

@@ -1,7 +1,5 @@
 """Routed experts between their norm and the residual addition, on grouped matrix multiplication."""
 
-from __future__ import annotations
-
 from zeroplan.ledger import Line
 from zeroplan.numeric import Int
 from zeroplan.spec.model import MoeSpec
