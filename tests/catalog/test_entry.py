@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroplan.catalog.entry import LARGEST_FILE_BYTES, read_toml, shown
+from zeroplan.catalog.entry import read_toml
+from zeroplan.catalog.text import LARGEST_FILE_BYTES, shown
 from zeroplan.errors import SpecError
 
 

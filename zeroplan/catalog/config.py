@@ -58,9 +58,9 @@ def read_config(path: Path, *, treat_as: str | None = None) -> ModelSpec:
     try:
         config = json.loads(text)
     except RecursionError:
-        raise SpecError(f"{shown(str(file))} is nested too deep; that is no model's config.json") from None
+        raise SpecError(f"{str(file)!r} is nested too deep; that is no model's config.json") from None
     except ValueError as error:
-        raise SpecError(f"{shown(str(file))} is not JSON: {one_line(str(error))}") from None
+        raise SpecError(f"{str(file)!r} is not JSON: {one_line(str(error))}") from None
     return model_from_config(config, name=file.resolve().parent.name, treat_as=treat_as)
 
 
@@ -68,9 +68,9 @@ def _config_file(path: Path) -> Path:
     try:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:
-        raise SpecError(f"config.json {shown(str(path))} cannot be read: {one_line(str(error))}") from None
+        raise SpecError(f"config.json {str(path)!r} cannot be read: {one_line(str(error))}") from None
     if is_folder and not (path / "config.json").exists():
-        raise SpecError(f"folder {shown(str(path))} holds no config.json; give the folder or file of a Hugging Face model")
+        raise SpecError(f"folder {str(path)!r} holds no config.json; give the folder or file of a Hugging Face model")
     return path / "config.json" if is_folder else path
 
 

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from zeroplan.errors import SpecError
 from zeroplan.units import MIB
 
@@ -17,13 +15,13 @@ def read_text(path: Path, *, what: str) -> str:
     try:
         fault = _fault(path, what)
         if fault:
-            raise SpecError(f"{what} {shown(str(path))} {fault}")
+            raise SpecError(f"{what} {str(path)!r} {fault}")
         with path.open("rb") as file:
             return file.read(LARGEST_FILE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise SpecError(f"{what} {shown(str(path))} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        raise SpecError(f"{what} {str(path)!r} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
-        raise SpecError(f"{what} {shown(str(path))} cannot be read: {error.strerror}") from None
+        raise SpecError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
 
 
 def _fault(path: Path, what: str) -> str | None:
@@ -35,22 +33,6 @@ def _fault(path: Path, what: str) -> str | None:
     if path.stat().st_size > LARGEST_FILE_BYTES:
         return f"is larger than {LARGEST_FILE_BYTES // MIB} MiB; that is no {what}"
     return None
-
-
-def first_fault(error: ValidationError) -> str:
-    """Name the first fault of a validation: field, value found, what is wrong.
-
-    >>> from zeroplan.spec.model import MoeSpec
-    >>> try:
-    ...     MoeSpec(num_experts=4, num_experts_per_tok=0, moe_intermediate_size=8)
-    ... except ValidationError as error:
-    ...     print(first_fault(error))
-    num_experts_per_tok=0: Input should be greater than 0
-    """
-    fault = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(str(part) for part in fault["loc"])
-    message = one_line(fault["msg"].removeprefix("Value error, "))
-    return f"{field}={shown(fault['input'])}: {message}" if field else message
 
 
 def shown(value: object) -> str:

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from zeroplan.catalog.entry import one_line, read_text
+from zeroplan.catalog.text import one_line, read_text
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request
 from zeroplan.spec.base import read
