@@ -7,6 +7,7 @@ import pytest
 
 from zeroplan.catalog import gpu as catalogue
 from zeroplan.catalog.gpu import gpu, gpu_names, gpus
+from zeroplan.catalog.lookup import normal
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.spec.hardware import Figure, GpuSpec
 from zeroplan.units import GB, GIB
@@ -81,7 +82,7 @@ def test_the_folder_holds_entries_and_their_readme_only() -> None:
 @pytest.mark.parametrize("name", gpu_names())
 def test_every_entry_is_valid_and_named_as_its_file(name: str) -> None:
     spec = gpu(name)
-    assert spec.name == name == catalogue._normal(name)
+    assert spec.name == name == normal(name)
     assert spec.marketing_memory_gb.value == int(name.removesuffix("gb").rpartition("-")[2])
 
 
@@ -153,7 +154,7 @@ def test_aliases_are_normal_unique_and_no_entrys_name() -> None:
     aliases = [alias for spec in gpus() for alias in spec.aliases]
     assert len(aliases) == len(set(aliases))
     assert not set(aliases) & set(gpu_names())
-    assert aliases == [catalogue._normal(alias) for alias in aliases]
+    assert aliases == [normal(alias) for alias in aliases]
 
 
 # Looking one up
@@ -211,6 +212,11 @@ def test_a_short_name_reads_the_entries_that_begin_with_it_only(monkeypatch: pyt
     catalogue._shipped.cache_clear()
     gpu("h100")
     assert set(read) <= {"h100-nvl-94gb.toml", "h100-pcie-80gb.toml", "h100-sxm-80gb.toml"}
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_the_quick_entry_is_the_checked_one(name: str) -> None:
+    assert gpu(name) == catalogue.checked_entry(Path(catalogue.__file__).parent / "gpus" / f"{name}.toml")
 
 
 def test_specs_are_equal_and_hash_alike() -> None:

@@ -59,9 +59,9 @@ def test_every_alias_finds_its_model(entry: ModelEntry):
 
 def test_a_canonical_name_reads_one_file(monkeypatch: pytest.MonkeyPatch):
     read: list[str] = []
-    real = catalogue.read_entry
-    monkeypatch.setattr(catalogue, "read_entry", lambda file: read.append(file.name) or real(file))
-    catalogue._shipped_entry.cache_clear()
+    real = catalogue.read_toml
+    monkeypatch.setattr(catalogue, "read_toml", lambda file, what: read.append(file.name) or real(file, what=what))
+    catalogue._shipped_shape.cache_clear()
     model("yi-34b")
     assert read == ["yi-34b.toml"]
 
@@ -84,12 +84,17 @@ def test_near_names_are_offered():
         model("lama-3-8b")
 
 
+@pytest.mark.parametrize("name", model_names())
+def test_the_quick_shape_is_the_checked_one(name: str):
+    assert model(name) == model_entry(name).spec
+
+
 # --- the user's own --------------------------------------------------------------------------------------------------------
 
 
 def test_own_entries_add_to_the_catalogue(tmp_path: Path):
     (tmp_path / "Mine.toml").write_text(MINE)
-    (tmp_path / "notes.txt").write_text("not an entry")
+    (tmp_path / "notes.txt").write_text("an entry")
     assert model("mine", extra=tmp_path) == model("ME/mine", extra=tmp_path)
     assert model("mine", extra=tmp_path).hidden_size == 64
     assert model("gpt2", extra=tmp_path) == model("gpt2")
@@ -116,22 +121,22 @@ def test_own_entries_are_read_afresh(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "key 'model_type': Field required"),
+        ("", "model_type: Field required"),
         ("model_type = ", "is not TOML"),
         ("\x00", "is not TOML"),
         (f"a = {'9' * 5000}", "is not TOML"),
-        ("a = " + "[" * 100_000, "nests too deeply"),
+        ("a = " + "[" * 100_000, "nested too deep"),
         (MINE.replace("64", '"64"'), "hidden_size='64'"),
         (MINE.replace("hidden_size = 64", ""), "lacks hidden_size"),
         (MINE.replace('"llama"', '"foo"'), "model_type 'foo' has no formulas"),
-        (MINE.replace('"llama"', "7"), "not 7"),
-        (MINE.replace("2026", '"2026"'), "key 'released'"),
-        (MINE.replace("2026", "20260"), "not 20260"),
-        (MINE.replace('["me/Mine"]', '"me/Mine"'), "key 'aliases'"),
-        (MINE.replace("aliases", "alias"), "key 'alias'"),
-        (MINE.replace("[config]", "[konfig]"), "key 'config': Field required"),
-        ('published_parameters = "7B"' + MINE, "key 'published_parameters'"),
-        ("published_parameters = {value = 7}" + MINE, "key 'published_parameters.source': Field required"),
+        (MINE.replace('"llama"', "7"), "7"),
+        (MINE.replace("2026", '"2026"'), "released"),
+        (MINE.replace("2026", "20260"), "20260"),
+        (MINE.replace('["me/Mine"]', '"me/Mine"'), "aliases"),
+        (MINE.replace("aliases", "alias"), "alias"),
+        (MINE.replace("[config]", "[konfig]"), "config: Field required"),
+        ('published_parameters = "7B"' + MINE, "published_parameters"),
+        ("published_parameters = {value = 7}" + MINE, "published_parameters.source: Field required"),
     ],
     ids=range(16),
 )

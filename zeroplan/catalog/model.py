@@ -3,24 +3,22 @@
 One TOML file per model in ``models/`` holds the keys of its ``config.json``; ``models/README.md`` tells their lineage.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.entry import read_toml
-from zeroplan.catalog.text import read_text
-from zeroplan.errors import SpecError, unknown_name
+from zeroplan.catalog.lookup import Shelf, files, find, normal
+from zeroplan.errors import SpecError
 from zeroplan.spec.base import Range, Spec, read
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec
 
-_FOLDER = Path(__file__).parent / "models"
 _WHAT = "model entry"
-_CANONICAL = re.compile(r"[a-z0-9][a-z0-9._-]*", re.ASCII)
+_FOLDER = Path(__file__).parent / "models"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +27,7 @@ class ModelEntry(Spec):
 
     spec: ModelSpec
     source: str
-    released: int
+    released: Annotated[int, Range(1900, 2999)]
     aliases: tuple[str, ...] = ()
     published_parameters: Figure | None = None
     """All parameters. The note says ``exact``, or how the figure is printed and what it leaves out."""
@@ -58,86 +56,54 @@ class _Written(Spec):
 
 
 def model(name: str, *, extra: Path | None = None) -> ModelSpec:
-    """Find the shape of a model by its name or an alias, in any case; a repository on the Hub with its owner or without.
+    """Return the shape of the model called ``name``: a canonical name or an alias.
 
-    ``extra`` is a folder of the user's own entries, which come first.
+    Case, blanks and underscores do not matter, and a repository on the Hub may be named with its owner or without. ``extra``
+    is a folder of entries that come before the shipped ones.
 
-    >>> model("llama-3.1-8b").num_key_value_heads, model("meta-llama/Llama-3.1-8B").name
+    >>> model("Llama 3.1 8B").num_key_value_heads, model("meta-llama/Llama-3.1-8B-Instruct").name
     (8, 'llama-3.1-8b')
     """
-    path = _path(name, extra)
-    return _shipped_spec(path) if path.parent == _FOLDER else _read_entry(path).spec
+    file = find(_SHELF, name, extra=extra)
+    return _shipped_shape(file) if file.parent == _FOLDER else _entry(file).spec
 
 
 def model_entry(name: str, *, extra: Path | None = None) -> ModelEntry:
-    """Find a model's whole entry, like :func:`model`."""
-    return _entry(_path(name, extra))
-
-
-def _path(name: str, extra: Path | None) -> Path:
-    for folder in _folders(extra):
-        path = _file_of(folder, name.strip().lower())
-        if path is not None:
-            return path
-    raise unknown_name("model", name, model_names(extra=extra), "`zeroplan models` lists all; a config.json works too")
+    """Return a model's whole entry: its shape, where it is published, and what its makers say it counts."""
+    return _entry(find(_SHELF, name, extra=extra))
 
 
 def model_names(*, extra: Path | None = None) -> tuple[str, ...]:
-    """Every model's name, sorted; reads no file."""
-    return tuple(sorted({path.stem.lower() for folder in _folders(extra) for path in folder.glob("*.toml")}))
+    """Return every canonical name, sorted; reads no entry.
+
+    >>> model_names()[:3]
+    ('bloom-176b', 'bloom-1b7', 'bloom-3b')
+    """
+    return tuple(files(_SHELF, extra=extra))
 
 
 def models(*, extra: Path | None = None) -> tuple[ModelEntry, ...]:
-    """Every model's entry, sorted by name; an entry of ``extra`` replaces the one of the same name."""
-    paths = {path.stem.lower(): path for folder in reversed(_folders(extra)) for path in folder.glob("*.toml")}
-    return tuple(_entry(paths[name]) for name in sorted(paths))
+    """Return every entry, sorted by name; one of ``extra`` stands in for the shipped one of its name.
+
+    >>> len(models()) == len(model_names())
+    True
+    """
+    return tuple(_entry(file) for file in files(_SHELF, extra=extra).values())
 
 
-def _folders(extra: Path | None) -> tuple[Path, ...]:
-    if extra is None:
-        return (_FOLDER,)
-    if not extra.is_dir():
-        raise SpecError(f"folder of model entries {str(extra)!r} does not exist; create it or give another")
-    return (extra, _FOLDER)
+def _entry(file: Path) -> ModelEntry:
+    return _shipped_entry(file) if file.parent == _FOLDER else _checked_entry(file)
 
 
-def _file_of(folder: Path, key: str) -> Path | None:
-    """Find the entry of ``folder`` that is called ``key`` or has it among its aliases."""
-    if folder == _FOLDER and _CANONICAL.fullmatch(key):
-        path = folder / f"{key}.toml"
-        if path.exists():
-            return path
-    elif folder != _FOLDER:
-        for path in sorted(folder.glob("*.toml")):
-            if path.stem.lower() == key:
-                return path
-    return next((path for path in sorted(folder.glob("*.toml")) if _is_alias(path, key)), None)
+@cache
+def _shipped_entry(file: Path) -> ModelEntry:
+    return _checked_entry(file)
 
 
-def _is_alias(path: Path, key: str) -> bool:
-    """Whether the entry at ``path`` lists ``key``; a file that does not even contain it is not parsed."""
-    if key not in read_text(path, what=_WHAT).lower():
-        return False
-    aliases = read_toml(path, what=_WHAT).get("aliases", [])
-    names = [str(alias).lower() for alias in aliases] if isinstance(aliases, list) else []
-    return key in names or key in [name.rpartition("/")[2] for name in names]
-
-
-def _entry(path: Path) -> ModelEntry:
-    return _shipped_entry(path) if path.parent == _FOLDER else _read_entry(path)
-
-
-@lru_cache(maxsize=256)
-def _shipped_entry(path: Path) -> ModelEntry:
-    """Read one of zeroplan's own entries, which do not change while it runs."""
-    return _read_entry(path)
-
-
-def _read_entry(path: Path) -> ModelEntry:
-    where = f"{_WHAT} {str(path)!r}"
-    written = read(_Written, read_toml(path, what=_WHAT), where=where)
+def _checked_entry(file: Path) -> ModelEntry:
+    written = read(_Written, read_toml(file, what=_WHAT), where=f"{_WHAT} {str(file)!r}")
     return ModelEntry(
-        spec=_shape(written.model_type, written.config, written.nulls, path),
+        spec=_shape(file, written.model_type, written.config, written.nulls),
         source=written.source,
         released=written.released,
         aliases=written.aliases,
@@ -146,16 +112,26 @@ def _read_entry(path: Path) -> ModelEntry:
     )
 
 
-@lru_cache(maxsize=256)
-def _shipped_spec(path: Path) -> ModelSpec:
-    """Read the shape alone of one of zeroplan's own entries: its fields are tested, so that an answer need not check them."""
-    written = read_toml(path, what=_WHAT)
-    return _shape(str(written["model_type"]), written["config"], written.get("nulls", ()), path)  # type: ignore[arg-type]
+@cache
+def _shipped_shape(file: Path) -> ModelSpec:
+    """Read the shape alone of one of zeroplan's own entries: a test holds each against the checked entry."""
+    fields = read_toml(file, what=_WHAT)
+    return _shape(file, str(fields["model_type"]), fields["config"], fields.get("nulls", ()))  # type: ignore[arg-type]
 
 
-def _shape(model_type: str, config: Mapping[str, object], nulls: Iterable[str], path: Path) -> ModelSpec:
+def _shape(file: Path, model_type: str, config: Mapping[str, object], nulls: Iterable[str]) -> ModelSpec:
     whole = {**config, **dict.fromkeys(nulls), "model_type": model_type}
     try:
-        return model_from_config(whole, name=path.stem.lower())
+        return model_from_config(whole, name=normal(file.stem))
     except SpecError as error:
-        raise SpecError(f"{_WHAT} {str(path)!r}: {error}") from None
+        raise SpecError(f"{_WHAT} {str(file)!r}: {error}") from None
+
+
+def _aliases(file: Path) -> frozenset[str]:
+    """Aliases as they may be asked for; those that are repositories with their owner and without."""
+    written = read_toml(file, what=_WHAT).get("aliases", ())
+    named = [normal(str(alias)) for alias in written] if isinstance(written, list) else []
+    return frozenset((*named, *(alias.rpartition("/")[2] for alias in named)))
+
+
+_SHELF = Shelf("model", _FOLDER, _aliases, "`zeroplan models` lists all; a config.json works too")

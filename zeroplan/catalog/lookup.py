@@ -1,0 +1,92 @@
+"""How a name finds its file: one TOML file per entry, its stem the canonical name, aliases inside; a user's folder first."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroplan.errors import SpecError, unknown_name
+
+_LONGEST_SHOWN = 60
+
+
+class Shelf(NamedTuple):
+    """One kind of entry: what it is called, where the shipped ones lie, and how to read the aliases of one."""
+
+    what: str
+    folder: Path
+    aliases: Callable[[Path], frozenset[str]]
+    way_out: str
+
+
+def normal(name: str) -> str:
+    """Fold what does not matter in a name: case, blanks, underscores.
+
+    >>> normal(" RTX_4090 24GB")
+    'rtx-4090-24gb'
+    """
+    return re.sub(r"[\s_-]+", "-", name.strip().lower())
+
+
+def find(shelf: Shelf, name: str, *, extra: Path | None) -> Path:
+    """Return the file of the entry called ``name``, canonically or by an alias; an entry of ``extra`` wins.
+
+    A canonical name opens no file; an alias opens the entries that begin like it first. Raises UnknownNameError with the
+    nearest names.
+    """
+    wanted, own, shipped = normal(name), own_files(extra), shipped_files(shelf.folder)
+    file = own.get(wanted) or _own_alias(shelf, wanted, own) or shipped.get(wanted)
+    if file is None:
+        meant = _shipped_alias(shelf, wanted)
+        file = None if meant is None else own.get(meant, shipped[meant])
+    if file is None:
+        asked = name if len(name) <= _LONGEST_SHOWN else f"{name[: _LONGEST_SHOWN - 1]}…"
+        raise unknown_name(shelf.what, asked, {*shipped, *own}, shelf.way_out)
+    return file
+
+
+def files(shelf: Shelf, *, extra: Path | None) -> dict[str, Path]:
+    """Every entry's file by its canonical name, sorted; reads none."""
+    together = {**shipped_files(shelf.folder), **own_files(extra)}
+    return {name: together[name] for name in sorted(together)}
+
+
+@cache
+def shipped_files(folder: Path) -> Mapping[str, Path]:
+    """The entries that come with zeroplan, which do not change while it runs."""
+    return _named(folder.iterdir())
+
+
+def own_files(folder: Path | None) -> Mapping[str, Path]:
+    """The entries of a user's own folder."""
+    if folder is None:
+        return {}
+    try:
+        inside = list(folder.iterdir())
+    except (OSError, ValueError):
+        raise SpecError(f"catalogue folder {str(folder)!r} cannot be listed; name a folder of entries") from None
+    return _named(inside)
+
+
+def _named(candidates: Iterable[Path]) -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for file in sorted(file for file in candidates if file.suffix == ".toml"):
+        name = normal(file.stem)
+        if name in named:
+            raise SpecError(f"{named[name]} and {file} both mean {name!r}; rename one")
+        named[name] = file
+    return named
+
+
+def _own_alias(shelf: Shelf, wanted: str, own: Mapping[str, Path]) -> Path | None:
+    matches = [file for file in own.values() if wanted in shelf.aliases(file)]
+    if len(matches) > 1:
+        raise SpecError(f"{matches[0]} and {matches[1]} both have the alias {wanted!r}; remove it from one")
+    return matches[0] if matches else None
+
+
+def _shipped_alias(shelf: Shelf, wanted: str) -> str | None:
+    shipped, last = shipped_files(shelf.folder), wanted.rpartition("/")[2]
+    likely_first = sorted(shipped, key=lambda name: not (name.startswith(wanted) or last.startswith(name)))
+    return next((name for name in likely_first if wanted in shelf.aliases(shipped[name])), None)
