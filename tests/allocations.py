@@ -41,6 +41,22 @@ class Timeline:
         self.allocations: list[Allocation] = []
         self.marks: dict[str, int] = {}
 
+    def without(self, *operators: str) -> Timeline:
+        """This timeline as if what was requested inside these operators had never been."""
+        left_out: set[int] = set()
+        kept = Timeline()
+        kept.marks = self.marks
+        live_bytes = 0
+        for event in self.allocations:
+            if event.n_bytes > 0 and set(operators) & set(event.operators):
+                left_out.add(event.address)
+            elif event.n_bytes < 0 and event.address in left_out:
+                left_out.discard(event.address)
+            else:
+                live_bytes += event.n_bytes
+                kept.allocations.append(event._replace(live_bytes=live_bytes))
+        return kept
+
     def live_bytes(self, mark: str) -> int:
         """Bytes alive at a mark, counted from the start of the recording."""
         before = bisect_right(self.allocations, self.marks[mark], key=lambda event: event.time_ns)

@@ -32,6 +32,7 @@ _COPY_OUT = "torch 2.13 _fsdp_collectives.py foreach_all_gather_copy_out"
 _REDUCE = "torch 2.13 _fsdp_collectives.py foreach_reduce"
 _PARKED = "torch 2.13 _fsdp_param_group.py FSDPParamGroup.wait_for_unshard"
 _ACCUMULATE = "torch 2.13 _fsdp_param.py FSDPParam.to_accumulated_grad_if_needed"
+_REPLICAS = "torch 2.13 _fsdp_param_group.py FSDPParamGroup._all_reduce_state"
 _POST_FORWARD = "torch 2.13 _fsdp_param.py FSDPParam.to_sharded_post_forward"
 
 
@@ -67,8 +68,12 @@ class _Plan(NamedTuple):
     kept: tuple[Int, ...]
     """Bytes each block of a run keeps from its forward to its backward."""
     persistent: tuple[Line, ...]
-    between: tuple[Line, ...]
-    """What earlier micro-batches leave behind: sharded or unsharded gradients."""
+    left_shards: Int
+    """Elements of sharded gradients that earlier micro-batches left, where each is reduced at once."""
+    left_whole: Int
+    """1 where earlier micro-batches left whole gradients (``no_sync``), else 0."""
+    replicated: Int
+    """1 with replicas (HSDP), else 0."""
     reshard: bool | int
 
 
@@ -115,11 +120,16 @@ def _plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> _Pl
         head=head_pass(model, compute, batch),
         kept=tuple(total_bytes(_kept_lines(one, recipe)) for one in passes),
         persistent=(),
-        between=(),
+        left_shards=0,
+        left_whole=0,
+        replicated=where(mesh.dp_replicate > 1, 1, 0),
         reshard=_reshard(recipe),
     )
+    several = where(batch.grad_accum_steps > 1, 1, 0)
     plan = plan._replace(persistent=_persistent(plan, tree))
-    return plan._replace(between=_left_by_earlier_micro_batches(plan, batch))
+    if recipe.sync_every_micro_batch:
+        return plan._replace(left_shards=several * _all_shards(plan))
+    return plan._replace(left_whole=several)
 
 
 def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
@@ -164,7 +174,7 @@ def _step_temporaries(plan: _Plan) -> tuple[Line, ...]:
 
 
 def _all_shards(plan: _Plan) -> Int:
-    return plan.root.shard + _over_runs(plan, tuple(run.layers for run in layout(plan.model).runs))
+    return plan.root.shard + _over_runs(plan, _every_layer(plan))
 
 
 def _over_runs(plan: _Plan, layers: tuple[int, ...]) -> Int:
@@ -178,12 +188,26 @@ def _gradient_shards(plan: _Plan, elements: Int, when: str) -> Line:
     return Line(Kind.GRADIENTS, plan.width.stored * elements, f"this rank's chunk of the gradients, {when}", "", _REDUCE)
 
 
-def _left_by_earlier_micro_batches(plan: _Plan, batch: Batch) -> tuple[Line, ...]:
-    """Sharded gradients (reduced every micro-batch), while later micro-batches run; nothing with a single micro-batch."""
-    if not plan.recipe.sync_every_micro_batch:
+def _left_behind(plan: _Plan, layers: tuple[int, ...], *, root: bool = True) -> tuple[Line, ...]:
+    """What earlier micro-batches left and these layers (and the root group) have not reduced yet."""
+    if plan.recipe.sync_every_micro_batch:
         return ()
-    elements = where(batch.grad_accum_steps > 1, _all_shards(plan), 0)
-    return (_gradient_shards(plan, elements, "of earlier micro-batches"),)
+    elements = plan.root.numel if root else 0
+    for count, group in zip(layers, plan.blocks, strict=True):
+        elements += count * group.numel
+    n_bytes = plan.left_whole * plan.reduce_bytes * elements
+    return (Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "whole gradients accumulated by earlier micro-batches", "", _ACCUMULATE),)
+
+
+def _every_layer(plan: _Plan) -> tuple[int, ...]:
+    return tuple(run.layers for run in layout(plan.model).runs)
+
+
+def _left_in_forward(plan: _Plan) -> tuple[Line, ...]:
+    """What earlier micro-batches left, while a later one runs forward."""
+    if plan.recipe.sync_every_micro_batch:
+        return (_gradient_shards(plan, plan.left_shards, "of earlier micro-batches"),)
+    return _left_behind(plan, _every_layer(plan))
 
 
 # Forward and loss
@@ -235,7 +259,7 @@ def _forward(plan: _Plan) -> Iterator[Moment]:
         below = plan.root if position.previous_run is None else plan.blocks[position.previous_run]
         common = (
             *plan.persistent,
-            *plan.between,
+            *_left_in_forward(plan),
             _root_unsharded(plan),
             *_kept_before(plan, position),
             *_still_unsharded(plan, position.before),
@@ -260,11 +284,11 @@ def _all_kept(plan: _Plan) -> tuple[Line, ...]:
 
 
 def _loss(plan: _Plan) -> Iterator[Moment]:
-    layers = tuple(run.layers for run in layout(plan.model).runs)
+    layers = _every_layer(plan)
     last = plan.blocks[-1]
     common = (
         *plan.persistent,
-        *plan.between,
+        *_left_in_forward(plan),
         _root_unsharded(plan),
         *_all_kept(plan),
         *_still_unsharded(plan, layers),
@@ -297,21 +321,26 @@ def _gathered_below(plan: _Plan, position: Position) -> tuple[Line, ...]:
     return (_gathered(plan, plan.blocks[position.previous_run], "the block below, gathered ahead of its backward"),)
 
 
-def _sharded_so_far(plan: _Plan, position: Position) -> tuple[Line, ...]:
-    if plan.between:
-        return (_gradient_shards(plan, _later_or_all(plan, position), "reduced so far"),)
-    return (_gradient_shards(plan, _over_runs(plan, position.after), "of the blocks above"),)
+def _reduced(plan: _Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
+    """What the reduction of these layers' gradients has produced: shards, and with replicas what their all-reduce still holds.
 
-
-def _later_or_all(plan: _Plan, position: Position) -> Int:
-    earlier = plan.between[0].n_bytes // plan.width.stored
-    return maximum(earlier, _over_runs(plan, position.after))
+    The all-reduce's own buffer stays until the end of backward where the shard is a copy of it in another dtype.
+    """
+    done = _over_runs(plan, layers)
+    shards = _gradient_shards(plan, maximum(plan.left_shards, done), "of the blocks above")
+    if plan.reduce_bytes == plan.width.stored:
+        return (shards,)
+    held = plan.replicated * plan.reduce_bytes * done
+    return (
+        shards,
+        Line(Kind.REDUCE, held, "buffers of the all-reduces over replicas, held until backward ends", "", _REPLICAS),
+    )
 
 
 def _backward(plan: _Plan) -> Iterator[Moment]:
     for position in reversed(corners(plan.model)):
         common = _backward_common(plan, position)
-        waiting = _waiting_reduce(plan, position)
+        waiting = (*_waiting_reduce(plan, position), *_own_left_behind(plan, position))
         yield _before_block(plan, position, (*common, *waiting))
         for point in plan.passes[position.run].points:
             yield _inside_block(plan, position, point, (*common, *waiting))
@@ -322,7 +351,8 @@ def _backward_common(plan: _Plan, position: Position) -> tuple[Line, ...]:
     """Alive during the whole backward pass of one block, whatever happens inside it."""
     return (
         *plan.persistent,
-        *_sharded_so_far(plan, position),
+        *_reduced(plan, position.after),
+        *_left_behind(plan, position.before),
         _root_unsharded(plan),
         _root_gradients(plan, plan.tail_elements + plan.tied_head_elements),
         *_kept_before(plan, position),
@@ -335,6 +365,11 @@ def _waiting_reduce(plan: _Plan, position: Position) -> tuple[Line, ...]:
     if position.next_run is None:
         return ()
     return (_reduce_input(plan, plan.blocks[position.next_run], "reduce-scatter input of the block above"),)
+
+
+def _own_left_behind(plan: _Plan, position: Position) -> tuple[Line, ...]:
+    own = tuple(int(run == position.run) for run in range(len(plan.blocks)))
+    return _left_behind(plan, own, root=False)
 
 
 def _before_block(plan: _Plan, position: Position, alive: tuple[Line, ...]) -> Moment:
@@ -379,49 +414,53 @@ def _inside_block(plan: _Plan, position: Position, point: BackwardPoint, alive: 
 def _after_block(plan: _Plan, position: Position, alive: tuple[Line, ...]) -> Moment:
     """Its gradients are copied into the reduce-scatter input; then the output joins the input, the gradients gone."""
     group = plan.blocks[position.run]
-    outputs = plan.reduce_bytes + (plan.width.stored if plan.reduce_bytes != plan.width.stored else 0)
-    copy_in = plan.width.compute * group.numel
-    hidden = plan.head.hidden_bytes
     checkpoint = () if plan.recipe.recompute == "none" else plan.passes[position.run].checkpoint
     lines = (
         *alive,
         *_gathered_below(plan, position),
         _reduce_input(plan, group, "reduce-scatter input of this block"),
-        Line(Kind.UNSHARDED_GRADIENTS, maximum(copy_in, group.shard * outputs),
-             "gradients of this block while they are copied in, or the reduce-scatter output", "", _REDUCE),
-        Line(Kind.ACTIVATIONS, hidden, "gradient that flows out of this block"),
+        _copied_in_or_reduced(plan, group),
+        Line(Kind.ACTIVATIONS, plan.head.hidden_bytes, "gradient that flows out of this block"),
         *checkpoint,
-    )  # fmt: skip
+    )
     return Moment(f"backward: reducing {position.name}", Phase.BACKWARD, lines)
 
 
+def _copied_in_or_reduced(plan: _Plan, group: Group) -> Line:
+    made = where(plan.left_whole > 0, plan.reduce_bytes * group.numel, plan.width.compute * group.numel)
+    reason = "gradients of this block while they are copied in, or the reduce-scatter output"
+    return Line(Kind.UNSHARDED_GRADIENTS, maximum(made, _output_bytes(plan, group)), reason, "", _REDUCE)
+
+
+def _output_bytes(plan: _Plan, group: Group) -> Int:
+    """The reduce-scatter output and, where it is in another dtype than the parameters, its cast."""
+    cast = 0 if plan.reduce_bytes == plan.width.stored else plan.width.stored
+    return group.shard * (plan.reduce_bytes + cast)
+
+
 def _end_of_backward(plan: _Plan) -> Iterator[Moment]:
-    first, root, width = plan.blocks[0], plan.root, plan.width.compute
-    blocks = _over_runs(plan, tuple(run.layers for run in layout(plan.model).runs))
-    shards = maximum(blocks, plan.between[0].n_bytes // plan.width.stored) if plan.between else blocks
-    common = (*plan.persistent, _gradient_shards(plan, shards, "of all blocks"))
-    gradients = _root_gradients(plan, root.numel)
-    yield Moment(
-        "backward of the embedding",
-        Phase.BACKWARD,
-        (
-            *common,
-            _root_unsharded(plan),
-            _reduce_input(plan, first, "reduce-scatter input of the first block"),
-            gradients,
-            Line(
-                Kind.UNSHARDED_GRADIENTS, width * plan.tied_head_elements, "the tied head's gradient, added to the embedding's"
-            ),
-            Line(Kind.ACTIVATIONS, plan.head.hidden_bytes, "gradient that flows into the embedding"),
-        ),
+    root, width = plan.root, plan.width.compute
+    none = tuple(0 for _ in plan.blocks)
+    common = (*plan.persistent, *_reduced(plan, _every_layer(plan)))
+    gradients = (_root_gradients(plan, root.numel), *_left_behind(plan, none))
+    tied = Line(Kind.UNSHARDED_GRADIENTS, width * plan.tied_head_elements, "the tied head's gradient beside the embedding's")
+    at_embedding = (
+        *common,
+        *gradients,
+        tied,
+        _root_unsharded(plan),
+        _reduce_input(plan, plan.blocks[0], "reduce-scatter input of the first block"),
+        Line(Kind.ACTIVATIONS, plan.head.hidden_bytes, "gradient that flows into the embedding"),
     )
+    yield Moment("backward of the embedding", Phase.BACKWARD, at_embedding)
     reduce_input = _reduce_input(plan, root, "reduce-scatter input of the root group")
-    yield Moment("backward: reducing the root group", Phase.BACKWARD, (*common, gradients, reduce_input))
-    outputs = plan.reduce_bytes + (plan.width.stored if plan.reduce_bytes != plan.width.stored else 0)
+    made = where(plan.left_whole > 0, plan.reduce_bytes * root.numel, width * root.numel)
+    copied = Line(Kind.UNSHARDED_GRADIENTS, made, "gradients of the root group while they are copied in", "", _REDUCE)
+    yield Moment("backward: reducing the root group", Phase.BACKWARD, (*common, copied, reduce_input))
     last = Line(
         Kind.UNSHARDED_GRADIENTS, width * plan.last_root_elements, "the group's last gradient, still named", "", _REDUCE
     )
-    output = Line(Kind.REDUCE, outputs * root.shard, "reduce-scatter output of the root group", "", _REDUCE)
+    output = Line(Kind.REDUCE, _output_bytes(plan, root), "reduce-scatter output of the root group", "", _REDUCE)
     yield Moment("backward: root group reduced", Phase.BACKWARD, (*common, last, reduce_input, output))
 
 

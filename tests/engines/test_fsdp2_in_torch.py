@@ -1,0 +1,116 @@
+"""FSDP2's moments against a real run: the peak of forward, backward and step, and what is held between steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.causal_models import tiny_spec
+from zeroplan.engines import fsdp2
+from zeroplan.ledger import Moment, Phase
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+#: Scalars the account leaves out (the loss, the sum of its weights, step counters in host memory) and the CPU's SDPA
+#: random-number state.
+SCALARS_BYTES = 2048
+
+NARROW = {"heads": 4, "kv_heads": 2, "head_dim": 32, "layers": 5}
+TOKENS = BatchSpec(micro_batch_size=2, seq_len=64)
+WEIGHTS = BatchSpec(micro_batch_size=1, seq_len=32)
+
+
+def job(family: str = "llama", *, ffn: int = 352, vocab: int = 500, batch: BatchSpec = TOKENS, n: int = 4, r: int = 1,
+        tied: bool = False, **recipe: object) -> JobSpec:  # fmt: skip
+    model = tiny_spec(family, ffn=ffn, vocab=vocab, **NARROW)
+    said = {"engine": "fsdp2", "zero_stage": 3, "optimizer_impl": "fused", **recipe}
+    return JobSpec(
+        model=replace(model, tie_word_embeddings=model.tie_word_embeddings or tied),
+        recipe=RecipeSpec(**said),
+        mesh=MeshSpec(dp_shard=n, dp_replicate=r),
+        batch=batch,
+    )
+
+
+TWICE = replace(WEIGHTS, grad_accum_steps=2)
+THRICE = replace(WEIGHTS, grad_accum_steps=3)
+HALF = Fsdp2Options(reduce_dtype="param")
+CASES = {
+    "llama": job(),
+    "llama, weights dominate": job(ffn=1024, batch=WEIGHTS),
+    "llama, logits dominate": job(vocab=6000),
+    "llama, logits kept": job(vocab=5000, keep_logits=True),
+    "llama, recomputed": job(recompute="full"),
+    "llama, recomputed, weights dominate": job(ffn=1024, batch=WEIGHTS, recompute="full"),
+    "llama, eager attention": job(attention="eager"),
+    "llama, fp32": job(precision="fp32"),
+    "llama, bf16, foreach": job(precision="bf16", optimizer_impl="foreach"),
+    "llama, foreach": job(ffn=1024, batch=WEIGHTS, optimizer_impl="foreach"),
+    "llama, uneven shards": job(n=3),
+    "llama, more ranks than rows of a norm": job(n=160, ffn=96),
+    "llama, tied head": job(vocab=4000, tied=True),
+    "llama, stage 2": job(zero_stage=2),
+    "llama, stage 2, weights dominate": job(zero_stage=2, ffn=1024, batch=WEIGHTS),
+    "llama, resharded two ways": job(fsdp2=Fsdp2Options(reshard_after_forward=2), ffn=1024, batch=WEIGHTS),
+    "llama, gradients reduced in bf16": job(fsdp2=HALF, ffn=1024, batch=WEIGHTS),
+    "llama, replicas": job(r=2),
+    "llama, replicas, gradients reduced in bf16": job(r=2, fsdp2=HALF, ffn=1024, batch=WEIGHTS),
+    "llama, accumulation": job(batch=TWICE, ffn=1024),
+    "llama, accumulation, logits dominate": job(batch=TWICE, ffn=1024, vocab=6000),
+    "llama, accumulation without reduction": job(batch=TWICE, ffn=1024, sync_every_micro_batch=False),
+    "llama, three micro-batches without reduction": job(batch=THRICE, ffn=1024, vocab=6000, sync_every_micro_batch=False),
+    "qwen2": job("qwen2"),
+    "qwen3": job("qwen3"),
+    "gpt2": job("gpt2"),
+    "gpt2, weights dominate": job("gpt2", ffn=1024, batch=WEIGHTS),
+    "gpt2, recomputed": job("gpt2", recompute="full"),
+    "mixtral": job("mixtral", ffn=256),
+    "mixtral, weights dominate": job("mixtral", ffn=256, batch=WEIGHTS),
+    "mixtral, recomputed": job("mixtral", ffn=256, recompute="full"),
+    "mixtral, fewer experts than ranks": job("mixtral", ffn=256, n=8, batch=WEIGHTS),
+}
+
+
+def on_a_cpu(moment: Moment) -> int:
+    """The moment's bytes without what only CUDA's kernels take."""
+    return sum(int(line.n_bytes) for line in moment.lines if "CUDA" not in line.reason)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_every_phase_is_that_of_a_real_run(name: str):
+    from tests.engines.sharded_training import CPU_ONLY, third_step
+
+    case = CASES[name]
+    account = fsdp2.account(case.model, case.recipe, case.mesh, case.batch)
+    timeline = third_step(case).without(*CPU_ONLY)
+    last = case.batch.grad_accum_steps - 1
+    spans = {
+        "forward": (f"forward 2.{last}", f"backward 2.{last}"),
+        "backward": (f"backward 2.{last}", f"after 2.{last}"),
+        "step": ("step 2", "end 2"),
+    }
+    phases = {
+        "forward": [m for m in account.moments if m.phase is Phase.FORWARD or m.name == "loss, forward"],
+        "backward": [m for m in account.moments if m.phase is Phase.BACKWARD or m.name == "loss, backward"],
+        "step": [m for m in account.moments if m.phase is Phase.STEP],
+    }
+    measured = {phase: timeline.peak_bytes(*span) for phase, span in spans.items()}
+    predicted = {phase: max(map(on_a_cpu, moments)) for phase, moments in phases.items()}
+    for phase, n_bytes in measured.items():
+        assert predicted[phase] == pytest.approx(n_bytes, rel=1e-4, abs=SCALARS_BYTES), (phase, predicted, measured)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, uneven shards", "gpt2", "mixtral, fewer experts than ranks"])
+def test_the_states_are_what_is_held_before_the_step(name: str):
+    from tests.engines.sharded_training import third_step
+
+    case = CASES[name]
+    states = fsdp2.account(case.model, case.recipe, case.mesh, case.batch).states
+    assert sum(int(line.n_bytes) for line in states) == pytest.approx(third_step(case).live_bytes("step 2"), abs=SCALARS_BYTES)
