@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zeroplan.catalog.config import read_config
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.model import model as find_model
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.spec.base import Count, Degree, Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
@@ -133,8 +133,28 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
     if request.config is not None:
         return read_config(Path(request.config), treat_as=request.treat_as), _treated(request)
     if request.model is not None:
-        return find_model(request.model, extra=None if extra is None else extra / "models"), ""
+        return _named_model(request.model, request.treat_as, extra), ""
     return infer_model(_parameters(request.params))
+
+
+def _named_model(name: str, treat_as: str | None, extra: Path | None) -> ModelSpec:
+    try:
+        return find_model(name, extra=own_folder(extra, "models"))
+    except UnknownNameError as unknown:
+        if name.count("/") != 1:
+            raise
+        from zeroplan.catalog.hub import hub_model  # noqa: PLC0415  only a name the catalogue does not know gets here
+
+        return hub_model(name, treat_as=treat_as, unknown=unknown)
+
+
+def own_folder(extra: Path | None, kind: str) -> Path | None:
+    """A sub-folder of the user's catalogue, where there is one."""
+    if extra is None:
+        return None
+    if not extra.is_dir():
+        raise SpecError(f"catalogue {str(extra)!r} is not a folder; give one that holds models/*.toml or gpus/*.toml")
+    return extra / kind if (extra / kind).is_dir() else None
 
 
 def _treated(request: Request) -> str:
@@ -208,7 +228,7 @@ def _with_mlp_for(shape: ModelSpec, parameters: int) -> ModelSpec:
 
 
 def _cluster(request: Request, extra: Path | None) -> ClusterSpec:
-    gpu = None if request.gpu is None else find_gpu(request.gpu, extra=None if extra is None else extra / "gpus")
+    gpu = None if request.gpu is None else find_gpu(request.gpu, extra=own_folder(extra, "gpus"))
     return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node)
 
 

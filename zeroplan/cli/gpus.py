@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from zeroplan.catalog.gpu import gpu, gpus
-from zeroplan.cli.catalog_flags import Catalog, own_folder
+from zeroplan.cli.catalog_flags import Catalog
 from zeroplan.errors import SpecError
 from zeroplan.report.catalog import gpu_table, gpu_text
+from zeroplan.resolve import own_folder
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.units import parse_size
 
@@ -30,7 +31,7 @@ def list_gpus(
     """List accelerators: memory as torch reports it, peak rates, bandwidth, links."""
     if context.invoked_subcommand is not None:
         return
-    chosen = _chosen(own_folder(catalog, "gpus"), vendor, min_memory, matching)
+    chosen = _chosen(own_folder(None if catalog is None else Path(catalog), "gpus"), vendor, min_memory, matching)
     typer.echo(json.dumps([asdict(one) for one in chosen], indent=2, ensure_ascii=False) if as_json else gpu_table(chosen))
 
 
@@ -42,7 +43,7 @@ def show_gpu(
     catalog: Catalog = None,
 ) -> None:
     """Show one accelerator: every figure, its source, and what it follows from."""
-    found = gpu(name, extra=own_folder(catalog, "gpus"))
+    found = gpu(name, extra=own_folder(None if catalog is None else Path(catalog), "gpus"))
     typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False) if as_json else gpu_text(found))
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from zeroplan.cli.catalog_flags import Catalog
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
@@ -73,7 +74,13 @@ def takes_a_job(command: Callable[..., int | None]) -> Callable[..., int | None]
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
         return command(resolved=_resolved(given), **mine)
 
-    parameters = [_job_file(), *(_parameter(flag) for flag in FLAGS), _set_parameter(), _catalog_parameter(), *own]
+    parameters = [
+        _job_file(),
+        *(_parameter(flag) for flag in FLAGS),
+        _set_parameter(),
+        _keyword("catalog", Catalog, None),
+        *own,
+    ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = command.__doc__
@@ -102,12 +109,6 @@ def _set_parameter() -> inspect.Parameter:
     help_text = "An engine's own option, as deepspeed.reduce_bucket_size=5e7 or fsdp2.reshard_after_forward=8; repeatable."
     option = typer.Option("--set", metavar="KEY=VALUE", help=help_text, rich_help_panel=_RECIPE, show_default=False)
     return _keyword("settings", Annotated[list[str] | None, option], None)
-
-
-def _catalog_parameter() -> inspect.Parameter:
-    help_text = "Your own catalogue: a folder with models/*.toml and gpus/*.toml."
-    option = typer.Option("--catalog", metavar="DIR", help=help_text, envvar="ZEROPLAN_CATALOG", show_default=False)
-    return _keyword("catalog", Annotated[str | None, option], None)
 
 
 def _resolved(given: dict[str, object]) -> Resolved:
