@@ -103,3 +103,15 @@ def _micro_step(model: DistributedDataParallel, recipe: RecipeSpec, ids: torch.T
     mark(f"backward {name}")
     loss.backward()
     mark(f"done {name}")
+
+
+def rebuilt_buckets(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> list[int]:
+    """Bytes of the buckets that the reducer makes in the second step and reports in the third, in its order."""
+    with process_group(2):
+        model = _wrapped(spec, recipe)
+        ids = torch.randint(0, spec.vocab_size, (batch.micro_batch_size, batch.seq_len))
+        for _ in range(STEPS):
+            model(input_ids=ids, labels=ids).loss.backward()
+            model.zero_grad()
+        sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    return [int(size) for size in sizes.split(",")]

@@ -83,7 +83,9 @@ def gelu_mlp(x: Widths, ffn: int) -> Part:
     product = (*kept, Line(GRADIENT, 3 * inner, "gradients of gelu and of its two factors", "3·e·T·f", GPT2))
     first = (made, Line(GRADIENT, inner + size, "gradients of the first projection's output and input", "e·T·(f+h)", GPT2))
     matrix = x.hidden * ffn
+    gelu_gradient = Line(GRADIENT, inner, "gradient of gelu", "e·T·f", GPT2)
     points = (
+        BackwardPoint("second MLP projection", (*saved, gelu_gradient), matrix + x.hidden, matrix, 0),
         BackwardPoint("gelu", product, matrix + x.hidden, 0, 0),
         BackwardPoint("first MLP projection", first, 2 * matrix + ffn + x.hidden, matrix, 0),
     )
@@ -108,7 +110,14 @@ def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
     gradients = Line(GRADIENT, e * (inner + hidden), "gradients of the first projection's output and input", "e·T·(f+h)", GPT2)
     through = Line(GRADIENT, 4 * hidden, "gradient of the norm's output, fp32", "4·T·h", GPT2)
     second, every = matrix + x.hidden, 2 * matrix + ffn + x.hidden
+    output_gradient = Line(GRADIENT, e * hidden, "gradient of the MLP's output, cast", "e·T·h", GPT2)
+    gelu_gradient = Line(GRADIENT, e * inner, "gradient of gelu, cast", "e·T·f", GPT2)
+    wide_gradient = Line(GRADIENT, 4 * inner, f"gradient of gelu, {FP32_ON_CUDA}", "4·T·f", GPT2)
     points = (
+        BackwardPoint("second MLP projection", (*saved, output_gradient, gelu_gradient, uncast), 0, 0, 2 * matrix),
+        BackwardPoint(
+            "second MLP projection: cast of the weight gradient", (*kept, wide_gradient, uncast), second, matrix, matrix
+        ),
         BackwardPoint("gelu", product, second, 0, matrix),
         BackwardPoint("first MLP projection", (made, gradients, uncast), second, 0, matrix),
         BackwardPoint("first MLP projection: cast of the weight gradient", (through, uncast), every, matrix, 0),
