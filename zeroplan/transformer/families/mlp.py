@@ -47,13 +47,15 @@ def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
     uncast = Line(TEMPORARY, x.element * matrix, "weight gradient before it is cast", "e·h·f", LLAMA)
     silu_gradient = Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA)
     up_cast = (one_input, gate, silu_gradient, through_up, uncast)
-    output_gradient = Line(GRADIENT, size, "gradient of the MLP's output, cast", "e·T·h", LLAMA)
-    down_cast = (*kept, product_gradient, uncast)
+    at_down = (
+        *saved,
+        Line(GRADIENT, size + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA),
+        uncast,
+    )
     return Part(
         saved,
         (
-            BackwardPoint("down projection", (*saved, output_gradient, product_gradient, uncast), 0, 0, 3 * matrix),
-            BackwardPoint("down projection: cast of the weight gradient", down_cast, down, matrix, 2 * matrix),
+            BackwardPoint("down projection", at_down, 0, 0, 3 * matrix),
             at_product,
             BackwardPoint("up projection: cast of the weight gradient", up_cast, down + wide, matrix, matrix),
             BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
@@ -110,15 +112,10 @@ def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
     gradients = Line(GRADIENT, e * (inner + hidden), "gradients of the first projection's output and input", "e·T·(f+h)", GPT2)
     through = Line(GRADIENT, 4 * hidden, "gradient of the norm's output, fp32", "4·T·h", GPT2)
     second, every = matrix + x.hidden, 2 * matrix + ffn + x.hidden
-    output_gradient = Line(GRADIENT, e * hidden, "gradient of the MLP's output, cast", "e·T·h", GPT2)
-    gelu_gradient = Line(GRADIENT, e * inner, "gradient of gelu, cast", "e·T·f", GPT2)
-    wide_gradient = Line(GRADIENT, 4 * inner, f"gradient of gelu, {FP32_ON_CUDA}", "4·T·f", GPT2)
+    output = Line(GRADIENT, e * (hidden + inner), "gradients of the output, cast, and of gelu", "e·T·(h+f)", GPT2)
     points = (
-        BackwardPoint("second MLP projection", (*saved, output_gradient, gelu_gradient, uncast), 0, 0, 2 * matrix),
-        BackwardPoint(
-            "second MLP projection: cast of the weight gradient", (*kept, wide_gradient, uncast), second, matrix, matrix
-        ),
-        BackwardPoint("gelu", product, second, 0, matrix),
+        BackwardPoint("second MLP projection", (*saved, output, uncast), 0, 0, 2 * matrix),
+        BackwardPoint("gelu", product, second, matrix, matrix),
         BackwardPoint("first MLP projection", (made, gradients, uncast), second, 0, matrix),
         BackwardPoint("first MLP projection: cast of the weight gradient", (through, uncast), every, matrix, 0),
     )

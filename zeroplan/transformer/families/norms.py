@@ -88,10 +88,8 @@ def query_norm(x: Widths) -> HeadNorm:
         Line(SAVED, 4 * x.tokens * x.heads, "norm of the queries: reciprocal root mean square", "4·T·a", HEAD_NORM),
         Line(SAVED, x.element * elements, "norm of the queries: normalised input", "e·T·q", HEAD_NORM),
     )
-    if x.element == 4:
-        return HeadNorm(saved, (wide, Line(TEMPORARY, 16 * elements, "derivative of pow, fp32", "16·T·q", HEAD_NORM)))
-    beside = Line(TEMPORARY, 20 * elements, "derivative of pow and the gradient beside it, fp32", "20·T·q", HEAD_NORM)
-    return HeadNorm(saved, (wide, beside))
+    gradients = Line(TEMPORARY, 20 * elements, "derivative of pow and the gradient beside it, fp32", "20·T·q", HEAD_NORM)
+    return HeadNorm(saved, (wide, gradients))
 
 
 def key_norm(x: Widths) -> tuple[Line, ...]:
