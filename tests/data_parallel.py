@@ -1,10 +1,8 @@
 """Trains a small model under real ``DistributedDataParallel`` on a CPU and records every allocation of its third step."""
 
-from __future__ import annotations
-
 import gc
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,40 +13,34 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.allocations import Timeline, mark, recorded
 from tests.causal_models import causal_model
 from zeroplan.engines.optimizers import implementation
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from zeroplan.spec.batch import BatchSpec
-    from zeroplan.spec.model import ModelSpec
-    from zeroplan.spec.recipe import RecipeSpec
 
 STEPS = 3
 
 
 @contextmanager
-def process_group(ranks: int) -> Iterator[None]:
-    """One real rank under gloo, or rank 0 of several under torch's fake process group, which moves nothing."""
-    if ranks == 1:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    else:
-        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+def process_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """One rank of several under torch's fake process group: it moves nothing and has no thread, whose releases go unrecorded."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def third_step(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int = 1) -> Timeline:
+def third_step(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int = 1, rank: int = 0) -> Timeline:
     """Train three steps; marks ``forward``, ``backward``, ``step`` and ``end`` with step and micro-batch number, from ``start``.
 
     Bytes are counted from before the model is built, so they are all there is.
     """
     gc.collect()  # an earlier model's reference cycles would be released into this recording
-    with process_group(ranks), recorded() as timeline:
+    with process_group(ranks, rank), recorded() as timeline:
         mark("start")
-        model = _wrapped(spec, recipe, ranks)
+        model = _wrapped(spec, recipe)
         optimizer = _optimizer(model, recipe)
         ids = torch.randint(0, spec.vocab_size, (batch.micro_batch_size, batch.seq_len))
         for step in range(STEPS):
@@ -70,13 +62,12 @@ def compute_of(recipe: RecipeSpec) -> Compute:
     return Compute(4 if recipe.precision == "fp32" else 2, mixed, recipe.attention)
 
 
-def _wrapped(spec: ModelSpec, recipe: RecipeSpec, ranks: int) -> DistributedDataParallel:
+def _wrapped(spec: ModelSpec, recipe: RecipeSpec) -> DistributedDataParallel:
     model = causal_model(spec, compute_of(recipe))
     if recipe.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=recipe.ddp.gradient_as_bucket_view)
-    if ranks > 1:
-        wrapped.register_comm_hook(None, _nothing_to_reduce)
+    wrapped.register_comm_hook(None, _nothing_to_reduce)
     return wrapped
 
 
@@ -112,3 +103,15 @@ def _micro_step(model: DistributedDataParallel, recipe: RecipeSpec, ids: torch.T
     mark(f"backward {name}")
     loss.backward()
     mark(f"done {name}")
+
+
+def rebuilt_buckets(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> list[int]:
+    """Bytes of the buckets that the reducer makes in the second step and reports in the third, in its order."""
+    with process_group(2):
+        model = _wrapped(spec, recipe)
+        ids = torch.randint(0, spec.vocab_size, (batch.micro_batch_size, batch.seq_len))
+        for _ in range(STEPS):
+            model(input_ids=ids, labels=ids).loss.backward()
+            model.zero_grad()
+        sizes = model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    return [int(size) for size in sizes.split(",")]

@@ -97,7 +97,7 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch) -> tuple[Moment, ..
         _loss_forward(step, head, top, whole),
         *(_head_backward(step, point, top, above) for point in head.points),
         *(moment for stack in reversed(stacks) for moment in _block_backward(step, stack, held)),
-        _embedding_backward(step, held, head.hidden_bytes),
+        *_embedding_backward(step, held, head.hidden_bytes),
     )
 
 
@@ -118,7 +118,7 @@ def _stacks(weights: Weights, recipe: RecipeSpec, blocks: list[BlockPass]) -> li
     stacks: list[_Stack] = []
     beneath: Lines = ()
     casts = cached = 0
-    above = weights.total - weights.embeddings + weights.tied_head
+    above = weights.total - weights.embeddings
     for run, block in zip(weights.runs, blocks, strict=True):
         kept = {"none": block.saved, "selective": block.selective, "full": block.checkpoint}[recipe.recompute]
         above -= run.layers * run.elements
@@ -158,8 +158,9 @@ def _loss_forward(step: Step, head: HeadPass, top: _Stack, whole: Lines) -> Mome
 
 def _head_backward(step: Step, point: BackwardPoint, top: _Stack, above: Lines) -> Moment:
     casts = top.casts_beneath + top.run.layers * _kept_casts(step.recipe, top.block) + point.live_casts
-    tied = step.weights.tied_head if point.gradients > point.current_gradient else 0
-    gradients = _gradients(step, point.gradients, point.current_gradient, tied)
+    waiting = step.weights.tied_head if point.gradients else 0
+    current = 0 if waiting else point.current_gradient
+    gradients = _gradients(step, point.gradients - waiting, current, waiting)
     return Moment(
         _join("backward", point.name), Phase.LOSS, (*step.base, gradients, *_casts(step, casts), *above, *point.lines)
     )
@@ -182,27 +183,38 @@ def _block_backward(step: Step, stack: _Stack, held: Lines) -> list[Moment]:
     return moments
 
 
-def _embedding_backward(step: Step, held: Lines, hidden_bytes: Int) -> Moment:
+def _embedding_backward(step: Step, held: Lines, hidden_bytes: Int) -> tuple[Moment, ...]:
+    """Moments at the end of the backward; for a tied head also the sum of the embedding's gradient with the head's.
+
+    Autograd adds the second part to the first in place only if that is contiguous. The head's is a transposed view, except
+    under autocast, where the cast to fp32 has made a tensor of it.
+    """
     weights = step.weights
-    gradients = _gradients(step, weights.total + weights.tied_head, weights.largest_embedding, weights.tied_head)
+    tied, embedding = weights.tied_head, weights.largest_embedding
     flowing = Line(Kind.ACTIVATIONS, hidden_bytes, "gradient of the embedding's output", "", _EMBEDDING)
-    return Moment("backward of the embedding", Phase.BACKWARD, (*step.base, gradients, *held, flowing))
+    parts = (*step.base, _gradients(step, weights.total, embedding, tied), *held, flowing)
+    moments = (Moment("backward of the embedding", Phase.BACKWARD, parts),)
+    if step.autocast or not tied:
+        return moments
+    added = (*step.base, _gradients(step, weights.total, embedding, 2 * tied), *held)
+    return (*moments, Moment("sum of the embedding's and the tied head's gradient", Phase.BACKWARD, added))
 
 
-def _gradients(step: Step, made: int, current: int, tied: int) -> Line:
+def _gradients(step: Step, made: int, current: int, waiting: int) -> Line:
     """Gradients alive beside the buckets, once ``made`` elements exist, ``current`` of them just being made.
 
-    ``tied`` elements wait, outside their parameter, for the embedding's part of a tied head's gradient. A gradient stays with
-    its parameter, or moves into the bucket that it then views; one that finds another there is added to it and freed.
+    ``waiting`` elements lie outside their parameter until the embedding's part of a tied head's gradient arrives. A gradient
+    stays with its parameter, or moves into the bucket that it then views; one that finds another there is added to it and
+    freed.
     """
-    loose = current + tied
+    loose = current + waiting
     total = step.weights.total
     if not step.recipe.ddp.gradient_as_bucket_view:
-        elements = where(step.accum > 1, total + loose, made)
+        elements = where(step.accum > 1, total + loose, made + waiting)
         return Line(Kind.GRADIENTS, step.element_bytes * elements, "gradients made so far", "", _ACCUMULATE)
     elements = loose
     if not step.recipe.sync_every_micro_batch:
-        last_of_two = maximum(made, total - made + loose + current)
+        last_of_two = maximum(made + waiting, total - made + current + loose)
         elements = where(step.accum > 2, total + loose, where(step.accum > 1, last_of_two, loose))
     return Line(Kind.UNSHARDED_GRADIENTS, step.element_bytes * elements, "gradients not in their buckets", "", _ACCUMULATE)
 

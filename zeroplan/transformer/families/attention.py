@@ -1,7 +1,7 @@
 """Attention between its norm and the residual addition: projections, rotary positions, and the attention itself."""
 
 from zeroplan.ledger import Line
-from zeroplan.numeric import Int, ceil_div
+from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.norms import HeadNorm, key_norm, query_norm
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
@@ -57,7 +57,7 @@ def fused_attention(x: Widths) -> Part:
 
 def _projection_inputs(x: Widths) -> tuple[Line, ...]:
     size = x.element * x.tokens * x.hidden
-    if x.autocast:
+    if x.autocast and not x.fused_projection:
         return (Line(SAVED, 3 * size, "inputs of the q, k and v projections, cast", "3·e·T·h", LLAMA),)
     return (Line(SAVED, size, "input of the q, k and v projections", "e·T·h", LLAMA),)
 
@@ -87,7 +87,7 @@ def _sdpa(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attende
         Line(GRADIENT, e * tokens * (x.query + x.key + x.value), "gradients of q, k and v", "e·T·(q+k+v)", SDPA),
         _flash_scratch(x),
     )
-    return saved, (BackwardPoint("attention", alive, made, made, casts),)
+    return saved, (BackwardPoint("attention", alive, made, 0, casts),)
 
 
 def _flash_scratch(x: Widths) -> Line:
@@ -112,9 +112,8 @@ def _eager(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attend
     scores = tokens * x.seq_len * x.heads
     wide = _softmax_bytes(x)
     query = Line(SAVED, e * tokens * x.query, "queries", "e·T·q", EAGER)
-    key = Line(SAVED, e * tokens * x.query, "keys, repeated for each query head", "e·T·q", EAGER)
-    value = Line(SAVED, e * tokens * x.context, "values, repeated for each query head", "e·T·c", EAGER)
-    softmax = Line(SAVED, wide * scores, "softmax of the scores", f"{wide}·a·T·s", EAGER)
+    key, value = _repeated(x)
+    softmax = Line(SAVED, wide * scores, "softmax of the scores", "4·a·T·s" if wide == 4 else "e·a·T·s", EAGER)
     cast = () if e == wide else (Line(SAVED, e * scores, "softmax of the scores, cast", "e·a·T·s", EAGER),)
     context = Line(SAVED, e * tokens * x.context, "attention output, input of the output projection", "e·T·c", EAGER)
     value_gradient = Line(GRADIENT, e * tokens * x.context, "gradient of the repeated values", "e·T·c", EAGER)
@@ -123,38 +122,71 @@ def _eager(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attend
         Line(GRADIENT, e * tokens * x.context, "gradient of the attention output", "e·T·c", EAGER),
         Line(GRADIENT, e * scores, "gradient of the attention weights", "e·a·T·s", EAGER),
     )  # fmt: skip
-    both = Line(GRADIENT, 2 * wide * scores, "gradients of the softmax and of the scores", f"{2 * wide}·a·T·s", EAGER)
+    formula = "8·a·T·s" if wide == 4 else "2·e·a·T·s"
+    both = Line(GRADIENT, 2 * wide * scores, "gradients of the softmax and of the scores", formula, EAGER)
+    derivative: tuple[Line, ...] = (*before, query, key, softmax, value_gradient, both)
+    if x.fused_projection:
+        joint = e * tokens * x.context * maximum(0, 2 - x.micro_batch)
+        derivative = (*derivative, Line(SAVED, joint, "values, one tensor with q and k", "e·T·c·max(0, 2-b)", GPT2))
     points = (
         BackwardPoint("attention: product with the values", product, made, made, casts),
-        BackwardPoint("attention: softmax", (*before, query, key, softmax, value_gradient, both), made, 0, casts),
+        BackwardPoint("attention: softmax", derivative, made, 0, casts),
     )
     return (*before, query, key, value, softmax, *cast, context), points
 
 
-def eager_forward_bytes(x: Widths, *, recomputed: bool) -> Int:
-    """What eager attention has alive at its softmax, beyond the norm's saved tensors and the block's input. [bytes]
+def _repeated(x: Widths) -> tuple[Line, Line]:
+    """Keys and values for each query head; of a single key/value head and a single sequence they are views."""
+    every, one = x.element * x.tokens * x.query, x.element * x.tokens * x.key
+    whole = Line(SAVED, every, "keys, repeated for each query head", "e·T·q", EAGER)
+    if x.query == x.key or x.key != x.head_dim:
+        return whole, Line(SAVED, every, "values, repeated for each query head", "e·T·q", EAGER)
+    some, formula = one + (every - one) * minimum(1, x.micro_batch - 1), "e·T·(k + (q-k)·min(1, b-1))"
+    key = whole if x.autocast else Line(SAVED, some, "keys, repeated where sequences are several", formula, EAGER)
+    return key, Line(SAVED, some, "values, repeated where sequences are several", formula, EAGER)
+
+
+def eager_forward_bytes(x: Widths, *, head_norms: bool, recomputed: bool) -> Int:
+    """Return what eager attention has alive at its softmax, beyond the first norm's saved tensors and the block's input. [bytes]
 
     The tensors differ with the way heads are grouped: repeating a single key/value head is a view, repeating several a copy,
-    and the matrix product copies what is not contiguous. ``recomputed``: nothing is saved for a backward.
+    and the matrix product copies what is not contiguous, which it is for a single sequence. ``recomputed``: nothing is
+    saved for a backward.
     """
-    e, query, key = x.element, x.tokens * x.query, x.tokens * x.key
     scores = x.tokens * x.seq_len * x.heads
     wide = _softmax_bytes(x)
-    live = 2 * wide * scores + (e * scores if wide != e and not x.autocast else 0)
+    live: Int = 2 * wide * scores
+    if x.autocast:
+        live = live + 4 * x.tokens * x.hidden
+    elif wide != x.element:
+        live = live + x.element * scores
+    live = live + _eager_operands(x)
+    if recomputed:
+        return live if x.autocast else live + x.element * x.tokens * x.hidden
+    for line in _projection_inputs(x):
+        live = live + line.n_bytes
+    for line in (*query_norm(x).saved, *key_norm(x)) if head_norms else ():
+        live = live + line.n_bytes
+    return live + _eager_copies(x)
+
+
+def _eager_operands(x: Widths) -> Int:
+    """Queries, keys and values that the forward holds by name; rotary positions make q and k fp32 under autocast."""
+    query, key = x.tokens * x.query, x.tokens * x.key
     if x.fused_projection:
-        norm_output = (4 if x.autocast else 0) * x.tokens * x.hidden
-        inputs = (0 if x.autocast and recomputed else e) * x.tokens * x.hidden
-        return live + norm_output + inputs + 3 * e * query + (0 if recomputed else 2 * e * query)
-    repeats = x.query != x.key
-    copies = repeats and x.key != x.head_dim
-    inputs = ((0 if recomputed else 3 * e) if x.autocast else e) * x.tokens * x.hidden
-    norm_output = x.autocast * 4 * x.tokens * x.hidden
-    if not x.autocast:
-        plain = e * (query + 2 * key + (2 * query if copies else 0))
-        saved = 0 if recomputed else e * query * (1 if copies else 2)
-        return live + norm_output + inputs + plain + saved
-    plain = (4 + 0) * (query + key) + e * key + (4 * query + e * query if copies else 0)
-    return live + norm_output + inputs + plain + (0 if recomputed else 2 * e * query)
+        return 3 * x.element * query
+    repeated = x.query != x.key and x.key != x.head_dim
+    held: Int = x.residual * (query + key) + x.element * key
+    return held + (x.residual + x.element) * query if repeated else held
+
+
+def _eager_copies(x: Widths) -> Int:
+    """Queries and keys that the matrix product copies: to cast them, or to make them contiguous."""
+    query = x.element * x.tokens * x.query
+    if x.autocast and not x.fused_projection:
+        return 2 * query
+    several = minimum(1, x.micro_batch - 1)
+    return 2 * query * several if x.key in (x.query, x.head_dim) else query * several
 
 
 def _query_projection(x: Widths, weights: int, norm: HeadNorm | None) -> tuple[BackwardPoint, ...]:

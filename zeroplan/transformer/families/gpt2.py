@@ -29,7 +29,7 @@ def gpt2_block(model: ModelSpec, x: Widths) -> BlockPass:
     )
     forward, recompute = _forward(x), _recompute(model, x)
     if x.attention == "eager":
-        forward = (*forward, eager_excess(x, parts, forward, copied=False))
+        forward = (*forward, eager_excess(x, parts, forward))
         recompute = (*recompute, eager_recompute_excess(x, recompute))
     return assemble(
         x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=True

@@ -1,13 +1,13 @@
 """Blocks of the Llama kind: Llama, Mistral, Qwen2, and Qwen3 with its norms over each head's queries and keys."""
 
 from zeroplan.ledger import Line, total_bytes
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import maximum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass
 from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, grouped_query_attention
 from zeroplan.transformer.families.mlp import LLAMA, gated_mlp
 from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
-from zeroplan.transformer.families.parts import LAYER, SAVED, TEMPORARY, Part, assemble, excess
+from zeroplan.transformer.families.parts import LAYER, SAVED, TEMPORARY, Part, assemble
 from zeroplan.transformer.families.widths import Widths
 
 EAGER_EXCESS = "scores of eager attention, beyond the later peak"
@@ -22,7 +22,7 @@ def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
     forward = dense_forward(x)
     recompute = _recompute(model, x)
     if x.attention == "eager":
-        forward = (*forward, eager_excess(x, parts, forward, copied=copied))
+        forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
         recompute = (*recompute, eager_recompute_excess(x, recompute))
     return assemble(
         x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=not copied
@@ -35,9 +35,14 @@ def attention(model: ModelSpec, x: Widths) -> Part:
     return grouped_query_attention(
         x,
         bias=bias,
-        output_bias=bias and model.family not in ("qwen2",),
-        head_norms=model.family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        output_bias=bias and model.family != "qwen2",
+        head_norms=has_head_norms(model),
     )
+
+
+def has_head_norms(model: ModelSpec) -> bool:
+    """Whether queries and keys are normalised over each head."""
+    return model.family in {"qwen3", "qwen3_moe", "gemma3_text"}
 
 
 def dense_forward(x: Widths) -> tuple[Line, ...]:
@@ -58,19 +63,20 @@ def norm_output(x: Widths) -> Line:
     return Line(TEMPORARY, x.residual * x.tokens * x.hidden, "output of the norm before the MLP", "r·T·h", LAYER)
 
 
-def eager_excess(x: Widths, parts: tuple[Part, ...], forward: tuple[Line, ...], *, copied: bool) -> Line:
-    """What the softmax of eager attention takes beyond the end of the block."""
-    block_input: Int = x.residual * x.tokens * x.hidden if copied else 0
-    at_softmax = eager_forward_bytes(x, recomputed=False) + total_bytes(parts[0].saved) + block_input
-    at_end: Int = block_input
-    for part in parts:
-        at_end = at_end + total_bytes(part.saved)
-    return Line(TEMPORARY, maximum(0, at_softmax - at_end - total_bytes(forward)), EAGER_EXCESS, "", EAGER)
+def eager_excess(x: Widths, parts: tuple[Part, ...], forward: tuple[Line, ...], *, head_norms: bool = False) -> Line:
+    """Return what the softmax of eager attention takes beyond the end of the block.
+
+    The block's input is alive at both moments, whether it counts as saved or not.
+    """
+    at_softmax = eager_forward_bytes(x, head_norms=head_norms, recomputed=False)
+    at_end = total_bytes(parts[1].saved) + total_bytes(parts[2].saved) + total_bytes(parts[3].saved) + total_bytes(forward)
+    return Line(TEMPORARY, maximum(0, at_softmax - at_end), EAGER_EXCESS, source=EAGER)
 
 
 def eager_recompute_excess(x: Widths, recompute: tuple[Line, ...]) -> Line:
-    """What the softmax of eager attention takes beyond the MLP, where nothing is saved."""
-    return excess(eager_forward_bytes(x, recomputed=True), recompute, EAGER_EXCESS, "")
+    """Return what the softmax of eager attention takes beyond the MLP, where nothing is saved."""
+    at_softmax = eager_forward_bytes(x, head_norms=False, recomputed=True)
+    return Line(TEMPORARY, maximum(0, at_softmax - total_bytes(recompute)), EAGER_EXCESS, source=EAGER)
 
 
 def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:

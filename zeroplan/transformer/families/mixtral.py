@@ -10,6 +10,7 @@ from zeroplan.transformer.families.llama import (
     attention_kept,
     eager_excess,
     eager_recompute_excess,
+    has_head_norms,
     middle,
     norm_output,
 )
@@ -31,7 +32,7 @@ def mixtral_block(model: ModelSpec, x: Widths) -> BlockPass:
     copied = x.residual != 4
     forward, recompute = _forward(x, model.moe), _recompute(x, model.moe)
     if x.attention == "eager":
-        forward = (*forward, eager_excess(x, parts, forward, copied=copied))
+        forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
         recompute = (*recompute, eager_recompute_excess(x, recompute))
     return assemble(
         x, parts, forward=forward, recompute=recompute, selective=_selective(x, model.moe), input_is_saved=not copied
@@ -43,7 +44,8 @@ def _forward(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
     weighted = Line(
         TEMPORARY, 8 * pairs * x.hidden, "weighted expert outputs, fp32, sorted and unsorted", "8·T·t·h", EXPERTS
     )  # fmt: skip
-    expert_ids = Line(TEMPORARY, 8 * pairs, "expert of each routed token, sorted, int64", "8·T·t", EXPERTS)
+    tables = 20 * pairs + 4 * moe.num_experts
+    expert_ids = Line(TEMPORARY, tables, "routing tables held by name, partly int64", "20·T·t + 4·E", EXPERTS)
     if x.autocast:
         return norm_output(x), weighted, expert_ids
     return (weighted, expert_ids) if x.residual == 4 else (middle(x), weighted, expert_ids)

@@ -45,13 +45,15 @@ def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
     uncast = Line(TEMPORARY, x.element * matrix, "weight gradient before it is cast", "e·h·f", LLAMA)
     silu_gradient = Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA)
     up_cast = (one_input, gate, silu_gradient, through_up, uncast)
-    output_gradient = Line(GRADIENT, size, "gradient of the MLP's output, cast", "e·T·h", LLAMA)
-    down_cast = (*kept, product_gradient, uncast)
+    at_down = (
+        *saved,
+        Line(GRADIENT, size + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA),
+        uncast,
+    )
     return Part(
         saved,
         (
-            BackwardPoint("down projection", (*saved, output_gradient, product_gradient, uncast), 0, 0, 3 * matrix),
-            BackwardPoint("down projection: cast of the weight gradient", down_cast, down, matrix, 2 * matrix),
+            BackwardPoint("down projection", at_down, 0, 0, 3 * matrix),
             at_product,
             BackwardPoint("up projection: cast of the weight gradient", up_cast, down + wide, matrix, matrix),
             BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
@@ -81,8 +83,10 @@ def gelu_mlp(x: Widths, ffn: int) -> Part:
     product = (*kept, Line(GRADIENT, 3 * inner, "gradients of gelu and of its two factors", "3·e·T·f", GPT2))
     first = (made, Line(GRADIENT, inner + size, "gradients of the first projection's output and input", "e·T·(f+h)", GPT2))
     matrix = x.hidden * ffn
+    gelu_gradient = Line(GRADIENT, inner, "gradient of gelu", "e·T·f", GPT2)
     points = (
-        BackwardPoint("gelu", product, matrix + x.hidden, matrix, 0),
+        BackwardPoint("second MLP projection", (*saved, gelu_gradient), matrix + x.hidden, matrix, 0),
+        BackwardPoint("gelu", product, matrix + x.hidden, 0, 0),
         BackwardPoint("first MLP projection", first, 2 * matrix + ffn + x.hidden, matrix, 0),
     )
     return Part(saved, points, 2 * matrix + ffn + x.hidden, 2 * matrix)
@@ -106,7 +110,9 @@ def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
     gradients = Line(GRADIENT, e * (inner + hidden), "gradients of the first projection's output and input", "e·T·(f+h)", GPT2)
     through = Line(GRADIENT, 4 * hidden, "gradient of the norm's output, fp32", "4·T·h", GPT2)
     second, every = matrix + x.hidden, 2 * matrix + ffn + x.hidden
+    output = Line(GRADIENT, e * (hidden + inner), "gradients of the output, cast, and of gelu", "e·T·(h+f)", GPT2)
     points = (
+        BackwardPoint("second MLP projection", (*saved, output, uncast), 0, 0, 2 * matrix),
         BackwardPoint("gelu", product, second, matrix, matrix),
         BackwardPoint("first MLP projection", (made, gradients, uncast), second, 0, matrix),
         BackwardPoint("first MLP projection: cast of the weight gradient", (through, uncast), every, matrix, 0),

@@ -1,7 +1,6 @@
 """Routed experts between their norm and the residual addition, on grouped matrix multiplication."""
 
 from zeroplan.ledger import Line
-from zeroplan.numeric import Int
 from zeroplan.spec.model import MoeSpec
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, Part
@@ -34,7 +33,7 @@ def routed_experts(x: Widths, moe: MoeSpec) -> Part:
     return Part(
         saved,
         (
-            _weighting(x, pairs, (*before, outputs)),
+            _weighting(x, moe, (*before, outputs)),
             *_expert_points(x, moe, before=(*routing, selected), hidden=hidden, product=product),
         ),
         3 * expert + router,
@@ -53,14 +52,17 @@ def _routing(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
     )
 
 
-def _weighting(x: Widths, pairs: Int, alive: tuple[Line, ...]) -> BackwardPoint:
-    """The product of expert outputs and fp32 routing weights: fp32 gradients of both and of the sum, and a cast."""
+def _weighting(x: Widths, moe: MoeSpec, alive: tuple[Line, ...]) -> BackwardPoint:
+    """Product of expert outputs and fp32 routing weights: fp32 gradients of both and of the sum, and a cast."""
+    pairs = x.tokens * moe.num_experts_per_tok
     outer = pairs * x.hidden
     gradients = Line(GRADIENT, 12 * outer, "gradients of the weighted outputs and of both factors, fp32", "12·T·t·h", EXPERTS)
     if x.residual == 4:
-        return BackwardPoint("weighting of the expert outputs", (*alive, gradients), 0, 0, 0)
-    cast = Line(GRADIENT, x.residual * outer, "gradient of the expert outputs, cast", "r·T·t·h", EXPERTS)
-    return BackwardPoint("weighting of the expert outputs", (*alive, gradients, cast), 0, 0, 0)
+        last = Line(GRADIENT, 4 * pairs, "gradient of the routing weights, fp32", "4·T·t", EXPERTS)
+    else:
+        last = Line(GRADIENT, x.residual * outer, "gradient of the expert outputs, cast", "r·T·t·h", EXPERTS)
+    router = moe.num_experts * x.hidden if x.autocast else 0
+    return BackwardPoint("weighting of the expert outputs", (*alive, gradients, last), 0, 0, router)
 
 
 def _expert_points(
@@ -76,6 +78,6 @@ def _expert_points(
     through = Line(GRADIENT, outer, "experts: gradient of their input", "r·T·t·h", EXPERTS)
     return (
         BackwardPoint("experts: down projection", (*before, *hidden, product, down), matrix, matrix, router),
-        BackwardPoint("experts: gated product", (*before, *hidden, three), matrix, matrix, router),
+        BackwardPoint("experts: gated product", (*before, *hidden, three), matrix, 0, router),
         BackwardPoint("experts: gate and up projections", (*before, both, through), 3 * matrix, 2 * matrix, router),
     )

@@ -67,7 +67,7 @@ def rms_norm(x: Widths, names: NormNames) -> Part:
     alive: tuple[Line, ...] = (wide, square, temporaries)
     if x.residual != 4:
         alive = (*alive, Line(TEMPORARY, 4 * elements, "gradient of the input beside its square, fp32", "4·T·h", RMS_NORM))
-    return Part(saved, (BackwardPoint(names.name, alive, x.hidden, x.hidden, 0),), x.hidden, 0)
+    return Part(saved, (BackwardPoint(names.name, alive, x.hidden, 0, 0),), x.hidden, 0)
 
 
 class HeadNorm(NamedTuple):
@@ -86,10 +86,8 @@ def query_norm(x: Widths) -> HeadNorm:
         Line(SAVED, 4 * x.tokens * x.heads, "norm of the queries: reciprocal root mean square", "4·T·a", HEAD_NORM),
         Line(SAVED, x.element * elements, "norm of the queries: normalised input", "e·T·q", HEAD_NORM),
     )
-    if x.element == 4:
-        return HeadNorm(saved, (wide, Line(TEMPORARY, 16 * elements, "derivative of pow, fp32", "16·T·q", HEAD_NORM)))
-    beside = Line(TEMPORARY, 20 * elements, "derivative of pow and the gradient beside it, fp32", "20·T·q", HEAD_NORM)
-    return HeadNorm(saved, (wide, beside))
+    gradients = Line(TEMPORARY, 20 * elements, "derivative of pow and the gradient beside it, fp32", "20·T·q", HEAD_NORM)
+    return HeadNorm(saved, (wide, gradients))
 
 
 def key_norm(x: Widths) -> tuple[Line, ...]:

@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int, maximum
+from zeroplan.ledger import Kind, Line
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
 from zeroplan.transformer.families.widths import Widths
 
@@ -49,11 +48,6 @@ def assemble(
         parts[1].casts + parts[3].casts,
         () if input_is_saved else (block_input,),
     )
-
-
-def excess(moment: Int, lines: tuple[Line, ...], reason: str, formula: str) -> Line:
-    """How far ``moment`` is above the sum of ``lines``, or nothing: the larger of two moments, written as one list."""
-    return Line(TEMPORARY, maximum(0, moment - total_bytes(lines)), reason, formula)
 
 
 def _backward_points(x: Widths, parts: tuple[Part, Part, Part, Part]) -> tuple[BackwardPoint, ...]:
