@@ -1,0 +1,334 @@
+"""What an optimizer holds between steps, and what one step takes on top, for the tensors that this rank updates.
+
+Figures are those of torch 2.13 (``torch/optim``) with each optimizer's default arguments: no weight decay where it would copy
+gradients (Adam, SGD, RMSprop, Adagrad), no ``amsgrad``, no ``nesterov``, one parameter group. Lion is the implementation
+published with its paper, ``adamw-8bit`` is ``bitsandbytes.optim.AdamW8bit``. Gradients are in the dtype of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
+from zeroplan.spec.recipe import Optimizer, OptimizerImpl
+
+
+class LocalTensor(NamedTuple):
+    """One tensor that this rank updates, or ``repeat`` identical ones.
+
+    Tensors come in the order of the parameter group; neighbours with the same ``repeat`` above 1 form a block that occurs that
+    many times, one after the other. ``in_block`` is False outside the transformer blocks (embedding, head), which Muon leaves
+    to AdamW.
+    """
+
+    shape: tuple[Int, ...]
+    repeat: int = 1
+    in_block: bool = True
+
+    @property
+    def numel(self) -> Int:
+        """Elements of one of them."""
+        product: Int = 1
+        for size in self.shape:
+            product = product * size
+        return product
+
+
+#: Implementations each optimizer has on CUDA, its default first (``_default_to_fused_or_foreach`` prefers foreach).
+IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
+    "adamw": ("foreach", "fused", "forloop"),
+    "adam": ("foreach", "fused", "forloop"),
+    "sgd": ("foreach", "fused", "forloop"),
+    "sgd-momentum": ("foreach", "fused", "forloop"),
+    "adagrad": ("foreach", "fused", "forloop"),
+    "rmsprop": ("foreach", "forloop"),
+    "adafactor": ("forloop", "foreach"),
+    "lion": ("forloop",),
+    "muon": ("forloop",),
+    "adamw-8bit": ("fused",),
+}
+
+#: States with one element per parameter, in the parameter's dtype, by the field's names.
+_ELEMENTWISE_STATES: dict[Optimizer, tuple[str, ...]] = {
+    "adamw": ("momentum", "variance"),
+    "adam": ("momentum", "variance"),
+    "sgd": (),
+    "sgd-momentum": ("momentum",),
+    "adagrad": ("sum of squares",),
+    "rmsprop": ("mean square",),
+    "lion": ("momentum",),
+}
+
+#: Copies of all updated elements that one foreach step holds at once.
+_FOREACH_COPIES: dict[Optimizer, tuple[int, str]] = {
+    "adamw": (1, "foreach step: denominators of all updates at once"),
+    "adam": (1, "foreach step: denominators of all updates at once"),
+    "sgd": (0, ""),
+    "sgd-momentum": (0, ""),
+    "adagrad": (2, "foreach step: denominators and scaled gradients of all updates at once"),
+    "rmsprop": (1, "foreach step: denominators of all updates at once"),
+    "adafactor": (1, "foreach step: variance estimates of all updates at once"),
+}
+
+#: Copies in a for-loop step: of the tensor before, whose last temporary is still named, and of the tensor in turn.
+_FORLOOP_COPIES: dict[Optimizer, tuple[int, int]] = {
+    "adamw": (1, 2),
+    "adam": (1, 2),
+    "sgd": (0, 0),
+    "sgd-momentum": (0, 0),
+    "adagrad": (1, 1),
+    "rmsprop": (1, 1),
+    "lion": (1, 3),
+}
+
+#: Optimizers whose fused kernel keeps its step counters on the GPU.
+_STEP_ON_GPU: tuple[Optimizer, ...] = ("adamw", "adam", "adagrad")
+
+_BNB_BLOCK = 256  # bitsandbytes 0.50, Optimizer2State.init_state: blockwise, one fp32 absmax per 256 elements
+_BNB_SMALLEST = 4096  # bitsandbytes 0.50, Optimizer8bit: min_8bit_size
+_BNB_MAPS_BYTES = 2 * 256 * 4  # bitsandbytes 0.50, functional.create_dynamic_map: 256 fp32 values, signed and unsigned
+
+_SOURCE = "torch 2.13, torch/optim"
+_BNB_SOURCE = "bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state"
+
+
+def implementation(optimizer: Optimizer, impl: OptimizerImpl | None) -> OptimizerImpl:
+    """How the step is carried out: what was asked for, or torch's default on CUDA.
+
+    Raises SpecError where the optimizer has no such implementation. Source: torch 2.13, ``_default_to_fused_or_foreach`` and
+    each optimizer's functional entry point.
+
+    >>> implementation("adamw", None), implementation("adafactor", None)
+    ('foreach', 'forloop')
+    """
+    offered = IMPLEMENTATIONS[optimizer]
+    if impl is None:
+        return offered[0]
+    if impl not in offered:
+        raise SpecError(f"optimizer {optimizer!r} has no {impl} implementation; use {' or '.join(offered)}")
+    return impl
+
+
+def bytes_per_parameter(optimizer: Optimizer, element_bytes: int) -> str:
+    """Say what one updated parameter costs in state, for a reader.
+
+    >>> bytes_per_parameter("adamw", 4)
+    'momentum and variance in fp32: 4 + 4'
+    """
+    if optimizer == "adamw-8bit":
+        return "momentum and variance in 8 bits: 1 + 1, and 4 + 4 per block of 256"
+    dtype = "fp32" if element_bytes == 4 else "16 bits"
+    if optimizer == "adafactor":
+        return f"row and column variance in {dtype}: {element_bytes} per row and per column of a matrix"
+    if optimizer == "muon":
+        return (
+            f"momentum in {dtype}: {element_bytes}; outside the blocks and for vectors AdamW: {element_bytes} + {element_bytes}"
+        )
+    states = _ELEMENTWISE_STATES[optimizer]
+    if not states:
+        return "no state"
+    return f"{' and '.join(states)} in {dtype}: {' + '.join([str(element_bytes)] * len(states))}"
+
+
+def state_lines(
+    optimizer: Optimizer,
+    impl: OptimizerImpl,
+    tensors: Sequence[LocalTensor],
+    element_bytes: int,
+    *,
+    symbol: str = "",
+) -> tuple[Line, ...]:
+    """Return what the optimizer keeps between steps on this rank. [bytes]
+
+    ``symbol`` names the updated elements in the formula (``Ψ``). Leaves out step counters in host memory (4 B per tensor with
+    foreach and for-loop). Source: torch 2.13, ``torch/optim``, each optimizer's ``_init_group``.
+
+    >>> [line.n_bytes for line in state_lines("adamw", "foreach", (LocalTensor((64, 32)),), 4)]
+    [8192, 8192]
+    """
+    if optimizer == "adamw-8bit":
+        return _eight_bit_lines(tensors)
+    if optimizer == "adafactor":
+        return _adafactor_lines(tensors, element_bytes)
+    if optimizer == "muon":
+        return _muon_lines(tensors, element_bytes)
+    n_bytes = element_bytes * total_elements(tensors)
+    formula = f"{element_bytes}·{symbol}" if symbol else ""
+    lines = tuple(Line(Kind.OPTIMIZER_STATE, n_bytes, state, formula, _SOURCE) for state in _ELEMENTWISE_STATES[optimizer])
+    return (*lines, *_step_counter_lines(optimizer, impl, tensors))
+
+
+def step_temporary_lines(
+    optimizer: Optimizer,
+    impl: OptimizerImpl,
+    tensors: Sequence[LocalTensor],
+    element_bytes: int,
+    *,
+    symbol: str = "",
+) -> tuple[Line, ...]:
+    """Return what ``optimizer.step()`` allocates and frees again, at its highest point. [bytes]
+
+    Leaves out scalars and the kernels' argument blocks. Source: torch 2.13, ``torch/optim``, each optimizer's
+    ``_multi_tensor_*`` and ``_single_tensor_*``; fused kernels write in place.
+
+    >>> [line.n_bytes for line in step_temporary_lines("adamw", "foreach", (LocalTensor((64, 32)),), 4)]
+    [8192]
+    """
+    if impl == "fused":
+        return ()
+    if optimizer == "muon":
+        return (_muon_temporary(tensors, element_bytes),)
+    if impl == "foreach":
+        return _foreach_temporary(optimizer, tensors, element_bytes, symbol)
+    if optimizer == "adafactor":
+        return (_adafactor_temporary(tensors, element_bytes),)
+    before, current = _FORLOOP_COPIES[optimizer]
+    if not current:
+        return ()
+    n_bytes = element_bytes * _largest_in_turn(tensors, before=before, current=current)
+    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, "for-loop step: temporaries of two tensors in turn", "", _SOURCE),)
+
+
+def total_elements(tensors: Sequence[LocalTensor]) -> Int:
+    """Elements of all tensors together."""
+    total: Int = 0
+    for tensor in tensors:
+        total = total + tensor.repeat * tensor.numel
+    return total
+
+
+def _step_counter_lines(optimizer: Optimizer, impl: OptimizerImpl, tensors: Sequence[LocalTensor]) -> tuple[Line, ...]:
+    if impl != "fused" or optimizer not in _STEP_ON_GPU:
+        return ()
+    count = sum(tensor.repeat for tensor in tensors)
+    reason = "step counters on the GPU, one per tensor (the allocator rounds each to a block of 512)"
+    return (Line(Kind.OPTIMIZER_STATE, 4 * count, reason, "", _SOURCE),)
+
+
+def _eight_bit_lines(tensors: Sequence[LocalTensor]) -> tuple[Line, ...]:
+    states: Int = 0
+    scales: Int = 0
+    small: Int = 0
+    for tensor in tensors:
+        numel = tensor.numel
+        quantized = numel >= _BNB_SMALLEST
+        states = states + tensor.repeat * where(quantized, 2 * numel, 0)
+        scales = scales + tensor.repeat * where(quantized, 8 * ceil_div(numel, _BNB_BLOCK), 0)
+        small = small + tensor.repeat * where(quantized, 0, 8 * numel)
+    return (
+        Line(Kind.OPTIMIZER_STATE, states, "momentum and variance, 8 bits each", "", _BNB_SOURCE),
+        Line(Kind.OPTIMIZER_STATE, scales, "fp32 scale per block of 256, for momentum and variance", "", _BNB_SOURCE),
+        Line(Kind.OPTIMIZER_STATE, small, "momentum and variance in fp32 for tensors below 4096 elements", "", _BNB_SOURCE),
+        Line(Kind.OPTIMIZER_STATE, where(states > 0, _BNB_MAPS_BYTES, 0), "quantization maps", "", _BNB_SOURCE),
+    )
+
+
+def _rows_and_columns(shape: tuple[Int, ...]) -> tuple[Int, Int]:
+    """Sizes of the two factors of Adafactor's variance: without the last dimension, and without the last but one."""
+    leading: Int = 1
+    for size in shape[:-2]:
+        leading = leading * size
+    return leading * shape[-2], leading * shape[-1]
+
+
+def _adafactor_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Line, ...]:
+    factors: Int = 0
+    vectors: Int = 0
+    for tensor in tensors:
+        if len(tensor.shape) > 1:
+            rows, columns = _rows_and_columns(tensor.shape)
+            factors = factors + tensor.repeat * (rows + columns)
+        else:
+            vectors = vectors + tensor.repeat * tensor.numel
+    source = "torch 2.13, torch/optim/_adafactor.py, _init_group"
+    return (
+        Line(Kind.OPTIMIZER_STATE, element_bytes * factors, "row and column factors of the matrices' variance", "", source),
+        Line(Kind.OPTIMIZER_STATE, element_bytes * vectors, "variance of the vectors", "", source),
+    )
+
+
+def _by_muon(tensor: LocalTensor) -> bool:
+    return tensor.in_block and len(tensor.shape) == 2
+
+
+def _muon_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Line, ...]:
+    momentum = element_bytes * total_elements([tensor for tensor in tensors if _by_muon(tensor)])
+    others = 2 * element_bytes * total_elements([tensor for tensor in tensors if not _by_muon(tensor)])
+    source = "torch 2.13, torch/optim/_muon.py, _init_group"
+    return (
+        Line(Kind.OPTIMIZER_STATE, momentum, "Muon's momentum of the blocks' matrices", "", source),
+        Line(Kind.OPTIMIZER_STATE, others, "AdamW's momentum and variance of all other tensors", "", _SOURCE),
+    )
+
+
+def _foreach_temporary(
+    optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int, symbol: str
+) -> tuple[Line, ...]:
+    copies, reason = _FOREACH_COPIES[optimizer]
+    if not copies:
+        return ()
+    formula = f"{copies * element_bytes}·{symbol}" if symbol else ""
+    n_bytes = copies * element_bytes * total_elements(tensors)
+    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, reason, formula, _SOURCE),)
+
+
+def _in_turn(tensors: Sequence[LocalTensor]) -> list[tuple[Int, LocalTensor]]:
+    """Each tensor with the elements of the one updated before it; the first of a repeated block also follows its last."""
+    pairs: list[tuple[Int, LocalTensor]] = []
+    before: Int = 0
+    for index, tensor in enumerate(tensors):
+        pairs.append((before, tensor))
+        before = tensor.numel
+        ends_block = index + 1 == len(tensors) or tensors[index + 1].repeat != tensor.repeat
+        if tensor.repeat > 1 and ends_block:
+            pairs.append((before, _first_of_block(tensors, index)))
+    return pairs
+
+
+def _first_of_block(tensors: Sequence[LocalTensor], last: int) -> LocalTensor:
+    first = last
+    while first and tensors[first - 1].repeat == tensors[last].repeat:
+        first -= 1
+    return tensors[first]
+
+
+def _largest_in_turn(tensors: Sequence[LocalTensor], *, before: int, current: int) -> Int:
+    return maximum(0, *(before * previous + current * tensor.numel for previous, tensor in _in_turn(tensors)))
+
+
+def _adafactor_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
+    """Largest working set of one tensor in turn.
+
+    The variance estimate of the tensor in turn while that of the one before is named, its own means or square, and the means of
+    the last matrix, or the square of the last vector, whose names live on.
+    """
+    largest: Int = 0
+    means: Int = 0
+    square: Int = 0
+    for previous, tensor in _in_turn(tensors):
+        if len(tensor.shape) > 1:
+            means = sum(_rows_and_columns(tensor.shape))
+        else:
+            square = tensor.numel
+        largest = maximum(largest, previous + tensor.numel + means + square)
+    reason = "for-loop step: variance estimates of two tensors in turn"
+    return Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, "", "torch 2.13, _single_tensor_adafactor")
+
+
+def _muon_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
+    """Larger of Muon's step (one matrix at a time) and AdamW's foreach step on all other tensors.
+
+    A matrix r x c with m = min(r, c): the Nesterov update in the parameter's dtype, two bf16 iterates of its size, two bf16
+    Gram matrices m x m.
+    """
+    largest = element_bytes * total_elements([tensor for tensor in tensors if not _by_muon(tensor)])
+    iterates = 4
+    for tensor in tensors:
+        if _by_muon(tensor):
+            smaller = minimum(*tensor.shape)
+            largest = maximum(largest, (element_bytes + iterates) * tensor.numel + 4 * smaller * smaller)
+    reason = "step: Newton-Schulz iterates of one matrix, or AdamW's denominators"
+    return Line(Kind.OPTIMIZER_TEMPORARY, largest, reason, "", "torch 2.13, torch/optim/_muon.py, _zeropower_via_newtonschulz")
