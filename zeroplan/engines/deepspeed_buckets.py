@@ -1,0 +1,109 @@
+"""When does DeepSpeed reduce a bucket of gradients during the backward pass, and which gradients are in it?
+
+A gradient goes into the bucket when it is made; one that no longer fits sends the bucket off first. The order is taken to be
+the reverse of ``model.parameters()``: within a block the real one differs, by no more than a bucket's border.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.deepspeed_flat import Placed, count_below, row
+from zeroplan.numeric import Int
+from zeroplan.spec.model import ModelSpec
+
+
+class Flush(NamedTuple):
+    """One bucket that is reduced, and where the backward stands then."""
+
+    low: int
+    high: int
+    """The elements of the row of parameters that it covers."""
+    fill: int
+    alone: bool
+    """It is one gradient too large for the bucket, reduced where it is."""
+    arriving: int
+    """Elements of the gradient that did not fit; 0 at the end of the backward."""
+    block: int
+    made: int
+    """The block that runs and the elements of its gradients made, the arriving one included."""
+
+
+class Schedule(NamedTuple):
+    """All buckets of one backward pass, the last one first, so that their places ascend."""
+
+    flushes: tuple[Flush, ...]
+    lows: tuple[int, ...]
+    fills: tuple[int, ...]
+    arriving: tuple[int, ...]
+    blocks: tuple[int, ...]
+    made: tuple[int, ...]
+    held: tuple[int, ...]
+    """Elements of a gradient that is reduced where it is, beside the bucket."""
+
+
+@lru_cache(maxsize=256)
+def schedule(model: ModelSpec, bucket: int) -> Schedule:
+    """Fill and reduce buckets of ``bucket`` elements as the backward pass goes.
+
+    Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``reduce_independent_p_g_buckets_and_remove_grads``.
+
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> [flush.fill for flush in schedule(tiny, 10**9).flushes], len(schedule(tiny, 500).flushes)
+    ([1352], 3)
+    """
+    whole = row(model)
+    block_ends = {each.block: each.end for each in whole.placed}
+    flushes: list[Flush] = []
+    high, fill, alone = whole.n_elements, 0, False
+    for each in reversed(whole.placed):
+        numel = each.end - each.start
+        if fill and fill + numel > bucket:
+            flushes.append(Flush(each.end, high, fill, alone, numel, each.block, block_ends[each.block] - each.start))
+            high, fill = each.end, 0
+        fill += numel
+        alone = fill == numel > bucket
+    flushes.append(Flush(0, high, fill, alone, 0, -1, 0))
+    return _columns(tuple(reversed(flushes)))
+
+
+def _columns(flushes: tuple[Flush, ...]) -> Schedule:
+    return Schedule(
+        flushes,
+        tuple(flush.low for flush in flushes),
+        tuple(flush.fill for flush in flushes),
+        tuple(flush.arriving for flush in flushes),
+        tuple(flush.block for flush in flushes),
+        tuple(flush.made for flush in flushes),
+        tuple(flush.fill if flush.alone else 0 for flush in flushes),
+    )
+
+
+def flush_over(buckets: Schedule, element: Int) -> Int:
+    """Index of the bucket that holds the element before ``element``, so one that spans a border there if any does."""
+    index: Int = count_below(buckets.lows, element) - 1
+    return index
+
+
+@lru_cache(maxsize=256)
+def first_bucket_elements(model: ModelSpec, bucket: int) -> int:
+    """Fill of the first bucket when gradients are reduced after the backward, in the order of the parameters. [elements]"""
+    fill = 0
+    for each in row(model).placed:
+        numel = each.end - each.start
+        if fill and fill + numel > bucket:
+            break
+        fill += numel
+    return fill
+
+
+@lru_cache(maxsize=4096)
+def oversize_before(model: ModelSpec, bucket: int, block: int, made: int) -> int:
+    """Elements of the gradient made before the latest one in a block, where it is too large for the bucket and waits. [elements]"""
+    ends = [each for each in row(model).placed if each.block == block]
+    earlier = [each for each in ends if ends[-1].end - each.start < made]
+    before: Placed | None = min(earlier, key=lambda each: each.start, default=None)
+    numel = before.end - before.start if before is not None else 0
+    return numel if numel > bucket else 0
