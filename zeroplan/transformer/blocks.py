@@ -28,7 +28,8 @@ class BackwardPoint(NamedTuple):
     temporaries, including the gradient that came in from the block above. It holds no weight gradient and no weight cast,
     since their lifetime is the engine's: ``gradients`` counts the elements of this block's weight gradients made so far
     (the current one included), ``current_gradient`` the elements of the latest of them, and ``live_casts`` the elements of
-    the block's weights whose autocast copy is still alive.
+    the block's weights whose autocast copy is still alive. Under autocast a weight gradient is made in the compute dtype
+    and then cast to fp32: the short-lived first one is a line, the second counts in ``gradients``.
     """
 
     name: str
@@ -45,7 +46,21 @@ class BlockPass(NamedTuple):
     weight casts; ``checkpoint``: what remains of it under full recomputation (its input); ``selective``: what remains under
     per-operation selective recomputation; ``forward``: what is alive beyond ``saved`` at the highest point of its forward;
     ``forward_recompute``: what is alive beyond ``checkpoint`` then, under full recomputation; ``cast_elements``: elements
-    of the weights that autocast copies.
+    of the weights whose autocast copy is kept until their backward (matrices; the copies of biases die with the forward).
+
+    Without recomputation, block i of L (counted from 0) in an engine without other memory:
+
+    - forward: saved of blocks 0..i, plus ``forward``;
+    - backward at a point p: saved of blocks 0..i-1, plus ``p.lines``, plus weight gradients.
+
+    Under full recomputation:
+
+    - forward: ``checkpoint`` of blocks 0..i, plus ``forward_recompute``;
+    - backward at p: ``checkpoint`` of blocks 0..i-1, plus ``checkpoint_in_backward``, plus ``p.lines``, plus weight
+      gradients. (The block is recomputed first, which is never higher than its points. ``checkpoint_in_backward`` is its
+      input, or nothing where the first norm saves that very tensor, so that ``p.lines`` has it already.)
+
+    The gradient that came in from the block above is one of ``p.lines``.
     """
 
     saved: tuple[Line, ...]
@@ -55,15 +70,21 @@ class BlockPass(NamedTuple):
     forward_recompute: tuple[Line, ...]
     points: tuple[BackwardPoint, ...]
     cast_elements: int
+    checkpoint_in_backward: tuple[Line, ...] = ()
 
 
 class HeadPass(NamedTuple):
     """What the part outside the blocks costs: embedding, rotary tables, final norm, head, loss.
 
-    ``saved``: kept from the forward of the final norm and head until their backward, the loss included;
-    ``shared``: tables alive through the whole pass (rotary cos and sin, attention masks, input ids and labels);
+    ``shared``: tables alive through the whole pass (rotary cos and sin, input ids);
+    ``forward``: alive beside the blocks while they run forward, gone before the loss (an eager attention mask, the embedding
+    output that the model's forward still holds by name);
+    ``saved``: kept from the forward of the final norm and head until their backward, the loss's own tensors apart;
+    ``loss``: what the loss keeps from its forward to its backward;
     ``loss_forward`` and ``loss_backward``: logits and the loss's own tensors at the highest point of each, beyond ``saved``
-    of the norm and the head input; ``norm_backward``: what is alive beyond the blocks while the final norm goes backward;
+    (``loss`` is part of them); ``norm_backward``: what is alive beyond the blocks while the final norm goes backward;
+    ``points``: every moment of the backward outside the blocks where memory can peak, with all that is alive beyond the
+    blocks and ``shared``, and the weight gradients made (the loss, the head's multiplication, the final norm);
     ``output``: bytes of logits that stay alive if the training loop keeps the model's output.
     """
 
@@ -75,3 +96,6 @@ class HeadPass(NamedTuple):
     output: tuple[Line, ...]
     hidden_bytes: Int
     """Bytes of one hidden-state tensor (b, s, h), the gradient that flows between blocks."""
+    forward: tuple[Line, ...] = ()
+    loss: tuple[Line, ...] = ()
+    points: tuple[BackwardPoint, ...] = ()
