@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import tempfile
+import traceback
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ def configuration(recipe: RecipeSpec, grad_accum_steps: int) -> dict[str, object
         "zero_optimization": zero_optimization(recipe),
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
+        "gradient_clipping": 1.0 if recipe.deepspeed.compute_grad_norm else 0.0,
     }
     if recipe.deepspeed.grad_accum_dtype == "fp32":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -162,6 +164,16 @@ def live_at_peak(timeline: Timeline, start: str, end: str, *, top: int) -> list[
     return [f"peak {peak.live_bytes:,} at {' > '.join(peak.operators[-3:])}", *rows]
 
 
+def answer_and_leave(line: str, answer: Path) -> None:
+    """Measure in this fork and end it, whatever happens."""
+    try:
+        answer.write_text(json.dumps(measure(json.loads(line))))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
@@ -177,8 +189,7 @@ def main() -> None:
     for line in sys.stdin:
         with tempfile.NamedTemporaryFile("r") as answer:
             if os.fork() == 0:
-                Path(answer.name).write_text(json.dumps(measure(json.loads(line))))
-                os._exit(0)
+                answer_and_leave(line, Path(answer.name))
             os.wait()
             answers.write((answer.read() or '{"error": "the run failed; see standard error"}') + "\n")
             answers.flush()

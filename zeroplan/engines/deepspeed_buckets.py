@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed_flat import Placed, count_below, row
+from zeroplan.engines.deepspeed_flat import count_below, row
 from zeroplan.numeric import Int
 from zeroplan.spec.model import ModelSpec
 
@@ -100,10 +100,9 @@ def first_bucket_elements(model: ModelSpec, bucket: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def oversize_before(model: ModelSpec, bucket: int, block: int, made: int) -> int:
-    """Elements of the gradient made before the latest one in a block, where it is too large for the bucket and waits. [elements]"""
-    ends = [each for each in row(model).placed if each.block == block]
-    earlier = [each for each in ends if ends[-1].end - each.start < made]
-    before: Placed | None = min(earlier, key=lambda each: each.start, default=None)
-    numel = before.end - before.start if before is not None else 0
-    return numel if numel > bucket else 0
+def waiting_elements(model: ModelSpec, bucket: int, block: int, made: int) -> tuple[int, int]:
+    """Of the latest gradient of a block and of the one before: elements that wait outside the bucket, being too large for it."""
+    placed = [each for each in row(model).placed if each.block == block]
+    numels = [each.end - each.start for each in reversed(placed) if placed[-1].end - each.end < made]
+    latest, before = ([0, 0, *numels][-1], [0, 0, *numels][-2])
+    return (latest if latest > bucket else 0), (before if before > bucket else 0)

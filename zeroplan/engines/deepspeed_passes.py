@@ -53,12 +53,20 @@ class Instant(NamedTuple):
     point: BackwardPoint
 
 
+#: Points of a block's backward at which its latest weight gradient is no longer being made but has been handed on.
+_HANDED_ON = frozenset({"gated product", "attention", "attention: product with the values", "activation"})
+
 _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 
 
 def element_bytes(recipe: RecipeSpec) -> int:
     """Bytes of a weight, a gradient and an activation in the dtype DeepSpeed casts the model to."""
     return 4 if recipe.precision == "fp32" else 2
+
+
+def is_being_made(point: BackwardPoint) -> bool:
+    """Whether the latest weight gradient is still an operator's result, not yet accumulated, at this point."""
+    return point.name not in _HANDED_ON
 
 
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:

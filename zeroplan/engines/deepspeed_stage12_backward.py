@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed_buckets import Schedule, first_bucket_elements, flush_over, oversize_before, schedule
+from zeroplan.engines.deepspeed_buckets import Schedule, first_bucket_elements, flush_over, schedule, waiting_elements
 from zeroplan.engines.deepspeed_flat import largest_slice, partition_elements, pick, row, touched_elements
 from zeroplan.engines.deepspeed_passes import (
     Passes,
@@ -19,6 +19,7 @@ from zeroplan.engines.deepspeed_passes import (
     element_bytes,
     embedding_instant,
     head_instants,
+    is_being_made,
     kept_before,
 )
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
@@ -175,9 +176,10 @@ def _head_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
 
 
 def _waiting(job: Job, block: int, point: BackwardPoint) -> Line:
-    """The gradient just made, and one before it that is too large for the bucket."""
-    before = oversize_before(job.model, job.recipe.deepspeed.reduce_bucket_size, block, point.gradients)
-    return _gradient(job, point.current_gradient + before, "gradient just made, and one that waits outside the bucket")
+    """The gradient being made, and one that is too large for the bucket and waits for the next to arrive."""
+    latest, before = waiting_elements(job.model, job.recipe.deepspeed.reduce_bucket_size, block, point.gradients)
+    elements = point.current_gradient + before if is_being_made(point) else latest
+    return _gradient(job, elements, "gradient just made, and one that waits outside the bucket")
 
 
 def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Line, ...]) -> Iterator[Moment]:
@@ -188,15 +190,17 @@ def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Lin
 
 
 def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:
-    """The first block after a bucket reached into this rank's share: its gradients are kept from there on."""
-    at = pick(job.buckets.blocks, flush_over(job.buckets, job.partition))
-    run = these.runs[0]
-    block = minimum(maximum(at, 0), run.first + run.n_blocks - 1)
-    own = own_gradients(job)
-    kept = own._replace(n_bytes=where(at >= 0, _not_already(job, own.n_bytes), 0))
-    yield from _block_moments(
-        these, run, block, "backward of a block of this rank", lambda point: (*always, kept, _waiting(job, run.first, point))
-    )
+    """The first time each point is passed after a bucket reached into this rank's share: its gradients are kept by then."""
+    index = flush_over(job.buckets, job.partition)
+    at, made, own = pick(job.buckets.blocks, index), pick(job.buckets.made, index), own_gradients(job)
+    for run in these.runs:
+        for point in run.block.points:
+            block = where(point.gradients >= made, at, at - 1)
+            kept = own._replace(n_bytes=where(block >= run.first, _not_already(job, own.n_bytes), 0))
+            inside = minimum(maximum(block, run.first), run.first + run.n_blocks - 1)
+            name = f"backward of a block of this rank: {point.name}"
+            now = backward_instant(these, run, inside, point, name)
+            yield Moment(name, now.phase, (*now.lines, *always, kept, _waiting(job, run.first, point)))
 
 
 def _not_already(job: Job, n_bytes: Int) -> Int:
@@ -292,8 +296,9 @@ def _collecting(job: Job, these: Passes) -> tuple[Moment, ...]:
     )
 
 
-def _collected(job: Job, made: int, current: int) -> Line:
+def _collected(job: Job, made: int, point: BackwardPoint) -> Line:
     """All gradients made so far; once accumulating, all of them and the one about to be added."""
+    current = point.current_gradient if is_being_made(point) else 0
     elements = where(job.accumulates, row(job.model).n_elements + current, made)
     return _gradient(job, elements, "gradients made so far, or accumulated")
 
@@ -302,7 +307,7 @@ def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
     moments = []
     for at in head_instants(these):
         made = 0 if job.model.tie_word_embeddings else at.point.gradients
-        around = (_collected(job, made, at.point.current_gradient), *(_tied_head(job) if at.point.gradients else ()))
+        around = (_collected(job, made, at.point), *(_tied_head(job) if at.point.gradients else ()))
         first = at.point.gradients == at.point.current_gradient
         bucket = _kept_buckets(job) if first else _buckets(job)
         moments.append(Moment(at.name, at.phase, at.lines + around + bucket))
@@ -316,7 +321,7 @@ def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     around = (*_buckets(job), *_tied_head(job))
     yield from _block_moments(
         these, run, block, "backward of the last block",
-        lambda point: (*around, _collected(job, above + point.gradients, point.current_gradient)),
+        lambda point: (*around, _collected(job, above + point.gradients, point)),
     )  # fmt: skip
 
 
@@ -329,7 +334,8 @@ def _reduced_after(job: Job, these: Passes) -> tuple[Moment, ...]:
     split = where(first > job.partition, first, 0) if options.contiguous_gradients else first
     around = (*these.head.shared, *these.output, *_buckets(job))
     at = embedding_instant(these)
-    all_made = _collected(job, psi, job.model.vocab_size * job.model.hidden_size)
+    embedding = job.model.vocab_size * job.model.hidden_size
+    all_made = _gradient(job, where(job.accumulates, psi + embedding, psi), "all gradients, and the embedding's before it is added")
     rest = _gradient(job, left, "gradients not yet in a bucket")
     return (
         Moment(at.name, at.phase, (*at.lines, *_buckets(job), *_tied_head(job), all_made)),
