@@ -137,16 +137,23 @@ def summary(timeline: Timeline, accumulate: int, *, top: int) -> dict[str, objec
     result: dict[str, object] = {"between": timeline.live_bytes(f"forward {last}.0")}
     result["end"] = timeline.live_bytes(f"end {last}.{accumulate - 1}")
     for phase, windows in phases.items():
-        result[phase] = max(timeline.peak_bytes(*window) for window in windows)
+        result[phase] = max(peak_bytes(timeline, *window) for window in windows)
         if top:
-            window = max(windows, key=lambda window: timeline.peak_bytes(*window))
+            window = max(windows, key=lambda window: peak_bytes(timeline, *window))
             result[f"{phase} live"] = live_at_peak(timeline, *window, top=top)
     return result
+
+
+def peak_bytes(timeline: Timeline, start: str, end: str) -> int:
+    """Most bytes alive between two marks, even if nothing is allocated between them."""
+    return max([timeline.live_bytes(start), *(event.live_bytes for event in timeline.between(start, end))])
 
 
 def live_at_peak(timeline: Timeline, start: str, end: str, *, top: int) -> list[str]:
     """The largest allocations alive at the peak, for a person who looks for a difference."""
     events = timeline.between(start, end)
+    if not events:
+        return []
     peak = max(events, key=lambda event: event.live_bytes)
     live: dict[int, tuple[int, str]] = {}
     for event in timeline.allocations:

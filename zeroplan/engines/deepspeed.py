@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed_stage12 import partitioned_account
+from zeroplan.engines.deepspeed_stage3 import sharded_account
+from zeroplan.engines.deepspeed_whole import bf16_optimizer_account, unpartitioned_account
 from zeroplan.engines.optimizers import implementation
 from zeroplan.errors import SpecError
 from zeroplan.spec.batch import Batch
@@ -18,7 +22,19 @@ _OWN_KERNELS = ("adamw", "adam", "lion")
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
     """Memory and traffic of rank 0 in a step after the first two. [bytes]"""
     impl = optimizer_impl(recipe)
-    return partitioned_account(model, recipe, mesh, batch, impl)
+    return _answer(recipe)(model, recipe, mesh, batch, impl)
+
+
+def _answer(recipe: RecipeSpec) -> Callable[[ModelSpec, RecipeSpec, Mesh, Batch, OptimizerImpl], Account]:
+    """Which of DeepSpeed's optimizers takes this recipe (``runtime/engine.py``, ``_do_optimizer_sanity_check``)."""
+    stage, sums_in_fp32 = recipe.zero_stage, recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
+    if stage == 3:
+        return sharded_account
+    if stage == 0:
+        return unpartitioned_account
+    if stage == 1 and sums_in_fp32:
+        return bf16_optimizer_account
+    return partitioned_account
 
 
 def optimizer_impl(recipe: RecipeSpec) -> OptimizerImpl:

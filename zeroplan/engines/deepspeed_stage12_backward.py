@@ -79,6 +79,11 @@ def reduces_in_backward(recipe: RecipeSpec) -> bool:
     return recipe.zero_stage == 2 or bool(recipe.deepspeed.overlap_comm)
 
 
+def has_buckets(job: Job) -> bool:
+    """Whether there is a reduce bucket: not at stage 0, nor where all gradients are added up in fp32 at stage 1."""
+    return job.recipe.zero_stage == 2 or (job.recipe.zero_stage == 1 and not keeps_partition(job))
+
+
 def own_gradients(job: Job) -> Line:
     """The reduced gradients that this rank keeps for the step."""
     if keeps_partition(job):
@@ -94,7 +99,7 @@ def window(job: Job) -> tuple[Line, ...]:
 
 def backward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     """Every moment of the backward pass where memory can peak."""
-    return _reducing(job, these) if reduces_in_backward(job.recipe) else _collecting(job, these)
+    return _reducing(job, these) if reduces_in_backward(job.recipe) else (*collecting_moments(job, these), *_reduced_after(job, these))
 
 
 def _earlier_gradients(job: Job) -> Line:
@@ -105,7 +110,7 @@ def _earlier_gradients(job: Job) -> Line:
 
 def _buckets(job: Job) -> tuple[Line, ...]:
     options = job.recipe.deepspeed
-    if not options.contiguous_gradients:
+    if not options.contiguous_gradients or not has_buckets(job):
         return ()
     count = 2 if options.overlap_comm else 1
     n_bytes = count * job.element * options.reduce_bucket_size
@@ -288,11 +293,11 @@ def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Mom
 # Collected first, reduced after the backward (stage 1).
 
 
-def _collecting(job: Job, these: Passes) -> tuple[Moment, ...]:
+def collecting_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
+    """The backward pass where every gradient stays until its end; the end itself is left out."""
     return (
         *_collected_head(job, these),
         *(moment for run in these.runs for moment in _collected_block(job, these, run)),
-        *_reduced_after(job, these),
     )
 
 

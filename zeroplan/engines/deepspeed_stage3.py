@@ -1,0 +1,337 @@
+"""What does a rank hold under DeepSpeed's ZeRO-3 (``DeepSpeedZeroOptimizer_Stage3``)?
+
+Every parameter is split on its own, each rank holding ``ceil(numel/N)`` elements of it; what a module needs is gathered before
+it runs. Gradients go through one bucket that is reduce-scattered in a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.account import Account
+from zeroplan.engines.deepspeed_buckets import Flush, schedule, waiting_elements
+from zeroplan.engines.deepspeed_flat import largest_parameter, row
+from zeroplan.engines.deepspeed_passes import (
+    Instant,
+    Passes,
+    RunPass,
+    backward_instant,
+    element_bytes,
+    embedding_instant,
+    forward_instant,
+    head_instants,
+    is_being_made,
+    kept_before,
+    loss_instant,
+    passes,
+)
+from zeroplan.engines.deepspeed_trace import Gathered, gathered
+from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
+from zeroplan.numeric import Int, ceil_div, minimum, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.transformer.blocks import BackwardPoint
+
+_STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
+_GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
+_COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
+_FP64 = 8
+
+
+class _Job(NamedTuple):
+    model: ModelSpec
+    recipe: RecipeSpec
+    n_ranks: Int
+    element: int
+    """Bytes of a weight and of a gradient in the compute dtype."""
+    master: int
+    """Bytes of an element of the weights that the optimizer updates."""
+    kept: int
+    """Bytes of an element of a gradient kept for the step."""
+    partition: Int
+    trace: Gathered
+
+
+def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
+    """Answer for stage 3.
+
+    Leaves out: ZeRO++ (``zero_hpz_partition_size``, quantized weights and gradients), offload, leaf modules, the padding of a
+    gathered parameter (fewer than N elements each).
+    """
+    job = _job(model, recipe, mesh)
+    states = _states(job, impl)
+    persistent = (*states, _bucket(job), _persistent(job))
+    these = passes(model, recipe, batch)
+    running = (*_forward(job, these), *_backward(job, these))
+    training = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in running)
+    step = tuple(Moment(name, phase, (*states, _bucket(job), *lines)) for name, phase, lines in _step(job, impl))
+    return Account((*states, _bucket(job), _persistent(job)), (*_init(job, states), *training, *step), _collectives(job, batch))
+
+
+def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
+    element = element_bytes(recipe)
+    sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
+    return _Job(
+        model,
+        recipe,
+        mesh.dp_shard,
+        element,
+        2 if recipe.precision == "bf16" else 4,
+        4 if sums_in_fp32 else element,
+        _partition_elements(model, mesh.dp_shard),
+        gathered(model, recipe.deepspeed, recipe.recompute),
+    )
+
+
+@lru_cache(maxsize=256)
+def _numels(model: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """Sizes of parameters that occur, and how often."""
+    counts: dict[int, int] = {}
+    for each in row(model).placed:
+        numel = each.end - each.start
+        counts[numel] = counts.get(numel, 0) + 1
+    return tuple(counts.items())
+
+
+def _partition_elements(model: ModelSpec, n_ranks: Int) -> Int:
+    """Sum of ``ceil(numel/N)`` over all parameters. [elements]"""
+    total: Int = 0
+    for numel, count in _numels(model):
+        total = total + count * ceil_div(numel, n_ranks)
+    return total
+
+
+def _gathered_line(job: _Job, elements: int) -> Line:
+    """Gathered parameters; a single rank gathers nothing."""
+    n_bytes = where(job.n_ranks > 1, job.element * elements, 0)
+    return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", "", _COORDINATOR)
+
+
+def _states(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
+    share = job.partition
+    weights = Line(Kind.PARAMETERS, job.element * share, "this rank's share of each parameter", "", _STAGE3)
+    master = Line(Kind.PARAMETERS, job.master * share, "this rank's share of the weights in fp32", "", _STAGE3)
+    gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", "",
+                     f"{_STAGE3}, grad_partitions_flat_buffer")  # fmt: skip
+    optimizer = state_lines(job.recipe.optimizer, impl, (LocalTensor((share,), in_block=False),), job.master)
+    return (weights, *((master,) if job.element != job.master else ()), gradients, *optimizer)
+
+
+def _bucket(job: _Job) -> Line:
+    options = job.recipe.deepspeed
+    elements = options.reduce_bucket_size if options.contiguous_gradients else 0
+    return Line(Kind.REDUCE, job.element * elements, "reduce bucket, reduce_bucket_size, kept for good", "", _STAGE3)
+
+
+def _persistent(job: _Job) -> Line:
+    n_bytes = where(job.n_ranks > 1, job.element * job.trace.persistent, 0)
+    reason = "parameters below the persistence threshold, gathered from step to step"
+    return Line(Kind.GATHER, n_bytes, reason, "", f"{_STAGE3}, _post_step")
+
+
+def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
+    """The forward: of each kind of block the last one, and earlier ones where more is gathered."""
+    moments: list[Moment] = []
+    most = -1
+    for run in reversed(these.runs):
+        for block in range(run.first + run.n_blocks - 1, run.first - 1, -1):
+            held = job.trace.forward[block]
+            if held > most or block == run.first + run.n_blocks - 1:
+                most = max(most, held)
+                at = forward_instant(these, run, block)
+                moments.append(Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held))))
+    loss = loss_instant(these)
+    return (*moments, Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))))
+
+
+def _gradient(job: _Job, elements: int, reason: str) -> Line:
+    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, "", _STAGE3)
+
+
+def _tied_head(job: _Job) -> tuple[Line, ...]:
+    if not job.model.tie_word_embeddings:
+        return ()
+    elements = job.model.vocab_size * job.model.hidden_size
+    return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's"),)
+
+
+def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
+    return (
+        *_head(job, these),
+        *(moment for run in these.runs for moment in _blocks(job, these, run)),
+        *(_flush(job, these, flush) for flush in _highest_flushes(job.model, job.trace, job.recipe.deepspeed.reduce_bucket_size)),
+        *_end(job, these),
+    )
+
+
+def _head(job: _Job, these: Passes) -> Iterator[Moment]:
+    for at in head_instants(these):
+        first = at.point.gradients == at.point.current_gradient
+        held = job.trace.head[0 if not at.point.gradients else 1 if first else 2]
+        tied = _tied_head(job) if at.point.gradients and not first else ()
+        made = _gradient(job, at.point.current_gradient, "gradient just made")
+        yield Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held), made, *tied))
+
+
+def _held_at(job: _Job, block: int, point: BackwardPoint) -> int:
+    """Elements gathered at a point: while its latest gradient is made, or after that."""
+    for made, during, after in job.trace.backward[block]:
+        if made >= point.gradients:
+            return during if is_being_made(point) else after
+    return job.trace.backward[block][-1][1]
+
+
+def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
+    """Each point of the last block, and of earlier ones where more is gathered."""
+    bucket, tied = job.recipe.deepspeed.reduce_bucket_size, _tied_head(job)
+    for point in run.block.points:
+        latest, before = waiting_elements(job.model, bucket, run.first, point.gradients)
+        elements = point.current_gradient + before if is_being_made(point) else latest
+        made = _gradient(job, elements, "gradient just made, and one that waits outside the bucket")
+        most = -1
+        for block in range(run.first + run.n_blocks - 1, run.first - 1, -1):
+            held = _held_at(job, block, point)
+            if held <= most:
+                continue
+            most = held
+            at = backward_instant(these, run, block, point, f"backward of a block: {point.name}")
+            yield Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held), made, *tied))
+
+
+@lru_cache(maxsize=256)
+def _highest_flushes(model: ModelSpec, trace: Gathered, bucket: int) -> tuple[tuple[Flush, int], ...]:
+    """Reduced buckets that take more than every one before them in the backward, with what is gathered then."""
+    chosen: list[tuple[Flush, int]] = []
+    most = 0
+    for flush in reversed(schedule(model, bucket).flushes[1:]):
+        held = _gathered_at(trace, flush)
+        total = held + flush.fill * (1 + flush.alone) + flush.arriving
+        if total > most:
+            most = total
+            chosen.append((flush, held))
+    return tuple(chosen)
+
+
+def _gathered_at(trace: Gathered, flush: Flush) -> int:
+    if flush.block < 0:
+        return trace.end
+    if flush.block >= len(trace.backward):
+        return trace.head[2]
+    notes = trace.backward[flush.block]
+    return next((during for made, during, _ in notes if made >= flush.made), notes[-1][1])
+
+
+def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
+    """The bucket's copy in the order of the ranks; one gradient that divides evenly is reduced where it is."""
+    options = job.recipe.deepspeed
+    held = flush.fill if flush.alone or not options.contiguous_gradients else 0
+    single = flush.fill == flush.high - flush.low and _is_one_parameter(job.model, flush)
+    padded = ceil_div(flush.fill, job.n_ranks) * job.n_ranks
+    copied = where(flush.fill % job.n_ranks == 0, 0, padded) if single else padded
+    if not options.reduce_scatter and options.contiguous_gradients and not flush.alone:
+        copied = 0
+    cast = where(job.kept != job.element, job.kept * ceil_div(flush.fill, job.n_ranks), 0)
+    return (
+        _gradient(job, held + flush.arriving, "gradient that does not fit into the bucket"),
+        Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered", "",
+             "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced"),
+        Line(Kind.TEMPORARY, cast, "reduced gradients cast to fp32", "", f"{_STAGE3}, __avg_scatter_grads"),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _is_one_parameter(model: ModelSpec, flush: Flush) -> bool:
+    return any(each.start == flush.low and each.end == flush.high for each in row(model).placed)
+
+
+def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
+    flush, held = chosen
+    activations = _at_flush(these, flush)
+    around = (*these.head.shared, *these.output, kept_before(these, min(flush.block, these.n_blocks - 1)))
+    lines = (*around, activations, _gathered_line(job, held), *_reduce_lines(job, flush), *_tied_head(job))
+    return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
+
+
+def _at_flush(these: Passes, flush: Flush) -> Line:
+    """Activations of the block that runs, at the first point after as many gradients."""
+    n_bytes = these.head.hidden_bytes
+    for run in these.runs:
+        if run.first <= flush.block < run.first + run.n_blocks or (run is these.runs[-1] and flush.block >= these.n_blocks):
+            later = [point for point in run.block.points if point.gradients >= flush.made]
+            n_bytes = total_bytes((later or run.block.points)[0].lines)
+    return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs")
+
+
+def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
+    """The embedding's gradient, and the bucket that is left."""
+    at: Instant = embedding_instant(these)
+    last = schedule(job.model, job.recipe.deepspeed.reduce_bucket_size).flushes[0]
+    embedding = _gradient(job, job.model.vocab_size * job.model.hidden_size, "gradient of the embedding")
+    held = _gathered_line(job, job.trace.end)
+    around = (*these.head.shared, *these.output, held)
+    return (
+        Moment(at.name, at.phase, (*at.lines, held, embedding, *_tied_head(job))),
+        Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, *_reduce_lines(job, last))),
+    )
+
+
+def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
+    """All parameters are released first; then norm, and one sub-group after the other."""
+    part: Int = ceil_div(largest_parameter(job.model), job.n_ranks)
+    group = minimum(job.partition, job.recipe.deepspeed.sub_group_size + part)
+    norm = Line(Kind.TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", "", f"{_STAGE3}, get_grad_norm_direct")
+    flat = Line(Kind.TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", "", _STAGE3)
+    taken = Line(Kind.GRADIENTS, job.master * group, "gradients of a sub-group, as the optimizer takes them", "",
+                 f"{_STAGE3}, _prepare_fp32_grad_for_sub_group")  # fmt: skip
+    temporary = step_temporary_lines(job.recipe.optimizer, impl, (LocalTensor((group,), in_block=False),), job.master)
+    return (
+        Moment("gradient norm", Phase.STEP, (norm,)),
+        Moment("optimizer step: gradients flattened", Phase.STEP, (flat, taken) if job.kept != job.master else (taken,)),
+        Moment("optimizer step: update", Phase.STEP, (taken, *temporary)),
+    )
+
+
+def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """The model arrives whole, or in pieces under ``zero.Init``; then the optimizer's tensors are made."""
+    share, mixed = job.partition, job.element != job.master
+    if job.recipe.deepspeed.zero_init:
+        largest = job.element * largest_parameter(job.model)
+        arrived = Line(Kind.PARAMETERS, largest, "largest parameter before it is split", "", f"{_GATHER}, Init")
+        model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
+    else:
+        whole = Line(Kind.PARAMETERS, job.element * row(job.model).n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
+        model = Moment("initialisation: model arrives whole", Phase.INIT, (whole,))
+    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", "", f"{_STAGE3}, initialize_optimizer_states")
+    return (
+        model,
+        Moment("initialisation: optimizer", Phase.INIT, (*states[: 2 if mixed else 1], zeros)),
+        Moment("initialisation: buffers", Phase.INIT, (*states[: 3 if mixed else 2], _bucket(job))),
+    )
+
+
+def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
+    micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
+    flushes = len(schedule(job.model, job.recipe.deepspeed.reduce_bucket_size).flushes)
+    psi = row(job.model).n_elements
+    persistent = sum(1 for numel, count in _numels(job.model) for _ in range(count)
+                     if numel <= job.recipe.deepspeed.stage3_param_persistence_threshold)  # fmt: skip
+    return (
+        _all_gather(job, "parameters", "in the forward of every micro-batch", trace.forward_elements, trace.forward_calls, micro),
+        _all_gather(job, "parameters", "in the backward of every micro-batch", trace.backward_elements, trace.backward_calls, micro),
+        _all_gather(job, "persistent parameters", "after the optimizer step", trace.persistent, persistent, 1),
+        Collective(
+            "reduce-scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
+            element * -(-psi // flushes), (n - 1) * element * psi // n * micro, psi * micro, f"{_STAGE3}, __avg_scatter_grads",
+        ),
+    )  # fmt: skip
+
+
+def _all_gather(job: _Job, what: str, when: str, elements: int, calls: int, times: Int) -> Collective:
+    payload = job.element * -(-elements // max(calls, 1))
+    sent = (job.n_ranks - 1) * job.element * elements // job.n_ranks * times
+    return Collective("all-gather", what, when, job.n_ranks, calls * times, payload, sent, elements * times, _COORDINATOR)
