@@ -115,11 +115,12 @@ def _gathered_line(job: _Job, elements: int) -> Line:
 def _states(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
     share = job.partition
     weights = Line(Kind.PARAMETERS, job.element * share, "this rank's share of each parameter", "", _STAGE3)
-    master = Line(Kind.PARAMETERS, job.master * share, "this rank's share of the weights in fp32", "", _STAGE3)
+    reason = "this rank's share of the weights once more, as the optimizer updates them"
+    master = Line(Kind.PARAMETERS, job.master * share, reason, "", f"{_STAGE3}, _create_fp32_partitions")
     gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", "",
                      f"{_STAGE3}, grad_partitions_flat_buffer")  # fmt: skip
     optimizer = state_lines(job.recipe.optimizer, impl, (LocalTensor((share,), in_block=False),), job.master)
-    return (weights, *((master,) if job.element != job.master else ()), gradients, *optimizer)
+    return (weights, master, gradients, *optimizer)
 
 
 def _bucket(job: _Job) -> Line:
@@ -293,12 +294,13 @@ def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
         Moment("gradient norm", Phase.STEP, (norm,)),
         Moment("optimizer step: gradients flattened", Phase.STEP, (flat, taken) if job.kept != job.master else (taken,)),
         Moment("optimizer step: update", Phase.STEP, (taken, *temporary)),
+        Moment("after the step: persistent parameters gathered", Phase.STEP, (_persistent(job),)),
     )
 
 
 def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
     """The model arrives whole, or in pieces under ``zero.Init``; then the optimizer's tensors are made."""
-    share, mixed = job.partition, job.element != job.master
+    share = job.partition
     if job.recipe.deepspeed.zero_init:
         largest = job.element * largest_parameter(job.model)
         arrived = Line(Kind.PARAMETERS, largest, "largest parameter before it is split", "", f"{_GATHER}, Init")
@@ -307,10 +309,11 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
         whole = Line(Kind.PARAMETERS, job.element * row(job.model).n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
         model = Moment("initialisation: model arrives whole", Phase.INIT, (whole,))
     zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", "", f"{_STAGE3}, initialize_optimizer_states")
+    one = _gathered_line(job, largest_parameter(job.model))
     return (
         model,
-        Moment("initialisation: optimizer", Phase.INIT, (*states[: 2 if mixed else 1], zeros)),
-        Moment("initialisation: buffers", Phase.INIT, (*states[: 3 if mixed else 2], _bucket(job))),
+        Moment("initialisation: optimizer", Phase.INIT, (*states[:2], zeros)),
+        Moment("initialisation: gradient hooks", Phase.INIT, (*states[:3], _bucket(job), one)),
     )
 
 

@@ -30,6 +30,8 @@ class Step(NamedTuple):
     """Elements of the block's gradients made when it is done; in the forward 0."""
     releases: bool
     """Whether its end is noticed, so that its parameters can be released."""
+    again: bool = False
+    """It runs forward once more, within its block's backward."""
 
 
 class Gathered(NamedTuple):
@@ -95,7 +97,7 @@ def _backward(placed: tuple[Placed, ...], modules: tuple[_Module, ...], block: i
     """A block's modules in reverse; the last one is waiting in its backward while the block is recomputed."""
     steps: list[Step] = [Step(_BACKWARD, (), block, 0, releases=True)] * 2
     made = 0
-    recompute = _forward(modules, block) if again else []
+    recompute = [step._replace(again=True) for step in _forward(modules, block)] if again else []
     for module in reversed(modules):
         made += sum(placed[index].end - placed[index].start for index in module.parameters)
         steps.append(Step(_BACKWARD, module.parameters, block, made, releases=True))
@@ -171,6 +173,7 @@ class _Replay:
         self.available: set[int] = set()
         self.in_flight: dict[int, _Handle] = {}
         self.counted = 0
+        self.saved: dict[int, int] = {}
         self.elements = 0
         self.peak = 0
         self.sent = {_FORWARD: 0, _BACKWARD: 0}
@@ -266,7 +269,12 @@ class _Replay:
                 continue
             self.available.discard(index)
             self.counted -= self.numel[index]
-            self._hold(-self.numel[index])
+            if step.again:  # what checkpointing recomputes, it saves as it is: a released weight lives on in the graph
+                self.saved[index] = self.numel[index]
+            else:
+                self._hold(-self.numel[index])
+        if not step.again and step.direction == _BACKWARD:
+            self._hold(-sum(self.saved.pop(index, 0) for index in step.parameters))
 
     def _is_used_soon(self, index: int, at: int) -> bool:
         """Whether it is used again before ``max_reuse_distance`` elements of other modules have run."""
