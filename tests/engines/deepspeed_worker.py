@@ -83,7 +83,8 @@ def engine_of(spec: ModelSpec, recipe: RecipeSpec, grad_accum_steps: int) -> Dee
     compute = Compute(4 if recipe.precision == "fp32" else 2, autocast=False, attention=recipe.attention)
     model = causal_model(spec, compute)
     if recipe.recompute == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # The random state that checkpointing keeps is host memory on a GPU machine.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
     mark("init start")
     config = configuration(recipe, grad_accum_steps)
     if recipe.zero_stage == 0 and recipe.optimizer_impl in (None, "fused"):

@@ -119,10 +119,15 @@ def head_instants(these: Passes) -> tuple[Instant, ...]:
     )
 
 
+def checkpoint_beside(these: Passes, run: RunPass) -> tuple[Line, ...]:
+    """Under recomputation, a block's input, alive during its own backward."""
+    return run.block.checkpoint_in_backward if these.recompute == "full" else ()
+
+
 def backward_instant(these: Passes, run: RunPass, block: Int, point: BackwardPoint, name: str) -> Instant:
     """One point in the backward of a block; under recomputation the block's input is alive beside it."""
-    again = run.block.checkpoint_in_backward if these.recompute == "full" else ()
-    lines = (*these.head.shared, *these.output, kept_before(these, block), *again, *point.lines)
+    beside = checkpoint_beside(these, run)
+    lines = (*these.head.shared, *these.output, kept_before(these, block), *beside, *point.lines)
     return Instant(name, Phase.BACKWARD, lines, block, point)
 
 

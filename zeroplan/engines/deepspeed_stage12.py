@@ -69,12 +69,16 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     update = (own,) if keeps_partition(job) else (master,)
     moments = [Moment("optimizer step: update", Phase.STEP, update + temporary)]
     if not keeps_partition(job):
-        flat = Line(Kind.TEMPORARY, job.element * share, "gradients of this rank's share, flattened", f"{job.element}·{_SHARE}", _FILE)
+        flat = Line(
+            Kind.TEMPORARY, job.element * share, "gradients of this rank's share, flattened", f"{job.element}·{_SHARE}", _FILE
+        )
         cast = (own, flat, master) if job.element != job.master else (own, master)
         moments.insert(0, Moment("optimizer step: gradients flattened", Phase.STEP, cast))
     if job.recipe.deepspeed.compute_grad_norm:
         slices = _FP64 * largest_slice(job.model, share)
-        norm = Line(Kind.TEMPORARY, slices, "largest gradient of this rank's share in fp64", "", f"{_FILE}, get_grad_norm_direct")
+        norm = Line(
+            Kind.TEMPORARY, slices, "largest gradient of this rank's share in fp64", "", f"{_FILE}, get_grad_norm_direct"
+        )
         moments.insert(0, Moment("gradient norm", Phase.STEP, (own, norm)))
     return tuple(moments)
 

@@ -16,6 +16,7 @@ from zeroplan.engines.deepspeed_passes import (
     Passes,
     RunPass,
     backward_instant,
+    checkpoint_beside,
     element_bytes,
     embedding_instant,
     head_instants,
@@ -99,7 +100,11 @@ def window(job: Job) -> tuple[Line, ...]:
 
 def backward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     """Every moment of the backward pass where memory can peak."""
-    return _reducing(job, these) if reduces_in_backward(job.recipe) else (*collecting_moments(job, these), *_reduced_after(job, these))
+    return (
+        _reducing(job, these)
+        if reduces_in_backward(job.recipe)
+        else (*collecting_moments(job, these), *_reduced_after(job, these))
+    )
 
 
 def _earlier_gradients(job: Job) -> Line:
@@ -161,7 +166,9 @@ def _reducing(job: Job, these: Passes) -> tuple[Moment, ...]:
         *(moment for run in these.runs for moment in _last_block_moments(job, these, run, always)),
         *_own_block_moments(job, these, always),
         _flush_moment(job, these, always, flush_over(job.buckets, border * job.partition), "bucket reduced: last border"),
-        _flush_moment(job, these, always, flush_over(job.buckets, job.partition), "bucket reduced: border of this rank's share"),
+        _flush_moment(
+            job, these, always, flush_over(job.buckets, job.partition), "bucket reduced: border of this rank's share"
+        ),
         *_end_moments(job, these, always),
     )
 
@@ -260,7 +267,7 @@ def _at_flush(these: Passes, block: Int, made: Int) -> Int:
     """Activations of the block that runs when ``made`` elements of its gradients exist. [bytes]"""
     n_bytes: Int = where(block < 0, these.head.hidden_bytes, 0)
     for run in these.runs:
-        inside = _at_point(run.block.points, made)
+        inside = _at_point(run.block.points, made) + total_bytes(checkpoint_beside(these, run))
         here = (block >= run.first) if run is these.runs[-1] else (block >= run.first) & (block < run.first + run.n_blocks)
         n_bytes = n_bytes + where(here, inside, 0)
     return n_bytes
@@ -340,7 +347,9 @@ def _reduced_after(job: Job, these: Passes) -> tuple[Moment, ...]:
     around = (*these.head.shared, *these.output, *_buckets(job))
     at = embedding_instant(these)
     embedding = job.model.vocab_size * job.model.hidden_size
-    all_made = _gradient(job, where(job.accumulates, psi + embedding, psi), "all gradients, and the embedding's before it is added")
+    all_made = _gradient(
+        job, where(job.accumulates, psi + embedding, psi), "all gradients, and the embedding's before it is added"
+    )
     rest = _gradient(job, left, "gradients not yet in a bucket")
     return (
         Moment(at.name, at.phase, (*at.lines, *_buckets(job), *_tied_head(job), all_made)),

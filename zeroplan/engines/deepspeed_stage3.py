@@ -18,6 +18,7 @@ from zeroplan.engines.deepspeed_passes import (
     Passes,
     RunPass,
     backward_instant,
+    checkpoint_beside,
     element_bytes,
     embedding_instant,
     forward_instant,
@@ -165,7 +166,10 @@ def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
     return (
         *_head(job, these),
         *(moment for run in these.runs for moment in _blocks(job, these, run)),
-        *(_flush(job, these, flush) for flush in _highest_flushes(job.model, job.trace, job.recipe.deepspeed.reduce_bucket_size)),
+        *(
+            _flush(job, these, flush)
+            for flush in _highest_flushes(job.model, job.trace, job.recipe.deepspeed.reduce_bucket_size)
+        ),
         *_end(job, these),
     )
 
@@ -264,7 +268,7 @@ def _at_flush(these: Passes, flush: Flush) -> Line:
     for run in these.runs:
         if run.first <= flush.block < run.first + run.n_blocks or (run is these.runs[-1] and flush.block >= these.n_blocks):
             later = [point for point in run.block.points if point.gradients >= flush.made]
-            n_bytes = total_bytes((later or run.block.points)[0].lines)
+            n_bytes = total_bytes((*checkpoint_beside(these, run), *(later or run.block.points[-1:])[0].lines))
     return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs")
 
 
@@ -308,7 +312,9 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
     else:
         whole = Line(Kind.PARAMETERS, job.element * row(job.model).n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
         model = Moment("initialisation: model arrives whole", Phase.INIT, (whole,))
-    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", "", f"{_STAGE3}, initialize_optimizer_states")
+    zeros = Line(
+        Kind.GRADIENTS, job.master * share, "zero gradients of the share", "", f"{_STAGE3}, initialize_optimizer_states"
+    )
     one = _gathered_line(job, largest_parameter(job.model))
     return (
         model,

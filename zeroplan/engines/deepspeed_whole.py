@@ -46,7 +46,11 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     training = (*_forward_and_backward(job, batch), *end, *step)
     persistent = (*weights, *state)
     moments = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
-    return Account((*persistent, gradients), (*_init(job, persistent, temporary, mixed=mixed, wrapped=wrapped), *moments), _collectives(job))
+    return Account(
+        (*persistent, gradients),
+        (*_init(job, persistent, temporary, mixed=mixed, wrapped=wrapped), *moments),
+        _collectives(job),
+    )
 
 
 def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -141,7 +145,9 @@ def _all_reduced(job: Job, gradients: Line) -> tuple[Moment, ...]:
     return (Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (gradients, copy)),)
 
 
-def _init(job: Job, persistent: tuple[Line, ...], temporary: tuple[Line, ...], *, mixed: bool, wrapped: bool) -> tuple[Moment, ...]:
+def _init(
+    job: Job, persistent: tuple[Line, ...], temporary: tuple[Line, ...], *, mixed: bool, wrapped: bool
+) -> tuple[Moment, ...]:
     """Under mixed precision the optimizer takes one step on zero gradients to make its state."""
     if not mixed:
         return (Moment("initialisation: model", Phase.INIT, persistent[:1]),)
