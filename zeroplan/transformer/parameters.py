@@ -10,8 +10,9 @@ class Parameter(NamedTuple):
     """One parameter tensor.
 
     ``name`` is relative to its module (``self_attn.q_proj.weight`` in a block, ``model.embed_tokens.weight`` outside);
-    ``autocast`` says whether ``torch.autocast`` casts it (weights and biases of matrix multiplications; neither embeddings
-    nor norms). ``active`` is the number of its elements one token uses (fewer than all of them for routed experts).
+    ``autocast`` says whether ``torch.autocast`` casts it: weights and biases of ``nn.Linear`` and ``Conv1D``; neither
+    embeddings nor norms, and not the experts' weights, since ``grouped_mm`` is not on autocast's list. ``active`` is the
+    number of its elements one token uses (fewer than all of them for routed experts).
     """
 
     name: str

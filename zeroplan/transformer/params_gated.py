@@ -141,14 +141,15 @@ def _gpt_oss_experts(model: ModelSpec, moe: MoeSpec) -> Parameters:
 
 
 def _experts(model: ModelSpec, moe: MoeSpec) -> Parameters:
-    """All experts of a layer in two tensors, each (experts, out, in)."""
+    """All experts of a layer in two tensors, each (experts, out, in), as transformers 5 fuses them."""
     hidden, width = model.hidden_size, moe.moe_intermediate_size
     return (_routed("mlp.experts.gate_up_proj", moe, 2 * width, hidden), _routed("mlp.experts.down_proj", moe, hidden, width))
 
 
 def _routed(name: str, moe: MoeSpec, *shape: int) -> Parameter:
+    """Weights of all experts, which autocast leaves alone: ``grouped_mm`` is not on its list (``integrations/moe.py``)."""
     share = (moe.num_experts_per_tok, moe.num_experts)
-    return Parameter(name, (moe.num_experts, *shape), autocast=True, active_share=share)
+    return Parameter(name, (moe.num_experts, *shape), active_share=share)
 
 
 def _query_width(model: ModelSpec) -> int:

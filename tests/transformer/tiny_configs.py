@@ -1,0 +1,67 @@
+"""One small config.json per family, with every optional part of its architecture switched on or off in turn."""
+
+from __future__ import annotations
+
+_LLAMA = {
+    "vocab_size": 11, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_GPT = {"vocab_size": 11, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_DEEPSEEK = _LLAMA | {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 12, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
+
+TINY: dict[str, dict[str, object]] = {
+    "llama": _LLAMA,
+    "llama, biases": _LLAMA | {"attention_bias": True, "mlp_bias": True},
+    "llama, tied, wide heads": _LLAMA | {"tie_word_embeddings": True, "head_dim": 16},
+    "mistral": _LLAMA,
+    "mistral, wide heads": _LLAMA | {"head_dim": 16},
+    "qwen2": _LLAMA,
+    "qwen2, tied": _LLAMA | {"tie_word_embeddings": True},
+    "qwen3": _LLAMA | {"head_dim": 16},
+    "qwen3, biases": _LLAMA | {"attention_bias": True},
+    "gemma2": _LLAMA | {"head_dim": 16},
+    "gemma2, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
+    "gemma3_text": _LLAMA | {"head_dim": 16},
+    "gemma3_text, biases": _LLAMA | {"attention_bias": True},
+    "phi3": _LLAMA,
+    "phi3, tied": _LLAMA | {"tie_word_embeddings": True},
+    "gpt2": _GPT | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    "gpt2, untied, narrow": _GPT | {
+        "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 48, "tie_word_embeddings": False,
+    },
+    "gpt_neox": _GPT | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "gpt_neox, no bias, tied": _GPT | {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "attention_bias": False, "tie_word_embeddings": True,
+    },
+    "opt": _GPT | {
+        "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64,
+    },
+    "opt, untied": _GPT | {
+        "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    },
+    "bloom": _GPT | {"hidden_size": 32, "n_layer": 3, "n_head": 4},
+    "bloom, untied": _GPT | {"hidden_size": 32, "n_layer": 3, "n_head": 4, "tie_word_embeddings": False},
+    "mixtral": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": _LLAMA | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16, "mlp_only_layers": [0],
+    },
+    "qwen3_moe, biases, no dense layer": _LLAMA | {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "attention_bias": True,
+    },
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v3, whole queries, biases": _DEEPSEEK | {"q_lora_rank": None, "attention_bias": True},
+    "deepseek_v3, biases, no dense layer": _DEEPSEEK | {"attention_bias": True, "first_k_dense_replace": 0},
+    "gpt_oss": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    "gpt_oss, no bias": _LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "attention_bias": False},
+}  # fmt: skip
+
+
+def tiny_config(case: str) -> dict[str, object]:
+    """Write out the config.json of a case; its ``model_type`` is the case's first word."""
+    return {"model_type": case.partition(",")[0], **TINY[case]}

@@ -1,0 +1,340 @@
+"""What does a Hugging Face ``config.json`` say about the shape of a model?
+
+Keys, aliases and defaults are those of the configuration classes of transformers 5.23
+(``models/<family>/configuration_<family>.py``). What a config leaves to a default that sizes the model in a way no real
+``config.json`` does is asked for instead; what would change the parameters in a way zeroplan has no formula for is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from pydantic import ValidationError
+
+from zeroplan.catalog.config_keys import (
+    DEFAULTS,
+    FIXED,
+    KEYS,
+    OPTIONAL_WINDOW,
+    OTHER_KINDS,
+    PLAIN_HEADS,
+    REQUIRED,
+    SAME_AS,
+    SIZES,
+)
+from zeroplan.catalog.text import first_fault, one_line, read_text, shown
+from zeroplan.errors import SpecError, unknown_name
+from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, MlaSpec, ModelSpec, MoeSpec
+
+Config: TypeAlias = Mapping[str, object]
+_LARGEST = 10**7
+"""Above every width, vocabulary and context in use."""
+
+
+def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as: str | None = None) -> ModelSpec:
+    """Read the shape of the model that a ``config.json`` describes.
+
+    Of a multimodal config (Gemma 3, LLaVA) it is the text part, and the name says so. ``treat_as`` names a family whose
+    formulas are to be used whatever ``model_type`` says. Quantisation and everything else that leaves the parameters as
+    they are is ignored; multi-token-prediction layers, which transformers does not build, are too.
+
+    >>> model_from_config({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+    ...                    "vocab_size": 50257}).intermediate_size
+    3072
+    """
+    if not isinstance(config, Mapping):
+        raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
+    _refuse_other_kinds(config)
+    text, is_part = _text_part(config)
+    source = _Source(text, _family(text, treat_as))
+    _refuse_other_architectures(source)
+    _demand_required(source)
+    return _spec(source, f"{name} (text part)".lstrip() if is_part else name)
+
+
+def read_config(path: Path, *, treat_as: str | None = None) -> ModelSpec:
+    """Read the shape of the model whose ``config.json`` is ``path`` or lies in the folder ``path``; named after the folder."""
+    file = _config_file(path)
+    text = read_text(file, what="config.json")
+    try:
+        config = json.loads(text)
+    except RecursionError:
+        raise SpecError(f"{shown(str(file))} is nested too deep; that is no model's config.json") from None
+    except ValueError as error:
+        raise SpecError(f"{shown(str(file))} is not JSON: {one_line(str(error))}") from None
+    return model_from_config(config, name=file.resolve().parent.name, treat_as=treat_as)
+
+
+def _config_file(path: Path) -> Path:
+    try:
+        is_folder = path.is_dir()
+    except (OSError, ValueError) as error:
+        raise SpecError(f"config.json {shown(str(path))} cannot be read: {one_line(str(error))}") from None
+    if is_folder and not (path / "config.json").exists():
+        raise SpecError(f"folder {shown(str(path))} holds no config.json; give the folder or file of a Hugging Face model")
+    return path / "config.json" if is_folder else path
+
+
+class _Source(NamedTuple):
+    """A config and the family whose keys and defaults it is read with."""
+
+    config: Config
+    family: str
+
+    def keys(self, field: str) -> tuple[str, ...]:
+        """Under which keys ``field`` may stand."""
+        return KEYS.get(self.family, {}).get(field, (field,))
+
+    def key(self, field: str) -> str:
+        """Under which key ``field`` stands, or would."""
+        return next((key for key in self.keys(field) if self.config.get(key) is not None), self.keys(field)[0])
+
+    def states(self, field: str) -> bool:
+        """Whether the config has a value for ``field``."""
+        return self.config.get(self.key(field)) is not None
+
+    def value(self, field: str) -> object:
+        """Look ``field`` up: the config's value, or the class's default where the key is absent; None where it is null."""
+        found = {key: self.config[key] for key in self.keys(field) if self.config.get(key) is not None}
+        if len(found) > 1 and any(value != found[self.key(field)] for value in found.values()):
+            pairs = " and ".join(f"{key}={shown(value)}" for key, value in found.items())
+            raise SpecError(f"{pairs} disagree in config.json; keep the right one")
+        if found or any(key in self.config for key in self.keys(field)):
+            return found.get(self.key(field))
+        return DEFAULTS[self.family].get(field)
+
+    def integer(self, field: str, fallback: int | None = None, *, least: int = 1) -> int:
+        """``field`` as an integer; ``fallback`` where the config and the class say nothing."""
+        found = self.optional_integer(field, least=least)
+        if found is not None:
+            return found
+        if fallback is None:
+            raise SpecError(f"{self.key(field)} is null in config.json; write its number")
+        return fallback
+
+    def optional_integer(self, field: str, *, least: int = 1) -> int | None:
+        """``field`` as an integer, or None where it has no value."""
+        value, key = self.value(field), self.key(field)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SpecError(f"{key}={shown(value)} in config.json is not a whole number; write it as one, without quotes")
+        if not least <= value <= _LARGEST:
+            raise SpecError(f"{key}={shown(value)} in config.json is out of range; it must be from {least} to {_LARGEST:,}")
+        return value
+
+    def flag(self, field: str) -> bool:
+        """``field`` as true or false; false where nothing says otherwise."""
+        value = self.value(field)
+        if value is not None and not isinstance(value, bool):
+            raise SpecError(f"{self.key(field)}={shown(value)} in config.json is neither true nor false; write one of them")
+        return bool(value)
+
+
+def _refuse_other_kinds(config: Config) -> None:
+    """Refuse what is no decoder-only transformer, whatever the user wants it treated as."""
+    model_type = config.get("model_type")
+    for kind, types in OTHER_KINDS.items():
+        if model_type in types:
+            raise SpecError(f"model_type {shown(model_type)} is {kind}; zeroplan counts decoder-only transformers")
+    if config.get("is_encoder_decoder") is True:
+        raise SpecError("is_encoder_decoder=True in config.json: zeroplan counts decoder-only transformers")
+
+
+def _text_part(config: Config) -> tuple[Config, bool]:
+    """Find the config of the language model, and say whether it is a part of a larger one."""
+    text = config.get("text_config")
+    if config.get("model_type") in FAMILIES or not isinstance(text, Mapping):
+        return config, False
+    tied, tied_in_text = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
+    if tied is None or tied_in_text == tied:
+        return text, True
+    if tied_in_text is not None:
+        raise SpecError(
+            f"tie_word_embeddings={shown(tied)} and {shown(tied_in_text)} in text_config disagree; keep the right one"
+        )
+    return {**text, "tie_word_embeddings": tied}, True
+
+
+def _family(config: Config, treat_as: str | None) -> str:
+    model_type = config.get("model_type")
+    if treat_as is not None:
+        return _known_family(treat_as)
+    if model_type is None:
+        raise SpecError("config.json has no model_type; add it, or name the shape with --treat-as llama")
+    if not isinstance(model_type, str):
+        raise SpecError(f"model_type={shown(model_type)} in config.json is not a name; write one like 'llama'")
+    family = SAME_AS.get(model_type, model_type)
+    if family not in FAMILIES:
+        raise SpecError(
+            f"model_type {shown(model_type)} has no formulas; --treat-as llama counts it as a Llama-shaped model "
+            f"(formulas: {', '.join(FAMILIES)})"
+        )
+    return family
+
+
+def _known_family(treat_as: str) -> str:
+    if treat_as not in FAMILIES:
+        raise unknown_name("architecture", treat_as, FAMILIES, f"--treat-as takes one of {', '.join(FAMILIES)}")
+    return treat_as
+
+
+def _refuse_other_architectures(source: _Source) -> None:
+    """Refuse keys that add or remove parameters in a way the family's class does not know."""
+    config, family = source
+    for key, only in FIXED[family].items():
+        if config.get(key) is not None and config[key] != only:
+            raise SpecError(f"{key}={shown(config[key])} in config.json has no formula: {family} always has {key}={only}")
+    if family not in MOE_FAMILIES:
+        for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if config.get(key) not in (None, 0, 1):
+                raise SpecError(f"{key}={shown(config[key])} in config.json: {family} has no experts; {_moe_way_out()}")
+    if family != "deepseek_v3" and config.get("kv_lora_rank") is not None:
+        raise SpecError(f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only deepseek_v3 has latent attention")
+    width = config.get("word_embed_proj_dim")
+    if width is not None and width != config.get("hidden_size"):
+        raise SpecError(f"word_embed_proj_dim={shown(width)} in config.json has no formula; it must equal hidden_size")
+
+
+def _moe_way_out() -> str:
+    return f"--treat-as takes {', '.join(MOE_FAMILIES)} for a model with experts"
+
+
+def _demand_required(source: _Source) -> None:
+    fields = REQUIRED.get(source.family, SIZES)
+    nullable = ("q_lora_rank",)
+    missing = [
+        source.keys(field)[0]
+        for field in fields
+        if not source.states(field) and not (field in nullable and field in source.config)
+    ]
+    if missing:
+        raise SpecError(f"config.json of a {source.family} model lacks {', '.join(missing)}; add what is missing")
+
+
+def _spec(source: _Source, name: str) -> ModelSpec:
+    try:
+        return ModelSpec.model_validate({"name": name, "family": source.family, **_shape(source)})
+    except ValidationError as error:
+        raise SpecError(f"config.json: {first_fault(error)}") from None
+
+
+def _shape(source: _Source) -> dict[str, object]:
+    hidden, heads = source.integer("hidden_size"), source.integer("num_attention_heads")
+    head_dim, context = _head_dim(source, hidden, heads), source.integer("max_position_embeddings")
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": _intermediate_size(source, hidden),
+        "num_hidden_layers": source.integer("num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _key_value_heads(source, heads),
+        "head_dim": head_dim,
+        "vocab_size": source.integer("vocab_size"),
+        "max_position_embeddings": context,
+        "positions": _positions(source.family, context),
+        "tie_word_embeddings": source.flag("tie_word_embeddings"),
+        "attention_bias": _bias(source, "attention_bias"),
+        "mlp_bias": _bias(source, "mlp_bias"),
+        "sliding_window": _window(source),
+        "moe": _moe(source),
+        "mla": _mla(source),
+    }
+
+
+def _intermediate_size(source: _Source, hidden: int) -> int:
+    if source.family not in ("gpt2", "bloom"):
+        return source.integer("intermediate_size")
+    width = source.integer("intermediate_size", 4 * hidden)
+    if source.family == "bloom" and width != 4 * hidden:
+        raise SpecError(f"n_inner={width} in config.json has no formula: bloom always has 4·hidden_size = {4 * hidden}")
+    return width
+
+
+def _key_value_heads(source: _Source, heads: int) -> int:
+    key_value_heads = source.integer("num_key_value_heads", heads)
+    origin = "in config.json" if source.states("num_key_value_heads") else "(the default, config.json states none)"
+    if source.family in (*PLAIN_HEADS, "deepseek_v3") and key_value_heads != heads:
+        raise SpecError(
+            f"num_key_value_heads={key_value_heads} {origin} has no formula: "
+            f"{source.family} has as many as attention heads, {heads}"
+        )
+    if heads % key_value_heads:
+        raise SpecError(
+            f"num_key_value_heads={key_value_heads} {origin} does not divide the {heads} attention heads; correct one"
+        )
+    return key_value_heads
+
+
+def _head_dim(source: _Source, hidden: int, heads: int) -> int:
+    if source.family == "deepseek_v3":
+        return source.integer("qk_nope_head_dim") + source.integer("qk_rope_head_dim")
+    stated = source.optional_integer("head_dim")
+    if stated is not None and (source.family not in PLAIN_HEADS or stated * heads == hidden):
+        return stated
+    if hidden % heads or stated is not None:
+        found = "" if stated is None else f", head_dim={stated}"
+        raise SpecError(
+            f"{source.key('num_attention_heads')}={heads} does not divide {source.key('hidden_size')}={hidden}{found} "
+            "in config.json; correct them or state head_dim"
+        )
+    return hidden // heads
+
+
+def _positions(family: str, context: int) -> int:
+    """Rows of a learned position table; OPT's has two more than its context (``OPTLearnedPositionalEmbedding.offset``)."""
+    return {"gpt2": context, "opt": context + 2}.get(family, 0)
+
+
+def _bias(source: _Source, field: str) -> bool:
+    fixed = FIXED[source.family].get(field)
+    return source.flag(field) if fixed is None else bool(fixed)
+
+
+def _window(source: _Source) -> int | None:
+    if source.family in OPTIONAL_WINDOW and not source.flag("use_sliding_window"):
+        return None
+    return source.optional_integer("sliding_window")
+
+
+def _moe(source: _Source) -> MoeSpec | None:
+    if source.family not in MOE_FAMILIES:
+        return None
+    width = "intermediate_size" if source.family in ("mixtral", "gpt_oss") else "moe_intermediate_size"
+    fields = {
+        "num_experts": source.integer("num_experts"),
+        "num_experts_per_tok": source.integer("num_experts_per_tok"),
+        "moe_intermediate_size": source.integer(width),
+        "num_shared_experts": source.integer("num_shared_experts", 0),
+        "num_dense_layers": _dense_layers(source),
+    }
+    try:
+        return MoeSpec.model_validate(fields)
+    except ValidationError as error:
+        raise SpecError(f"config.json: {first_fault(error)}") from None
+
+
+def _dense_layers(source: _Source) -> int:
+    """Layers with a dense MLP before those with experts."""
+    if source.family != "qwen3_moe":
+        return source.integer("num_dense_layers", 0, least=0)
+    layers = source.config.get("mlp_only_layers")
+    if layers is None:
+        return 0
+    if not isinstance(layers, list | tuple) or list(layers) != list(range(len(layers))):
+        raise SpecError(f"mlp_only_layers={shown(layers)} in config.json has no formula; dense layers must come first: [0, 1]")
+    return len(layers)
+
+
+def _mla(source: _Source) -> MlaSpec | None:
+    if source.family != "deepseek_v3":
+        return None
+    return MlaSpec(
+        q_lora_rank=source.optional_integer("q_lora_rank"),
+        kv_lora_rank=source.integer("kv_lora_rank"),
+        qk_nope_head_dim=source.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=source.integer("qk_rope_head_dim"),
+        v_head_dim=source.integer("v_head_dim"),
+    )
