@@ -1,4 +1,4 @@
-"""What do the parts outside the blocks cost in one pass: embedding, rotary tables, final norm, head and loss?"""
+"""What do the parts outside the blocks cost in one pass: embedding, position tables, final norm, head and loss?"""
 
 from __future__ import annotations
 
@@ -7,83 +7,110 @@ from zeroplan.numeric import maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
-from zeroplan.transformer.families.norms import FINAL, rms_norm
+from zeroplan.transformer.families.norms import FINAL, LAYER_FINAL, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths, widths
 
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
-LOSS = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
+MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
+GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
+MASK = "transformers 5.23, masking_utils.py, create_causal_mask"
 ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward"
+LOSS = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
 LOGITS = Kind.LOGITS
 
 
 def head_pass(model: ModelSpec, compute: Compute, batch: Batch) -> HeadPass:
     """What the model holds outside its blocks, with the causal-LM loss that transformers computes.
 
-    The logits are upcast to fp32 and the labels shifted by padding; no chunked or fused loss. Leaves out: dropout after the
-    embedding, and scalars (the loss itself, the sum of label weights).
+    The logits are upcast to fp32 and the labels shifted by padding. Leaves out: a chunked or fused loss, dropout after the
+    embedding, the loss itself and the sum of label weights (4 bytes each).
     """
     x = widths(model, compute, batch)
-    norm = rms_norm(x, FINAL)
-    hidden = x.tokens * x.hidden
-    head_input = Line(SAVED, x.element * hidden, "input of the head", "e·T·h", HEAD)
+    norm = layer_norm(x, LAYER_FINAL) if x.fused_projection else rms_norm(x, FINAL)
+    head_input = Line(SAVED, x.element * x.tokens * x.hidden, "input of the head", "e·T·h", HEAD)
     saved = (*norm.saved, head_input)
-    loss_forward, loss_backward = _loss(x, model.vocab_size)
+    output = Line(LOGITS, x.element * x.tokens * model.vocab_size, "logits", "e·T·V", HEAD)
+    kept = _kept_by_the_loss(x, model.vocab_size)
+    gradients = Line(LOGITS, 8 * x.tokens * model.vocab_size, "gradients of log-softmax and of the fp32 logits", "8·T·V", LOSS)
+    loss_backward = (kept[0], gradients)
     return HeadPass(
-        _shared(x),
+        _shared(model, x),
         saved,
-        loss_forward,
+        (output, *kept, *_loss_temporaries(x, model.vocab_size)),
         loss_backward,
-        norm.points[0].lines,
-        (Line(LOGITS, x.element * x.tokens * model.vocab_size, "logits", "e·T·V", HEAD),),
-        x.residual * hidden,
-        (Line(SAVED, x.residual * hidden, "embedding output", "r·T·h", HEAD),),
-        _kept_by_the_loss(x, model.vocab_size),
-        _points(x, model.vocab_size, saved, loss_backward, norm, head_input),
+        _norm_backward(x, norm),
+        (output,),
+        x.residual * x.tokens * x.hidden,
+        _beside_the_blocks(x),
+        kept,
+        _points(x, model.vocab_size, saved=saved, loss=loss_backward, norm=norm),
     )
 
 
-def _shared(x: Widths) -> tuple[Line, ...]:
-    return (
-        Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY),
-        Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD),
-    )
+def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
+    ids = Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD)
+    if model.positions:
+        return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2)
+    return ids, Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY)
 
 
-def _kept_by_the_loss(x: Widths, vocab: int) -> tuple[Line, ...]:
+def _beside_the_blocks(x: Widths) -> tuple[Line, ...]:
+    """The embedding output is block 0's input; where no norm copies it, only an explicit sum with positions adds to it."""
+    lines: tuple[Line, ...] = ()
+    embedded = Line(TEMPORARY, x.residual * x.tokens * x.hidden, "token embeddings, held by name", "r·T·h", MODEL)
+    if x.fused_projection:
+        lines = (embedded, Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings", "r·s·h", GPT2))
+    elif x.residual != 4:
+        lines = (embedded,)
+    if x.attention == "eager":
+        mask = x.residual * x.micro_batch * x.seq_len * x.seq_len
+        lines = (*lines, Line(TEMPORARY, mask, "attention mask of eager attention", "r·b·s²", MASK))
+    return lines
+
+
+def _kept_by_the_loss(x: Widths, vocab: int) -> tuple[Line, Line]:
     return (
         Line(LOGITS, 4 * x.tokens * vocab, "log-softmax of the logits, fp32", "4·T·V", LOSS),
+        # With one sequence the shifted labels are a view of the padded ones, which are one longer.
         Line(LOGITS, 8 * x.tokens + 8 * maximum(0, 2 - x.micro_batch), "labels, shifted", "8·T + 8·max(0, 2-b)", LOSS),
     )
 
 
-def _loss(x: Widths, vocab: int) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
-    logits = x.tokens * vocab
-    output = Line(LOGITS, x.element * logits, "logits", "e·T·V", HEAD)
-    upcast = () if x.element == 4 else (Line(LOGITS, 4 * logits, "logits in fp32", "4·T·V", LOSS),)
-    kept = _kept_by_the_loss(x, vocab)
-    padded = Line(LOGITS, 8 * (x.tokens + x.micro_batch), "labels, padded", "8·(T+b)", LOSS)
-    wide = (Line(TEMPORARY, 4 * x.tokens * x.hidden, "final norm's output in fp32", "4·T·h", HEAD),) if x.autocast else ()
-    gradients = Line(LOGITS, 8 * logits, "gradients of log-softmax and of the fp32 logits", "8·T·V", LOSS)
-    return (output, *upcast, *kept, padded, *wide), (kept[0], gradients)
+def _loss_temporaries(x: Widths, vocab: int) -> tuple[Line, ...]:
+    lines: tuple[Line, ...] = ()
+    if x.element != 4:
+        lines = (Line(LOGITS, 4 * x.tokens * vocab, "logits in fp32", "4·T·V", LOSS),)
+    if x.autocast:
+        wide = Line(TEMPORARY, 4 * x.tokens * x.hidden, "final norm's output in fp32, held by name", "4·T·h", HEAD)
+        lines = (*lines, wide)
+    padded = 8 * (x.tokens + x.micro_batch) - 8 * (x.tokens + 1) * maximum(0, 2 - x.micro_batch)
+    return (*lines, Line(LOGITS, padded, "labels, padded", "8·(T+b) - 8·(T+1)·max(0, 2-b)", LOSS))
 
 
-def _points(
-    x: Widths, vocab: int, saved: tuple[Line, ...], loss: tuple[Line, ...], norm: Part, head_input: Line
-) -> tuple[BackwardPoint, ...]:
+def _norm_backward(x: Widths, norm: Part) -> tuple[Line, ...]:
+    """The final norm's backward; where the residual stream is fp32 no gradient of it exists yet to add the direct one to."""
+    lines = norm.points[0].lines
+    if x.fused_projection or x.residual != 4:
+        return lines
+    return (*lines, Line(TEMPORARY, 4 * x.tokens * x.hidden, "gradient of the input beside its square, fp32", "4·T·h", MODEL))
+
+
+def _points(x: Widths, vocab: int, *, saved: tuple[Line, ...], loss: tuple[Line, ...], norm: Part) -> tuple[BackwardPoint, ...]:
     matrix = x.hidden * vocab
+    logits = Line(LOGITS, x.element * x.tokens * vocab, "gradient of the logits", "e·T·V", LOSS)
     through = Line(GRADIENT, x.element * x.tokens * x.hidden, "gradient of the head's input", "e·T·h", HEAD)
-    product = (*saved, Line(LOGITS, x.element * x.tokens * vocab, "gradient of the logits", "e·T·V", LOSS), through)
-    at_loss = BackwardPoint("loss", saved + loss, 0, 0, matrix)
-    at_norm = BackwardPoint(norm.points[0].name, norm.points[0].lines, matrix + x.hidden, x.hidden, 0)
+    product = (*saved, logits, through)
+    casts = matrix if x.autocast else 0
+    at_loss = BackwardPoint("loss", saved + loss, 0, 0, casts)
+    at_norm = BackwardPoint("final norm", _norm_backward(x, norm), matrix + norm.weights, x.hidden, 0)
     if not x.autocast:
         return at_loss, BackwardPoint("head", product, matrix, matrix, 0), at_norm
     uncast = Line(TEMPORARY, x.element * matrix, "gradient of the head's weight before it is cast", "e·h·V", HEAD)
-    wide = Line(GRADIENT, 4 * x.tokens * x.hidden, "gradient of the head's input in fp32", "4·T·h", HEAD)
-    cast = (*norm.saved, wide, uncast)
+    wide = Line(GRADIENT, 4 * x.tokens * x.hidden, "gradient of the head's input, fp32", "4·T·h", HEAD)
     return (
         at_loss,
-        BackwardPoint("head", (*product, uncast), 0, 0, matrix),
-        BackwardPoint("head: cast of the weight gradient", cast, matrix, matrix, 0),
+        BackwardPoint("head", (*product, uncast), 0, 0, casts),
+        BackwardPoint("head: cast of the weight gradient", (*norm.saved, wide, uncast), matrix, matrix, 0),
         at_norm,
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from zeroplan.ledger import Line
-from zeroplan.numeric import ceil_div
+from zeroplan.numeric import Int, ceil_div
 from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.families.norms import HeadNorm, key_norm, query_norm
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
+GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Attention.forward"
 SDPA = "transformers 5.23, integrations/sdpa_attention.py, sdpa_attention_forward"
 EAGER = "transformers 5.23, models/llama/modeling_llama.py, eager_attention_forward"
 FLASH_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd"
@@ -17,26 +19,55 @@ FLASH_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/
 FLASH_SCRATCH = "scratch of the flash-attention backward kernel (CUDA)"
 
 
-def projection_inputs(x: Widths) -> tuple[Line, ...]:
-    """The norm's output, which the three projections share; autocast casts it once for each."""
+def grouped_query_attention(x: Widths, *, bias: bool = False, output_bias: bool = False, head_norms: bool = False) -> Part:
+    """Attention of the Llama kind, causal, without an explicit mask; ``head_norms`` as in Qwen3."""
+    norm = query_norm(x) if head_norms else None
+    before = _projection_inputs(x) if norm is None else (*_projection_inputs(x), *norm.saved, *key_norm(x))
+    inward, outward = x.hidden * (x.query + x.key + x.value), x.context * x.hidden
+    inward_biases, outward_bias = (x.query + x.key + x.value) if bias else 0, x.hidden if output_bias else 0
+    head_scales = 2 * x.head_dim if head_norms else 0
+    weights = inward + outward + inward_biases + outward_bias + head_scales
+    attend = _eager if x.attention == "eager" else _sdpa
+    saved, points = attend(x, before, outward + outward_bias, inward)
+    return Part(saved, (*points, *_query_projection(x, weights, norm)), weights, inward + outward)
+
+
+def fused_attention(x: Widths) -> Part:
+    """Attention of the GPT-2 kind: one projection makes q, k and v, whose gradients are joined again in the backward."""
+    size, matrix = x.element * x.tokens * x.hidden, 3 * x.hidden * x.hidden
+    made = Line(SAVED, size, "input of the joint q, k and v projection", "e·T·h", GPT2)
+    outward = x.hidden * x.hidden + x.hidden
+    weights = outward + matrix + 3 * x.hidden
+    attend = _eager if x.attention == "eager" else _sdpa
+    saved, points = attend(x, (made,), outward, matrix)
+    alive = (
+        made,
+        Line(GRADIENT, 3 * size, "gradients of q, k and v, joined", "3·e·T·h", GPT2),
+        Line(GRADIENT, size, "gradient through the joint projection", "e·T·h", GPT2),
+    )
+    if not x.autocast:
+        last = (BackwardPoint("joint q, k and v projection", alive, weights, matrix, 0),)
+        return Part(saved, (*points, *last), weights, 4 * x.hidden * x.hidden)
+    uncast = Line(TEMPORARY, x.element * matrix, "gradient of the joint weight before it is cast", "3·e·h²", GPT2)
+    through = Line(GRADIENT, 4 * x.tokens * x.hidden, "gradient through the joint projection, fp32", "4·T·h", GPT2)
+    cast_points = (
+        BackwardPoint("joint q, k and v projection", (*alive, uncast), outward, 0, matrix),
+        BackwardPoint("joint q, k and v projection: cast of the weight gradient", (through, uncast), weights, matrix, 0),
+    )
+    return Part(saved, (*points, *cast_points), weights, 4 * x.hidden * x.hidden)
+
+
+def _projection_inputs(x: Widths) -> tuple[Line, ...]:
     size = x.element * x.tokens * x.hidden
     if x.autocast:
         return (Line(SAVED, 3 * size, "inputs of the q, k and v projections, cast", "3·e·T·h", LLAMA),)
     return (Line(SAVED, size, "input of the q, k and v projections", "e·T·h", LLAMA),)
 
 
-def grouped_query_attention(x: Widths, *, bias: bool = False, output_bias: bool = False) -> Part:
-    """Attention of the Llama kind, causal, without an explicit mask."""
-    inputs = projection_inputs(x)
-    inward, outward = x.hidden * (x.query + x.key + x.value), x.context * x.hidden
-    inward_biases, outward_bias = (x.query + x.key + x.value) if bias else 0, x.hidden if output_bias else 0
-    weights = inward + outward + inward_biases + outward_bias
-    attend = eager if x.attention == "eager" else sdpa
-    core = attend(x, inputs, outward + outward_bias, inward)
-    return Part(core.saved, core.points + query_projection(x, weights), weights, inward + outward)
+Attended = tuple[tuple[Line, ...], tuple[BackwardPoint, ...]]
 
 
-def sdpa(x: Widths, inputs: tuple[Line, ...], made: int, casts: int) -> Part:
+def _sdpa(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attended:
     """``scaled_dot_product_attention`` on the flash kernel: keys and values are not repeated for grouped heads.
 
     The random-number state (two scalars) that the CUDA kernel saves is left out. The scratch of its backward on CUDA (an
@@ -45,7 +76,7 @@ def sdpa(x: Widths, inputs: tuple[Line, ...], made: int, casts: int) -> Part:
     """
     e, tokens = x.element, x.tokens
     saved = (
-        *inputs,
+        *before,
         Line(SAVED, e * tokens * x.query, "queries", "e·T·q", SDPA),
         Line(SAVED, e * tokens * x.key, "keys", "e·T·k", SDPA),
         Line(SAVED, e * tokens * x.value, "values", "e·T·v", SDPA),
@@ -58,7 +89,7 @@ def sdpa(x: Widths, inputs: tuple[Line, ...], made: int, casts: int) -> Part:
         Line(GRADIENT, e * tokens * (x.query + x.key + x.value), "gradients of q, k and v", "e·T·(q+k+v)", SDPA),
         _flash_scratch(x),
     )
-    return Part(saved, (BackwardPoint("attention", alive, made, made, casts),), 0, 0)
+    return saved, (BackwardPoint("attention", alive, made, made, casts),)
 
 
 def _flash_scratch(x: Widths) -> Line:
@@ -66,54 +97,89 @@ def _flash_scratch(x: Widths) -> Line:
     columns = ceil_div(x.head_dim, 32) * 32
     accumulator = 4 * rows * (columns + 1)
     if x.key == x.query:
-        return Line(TEMPORARY, accumulator, FLASH_SCRATCH, "4·b·a·128·ceil(s/128)·(32·ceil(d/32)+1)", FLASH_BACKWARD)
+        return Line(TEMPORARY, accumulator, FLASH_SCRATCH, "512·a·b·ceil(s/128)·(32·ceil(d/32)+1)", FLASH_BACKWARD)
     repeated = 2 * x.element * x.tokens * x.query
-    formula = "4·b·a·128·ceil(s/128)·(32·ceil(d/32)+1) + 2·e·T·q"
+    formula = "512·a·b·ceil(s/128)·(32·ceil(d/32)+1) + 2·e·T·q"
     return Line(TEMPORARY, accumulator + repeated, FLASH_SCRATCH, formula, FLASH_BACKWARD)
 
 
-def eager(x: Widths, inputs: tuple[Line, ...], made: int, casts: int) -> Part:
+def _softmax_bytes(x: Widths) -> int:
+    """Bytes of an element of the softmax: fp32, except that GPT-2 leaves it in the dtype of the scores."""
+    return x.element if x.fused_projection and not x.autocast else 4
+
+
+def _eager(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attended:
     """Attention written out: keys and values repeated for grouped heads, scores and their softmax kept."""
     e, tokens = x.element, x.tokens
     scores = tokens * x.seq_len * x.heads
+    wide = _softmax_bytes(x)
     query = Line(SAVED, e * tokens * x.query, "queries", "e·T·q", EAGER)
     key = Line(SAVED, e * tokens * x.query, "keys, repeated for each query head", "e·T·q", EAGER)
     value = Line(SAVED, e * tokens * x.context, "values, repeated for each query head", "e·T·c", EAGER)
-    softmax = Line(SAVED, 4 * scores, "softmax of the scores, fp32", "4·a·T·s", EAGER)
-    cast = () if e == 4 else (Line(SAVED, e * scores, "softmax of the scores, cast", "e·a·T·s", EAGER),)
+    softmax = Line(SAVED, wide * scores, "softmax of the scores", f"{wide}·a·T·s", EAGER)
+    cast = () if e == wide else (Line(SAVED, e * scores, "softmax of the scores, cast", "e·a·T·s", EAGER),)
     context = Line(SAVED, e * tokens * x.context, "attention output, input of the output projection", "e·T·c", EAGER)
     value_gradient = Line(GRADIENT, e * tokens * x.context, "gradient of the repeated values", "e·T·c", EAGER)
     product = (
-        *inputs, query, key, value, softmax, *cast, value_gradient,
+        *before, query, key, value, softmax, *cast, value_gradient,
         Line(GRADIENT, e * tokens * x.context, "gradient of the attention output", "e·T·c", EAGER),
         Line(GRADIENT, e * scores, "gradient of the attention weights", "e·a·T·s", EAGER),
     )  # fmt: skip
-    derivative = (
-        *inputs, query, key, softmax, value_gradient,
-        Line(GRADIENT, 8 * scores, "gradients of the softmax and of the scores, fp32", "8·a·T·s", EAGER),
-    )  # fmt: skip
+    both = Line(GRADIENT, 2 * wide * scores, "gradients of the softmax and of the scores", f"{2 * wide}·a·T·s", EAGER)
     points = (
         BackwardPoint("attention: product with the values", product, made, made, casts),
-        BackwardPoint("attention: derivative of the softmax", derivative, made, 0, casts),
+        BackwardPoint("attention: softmax", (*before, query, key, softmax, value_gradient, both), made, 0, casts),
     )
-    return Part((*inputs, query, key, value, softmax, *cast, context), points, 0, 0)
+    return (*before, query, key, value, softmax, *cast, context), points
 
 
-def query_projection(x: Widths, weights: int) -> tuple[BackwardPoint, ...]:
+def eager_forward_bytes(x: Widths, *, recomputed: bool) -> Int:
+    """What eager attention has alive at its softmax, beyond the norm's saved tensors and the block's input. [bytes]
+
+    The tensors differ with the way heads are grouped: repeating a single key/value head is a view, repeating several a copy,
+    and the matrix product copies what is not contiguous. ``recomputed``: nothing is saved for a backward.
+    """
+    e, query, key = x.element, x.tokens * x.query, x.tokens * x.key
+    scores = x.tokens * x.seq_len * x.heads
+    wide = _softmax_bytes(x)
+    live = 2 * wide * scores + (e * scores if wide != e and not x.autocast else 0)
+    if x.fused_projection:
+        norm_output = (4 if x.autocast else 0) * x.tokens * x.hidden
+        inputs = (0 if x.autocast and recomputed else e) * x.tokens * x.hidden
+        return live + norm_output + inputs + 3 * e * query + (0 if recomputed else 2 * e * query)
+    repeats = x.query != x.key
+    copies = repeats and x.key != x.head_dim
+    inputs = ((0 if recomputed else 3 * e) if x.autocast else e) * x.tokens * x.hidden
+    norm_output = x.autocast * 4 * x.tokens * x.hidden
+    if not x.autocast:
+        plain = e * (query + 2 * key + (2 * query if copies else 0))
+        saved = 0 if recomputed else e * query * (1 if copies else 2)
+        return live + norm_output + inputs + plain + saved
+    plain = (4 + 0) * (query + key) + e * key + (4 * query + e * query if copies else 0)
+    return live + norm_output + inputs + plain + (0 if recomputed else 2 * e * query)
+
+
+def _query_projection(x: Widths, weights: int, norm: HeadNorm | None) -> tuple[BackwardPoint, ...]:
     """The backward of the first projection, the last of the three to go; under autocast also the cast of its gradient."""
     size = x.element * x.tokens * x.hidden
     matrix = x.hidden * x.query
+    casts = matrix if x.autocast else 0
     summed = Line(GRADIENT, x.residual * x.tokens * x.hidden, "gradient of the norm's output, summed", "r·T·h", LLAMA)
+    kept = Line(SAVED, size, "input of the q projection", "e·T·h", LLAMA)
+    at_norm = () if norm is None else (
+        BackwardPoint("norm of the queries", (kept, summed, *norm.alive), weights - matrix, 0, casts),
+    )  # fmt: skip
     alive = (
-        Line(SAVED, size, "input of the q projection", "e·T·h", LLAMA),
+        kept,
         summed,
         Line(GRADIENT, x.element * x.tokens * x.query, "gradient of the queries", "e·T·q", LLAMA),
         Line(GRADIENT, size, "gradient through the q projection", "e·T·h", LLAMA),
     )
     if not x.autocast:
-        return (BackwardPoint("q projection", alive, weights, matrix, 0),)
+        return (*at_norm, BackwardPoint("q projection", alive, weights, matrix, 0))
     uncast = Line(TEMPORARY, x.element * matrix, "gradient of the q weight before it is cast", "e·h·q", LLAMA)
     return (
-        BackwardPoint("q projection", (*alive, uncast), weights - matrix, 0, matrix),
+        *at_norm,
+        BackwardPoint("q projection", (*alive, uncast), weights - matrix, 0, casts),
         BackwardPoint("q projection: cast of the weight gradient", (summed, uncast), weights, matrix, 0),
     )

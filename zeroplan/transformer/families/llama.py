@@ -2,46 +2,115 @@
 
 from __future__ import annotations
 
-from zeroplan.ledger import Line
+from zeroplan.ledger import Line, total_bytes
+from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass
-from zeroplan.transformer.families.attention import LLAMA, grouped_query_attention
-from zeroplan.transformer.families.mlp import gated_mlp
+from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, grouped_query_attention
+from zeroplan.transformer.families.mlp import LLAMA, gated_mlp
 from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
-from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part, backward_points, saved_by
+from zeroplan.transformer.families.parts import LAYER, SAVED, TEMPORARY, Part, assemble, excess
 from zeroplan.transformer.families.widths import Widths
+
+EAGER_EXCESS = "scores of eager attention, beyond the later peak"
+SELECTIVE = "torchtitan, distributed/activation_checkpoint.py, per-operation selective checkpointing"
 
 
 def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
-    """One decoder layer: norm, attention, norm, gated MLP."""
-    bias = model.attention_bias
-    attention = grouped_query_attention(x, bias=bias, output_bias=bias and model.family == "llama")
+    """One dense decoder layer: norm, attention, norm, gated MLP."""
     mlp = gated_mlp(x, model.intermediate_size, bias=model.mlp_bias)
-    parts = (rms_norm(x, BEFORE_ATTENTION), attention, rms_norm(x, BEFORE_MLP), mlp)
-    return assemble(model, x, parts)
-
-
-def assemble(model: ModelSpec, x: Widths, parts: tuple[Part, ...]) -> BlockPass:
-    """A pre-norm block of two residual branches from its four parts."""
-    hidden = x.tokens * x.hidden
-    block_input = Line(SAVED, x.residual * hidden, "block input", "r·T·h", LLAMA)
-    output = Line(TEMPORARY, x.residual * hidden, "block output", "r·T·h", LLAMA)
-    branch = Line(TEMPORARY, x.element * hidden, "MLP output before the residual addition", "e·T·h", LLAMA)
-    middle = Line(TEMPORARY, x.residual * hidden, "residual stream between attention and MLP", "r·T·h", LLAMA)
+    parts = (rms_norm(x, BEFORE_ATTENTION), attention(model, x), rms_norm(x, BEFORE_MLP), mlp)
     copied = x.residual != 4
-    inner = x.element * x.tokens * model.intermediate_size
-    recompute = (
-        middle,
-        Line(TEMPORARY, x.element * hidden, "input of the MLP", "e·T·h", LLAMA),
-        Line(TEMPORARY, 3 * inner, "silu, up and gated product", "3·e·T·f", LLAMA),
+    forward = dense_forward(x)
+    recompute = _recompute(model, x)
+    if x.attention == "eager":
+        forward = (*forward, eager_excess(x, parts, forward, copied=copied))
+        recompute = (*recompute, eager_recompute_excess(x, recompute))
+    return assemble(
+        x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=not copied
+    )  # fmt: skip
+
+
+def attention(model: ModelSpec, x: Widths) -> Part:
+    """The family's attention. Qwen2 has biases on q, k and v only; Llama, where it has them, on the output too."""
+    bias = model.attention_bias
+    return grouped_query_attention(
+        x,
+        bias=bias,
+        output_bias=bias and model.family not in ("qwen2",),
+        head_norms=model.family in ("qwen3", "qwen3_moe", "gemma3_text"),
     )
-    return BlockPass(
-        saved_by(parts),
-        (block_input,),
-        (block_input,),
-        (block_input, middle, branch, output) if copied else (branch, output),
-        recompute,
-        backward_points(x, parts),
-        sum(part.casts for part in parts),
-        (block_input,) if copied else (),
+
+
+def dense_forward(x: Widths) -> tuple[Line, ...]:
+    """Beyond what is saved when the second residual addition ends the block; the block's input apart."""
+    hidden = x.tokens * x.hidden
+    branch = Line(TEMPORARY, x.element * hidden, "MLP output before the residual addition", "e·T·h", LAYER)
+    output = Line(TEMPORARY, x.residual * hidden, "block output", "r·T·h", LAYER)
+    return (branch, output) if x.residual == 4 else (middle(x), branch, output)
+
+
+def middle(x: Widths) -> Line:
+    """The residual stream between the two branches."""
+    return Line(TEMPORARY, x.residual * x.tokens * x.hidden, "residual stream between attention and MLP", "r·T·h", LAYER)
+
+
+def norm_output(x: Widths) -> Line:
+    """The second norm's output, in the norm's own dtype."""
+    return Line(TEMPORARY, x.residual * x.tokens * x.hidden, "output of the norm before the MLP", "r·T·h", LAYER)
+
+
+def eager_excess(x: Widths, parts: tuple[Part, ...], forward: tuple[Line, ...], *, copied: bool) -> Line:
+    """What the softmax of eager attention takes beyond the end of the block."""
+    block_input: Int = x.residual * x.tokens * x.hidden if copied else 0
+    at_softmax = eager_forward_bytes(x, recomputed=False) + total_bytes(parts[0].saved) + block_input
+    at_end: Int = block_input
+    for part in parts:
+        at_end = at_end + total_bytes(part.saved)
+    return Line(TEMPORARY, maximum(0, at_softmax - at_end - total_bytes(forward)), EAGER_EXCESS, "", EAGER)
+
+
+def eager_recompute_excess(x: Widths, recompute: tuple[Line, ...]) -> Line:
+    """What the softmax of eager attention takes beyond the MLP, where nothing is saved."""
+    return excess(eager_forward_bytes(x, recomputed=True), recompute, EAGER_EXCESS, "")
+
+
+def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
+    inner, matrix = x.element * x.tokens * model.intermediate_size, x.element * x.hidden * model.intermediate_size
+    if not x.autocast:
+        return middle(x), norm_output(x), Line(TEMPORARY, 3 * inner, "silu, up and gated product", "3·e·T·f", LLAMA)
+    # At the product the down projection's cast does not exist yet; at the down projection it does, and less of the rest.
+    later = inner + x.element * x.tokens * x.hidden
+    gated = Line(
+        TEMPORARY,
+        maximum(3 * inner - matrix, later),
+        "silu, up and gated product before the last weight is cast, or gated product and MLP output",
+        "max(3·e·T·f - e·h·f, e·T·(f+h))",
+        LLAMA,
+    )
+    return middle(x), norm_output(x), gated
+
+
+def attention_kept(x: Widths) -> tuple[Line, ...]:
+    """What per-operation recomputation keeps of attention: its outputs, and the first and third matrix product."""
+    kept = x.element * x.tokens
+    lines = (
+        Line(SAVED, kept * x.query, "output of the q projection", "e·T·q", SELECTIVE),
+        Line(SAVED, kept * x.value, "output of the v projection", "e·T·v", SELECTIVE),
+    )
+    if x.attention == "eager":
+        return lines
+    return (
+        *lines,
+        Line(SAVED, kept * x.context, "attention output", "e·T·c", SDPA),
+        Line(SAVED, 4 * x.tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA),
+    )
+
+
+def _selective(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
+    kept = x.element * x.tokens
+    return (
+        *attention_kept(x),
+        Line(SAVED, kept * model.intermediate_size, "output of the gate projection", "e·T·f", SELECTIVE),
+        Line(SAVED, kept * x.hidden, "output of the down projection", "e·T·h", SELECTIVE),
     )

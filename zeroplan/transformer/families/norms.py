@@ -1,4 +1,4 @@
-"""Norms over the hidden width: what they save, and how their backward peaks."""
+"""Norms: what they save, and how their backward peaks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Line
 from zeroplan.transformer.blocks import BackwardPoint
-from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
+from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
 
 RMS_NORM = "transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward"
+HEAD_NORM = "transformers 5.23, models/qwen3/modeling_qwen3.py, Qwen3Attention.forward"
+LAYER_NORM = "torch 2.13, aten/src/ATen/native/cuda/layer_norm_kernel.cu, layer_norm_cuda"
+
+#: The end of the reason of LayerNorm statistics: fp32 on CUDA, the compute dtype on a CPU.
+STATISTICS = "mean and reciprocal standard deviation"
 
 
 class NormNames(NamedTuple):
@@ -22,23 +27,28 @@ class NormNames(NamedTuple):
 
 
 BEFORE_ATTENTION = NormNames(
-    "norm before attention: derivative of the square",
+    "norm before attention",
     "norm before attention: its input in fp32",
     "norm before attention: reciprocal root mean square",
     "norm before attention: normalised input",
 )
 BEFORE_MLP = NormNames(
-    "norm before the MLP: derivative of the square",
+    "norm before the MLP",
     "norm before the MLP: its input in fp32",
     "norm before the MLP: reciprocal root mean square",
     "norm before the MLP: normalised input",
 )
 FINAL = NormNames(
-    "final norm: derivative of the square",
+    "final norm",
     "final norm: its input in fp32",
     "final norm: reciprocal root mean square",
     "final norm: normalised input",
 )
+LAYER_BEFORE_ATTENTION = NormNames(
+    "norm before attention", "norm before attention: its input", f"norm before attention: {STATISTICS}", ""
+)
+LAYER_BEFORE_MLP = NormNames("norm before the MLP", "norm before the MLP: its input", f"norm before the MLP: {STATISTICS}", "")
+LAYER_FINAL = NormNames("final norm", "final norm: its input", f"final norm: {STATISTICS}", "")
 
 
 def rms_norm(x: Widths, names: NormNames) -> Part:
@@ -58,5 +68,52 @@ def rms_norm(x: Widths, names: NormNames) -> Part:
     temporaries = Line(TEMPORARY, 12 * elements, "three temporaries of the derivative of pow", "12·T·h", RMS_NORM)
     alive: tuple[Line, ...] = (wide, square, temporaries)
     if x.residual != 4:
-        alive = (*alive, Line(TEMPORARY, 4 * elements, "gradient of the input beside the square, in fp32", "4·T·h", RMS_NORM))
+        alive = (*alive, Line(TEMPORARY, 4 * elements, "gradient of the input beside its square, fp32", "4·T·h", RMS_NORM))
     return Part(saved, (BackwardPoint(names.name, alive, x.hidden, x.hidden, 0),), x.hidden, 0)
+
+
+class HeadNorm(NamedTuple):
+    """An RMSNorm over each head: what it saves, and the gradients and temporaries of its backward."""
+
+    saved: tuple[Line, ...]
+    alive: tuple[Line, ...]
+
+
+def query_norm(x: Widths) -> HeadNorm:
+    """Qwen3's norm over each query head."""
+    elements = x.tokens * x.query
+    wide = Line(SAVED, 4 * elements, "norm of the queries: its input in fp32", "4·T·q", HEAD_NORM)
+    saved = (
+        wide,
+        Line(SAVED, 4 * x.tokens * x.heads, "norm of the queries: reciprocal root mean square", "4·T·a", HEAD_NORM),
+        Line(SAVED, x.element * elements, "norm of the queries: normalised input", "e·T·q", HEAD_NORM),
+    )
+    if x.element == 4:
+        return HeadNorm(saved, (wide, Line(TEMPORARY, 16 * elements, "derivative of pow, fp32", "16·T·q", HEAD_NORM)))
+    beside = Line(TEMPORARY, 20 * elements, "derivative of pow and the gradient beside it, fp32", "20·T·q", HEAD_NORM)
+    return HeadNorm(saved, (wide, beside))
+
+
+def key_norm(x: Widths) -> tuple[Line, ...]:
+    """What Qwen3's norm over each key head saves. Its backward is never higher than that of the queries."""
+    elements = x.tokens * x.key
+    rows = x.tokens * (x.key // x.head_dim)
+    return (
+        Line(SAVED, 4 * elements, "norm of the keys: its input in fp32", "4·T·k", HEAD_NORM),
+        Line(SAVED, 4 * rows, "norm of the keys: reciprocal root mean square", "4·T·k/d", HEAD_NORM),
+        Line(SAVED, x.element * elements, "norm of the keys: normalised input", "e·T·k", HEAD_NORM),
+    )
+
+
+def layer_norm(x: Widths, names: NormNames) -> Part:
+    """``torch.nn.LayerNorm``, one fused operator: its input and two statistics per token.
+
+    On a CPU the statistics have the compute dtype, on CUDA they are fp32.
+    """
+    elements = x.residual * x.tokens * x.hidden
+    saved = (
+        Line(SAVED, elements, names.wide, "r·T·h", LAYER_NORM),
+        Line(SAVED, 8 * x.tokens, names.scale, "8·T", LAYER_NORM),
+    )
+    gradients = Line(GRADIENT, 2 * elements, "gradients of the norm's output and input", "2·r·T·h", LAYER_NORM)
+    return Part(saved, (BackwardPoint(names.name, (*saved, gradients), 2 * x.hidden, x.hidden, 0),), 2 * x.hidden, 0)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zeroplan.ledger import Kind, Line
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.numeric import Int, maximum
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass
 from zeroplan.transformer.families.widths import Widths
 
 SAVED = Kind.ACTIVATIONS
 GRADIENT = Kind.ACTIVATIONS
 TEMPORARY = Kind.TEMPORARY
+
+LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
 
 
 class Part(NamedTuple):
@@ -26,28 +29,59 @@ class Part(NamedTuple):
     casts: int
 
 
-def saved_by(parts: tuple[Part, ...]) -> tuple[Line, ...]:
-    """Everything the parts save, in program order."""
-    return tuple(line for part in parts for line in part.saved)
+def assemble(
+    x: Widths,
+    parts: tuple[Part, Part, Part, Part],
+    *,
+    forward: tuple[Line, ...],
+    recompute: tuple[Line, ...],
+    selective: tuple[Line, ...],
+    input_is_saved: bool,
+) -> BlockPass:
+    """A pre-norm block of two residual branches: norm, attention, norm, MLP."""
+    block_input = Line(SAVED, x.residual * x.tokens * x.hidden, "block input", "r·T·h", LAYER)
+    saved = parts[0].saved + parts[1].saved + parts[2].saved + parts[3].saved
+    return BlockPass(
+        saved,
+        (block_input,),
+        (block_input, *selective),
+        forward if input_is_saved else (block_input, *forward),
+        recompute,
+        _backward_points(x, parts),
+        parts[1].casts + parts[3].casts,
+        () if input_is_saved else (block_input,),
+    )
 
 
-def backward_points(x: Widths, parts: tuple[Part, ...]) -> tuple[BackwardPoint, ...]:
+def excess(moment: Int, lines: tuple[Line, ...], reason: str, formula: str) -> Line:
+    """How far ``moment`` is above the sum of ``lines``, or nothing: the larger of two moments, written as one list."""
+    return Line(TEMPORARY, maximum(0, moment - total_bytes(lines)), reason, formula)
+
+
+def _backward_points(x: Widths, parts: tuple[Part, Part, Part, Part]) -> tuple[BackwardPoint, ...]:
     """The parts' points in the order of the backward, each with what earlier parts still save and later parts produced.
 
     The gradient of the residual stream is alive throughout: it came in from the block above and goes out below.
     """
-    residual = Line(GRADIENT, x.residual * x.tokens * x.hidden, "gradient of the residual stream", "r·T·h")
-    points: list[BackwardPoint] = []
-    gradients = 0
-    for position in range(len(parts) - 1, -1, -1):
-        part, before = parts[position], parts[:position]
-        outside = (*saved_by(before), residual)
-        casts = sum(earlier.casts for earlier in before)
-        points += [
-            BackwardPoint(
-                point.name, outside + point.lines, gradients + point.gradients, point.current_gradient, casts + point.live_casts
-            )
-            for point in part.points
-        ]
-        gradients += part.weights
-    return tuple(points)
+    first, attention, second, mlp = parts
+    residual = (Line(GRADIENT, x.residual * x.tokens * x.hidden, "gradient of the residual stream", "r·T·h", LAYER),)
+    below_attention = residual + first.saved
+    below_second = below_attention + attention.saved
+    below_mlp = below_second + second.saved
+    casts = attention.casts if x.autocast else 0
+    after_second = second.weights + mlp.weights
+    return (
+        *_placed(mlp.points, below_mlp, 0, casts),
+        *_placed(second.points, below_second, mlp.weights, casts),
+        *_placed(attention.points, below_attention, after_second, 0),
+        *_placed(first.points, residual, after_second + attention.weights, 0),
+    )
+
+
+def _placed(points: tuple[BackwardPoint, ...], below: tuple[Line, ...], gradients: int, casts: int) -> list[BackwardPoint]:
+    return [
+        BackwardPoint(
+            point.name, below + point.lines, gradients + point.gradients, point.current_gradient, casts + point.live_casts
+        )
+        for point in points
+    ]

@@ -9,6 +9,9 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
 
+#: Families whose attention is treated as GPT-2's.
+FUSED_PROJECTION = frozenset({"gpt2", "gpt_neox", "opt", "bloom"})
+
 
 class Widths(NamedTuple):
     """A model's widths, a batch and a way to compute; the symbol of each in formulas stands after it.
@@ -31,6 +34,8 @@ class Widths(NamedTuple):
     residual: int  # r, bytes of an element of the residual stream: fp32 under autocast, else e
     autocast: bool
     attention: Literal["sdpa", "flash", "eager"]
+    fused_projection: bool
+    """One matrix makes q, k and v, as in GPT-2."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch) -> Widths:
@@ -54,4 +59,5 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch) -> Widths:
         4 if compute.autocast else compute.element_bytes,
         compute.autocast,
         compute.attention,
+        model.family in FUSED_PROJECTION,
     )

@@ -1,0 +1,76 @@
+"""Blocks of the GPT-2 kind: LayerNorm, one joint projection for q, k and v, a two-matrix MLP with tanh GELU."""
+
+from __future__ import annotations
+
+from zeroplan.ledger import Line
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.blocks import BlockPass
+from zeroplan.transformer.families.attention import SDPA, fused_attention
+from zeroplan.transformer.families.llama import (
+    SELECTIVE,
+    eager_excess,
+    eager_recompute_excess,
+    middle,
+    norm_output,
+)
+from zeroplan.transformer.families.mlp import GPT2, gelu_mlp
+from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, layer_norm
+from zeroplan.transformer.families.parts import SAVED, TEMPORARY, assemble
+from zeroplan.transformer.families.widths import Widths
+
+BLOCK = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Block.forward"
+
+
+def gpt2_block(model: ModelSpec, x: Widths) -> BlockPass:
+    """One GPT-2 block, dropout off."""
+    parts = (
+        layer_norm(x, LAYER_BEFORE_ATTENTION),
+        fused_attention(x),
+        layer_norm(x, LAYER_BEFORE_MLP),
+        gelu_mlp(x, model.intermediate_size),
+    )
+    forward, recompute = _forward(x), _recompute(model, x)
+    if x.attention == "eager":
+        forward = (*forward, eager_excess(x, parts, forward, copied=False))
+        recompute = (*recompute, eager_recompute_excess(x, recompute))
+    return assemble(
+        x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=True
+    )  # fmt: skip
+
+
+def _attention_output(x: Widths) -> Line:
+    return Line(TEMPORARY, x.element * x.tokens * x.hidden, "attention's output, held by name", "e·T·h", BLOCK)
+
+
+def _forward(x: Widths) -> tuple[Line, ...]:
+    hidden = x.tokens * x.hidden
+    lines = (
+        _attention_output(x),
+        Line(TEMPORARY, x.element * hidden, "MLP output before the residual addition", "e·T·h", BLOCK),
+        Line(TEMPORARY, x.residual * hidden, "block output", "r·T·h", BLOCK),
+    )
+    return (*lines, norm_output(x)) if x.autocast else lines
+
+
+def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
+    inner = x.tokens * model.intermediate_size
+    if x.autocast:
+        gelu = Line(TEMPORARY, 12 * inner, "operands of tanh GELU, partly fp32 under CUDA's autocast", "12·T·f", GPT2)
+    else:
+        gelu = Line(TEMPORARY, 4 * x.element * inner, "operands of tanh GELU", "4·e·T·f", GPT2)
+    return middle(x), _attention_output(x), norm_output(x), gelu
+
+
+def _selective(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
+    kept = x.element * x.tokens
+    lines = (
+        Line(SAVED, 3 * kept * x.hidden, "output of the joint q, k and v projection", "3·e·T·h", SELECTIVE),
+        Line(SAVED, kept * model.intermediate_size, "output of the first MLP projection", "e·T·f", SELECTIVE),
+    )
+    if x.attention == "eager":
+        return lines
+    return (
+        *lines,
+        Line(SAVED, kept * x.context, "attention output", "e·T·c", SDPA),
+        Line(SAVED, 4 * x.tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA),
+    )
