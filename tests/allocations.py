@@ -54,7 +54,7 @@ class Timeline:
 
     def peak_bytes(self, start: str, end: str) -> int:
         """Most bytes alive at once between two marks, counted from the start of the recording."""
-        return max(self.live_bytes(start), *(event.live_bytes for event in self.between(start, end)))
+        return max((self.live_bytes(start), *(event.live_bytes for event in self.between(start, end))))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ jobs. NumPy is imported only when a column is met: a single job never pays for i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 if TYPE_CHECKING:
@@ -72,6 +73,23 @@ def where(condition: Bool, yes: Int, no: Int) -> Int:
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     return cast("Int", np.where(condition, yes, no))
+
+
+def for_each_value(function: Callable[[int], int], values: Int) -> Int:
+    """Apply a function of one plain int to ``values``: once per distinct element of a column.
+
+    For what no formula can say, such as a greedy assignment.
+
+    >>> for_each_value(lambda ranks: 10 // ranks, 3)
+    3
+    """
+    if isinstance(values, int):
+        return function(values)
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    distinct, positions = np.unique(values, return_inverse=True)
+    results = np.array([function(int(value)) for value in distinct], dtype=np.int64)
+    return cast("Int", results[positions.reshape(values.shape)])
 
 
 def _pairwise(a: Int, b: Int, *, larger: bool) -> Int:

@@ -1,4 +1,4 @@
-"""What an engine answers: states, moments and collectives of one training step."""
+"""What an engine says about a job: the states it keeps, the moments of a step, the collectives, and host memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from zeroplan.ledger import Collective, Line, Moment
 
 
 class Account(NamedTuple):
-    """The memory and traffic of one rank in the steady state of a training step.
+    """The memory and traffic of one GPU in the steady state of training.
 
-    ``states``: parameters, gradients and optimizer state as the engine keeps them; ``moments``: the named moments of a step, each
-    with every line alive then (states included as far as they exist at that moment); ``collectives``: what is sent per step;
-    ``host``: host memory per rank, empty unless something is offloaded.
+    ``states``: parameters, gradients and optimizer state; ``moments``: every moment that can be the highest of a step, each
+    with every line alive then, states included as far as they are alive; ``host``: host memory, empty unless offloaded.
     """
 
     states: tuple[Line, ...]

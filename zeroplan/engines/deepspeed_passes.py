@@ -53,9 +53,6 @@ class Instant(NamedTuple):
     point: BackwardPoint
 
 
-#: Points of a block's backward at which its latest weight gradient is no longer being made but has been handed on.
-_HANDED_ON = frozenset({"gated product", "attention", "attention: product with the values", "activation"})
-
 _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 
 
@@ -65,8 +62,8 @@ def element_bytes(recipe: RecipeSpec) -> int:
 
 
 def is_being_made(point: BackwardPoint) -> bool:
-    """Whether the latest weight gradient is still an operator's result, not yet accumulated, at this point."""
-    return point.name not in _HANDED_ON
+    """Whether a weight gradient is still an operator's result, not yet accumulated, at this point."""
+    return point.current_gradient > 0
 
 
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:

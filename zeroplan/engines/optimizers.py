@@ -250,13 +250,14 @@ def _adafactor_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tupl
     )
 
 
-def _by_muon(tensor: LocalTensor) -> bool:
+def updated_by_muon(tensor: LocalTensor) -> bool:
+    """Whether Muon takes the tensor: a matrix of a block. All others go to AdamW."""
     return tensor.in_block and len(tensor.shape) == 2
 
 
 def _muon_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Line, ...]:
-    momentum = element_bytes * total_elements([tensor for tensor in tensors if _by_muon(tensor)])
-    others = 2 * element_bytes * total_elements([tensor for tensor in tensors if not _by_muon(tensor)])
+    momentum = element_bytes * total_elements([tensor for tensor in tensors if updated_by_muon(tensor)])
+    others = 2 * element_bytes * total_elements([tensor for tensor in tensors if not updated_by_muon(tensor)])
     source = "torch 2.13, torch/optim/_muon.py, _init_group"
     return (
         Line(Kind.OPTIMIZER_STATE, momentum, "Muon's momentum of the blocks' matrices", "", source),
@@ -324,10 +325,10 @@ def _muon_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
     A matrix r x c with m = min(r, c): the Nesterov update in the parameter's dtype, two bf16 iterates of its size, two bf16
     Gram matrices m x m.
     """
-    largest = element_bytes * total_elements([tensor for tensor in tensors if not _by_muon(tensor)])
+    largest = element_bytes * total_elements([tensor for tensor in tensors if not updated_by_muon(tensor)])
     iterates = 4
     for tensor in tensors:
-        if _by_muon(tensor):
+        if updated_by_muon(tensor):
             smaller = minimum(*tensor.shape)
             largest = maximum(largest, (element_bytes + iterates) * tensor.numel + 4 * smaller * smaller)
     reason = "step: Newton-Schulz iterates of one matrix, or AdamW's denominators"

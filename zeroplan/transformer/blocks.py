@@ -27,9 +27,10 @@ class BackwardPoint(NamedTuple):
     ``lines`` holds what is alive of this block's activations then: the tensors still saved, the gradients that flow, and
     temporaries, including the gradient that came in from the block above. It holds no weight gradient and no weight cast,
     since their lifetime is the engine's: ``gradients`` counts the elements of this block's weight gradients made so far
-    (the current one included), ``current_gradient`` the elements of the latest of them, and ``live_casts`` the elements of
-    the block's weights whose autocast copy is still alive. Under autocast a weight gradient is made in the compute dtype
-    and then cast to fp32: the short-lived first one is a line, the second counts in ``gradients``.
+    (the current one included), ``current_gradient`` the elements of those being made at this very moment, which the engine has
+    not yet added to others or moved (0 between two), and ``live_casts`` the elements of the block's weights whose autocast
+    copy is still alive. Under autocast a weight gradient is made in the compute dtype and then cast to fp32: the short-lived
+    first one is a line, the second counts in ``gradients``.
     """
 
     name: str

@@ -103,7 +103,7 @@ def _points(x: Widths, vocab: int, *, saved: tuple[Line, ...], loss: tuple[Line,
     product = (*saved, logits, through)
     casts = matrix if x.autocast else 0
     at_loss = BackwardPoint("loss", saved + loss, 0, 0, casts)
-    at_norm = BackwardPoint("final norm", _norm_backward(x, norm), matrix + norm.weights, x.hidden, 0)
+    at_norm = BackwardPoint("final norm", _norm_backward(x, norm), matrix + norm.weights, 0, 0)
     if not x.autocast:
         return at_loss, BackwardPoint("head", product, matrix, matrix, 0), at_norm
     uncast = Line(TEMPORARY, x.element * matrix, "gradient of the head's weight before it is cast", "e·h·V", HEAD)

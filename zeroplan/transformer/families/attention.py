@@ -89,7 +89,7 @@ def _sdpa(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attende
         Line(GRADIENT, e * tokens * (x.query + x.key + x.value), "gradients of q, k and v", "e·T·(q+k+v)", SDPA),
         _flash_scratch(x),
     )
-    return saved, (BackwardPoint("attention", alive, made, made, casts),)
+    return saved, (BackwardPoint("attention", alive, made, 0, casts),)
 
 
 def _flash_scratch(x: Widths) -> Line:
@@ -127,7 +127,7 @@ def _eager(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attend
     )  # fmt: skip
     both = Line(GRADIENT, 2 * wide * scores, "gradients of the softmax and of the scores", f"{2 * wide}·a·T·s", EAGER)
     points = (
-        BackwardPoint("attention: product with the values", product, made, made, casts),
+        BackwardPoint("attention: product with the values", product, made, 0, casts),
         BackwardPoint("attention: softmax", (*before, query, key, softmax, value_gradient, both), made, 0, casts),
     )
     return (*before, query, key, value, softmax, *cast, context), points

@@ -37,17 +37,23 @@ def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
     matrix = x.hidden * ffn
     down, wide = matrix + (x.hidden if bias else 0), matrix + (ffn if bias else 0)
     weights = down + 2 * wide
-    at_product = BackwardPoint("gated product", product, down, down, 2 * matrix)
+    at_product = BackwardPoint("gated product", product, down, 0, 2 * matrix)
+    product_gradient = Line(GRADIENT, inner, "gradient of the gated product", "e·T·f", LLAMA)
     if not x.autocast:
+        at_down = BackwardPoint("down projection", (*saved, product_gradient), down, matrix, 3 * matrix)
         through_gate = Line(GRADIENT, size, "gradient through the gate projection", "e·T·h", LLAMA)
         at_gate = BackwardPoint("gate projection", (inputs, gate_gradient, through_up, through_gate), weights, matrix, 0)
-        return Part(saved, (at_product, at_gate), weights, 3 * matrix)
+        return Part(saved, (at_down, at_product, at_gate), weights, 3 * matrix)
     uncast = Line(TEMPORARY, x.element * matrix, "weight gradient before it is cast", "e·h·f", LLAMA)
     silu_gradient = Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA)
     up_cast = (one_input, gate, silu_gradient, through_up, uncast)
+    output_gradient = Line(GRADIENT, size, "gradient of the MLP's output, cast", "e·T·h", LLAMA)
+    down_cast = (*kept, product_gradient, uncast)
     return Part(
         saved,
         (
+            BackwardPoint("down projection", (*saved, output_gradient, product_gradient, uncast), 0, 0, 3 * matrix),
+            BackwardPoint("down projection: cast of the weight gradient", down_cast, down, matrix, 2 * matrix),
             at_product,
             BackwardPoint("up projection: cast of the weight gradient", up_cast, down + wide, matrix, matrix),
             BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
@@ -78,7 +84,7 @@ def gelu_mlp(x: Widths, ffn: int) -> Part:
     first = (made, Line(GRADIENT, inner + size, "gradients of the first projection's output and input", "e·T·(f+h)", GPT2))
     matrix = x.hidden * ffn
     points = (
-        BackwardPoint("gelu", product, matrix + x.hidden, matrix, 0),
+        BackwardPoint("gelu", product, matrix + x.hidden, 0, 0),
         BackwardPoint("first MLP projection", first, 2 * matrix + ffn + x.hidden, matrix, 0),
     )
     return Part(saved, points, 2 * matrix + ffn + x.hidden, 2 * matrix)
@@ -103,7 +109,7 @@ def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
     through = Line(GRADIENT, 4 * hidden, "gradient of the norm's output, fp32", "4·T·h", GPT2)
     second, every = matrix + x.hidden, 2 * matrix + ffn + x.hidden
     points = (
-        BackwardPoint("gelu", product, second, matrix, matrix),
+        BackwardPoint("gelu", product, second, 0, matrix),
         BackwardPoint("first MLP projection", (made, gradients, uncast), second, 0, matrix),
         BackwardPoint("first MLP projection: cast of the weight gradient", (through, uncast), every, matrix, 0),
     )

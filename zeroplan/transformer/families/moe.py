@@ -78,6 +78,6 @@ def _expert_points(
     through = Line(GRADIENT, outer, "experts: gradient of their input", "r·T·t·h", EXPERTS)
     return (
         BackwardPoint("experts: down projection", (*before, *hidden, product, down), matrix, matrix, router),
-        BackwardPoint("experts: gated product", (*before, *hidden, three), matrix, matrix, router),
+        BackwardPoint("experts: gated product", (*before, *hidden, three), matrix, 0, router),
         BackwardPoint("experts: gate and up projections", (*before, both, through), 3 * matrix, 2 * matrix, router),
     )

@@ -69,7 +69,7 @@ def rms_norm(x: Widths, names: NormNames) -> Part:
     alive: tuple[Line, ...] = (wide, square, temporaries)
     if x.residual != 4:
         alive = (*alive, Line(TEMPORARY, 4 * elements, "gradient of the input beside its square, fp32", "4·T·h", RMS_NORM))
-    return Part(saved, (BackwardPoint(names.name, alive, x.hidden, x.hidden, 0),), x.hidden, 0)
+    return Part(saved, (BackwardPoint(names.name, alive, x.hidden, 0, 0),), x.hidden, 0)
 
 
 class HeadNorm(NamedTuple):

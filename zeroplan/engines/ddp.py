@@ -1,0 +1,181 @@
+"""What does one GPU hold under ``DistributedDataParallel``, alone (stage 0) or with ``ZeroRedundancyOptimizer`` (stage 1)?
+
+Parameters, gradients and the reducer's buckets are whole on every rank; stage 1 hands out the optimizer's states by whole
+tensors. Mixed precision is ``torch.autocast`` over fp32 parameters, entered for the forward and the loss, left before the
+backward. Arguments are torch 2.13's defaults except the recipe's; gradients are set to None after each step, and the training
+loop drops the loss's graph and the logits after the backward at the latest.
+
+Left out: the transient of the constructor's broadcast (never above parameters and buckets), scalars, and tensors of the
+training loop itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+from zeroplan.engines.account import Account
+from zeroplan.engines.ddp_step import Run, Step, Weights, pass_moments, rebuild_moment
+from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines, step_temporary_lines
+from zeroplan.engines.zero_redundancy import every_tensor, fullest_share
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
+from zeroplan.numeric import Int, ceil_div, for_each_value, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
+from zeroplan.transformer.params import layout
+
+Lines = tuple[Line, ...]
+
+_REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
+_ALL_REDUCE = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::all_reduce_bucket"
+_BROADCAST = "torch 2.13, torch/distributed/optim/zero_redundancy_optimizer.py, _sync_params"
+_ACCUMULATE = "torch 2.13, torch/csrc/autograd/functions/accumulate_grad.h"
+_SCALER = "torch 2.13, torch/amp/grad_scaler.py, GradScaler._lazy_init_scale_growth_tracker"
+
+_FIRST_BUCKET_BYTES = 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultFirstBucketBytes
+_BUCKET_BYTES = 25 * 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultBucketBytesCap
+
+
+def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+    """Memory and traffic of the fullest GPU in the steady state of training, from the third step on. [bytes]
+
+    With ``grad_accum_steps`` above 1 the moments of forward and backward are those of a later micro-batch, which finds
+    gradients already there. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
+    """
+    element_bytes = 2 if recipe.precision == "bf16" else 4
+    weights = _weights(model)
+    held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
+    parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", "")
+    buckets, gradients = _gradient_states(recipe, element_bytes, weights.total)
+    base = (parameters, buckets, *held, *_scaler(recipe))
+    states = (*base, *gradients)
+    step = Step(weights, base, element_bytes, recipe, batch.grad_accum_steps)
+    at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
+    moments = (*pass_moments(step, model, batch), at_step, *rebuild_moment(step, parameters))
+    return Account(states, moments, _collectives(step, model, mesh.dp_shard), ())
+
+
+def _whole(kind: Kind, element_bytes: int, elements: int, reason: str, source: str) -> Line:
+    return Line(kind, element_bytes * elements, reason, "4·Ψ" if element_bytes == 4 else "2·Ψ", source)
+
+
+def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int) -> tuple[Line, Lines]:
+    """Return the buckets, alive always, and the gradients beside them at the end of a backward."""
+    if recipe.ddp.gradient_as_bucket_view:
+        return _whole(Kind.GRADIENTS, element_bytes, total, "gradients, views of the reducer's buckets", _REDUCER), ()
+    buckets = _whole(Kind.REDUCE, element_bytes, total, "the reducer's buckets, room for all gradients", _REDUCER)
+    return buckets, (_whole(Kind.GRADIENTS, element_bytes, total, "gradients", _ACCUMULATE),)
+
+
+def _scaler(recipe: RecipeSpec) -> Lines:
+    if recipe.precision != "fp16-mixed":
+        return ()
+    return (Line(Kind.OPTIMIZER_STATE, 8, "GradScaler: scale and growth counter", "8", _SCALER),)
+
+
+def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, ranks: Int) -> tuple[Lines, Lines]:
+    """States and step temporaries of the tensors this rank updates: all of them, or the fullest rank's share."""
+    impl = implementation(recipe.optimizer, recipe.optimizer_impl)
+    if recipe.zero_stage == 0:
+        return _all_updated(model, recipe.optimizer, impl, element_bytes)
+
+    def share(n: int) -> tuple[Lines, Lines]:
+        _, held, temporary = fullest_share(model, recipe.optimizer, impl, element_bytes, n)
+        return held, temporary
+
+    if isinstance(ranks, int):
+        return share(ranks)
+    return _column(lambda n: share(n)[0], ranks), _column(lambda n: share(n)[1], ranks)
+
+
+def _column(share: Callable[[int], Lines], ranks: Int) -> Lines:
+    """Lines whose sizes follow a column of ranks; their number and names do not depend on it."""
+
+    def size(index: int) -> Int:
+        return for_each_value(lambda n: int(share(n)[index].n_bytes), ranks)
+
+    return tuple(line._replace(n_bytes=size(index)) for index, line in enumerate(share(1)))
+
+
+@lru_cache(maxsize=1024)
+def _all_updated(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, element_bytes: int) -> tuple[Lines, Lines]:
+    whole = layout(model)
+    before = [LocalTensor(one.shape, in_block=False) for one in whole.embeddings]
+    blocks = [LocalTensor(one.shape, run.layers) for run in whole.runs for one in run.parameters]
+    after = [LocalTensor(one.shape, in_block=False) for one in whole.tail]
+    tensors = (*before, *blocks, *after)
+    return (
+        state_lines(optimizer, impl, tensors, element_bytes, symbol="Ψ"),
+        step_temporary_lines(optimizer, impl, tensors, element_bytes, symbol="Ψ"),
+    )
+
+
+@lru_cache(maxsize=256)
+def _weights(model: ModelSpec) -> Weights:
+    whole = layout(model)
+    tied = whole.tied_head
+    head = whole.tail if tied is None else (*whole.tail, tied)
+    return Weights(
+        sum(int(tensor.numel) for tensor in every_tensor(model)),
+        sum(one.numel for one in whole.embeddings),
+        max(one.numel for one in whole.embeddings),
+        tuple(
+            Run(
+                run.kind,
+                run.layers,
+                sum(one.numel for one in run.parameters),
+                sum(one.numel for one in run.parameters if one.autocast),
+            )
+            for run in whole.runs
+        ),
+        0 if tied is None else tied.numel,
+        sum(one.numel for one in head if one.autocast),
+    )
+
+
+def _collectives(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, ...]:
+    """All-reduce of all gradients; at stage 1 also a broadcast of every parameter by the rank that updated it.
+
+    The all-reduce is a ring's reduce-scatter and all-gather, 2·Ψ elements. Torch's stage 1 does not replace it by a
+    reduce-scatter, so it moves 3·Ψ, more than the 2·Ψ of the ZeRO paper (arXiv:1910.02054, section 7).
+    """
+    recipe, total = step.recipe, step.weights.total
+    payload = step.element_bytes * total
+    calls = step.accum if recipe.sync_every_micro_batch else 1
+    share = ceil_div(payload, ranks) * (ranks - 1)
+    moved = where(ranks > 1, total, 0)
+    what = _in_buckets(bucket_count(model, step.element_bytes))
+    reduce = Collective(
+        "all-reduce", what, "backward", ranks, calls, payload, 2 * share * calls, 2 * moved * calls, _ALL_REDUCE
+    )
+    if recipe.zero_stage == 0:
+        return (reduce,)
+    updated = "parameters, each tensor by the rank that updated it"
+    return (reduce, Collective("broadcast", updated, "optimizer step", ranks, 1, payload, share, moved, _BROADCAST))
+
+
+@lru_cache(maxsize=256)
+def bucket_count(model: ModelSpec, element_bytes: int) -> int:
+    """How many buckets the gradients fill, one all-reduce each. [buckets]
+
+    A bucket is closed by the gradient that reaches its limit: 1 MiB for the first, 25 MiB for the others. Gradients are taken
+    in the reverse order of ``model.parameters()``; the order in which they become ready differs from it within a block.
+    Source: torch 2.13, reducer.cpp, ``compute_bucket_assignment_by_size``.
+    """
+    return _bucket_count(element_bytes * int(tensor.numel) for tensor in reversed(every_tensor(model)))
+
+
+def _bucket_count(sizes: Iterable[int]) -> int:
+    closed, filled, limit = 0, 0, _FIRST_BUCKET_BYTES
+    for size in sizes:
+        filled += size
+        if filled >= limit:
+            closed, filled, limit = closed + 1, 0, _BUCKET_BYTES
+    return closed + (filled > 0)
+
+
+@lru_cache(maxsize=256)
+def _in_buckets(count: int) -> str:
+    return f"gradients, in {count} bucket{'s' if count > 1 else ''}"

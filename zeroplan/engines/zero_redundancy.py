@@ -1,0 +1,81 @@
+"""Which parameters does each rank update under torch's ``ZeroRedundancyOptimizer``?
+
+It hands out whole tensors: the largest first, each to the rank that has the fewest elements so far. Ranks are therefore not
+equally full, and beyond as many ranks as tensors nothing is saved any more.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import zip_longest
+from typing import NamedTuple
+
+from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines, updated_by_muon
+from zeroplan.ledger import Line, total_bytes
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Optimizer, OptimizerImpl
+from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.params import layout
+
+
+class Share(NamedTuple):
+    """What one rank holds and needs for the tensors it updates."""
+
+    rank: int
+    state: tuple[Line, ...]
+    temporary: tuple[Line, ...]
+
+
+def partition(tensors: tuple[LocalTensor, ...], ranks: int) -> list[list[LocalTensor]]:
+    """Hand out whole tensors to ranks, the first rank first; ranks that get nothing are left out.
+
+    Source: torch 2.13, distributed/optim/zero_redundancy_optimizer.py, ``_partition_parameters``: a stable sort by elements,
+    largest first, then always the least loaded rank, the first among equals.
+
+    >>> first, second = partition((LocalTensor((3,)), LocalTensor((4,)), LocalTensor((2,))), 2)
+    >>> [tensor.numel for tensor in first], [tensor.numel for tensor in second]
+    ([4], [3, 2])
+    """
+    loads = [(0, rank) for rank in range(min(ranks, len(tensors)))]
+    heapify(loads)
+    shares: list[list[LocalTensor]] = [[] for _ in loads]
+    for numel, index in sorted((-int(tensor.numel), index) for index, tensor in enumerate(tensors)):
+        load, rank = heappop(loads)
+        shares[rank].append(tensors[index])
+        heappush(loads, (load - numel, rank))
+    return shares
+
+
+@lru_cache(maxsize=4096)
+def fullest_share(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, element_bytes: int, ranks: int) -> Share:
+    """Return the rank with most optimizer state, the first among equals, with its states and step temporaries.
+
+    Muon is one optimizer beside AdamW for all that is no matrix of a block: each hands out its own tensors.
+    """
+    tensors = every_tensor(model)
+    muon = tuple(tensor for tensor in tensors if optimizer == "muon" and updated_by_muon(tensor))
+    others = tuple(tensor for tensor in tensors if optimizer != "muon" or not updated_by_muon(tensor))
+    nothing: list[LocalTensor] = []
+    pairs = zip_longest(partition(muon, ranks), partition(others, ranks), fillvalue=nothing)
+    shares = [(*by_muon, *by_other) for by_muon, by_other in pairs]
+    held = [sum(_state_bytes(optimizer, impl, element_bytes, tensor) for tensor in share) for share in shares]
+    rank = held.index(max(held))
+    states = state_lines(optimizer, impl, shares[rank], element_bytes)
+    return Share(rank, states, step_temporary_lines(optimizer, impl, shares[rank], element_bytes))
+
+
+def every_tensor(model: ModelSpec) -> tuple[LocalTensor, ...]:
+    """Every single parameter tensor in the order of ``model.parameters()``."""
+    whole = layout(model)
+    blocks = [LocalTensor(one.shape) for run in whole.runs for one in run.parameters * run.layers]
+    return (*_outside(whole.embeddings), *blocks, *_outside(whole.tail))
+
+
+def _outside(parameters: tuple[Parameter, ...]) -> list[LocalTensor]:
+    return [LocalTensor(parameter.shape, in_block=False) for parameter in parameters]
+
+
+@lru_cache(maxsize=1024)
+def _state_bytes(optimizer: Optimizer, impl: OptimizerImpl, element_bytes: int, tensor: LocalTensor) -> int:
+    return int(total_bytes(state_lines(optimizer, impl, (tensor,), element_bytes)))
