@@ -20,13 +20,13 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 
-import torch
-from allocations import Timeline, mark, recorded
-from causal_models import causal_model
+import torch  # noqa: E402  after the environment is set
+from allocations import Timeline, mark, recorded  # noqa: E402
+from causal_models import causal_model  # noqa: E402
 
-from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.blocks import Compute
+from zeroplan.spec.model import ModelSpec  # noqa: E402
+from zeroplan.spec.recipe import RecipeSpec  # noqa: E402
+from zeroplan.transformer.blocks import Compute  # noqa: E402
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -35,13 +35,13 @@ STEPS = 3
 
 
 def zero_optimization(recipe: RecipeSpec) -> dict[str, object]:
-    """The ``zero_optimization`` section that a recipe describes."""
+    """Return the ``zero_optimization`` section that a recipe describes."""
     ours = {"grad_accum_dtype", "zero_init", "flatten_on_accelerator"}
     return {"stage": recipe.zero_stage, **recipe.deepspeed.model_dump(exclude=ours)}
 
 
 def configuration(recipe: RecipeSpec, grad_accum_steps: int) -> dict[str, object]:
-    """The DeepSpeed configuration that a recipe describes."""
+    """Return the DeepSpeed configuration that a recipe describes."""
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": grad_accum_steps,
@@ -60,7 +60,7 @@ def configuration(recipe: RecipeSpec, grad_accum_steps: int) -> dict[str, object
 
 
 def optimizer(recipe: RecipeSpec, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """torch's AdamW; with the fused kernel it stands for DeepSpeed's FusedAdam, which needs a GPU."""
+    """Torch's AdamW; with the fused kernel it stands for DeepSpeed's FusedAdam, which needs a GPU."""
     if recipe.optimizer_impl in (None, "fused"):
         return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     return torch.optim.AdamW(parameters, lr=1e-3, foreach=recipe.optimizer_impl == "foreach")
@@ -68,8 +68,8 @@ def optimizer(recipe: RecipeSpec, parameters: list[torch.nn.Parameter]) -> torch
 
 def join_fake_group(n_ranks: int) -> None:
     """Make this process rank 0 of ``n_ranks`` that are not there."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(n_ranks), LOCAL_WORLD_SIZE=str(n_ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
@@ -77,8 +77,8 @@ def join_fake_group(n_ranks: int) -> None:
 
 
 def engine_of(spec: ModelSpec, recipe: RecipeSpec, grad_accum_steps: int) -> DeepSpeedEngine:
-    """The engine around the model; the moment at which the model stands is marked."""
-    import deepspeed
+    """Return the engine around the model; the moment at which the model stands is marked."""
+    import deepspeed  # noqa: PLC0415
 
     compute = Compute(4 if recipe.precision == "fp32" else 2, autocast=False, attention=recipe.attention)
     model = causal_model(spec, compute)
@@ -151,7 +151,7 @@ def peak_bytes(timeline: Timeline, start: str, end: str) -> int:
 
 
 def live_at_peak(timeline: Timeline, start: str, end: str, *, top: int) -> list[str]:
-    """The largest allocations alive at the peak, for a person who looks for a difference."""
+    """Return the largest allocations alive at the peak, for a person who looks for a difference."""
     events = timeline.between(start, end)
     if not events:
         return []
@@ -176,7 +176,7 @@ def answer_and_leave(line: str, answer: Path) -> None:
     """Measure in this fork and end it, whatever happens."""
     try:
         answer.write_text(json.dumps(measure(json.loads(line))))
-    except BaseException:
+    except Exception:  # noqa: BLE001  any failure is reported, and the fork must end
         traceback.print_exc()
     finally:
         os._exit(0)
@@ -186,10 +186,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
     warnings.filterwarnings("ignore")
-    import deepspeed  # noqa: F401
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama
-    from deepspeed.utils import logger
+    import deepspeed  # noqa: F401, PLC0415
+    from deepspeed.utils import logger  # noqa: PLC0415
 
     logger.setLevel(logging.ERROR)
     answers = os.fdopen(os.dup(1), "w")

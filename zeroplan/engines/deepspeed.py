@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_stage12 import partitioned_account
 from zeroplan.engines.deepspeed_stage3 import sharded_account
+from zeroplan.engines.deepspeed_stage12 import partitioned_account
 from zeroplan.engines.deepspeed_whole import bf16_optimizer_account, unpartitioned_account
 from zeroplan.engines.optimizers import implementation
 from zeroplan.errors import SpecError

@@ -101,7 +101,7 @@ def first_bucket_elements(model: ModelSpec, bucket: int) -> int:
 
 @lru_cache(maxsize=4096)
 def waiting_elements(model: ModelSpec, bucket: int, block: int, made: int) -> tuple[int, int]:
-    """Of the latest gradient of a block and of the one before: elements that wait outside the bucket, being too large for it."""
+    """Of a block's latest gradient and of the one before: elements that wait outside the bucket, too large for it."""
     placed = [each for each in row(model).placed if each.block == block]
     numels = [each.end - each.start for each in reversed(placed) if placed[-1].end - each.end < made]
     latest, before = ([0, 0, *numels][-1], [0, 0, *numels][-2])

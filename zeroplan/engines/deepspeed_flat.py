@@ -20,7 +20,7 @@ _ALIGNMENT = 2
 
 
 class Placed(NamedTuple):
-    """A parameter in the row of all parameters: the block it belongs to, -1 before the first and ``n_blocks`` after the last."""
+    """A parameter in the row of all parameters, and its block: -1 before the first and ``n_blocks`` after the last."""
 
     parameter: Parameter
     block: int
@@ -116,7 +116,7 @@ def count_below(ascending: tuple[int, ...], limit: Int) -> Int:
 
 
 def pick(values: tuple[int, ...], index: Int) -> Int:
-    """The value at ``index``; a column where ``index`` is one.
+    """Return the value at ``index``; a column where ``index`` is one.
 
     >>> pick((5, 6, 7), 1)
     6

@@ -44,7 +44,7 @@ class Passes(NamedTuple):
 
 
 class Instant(NamedTuple):
-    """A moment of the pass: its activations, the block that runs (``n_blocks`` for the head, -1 for the embedding), its point."""
+    """A moment of the pass: its activations, its point, the block that runs (``n_blocks``: head; -1: embedding)."""
 
     name: str
     phase: Phase
@@ -81,7 +81,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
 
 
 def kept_before(these: Passes, block: Int) -> Line:
-    """What the blocks before ``block`` keep for their backward. [bytes]"""
+    """Return what the blocks before ``block`` keep for their backward. [bytes]"""
     n_bytes: Int = 0
     for run in these.runs:
         n_bytes = n_bytes + minimum(maximum(block - run.first, 0), run.n_blocks) * run.kept_bytes
@@ -89,26 +89,26 @@ def kept_before(these: Passes, block: Int) -> Line:
 
 
 def kept_by_all(these: Passes) -> tuple[Line, ...]:
-    """What all blocks keep, the last one line by line."""
+    """Return what all blocks keep, the last one line by line."""
     last = these.runs[-1]
     return (kept_before(these, these.n_blocks - 1), *last.kept)
 
 
 def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
-    """The highest moment in the forward of a block."""
+    """Return the highest moment in the forward of a block."""
     own = (*run.kept, *(run.block.forward if these.recompute == "none" else run.block.forward_recompute))
     lines = (*these.head.shared, *these.head.forward, kept_before(these, block), *own)
     return Instant("forward of a block", Phase.FORWARD, lines, block, _NOWHERE)
 
 
 def loss_instant(these: Passes) -> Instant:
-    """The loss, forward."""
+    """Return the loss, forward."""
     lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.loss_forward)
     return Instant("loss forward", Phase.LOSS, lines, these.n_blocks, _NOWHERE)
 
 
 def head_instants(these: Passes) -> tuple[Instant, ...]:
-    """The backward of loss, head and final norm."""
+    """Return the backward of loss, head and final norm."""
     around = (*these.head.shared, *these.output, *kept_by_all(these))
     return tuple(
         Instant(f"backward: {point.name}", Phase.BACKWARD, around + point.lines, these.n_blocks, point)
@@ -129,7 +129,7 @@ def backward_instant(these: Passes, run: RunPass, block: Int, point: BackwardPoi
 
 
 def embedding_instant(these: Passes) -> Instant:
-    """The backward of the embedding: the gradient of its output, all blocks done."""
+    """Return the backward of the embedding: the gradient of its output, all blocks done."""
     gradient = Line(Kind.ACTIVATIONS, these.head.hidden_bytes, "gradient of the embedding's output", "e·T·h")
     lines = (*these.head.shared, *these.output, gradient)
     return Instant("backward of the embedding", Phase.BACKWARD, lines, -1, _NOWHERE)

@@ -62,7 +62,7 @@ def _forward(job: Job, these: Passes) -> tuple[Moment, ...]:
 
 
 def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """The moments of ``step``: norm, flattening, update."""
+    """Return the moments of ``step``: norm, flattening, update."""
     own, share = _gradients(job), job.partition
     master = Line(Kind.GRADIENTS, job.master * share, "gradients of this rank's share, as the optimizer takes them",
                   f"{job.master}·{_SHARE}", f"{_FILE}, step")  # fmt: skip
@@ -84,7 +84,7 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """The model arrives in the compute dtype, is laid flat, and the share's weights are made, with gradients once."""
+    """Return the model arrives in the compute dtype, is laid flat, and the share's weights are made, with gradients once."""
     psi, share = row(job.model).n_elements, job.partition
     arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", _FILE)
     copied = (arrived, weights[0]) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0],)
@@ -106,7 +106,7 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
     return (
         Collective(
             "all-reduce", "gradients, bucket by bucket",
-            "in the backward of every micro-batch" if job.recipe.zero_stage == 2 else "after the backward of the last micro-batch",
+            "in the backward of every micro-batch" if job.recipe.zero_stage == 2 else "for the last micro-batch",
             n, calls * rounds, element * -(-psi // calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
             f"{_FILE}, allreduce_and_scatter",
         ),

@@ -86,7 +86,7 @@ def has_buckets(job: Job) -> bool:
 
 
 def own_gradients(job: Job) -> Line:
-    """The reduced gradients that this rank keeps for the step."""
+    """Return the reduced gradients that this rank keeps for the step."""
     if keeps_partition(job):
         return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", "8·ceil(Ψ/(2·N))", _FILE)
     reason = "gradients of every parameter that reaches into this rank's share, each whole"
@@ -94,7 +94,7 @@ def own_gradients(job: Job) -> Line:
 
 
 def window(job: Job) -> tuple[Line, ...]:
-    """What earlier micro-batches of the step left behind, during the forward."""
+    """Return what earlier micro-batches of the step left behind, during the forward."""
     return (_earlier_gradients(job), *_kept_buckets(job))
 
 
@@ -124,7 +124,7 @@ def _buckets(job: Job) -> tuple[Line, ...]:
 
 
 def _kept_buckets(job: Job) -> tuple[Line, ...]:
-    """The bucket before the first gradient of a micro-batch: at stage 1 it stays until the last one is reduced."""
+    """Return the bucket before the first gradient of a micro-batch: at stage 1 it stays until the last one is reduced."""
     if job.recipe.zero_stage == 2:
         return ()
     bucket = where(job.accumulates, total_bytes(_buckets(job)), 0)
@@ -188,7 +188,7 @@ def _head_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
 
 
 def _waiting(job: Job, block: int, point: BackwardPoint) -> Line:
-    """The gradient being made, and one that is too large for the bucket and waits for the next to arrive."""
+    """Return the gradient being made, and one that is too large for the bucket and waits for the next to arrive."""
     latest, before = waiting_elements(job.model, job.recipe.deepspeed.reduce_bucket_size, block, point.gradients)
     elements = point.current_gradient + before if is_being_made(point) else latest
     return _gradient(job, elements, "gradient just made, and one that waits outside the bucket")
@@ -202,7 +202,7 @@ def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Lin
 
 
 def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:
-    """The first time each point is passed after a bucket reached into this rank's share: its gradients are kept by then."""
+    """Return the first time each point is passed after a bucket reached into this rank's share, when its gradients are kept."""
     index = flush_over(job.buckets, job.partition)
     at, made, own = pick(job.buckets.blocks, index), pick(job.buckets.made, index), own_gradients(job)
     for run in these.runs:
@@ -216,7 +216,7 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
 
 
 def _not_already(job: Job, n_bytes: Int) -> Int:
-    """A tensor into which all micro-batches are added exists already after the first."""
+    """Return a tensor into which all micro-batches are added exists already after the first."""
     return where(job.accumulates, 0, n_bytes) if keeps_partition(job) else n_bytes
 
 
@@ -233,7 +233,7 @@ def _reduced_copy(job: Job, index: Int) -> Int:
 
 
 def _flush_moment(job: Job, these: Passes, always: tuple[Line, ...], index: Int, name: str) -> Moment:
-    """A bucket is reduced because a gradient does not fit into it any more."""
+    """Return a bucket is reduced because a gradient does not fit into it any more."""
     buckets = job.buckets
     block, held = pick(buckets.blocks, index), pick(buckets.held, index)
     if not job.recipe.deepspeed.contiguous_gradients:
@@ -252,7 +252,7 @@ def _flush_moment(job: Job, these: Passes, always: tuple[Line, ...], index: Int,
 
 
 def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
-    """The fp32 gradients of the share, with the cast that adds to them, once a bucket reaches into it."""
+    """Return the fp32 gradients of the share, with the cast that adds to them, once a bucket reaches into it."""
     if not keeps_partition(job):
         return ()
     reached = low < job.partition
@@ -282,7 +282,7 @@ def _at_point(points: tuple[BackwardPoint, ...], made: Int) -> Int:
 
 
 def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """The embedding's gradient, and the bucket that is left."""
+    """Return the embedding's gradient, and the bucket that is left."""
     at, last = embedding_instant(these), job.buckets.flushes[0]
     own = own_gradients(job)
     before = own._replace(n_bytes=where(last.high < job.partition, _not_already(job, own.n_bytes), 0))
@@ -301,7 +301,7 @@ def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Mom
 
 
 def collecting_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
-    """The backward pass where every gradient stays until its end; the end itself is left out."""
+    """Return the backward pass where every gradient stays until its end; the end itself is left out."""
     return (
         *_collected_head(job, these),
         *(moment for run in these.runs for moment in _collected_block(job, these, run)),

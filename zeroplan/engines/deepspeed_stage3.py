@@ -137,7 +137,7 @@ def _persistent(job: _Job) -> Line:
 
 
 def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
-    """The forward: of each kind of block the last one, and earlier ones where more is gathered."""
+    """Return the forward: of each kind of block the last one, and earlier ones where more is gathered."""
     moments: list[Moment] = []
     most = -1
     for run in reversed(these.runs):
@@ -232,7 +232,7 @@ def _gathered_at(trace: Gathered, flush: Flush) -> int:
 
 
 def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
-    """The bucket's copy in the order of the ranks; one gradient that divides evenly is reduced where it is."""
+    """Return the bucket's copy in the order of the ranks; one gradient that divides evenly is reduced where it is."""
     options = job.recipe.deepspeed
     held = flush.fill if flush.alone or not options.contiguous_gradients else 0
     single = flush.fill == flush.high - flush.low and _is_one_parameter(job.model, flush)
@@ -273,7 +273,7 @@ def _at_flush(these: Passes, flush: Flush) -> Line:
 
 
 def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
-    """The embedding's gradient, and the bucket that is left."""
+    """Return the embedding's gradient, and the bucket that is left."""
     at: Instant = embedding_instant(these)
     last = schedule(job.model, job.recipe.deepspeed.reduce_bucket_size).flushes[0]
     embedding = _gradient(job, job.model.vocab_size * job.model.hidden_size, "gradient of the embedding")
@@ -303,7 +303,7 @@ def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
 
 
 def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """The model arrives whole, or in pieces under ``zero.Init``; then the optimizer's tensors are made."""
+    """Return the model arrives whole, or in pieces under ``zero.Init``; then the optimizer's tensors are made."""
     share = job.partition
     if job.recipe.deepspeed.zero_init:
         largest = job.element * largest_parameter(job.model)
@@ -330,9 +330,9 @@ def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     persistent = sum(1 for numel, count in _numels(job.model) for _ in range(count)
                      if numel <= job.recipe.deepspeed.stage3_param_persistence_threshold)  # fmt: skip
     return (
-        _all_gather(job, "parameters", "in the forward of every micro-batch", trace.forward_elements, trace.forward_calls, micro),
-        _all_gather(job, "parameters", "in the backward of every micro-batch", trace.backward_elements, trace.backward_calls, micro),
-        _all_gather(job, "persistent parameters", "after the optimizer step", trace.persistent, persistent, 1),
+        _all_gather(job, ("parameters", "in every forward"), trace.forward_elements, trace.forward_calls, micro),
+        _all_gather(job, ("parameters", "in every backward"), trace.backward_elements, trace.backward_calls, micro),
+        _all_gather(job, ("persistent parameters", "after the optimizer step"), trace.persistent, persistent, 1),
         Collective(
             "reduce-scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
             element * -(-psi // flushes), (n - 1) * element * psi // n * micro, psi * micro, f"{_STAGE3}, __avg_scatter_grads",
@@ -340,7 +340,7 @@ def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     )  # fmt: skip
 
 
-def _all_gather(job: _Job, what: str, when: str, elements: int, calls: int, times: Int) -> Collective:
+def _all_gather(job: _Job, names: tuple[str, str], elements: int, calls: int, times: Int) -> Collective:
     payload = job.element * -(-elements // max(calls, 1))
     sent = (job.n_ranks - 1) * job.element * elements // job.n_ranks * times
-    return Collective("all-gather", what, when, job.n_ranks, calls * times, payload, sent, elements * times, _COORDINATOR)
+    return Collective("all-gather", *names, job.n_ranks, calls * times, payload, sent, elements * times, _COORDINATOR)

@@ -94,7 +94,7 @@ def _forward(modules: tuple[_Module, ...], block: int) -> list[Step]:
 
 
 def _backward(placed: tuple[Placed, ...], modules: tuple[_Module, ...], block: int, *, again: bool) -> list[Step]:
-    """A block's modules in reverse; the last one is waiting in its backward while the block is recomputed."""
+    """Return a block's modules in reverse; the last one is waiting in its backward while the block is recomputed."""
     steps: list[Step] = [Step(_BACKWARD, (), block, 0, releases=True)] * 2
     made = 0
     recompute = [step._replace(again=True) for step in _forward(modules, block)] if again else []
@@ -109,7 +109,7 @@ def _backward(placed: tuple[Placed, ...], modules: tuple[_Module, ...], block: i
 
 
 def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[_Module, ...]:
-    """The modules of a block in the order in which they run forward, those without parameters too."""
+    """Return the modules of a block in the order in which they run forward, those without parameters too."""
     by_name: dict[str, list[int]] = {}
     for index, each in enumerate(placed):
         if each.block == block:
@@ -181,9 +181,9 @@ class _Replay:
 
     def run(self) -> Gathered:
         """Go through all steps and note what is held."""
-        forward, head, backward, end = [0] * self.n_blocks, [], {block: [] for block in range(self.n_blocks)}, 0
-        loss = 0
-        turned = False
+        forward, head = [0] * self.n_blocks, list[int]()
+        backward: dict[int, list[tuple[int, int, int]]] = {block: [] for block in range(self.n_blocks)}
+        loss, end, turned = 0, 0, False
         for at, step in enumerate(self.steps):
             if step.direction == _BACKWARD and not turned:
                 loss, turned = self.elements, True

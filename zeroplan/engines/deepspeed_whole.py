@@ -18,6 +18,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.transformer.params import layout
 
 _FUSED = "DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py, FP16_Optimizer"
 _UNFUSED = "DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py, FP16_UnfusedOptimizer"
@@ -34,12 +35,12 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     job = job_of(model, recipe, mesh, batch)
     mixed, psi, element = job.element == 2, row(model).n_elements, job.element
     wrapped = mixed and _takes_flat_wrapper(recipe, impl)
-    tensors = (LocalTensor((psi,), in_block=False),) if wrapped else every_tensor(model)
+    tensors = (LocalTensor((psi,), in_block=False),) if wrapped else _tensors(model)
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
-    weights = (_all(job, Kind.PARAMETERS, element, "all weights", _ENGINE),)
+    weights = [_all(job, Kind.PARAMETERS, element, "all weights", _ENGINE)]
     if mixed:
-        weights = (*weights, _all(job, Kind.PARAMETERS, 4, "all weights in fp32", _FUSED if wrapped else _UNFUSED))
+        weights.append(_all(job, Kind.PARAMETERS, 4, "all weights in fp32", _FUSED if wrapped else _UNFUSED))
     gradients = _all(job, Kind.GRADIENTS, element, "all gradients", _ENGINE)
     step = _mixed_step(job, gradients, temporary, wrapped=wrapped) if mixed else _step("update", gradients, *temporary)
     end = _all_reduced(job, gradients)
@@ -85,10 +86,14 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
 
 
 @lru_cache(maxsize=256)
-def every_tensor(model: ModelSpec) -> tuple[LocalTensor, ...]:
-    """All parameters, each tensor on its own."""
-    whole = row(model)
-    return tuple(LocalTensor(each.parameter.shape, in_block=0 <= each.block < whole.n_blocks) for each in whole.placed)
+def _tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
+    """Return all parameters, each tensor on its own, those of like blocks once with their number."""
+    parts = layout(model)
+    return (
+        *(LocalTensor(each.shape, in_block=False) for each in parts.embeddings),
+        *(LocalTensor(each.shape, run.layers) for run in parts.runs for each in run.parameters),
+        *(LocalTensor(each.shape, in_block=False) for each in parts.tail),
+    )
 
 
 def _takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
@@ -130,7 +135,7 @@ def _forward_and_backward(job: Job, batch: Batch) -> tuple[Moment, ...]:
 
 @lru_cache(maxsize=256)
 def _all_reduces(model: ModelSpec) -> tuple[int, int]:
-    """Number of all-reduces and elements of the largest; a bucket closes when it has grown beyond the limit."""
+    """Return number of all-reduces and elements of the largest; a bucket closes when it has grown beyond the limit."""
     count, fill, largest = 0, 0, 0
     for each in row(model).placed:
         fill += each.end - each.start
