@@ -6,6 +6,7 @@ Rank 0's share is the first, so it begins with the embedding; ranks in the middl
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple, cast
@@ -28,9 +29,11 @@ class Placed(NamedTuple):
     end: int
 
 
-class Row(NamedTuple):
-    """All parameters one after the other, in the order of ``model.parameters()``."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Row:
+    """All parameters one after the other, in the order of ``model.parameters()``; one object per model."""
 
+    model: ModelSpec
     placed: tuple[Placed, ...]
     starts: tuple[int, ...]
     ends: tuple[int, ...]
@@ -57,7 +60,7 @@ def row(model: ModelSpec) -> Row:
     ends = tuple(accumulate(parameter.numel for _, parameter in flat))
     starts = (0, *ends[:-1])
     placed = tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, starts, ends, strict=True))
-    return Row(placed, starts, ends, _records(placed), ends[-1], len(blocks))
+    return Row(model, placed, starts, ends, _records(placed), ends[-1], len(blocks))
 
 
 def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
@@ -68,7 +71,7 @@ def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
     return tuple(records)
 
 
-def partition_elements(model: ModelSpec, n_ranks: Int) -> Int:
+def partition_elements(whole: Row, n_ranks: Int) -> Int:
     """One rank's share of the row, padded so that every rank's share is alike and aligned. [elements]
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned`` with 2·N.
@@ -76,30 +79,29 @@ def partition_elements(model: ModelSpec, n_ranks: Int) -> Int:
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
-    >>> partition_elements(tiny, 5)  # 1352 -> 136 · 10
+    >>> partition_elements(row(tiny), 5)  # 1352 -> 136 · 10
     272
     """
-    return ceil_div(row(model).n_elements, _ALIGNMENT * n_ranks) * _ALIGNMENT
+    return ceil_div(whole.n_elements, _ALIGNMENT * n_ranks) * _ALIGNMENT
 
 
-def touched_elements(model: ModelSpec, partition: Int) -> Int:
+def touched_elements(whole: Row, partition: Int) -> Int:
     """Elements of all parameters that reach into the first ``partition`` elements, each counted whole. [elements]
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``get_partition_info`` and ``copy_grads_in_partition``.
     """
-    whole = row(model)
     return pick(whole.ends, count_below(whole.starts, partition) - 1)
 
 
-def largest_slice(model: ModelSpec, partition: Int) -> Int:
+def largest_slice(whole: Row, partition: Int) -> Int:
     """Largest piece of one parameter within the first ``partition`` elements. [elements]"""
-    slices = (minimum(each.parameter.numel, partition - each.start) for each in row(model).records)
+    slices = (minimum(each.parameter.numel, partition - each.start) for each in whole.records)
     return maximum(0, *slices)
 
 
-def largest_parameter(model: ModelSpec) -> int:
+def largest_parameter(whole: Row) -> int:
     """Elements of the largest parameter tensor."""
-    return row(model).records[-1].parameter.numel
+    return whole.records[-1].parameter.numel
 
 
 def count_below(ascending: tuple[int, ...], limit: Int) -> Int:

@@ -61,11 +61,6 @@ def element_bytes(recipe: RecipeSpec) -> int:
     return 4 if recipe.precision == "fp32" else 2
 
 
-def is_being_made(point: BackwardPoint) -> bool:
-    """Whether a weight gradient is still an operator's result, not yet accumulated, at this point."""
-    return point.current_gradient > 0
-
-
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     """Work out what each kind of block, and the part outside the blocks, costs."""
     compute = Compute(element_bytes(recipe), autocast=False, attention=recipe.attention)
@@ -81,9 +76,10 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
 
 
 def kept_before(these: Passes, block: Int) -> Line:
-    """Return what the blocks before ``block`` keep for their backward. [bytes]"""
-    n_bytes: Int = 0
-    for run in these.runs:
+    """Return what the blocks before ``block`` (0 to ``n_blocks``) keep for their backward. [bytes]"""
+    first, *later = these.runs
+    n_bytes = (minimum(block, first.n_blocks) if later else block) * first.kept_bytes
+    for run in later:
         n_bytes = n_bytes + minimum(maximum(block - run.first, 0), run.n_blocks) * run.kept_bytes
     return Line(Kind.ACTIVATIONS, n_bytes, "kept by the blocks before for their backward")
 

@@ -7,7 +7,7 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 from __future__ import annotations
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_flat import largest_slice, row
+from zeroplan.engines.deepspeed_flat import largest_slice
 from zeroplan.engines.deepspeed_passes import Passes, forward_instant, loss_instant, passes
 from zeroplan.engines.deepspeed_stage12_backward import Job, backward_moments, job_of, keeps_partition, window
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
@@ -75,7 +75,7 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
         cast = (own, flat, master) if job.element != job.master else (own, master)
         moments.insert(0, Moment("optimizer step: gradients flattened", Phase.STEP, cast))
     if job.recipe.deepspeed.compute_grad_norm:
-        slices = _FP64 * largest_slice(job.model, share)
+        slices = _FP64 * largest_slice(job.whole, share)
         norm = Line(
             Kind.TEMPORARY, slices, "largest gradient of this rank's share in fp64", "", f"{_FILE}, get_grad_norm_direct"
         )
@@ -85,7 +85,7 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the model arrives in the compute dtype, is laid flat, and the share's weights are made, with gradients once."""
-    psi, share = row(job.model).n_elements, job.partition
+    psi, share = job.whole.n_elements, job.partition
     arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", _FILE)
     copied = (arrived, weights[0]) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0],)
     zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{_SHARE}",
@@ -100,7 +100,7 @@ def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
     """Gradients are all-reduced, not reduce-scattered: the buckets of all ranks go in one all-reduce by default."""
-    n, psi, element = job.n_ranks, row(job.model).n_elements, job.element
+    n, psi, element = job.n_ranks, job.whole.n_elements, job.element
     rounds: Int = batch.grad_accum_steps if job.recipe.zero_stage == 2 else 1
     calls = len(job.buckets.flushes)
     return (

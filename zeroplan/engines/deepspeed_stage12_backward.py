@@ -8,10 +8,11 @@ rank; what reaches into this rank's share is then copied into a buffer that live
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.deepspeed_buckets import Schedule, first_bucket_elements, flush_over, schedule, waiting_elements
-from zeroplan.engines.deepspeed_flat import largest_slice, partition_elements, pick, row, touched_elements
+from zeroplan.engines.deepspeed_flat import Row, largest_slice, partition_elements, pick, row, touched_elements
 from zeroplan.engines.deepspeed_passes import (
     Passes,
     RunPass,
@@ -20,7 +21,6 @@ from zeroplan.engines.deepspeed_passes import (
     element_bytes,
     embedding_instant,
     head_instants,
-    is_being_made,
     kept_before,
 )
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
@@ -37,7 +37,7 @@ _FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
 class Job(NamedTuple):
     """What every formula of stages 1 and 2 is made of."""
 
-    model: ModelSpec
+    whole: Row
     recipe: RecipeSpec
     n_ranks: Int
     accumulates: Bool
@@ -56,17 +56,18 @@ class Job(NamedTuple):
 def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Job:
     """Collect what the formulas need."""
     element = element_bytes(recipe)
-    partition = partition_elements(model, mesh.dp_shard)
+    whole = row(model)
+    partition = partition_elements(whole, mesh.dp_shard)
     return Job(
-        model,
+        whole,
         recipe,
         mesh.dp_shard,
         batch.grad_accum_steps > 1,
         element,
         2 if recipe.precision == "bf16" else 4,
         partition,
-        touched_elements(model, partition),
-        schedule(model, recipe.deepspeed.reduce_bucket_size),
+        touched_elements(whole, partition),
+        schedule(whole, recipe.deepspeed.reduce_bucket_size),
     )
 
 
@@ -109,7 +110,7 @@ def backward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
 
 def _earlier_gradients(job: Job) -> Line:
     """Gradients of the micro-batches before: this rank's own at stage 2, all of them at stage 1."""
-    held = own_gradients(job).n_bytes if job.recipe.zero_stage == 2 else job.element * row(job.model).n_elements
+    held = own_gradients(job).n_bytes if job.recipe.zero_stage == 2 else job.element * job.whole.n_elements
     return Line(Kind.GRADIENTS, where(job.accumulates, held, 0), "gradients of the micro-batches before", "", _FILE)
 
 
@@ -141,9 +142,9 @@ def _copy(job: Job, elements: Int) -> Line:
 
 def _tied_head(job: Job) -> tuple[Line, ...]:
     """With a tied head, its gradient waits for the embedding's before either reaches the bucket."""
-    if not job.model.tie_word_embeddings:
+    if not job.whole.model.tie_word_embeddings:
         return ()
-    elements = job.model.vocab_size * job.model.hidden_size
+    elements = job.whole.model.vocab_size * job.whole.model.hidden_size
     return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's"),)
 
 
@@ -187,11 +188,17 @@ def _head_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     return tuple(moments)
 
 
+@lru_cache(maxsize=4096)
+def waiting(buckets: Schedule, element: int, block: int, gradients: int, current: int) -> Line:
+    """Return the gradient being made, and one that is too large for the bucket and waits for the next to arrive. [bytes]"""
+    latest, before = waiting_elements(buckets, block, gradients)
+    elements = current + before if current else latest
+    reason = "gradient just made, and one that waits outside the bucket"
+    return Line(Kind.UNSHARDED_GRADIENTS, element * elements, reason, "", _FILE)
+
+
 def _waiting(job: Job, block: int, point: BackwardPoint) -> Line:
-    """Return the gradient being made, and one that is too large for the bucket and waits for the next to arrive."""
-    latest, before = waiting_elements(job.model, job.recipe.deepspeed.reduce_bucket_size, block, point.gradients)
-    elements = point.current_gradient + before if is_being_made(point) else latest
-    return _gradient(job, elements, "gradient just made, and one that waits outside the bucket")
+    return waiting(job.buckets, job.element, block, point.gradients, point.current_gradient)
 
 
 def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Line, ...]) -> Iterator[Moment]:
@@ -241,7 +248,7 @@ def _flush_moment(job: Job, these: Passes, always: tuple[Line, ...], index: Int,
     lines = (
         *these.head.shared,
         *these.output,
-        kept_before(these, minimum(block, these.n_blocks - 1)),
+        kept_before(these, minimum(maximum(block, 0), these.n_blocks - 1)),
         Line(Kind.ACTIVATIONS, _at_flush(these, block, pick(buckets.made, index)), "activations of the block that runs"),
         _gradient(job, pick(buckets.arriving, index) + held, "gradient that does not fit into the bucket"),
         _copy(job, _reduced_copy(job, index)),
@@ -256,7 +263,7 @@ def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
     if not keeps_partition(job):
         return ()
     reached = low < job.partition
-    cast = where(reached, 4 * largest_slice(job.model, job.partition), 0)
+    cast = where(reached, 4 * largest_slice(job.whole, job.partition), 0)
     return (
         own_gradients(job)._replace(n_bytes=where(reached, _not_already(job, 4 * job.partition), 0)),
         Line(Kind.TEMPORARY, cast, "reduced gradient cast to fp32", "", f"{_FILE}, _add_to_grad_partition_buffer"),
@@ -288,7 +295,7 @@ def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Mom
     before = own._replace(n_bytes=where(last.high < job.partition, _not_already(job, own.n_bytes), 0))
     held = last.fill if last.alone or not job.recipe.deepspeed.contiguous_gradients else 0
     around = (*these.head.shared, *these.output, *always, _gradient(job, held, "gradients outside the bucket"))
-    embedding = _gradient(job, job.model.vocab_size * job.model.hidden_size, "gradient of the embedding")
+    embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
     return (
         Moment(at.name, at.phase, (*at.lines, *always, before, embedding)),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, before, _copy(job, _reduced_copy(job, 0)))),
@@ -310,15 +317,14 @@ def collecting_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
 
 def _collected(job: Job, made: int, point: BackwardPoint) -> Line:
     """All gradients made so far; once accumulating, all of them and the one about to be added."""
-    current = point.current_gradient if is_being_made(point) else 0
-    elements = where(job.accumulates, row(job.model).n_elements + current, made)
+    elements = where(job.accumulates, job.whole.n_elements + point.current_gradient, made)
     return _gradient(job, elements, "gradients made so far, or accumulated")
 
 
 def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
     moments = []
     for at in head_instants(these):
-        made = 0 if job.model.tie_word_embeddings else at.point.gradients
+        made = 0 if job.whole.model.tie_word_embeddings else at.point.gradients
         around = (_collected(job, made, at.point), *(_tied_head(job) if at.point.gradients else ()))
         first = at.point.gradients == at.point.current_gradient
         bucket = _kept_buckets(job) if first else _buckets(job)
@@ -328,7 +334,7 @@ def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
 
 def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     block = run.first + run.n_blocks - 1
-    whole = row(job.model)
+    whole = job.whole
     above = whole.n_elements - next(each.end for each in reversed(whole.placed) if each.block == block)
     around = (*_buckets(job), *_tied_head(job))
     yield from _block_moments(
@@ -339,14 +345,14 @@ def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
 
 def _reduced_after(job: Job, these: Passes) -> tuple[Moment, ...]:
     """All gradients are there; the first bucket is filled from the front, reduced, and what this rank owns is kept."""
-    psi, options = row(job.model).n_elements, job.recipe.deepspeed
-    first = first_bucket_elements(job.model, options.reduce_bucket_size)
+    psi, options = job.whole.n_elements, job.recipe.deepspeed
+    first = first_bucket_elements(job.buckets)
     inside = options.contiguous_gradients and first <= options.reduce_bucket_size
     left = psi - first if inside else psi
     split = where(first > job.partition, first, 0) if options.contiguous_gradients else first
     around = (*these.head.shared, *these.output, *_buckets(job))
     at = embedding_instant(these)
-    embedding = job.model.vocab_size * job.model.hidden_size
+    embedding = job.whole.model.vocab_size * job.whole.model.hidden_size
     all_made = _gradient(
         job, where(job.accumulates, psi + embedding, psi), "all gradients, and the embedding's before it is added"
     )

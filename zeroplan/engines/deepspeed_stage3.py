@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_buckets import Flush, schedule, waiting_elements
-from zeroplan.engines.deepspeed_flat import largest_parameter, row
+from zeroplan.engines.deepspeed_buckets import Flush, Schedule, schedule
+from zeroplan.engines.deepspeed_flat import Row, largest_parameter, row
 from zeroplan.engines.deepspeed_passes import (
     Instant,
     Passes,
@@ -23,11 +23,11 @@ from zeroplan.engines.deepspeed_passes import (
     embedding_instant,
     forward_instant,
     head_instants,
-    is_being_made,
     kept_before,
     loss_instant,
     passes,
 )
+from zeroplan.engines.deepspeed_stage12_backward import waiting
 from zeroplan.engines.deepspeed_trace import Gathered, gathered
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
@@ -36,16 +36,16 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
-from zeroplan.transformer.blocks import BackwardPoint
 
 _STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
 _GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
 _COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
 _FP64 = 8
+_BACKWARD_OF_A_BLOCK = "backward of a block"
 
 
 class _Job(NamedTuple):
-    model: ModelSpec
+    whole: Row
     recipe: RecipeSpec
     n_ranks: Int
     element: int
@@ -56,6 +56,7 @@ class _Job(NamedTuple):
     """Bytes of an element of a gradient kept for the step."""
     partition: Int
     trace: Gathered
+    buckets: Schedule
 
 
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -77,32 +78,34 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
 def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
     element = element_bytes(recipe)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
+    whole = row(model)
     return _Job(
-        model,
+        whole,
         recipe,
         mesh.dp_shard,
         element,
         2 if recipe.precision == "bf16" else 4,
         4 if sums_in_fp32 else element,
-        _partition_elements(model, mesh.dp_shard),
-        gathered(model, recipe.deepspeed, recipe.recompute),
+        _partition_elements(whole, mesh.dp_shard),
+        gathered(whole, recipe.deepspeed, recipe.recompute),
+        schedule(whole, recipe.deepspeed.reduce_bucket_size),
     )
 
 
 @lru_cache(maxsize=256)
-def _numels(model: ModelSpec) -> tuple[tuple[int, int], ...]:
+def _numels(whole: Row) -> tuple[tuple[int, int], ...]:
     """Sizes of parameters that occur, and how often."""
     counts: dict[int, int] = {}
-    for each in row(model).placed:
+    for each in whole.placed:
         numel = each.end - each.start
         counts[numel] = counts.get(numel, 0) + 1
     return tuple(counts.items())
 
 
-def _partition_elements(model: ModelSpec, n_ranks: Int) -> Int:
+def _partition_elements(whole: Row, n_ranks: Int) -> Int:
     """Sum of ``ceil(numel/N)`` over all parameters. [elements]"""
     total: Int = 0
-    for numel, count in _numels(model):
+    for numel, count in _numels(whole):
         total = total + count * ceil_div(numel, n_ranks)
     return total
 
@@ -137,18 +140,25 @@ def _persistent(job: _Job) -> Line:
 
 
 def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
-    """Return the forward: of each kind of block the last one, and earlier ones where more is gathered."""
+    """Return the moments of the forward: of each kind of block the last one, and earlier ones where more is gathered."""
     moments: list[Moment] = []
-    most = -1
-    for run in reversed(these.runs):
-        for block in range(run.first + run.n_blocks - 1, run.first - 1, -1):
-            held = job.trace.forward[block]
-            if held > most or block == run.first + run.n_blocks - 1:
-                most = max(most, held)
-                at = forward_instant(these, run, block)
-                moments.append(Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held))))
+    for run in these.runs:
+        for block, held in _highest_forward(job.trace, run.first, run.n_blocks):
+            at = forward_instant(these, run, block)
+            moments.append(Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held))))
     loss = loss_instant(these)
     return (*moments, Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))))
+
+
+@lru_cache(maxsize=256)
+def _highest_forward(trace: Gathered, first: int, n_blocks: int) -> tuple[tuple[int, int], ...]:
+    """Return the last block, and earlier ones where more is gathered in the forward; with the elements gathered."""
+    chosen: list[tuple[int, int]] = []
+    for block in range(first + n_blocks - 1, first - 1, -1):
+        held = trace.forward[block]
+        if not chosen or held > chosen[-1][1]:
+            chosen.append((block, held))
+    return tuple(chosen)
 
 
 def _gradient(job: _Job, elements: int, reason: str) -> Line:
@@ -156,9 +166,9 @@ def _gradient(job: _Job, elements: int, reason: str) -> Line:
 
 
 def _tied_head(job: _Job) -> tuple[Line, ...]:
-    if not job.model.tie_word_embeddings:
+    if not job.whole.model.tie_word_embeddings:
         return ()
-    elements = job.model.vocab_size * job.model.hidden_size
+    elements = job.whole.model.vocab_size * job.whole.model.hidden_size
     return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's"),)
 
 
@@ -166,10 +176,7 @@ def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
     return (
         *_head(job, these),
         *(moment for run in these.runs for moment in _blocks(job, these, run)),
-        *(
-            _flush(job, these, flush)
-            for flush in _highest_flushes(job.model, job.trace, job.recipe.deepspeed.reduce_bucket_size)
-        ),
+        *(_flush(job, these, flush) for flush in _highest_flushes(job.buckets, job.trace)),
         *_end(job, these),
     )
 
@@ -183,37 +190,40 @@ def _head(job: _Job, these: Passes) -> Iterator[Moment]:
         yield Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held), made, *tied))
 
 
-def _held_at(job: _Job, block: int, point: BackwardPoint) -> int:
-    """Elements gathered at a point: while its latest gradient is made, or after that."""
-    for made, during, after in job.trace.backward[block]:
-        if made >= point.gradients:
-            return during if is_being_made(point) else after
-    return job.trace.backward[block][-1][1]
+@lru_cache(maxsize=4096)
+def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, *, made: bool) -> tuple[tuple[int, int], ...]:
+    """Return the last block, and earlier ones where more is gathered, at a point after so many gradients.
+
+    ``made`` says that the latest gradient has been made and handed on. Pairs of a block and the elements gathered.
+    """
+    chosen: list[tuple[int, int]] = []
+    for block in range(first + n_blocks - 1, first - 1, -1):
+        notes = trace.backward[block]
+        entry = next((note for note in notes if note[0] >= gradients), notes[-1])
+        held = entry[2] if made else entry[1]
+        if not chosen or held > chosen[-1][1]:
+            chosen.append((block, held))
+    return tuple(chosen)
 
 
 def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Each point of the last block, and of earlier ones where more is gathered."""
-    bucket, tied = job.recipe.deepspeed.reduce_bucket_size, _tied_head(job)
+    tied = _tied_head(job)
     for point in run.block.points:
-        latest, before = waiting_elements(job.model, bucket, run.first, point.gradients)
-        elements = point.current_gradient + before if is_being_made(point) else latest
-        made = _gradient(job, elements, "gradient just made, and one that waits outside the bucket")
-        most = -1
-        for block in range(run.first + run.n_blocks - 1, run.first - 1, -1):
-            held = _held_at(job, block, point)
-            if held <= most:
-                continue
-            most = held
-            at = backward_instant(these, run, block, point, f"backward of a block: {point.name}")
-            yield Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held), made, *tied))
+        line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
+        around = (line, *tied)
+        made = not point.current_gradient
+        for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, point.gradients, made=made):
+            at = backward_instant(these, run, block, point, _BACKWARD_OF_A_BLOCK)
+            yield Moment(f"{at.name}: {point.name}", at.phase, (*at.lines, _gathered_line(job, held), *around))
 
 
 @lru_cache(maxsize=256)
-def _highest_flushes(model: ModelSpec, trace: Gathered, bucket: int) -> tuple[tuple[Flush, int], ...]:
+def _highest_flushes(buckets: Schedule, trace: Gathered) -> tuple[tuple[Flush, int], ...]:
     """Reduced buckets that take more than every one before them in the backward, with what is gathered then."""
     chosen: list[tuple[Flush, int]] = []
     most = 0
-    for flush in reversed(schedule(model, bucket).flushes[1:]):
+    for flush in reversed(buckets.flushes[1:]):
         held = _gathered_at(trace, flush)
         total = held + flush.fill * (1 + flush.alone) + flush.arriving
         if total > most:
@@ -235,7 +245,7 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
     """Return the bucket's copy in the order of the ranks; one gradient that divides evenly is reduced where it is."""
     options = job.recipe.deepspeed
     held = flush.fill if flush.alone or not options.contiguous_gradients else 0
-    single = flush.fill == flush.high - flush.low and _is_one_parameter(job.model, flush)
+    single = flush.fill == flush.high - flush.low and _is_one_parameter(job.whole, flush)
     padded = ceil_div(flush.fill, job.n_ranks) * job.n_ranks
     copied = where(flush.fill % job.n_ranks == 0, 0, padded) if single else padded
     if not options.reduce_scatter and options.contiguous_gradients and not flush.alone:
@@ -250,14 +260,14 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _is_one_parameter(model: ModelSpec, flush: Flush) -> bool:
-    return any(each.start == flush.low and each.end == flush.high for each in row(model).placed)
+def _is_one_parameter(whole: Row, flush: Flush) -> bool:
+    return any(each.start == flush.low and each.end == flush.high for each in whole.placed)
 
 
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
     activations = _at_flush(these, flush)
-    around = (*these.head.shared, *these.output, kept_before(these, min(flush.block, these.n_blocks - 1)))
+    around = (*these.head.shared, *these.output, kept_before(these, min(max(flush.block, 0), these.n_blocks - 1)))
     lines = (*around, activations, _gathered_line(job, held), *_reduce_lines(job, flush), *_tied_head(job))
     return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
 
@@ -275,8 +285,8 @@ def _at_flush(these: Passes, flush: Flush) -> Line:
 def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     """Return the embedding's gradient, and the bucket that is left."""
     at: Instant = embedding_instant(these)
-    last = schedule(job.model, job.recipe.deepspeed.reduce_bucket_size).flushes[0]
-    embedding = _gradient(job, job.model.vocab_size * job.model.hidden_size, "gradient of the embedding")
+    last = job.buckets.flushes[0]
+    embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
     held = _gathered_line(job, job.trace.end)
     around = (*these.head.shared, *these.output, held)
     return (
@@ -287,7 +297,7 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
 
 def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
     """All parameters are released first; then norm, and one sub-group after the other."""
-    part: Int = ceil_div(largest_parameter(job.model), job.n_ranks)
+    part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
     group = minimum(job.partition, job.recipe.deepspeed.sub_group_size + part)
     norm = Line(Kind.TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", "", f"{_STAGE3}, get_grad_norm_direct")
     flat = Line(Kind.TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", "", _STAGE3)
@@ -306,16 +316,16 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the model arrives whole, or in pieces under ``zero.Init``; then the optimizer's tensors are made."""
     share = job.partition
     if job.recipe.deepspeed.zero_init:
-        largest = job.element * largest_parameter(job.model)
+        largest = job.element * largest_parameter(job.whole)
         arrived = Line(Kind.PARAMETERS, largest, "largest parameter before it is split", "", f"{_GATHER}, Init")
         model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
     else:
-        whole = Line(Kind.PARAMETERS, job.element * row(job.model).n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
+        whole = Line(Kind.PARAMETERS, job.element * job.whole.n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
         model = Moment("initialisation: model arrives whole", Phase.INIT, (whole,))
     zeros = Line(
         Kind.GRADIENTS, job.master * share, "zero gradients of the share", "", f"{_STAGE3}, initialize_optimizer_states"
     )
-    one = _gathered_line(job, largest_parameter(job.model))
+    one = _gathered_line(job, largest_parameter(job.whole))
     return (
         model,
         Moment("initialisation: optimizer", Phase.INIT, (*states[:2], zeros)),
@@ -325,14 +335,12 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
-    flushes = len(schedule(job.model, job.recipe.deepspeed.reduce_bucket_size).flushes)
-    psi = row(job.model).n_elements
-    persistent = sum(1 for numel, count in _numels(job.model) for _ in range(count)
-                     if numel <= job.recipe.deepspeed.stage3_param_persistence_threshold)  # fmt: skip
+    flushes = len(job.buckets.flushes)
+    psi = job.whole.n_elements
     return (
         _all_gather(job, ("parameters", "in every forward"), trace.forward_elements, trace.forward_calls, micro),
         _all_gather(job, ("parameters", "in every backward"), trace.backward_elements, trace.backward_calls, micro),
-        _all_gather(job, ("persistent parameters", "after the optimizer step"), trace.persistent, persistent, 1),
+        _all_gather(job, ("persistent parameters", "after the optimizer step"), trace.persistent, trace.n_persistent, 1),
         Collective(
             "reduce-scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
             element * -(-psi // flushes), (n - 1) * element * psi // n * micro, psi * micro, f"{_STAGE3}, __avg_scatter_grads",

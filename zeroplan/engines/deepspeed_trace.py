@@ -8,11 +8,12 @@ the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``run
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed_flat import Placed, row
+from zeroplan.engines.deepspeed_flat import Placed, Row
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 
@@ -34,8 +35,9 @@ class Step(NamedTuple):
     """It runs forward once more, within its block's backward."""
 
 
-class Gathered(NamedTuple):
-    """Elements gathered in the course of one pass, copies and all."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Gathered:
+    """Elements gathered in the course of one pass, copies and all; one object per model and options."""
 
     forward: tuple[int, ...]
     """Most during the forward of each block."""
@@ -52,13 +54,14 @@ class Gathered(NamedTuple):
     forward_calls: int
     backward_calls: int
     persistent: int
-    """Elements that are never released between steps."""
+    n_persistent: int
+    """Elements and number of the parameters that are never released between steps."""
 
 
 @lru_cache(maxsize=64)
-def gathered(model: ModelSpec, options: DeepSpeedOptions, recompute: Recompute) -> Gathered:
-    """Replay one pass of ``model``."""
-    replay = _Replay(model, options, trace(model, again=recompute == "full"))
+def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute) -> Gathered:
+    """Replay one pass of the model."""
+    replay = _Replay(whole, options, trace(whole, again=recompute == "full"))
     return replay.run()
 
 
@@ -67,9 +70,9 @@ class _Module(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def trace(model: ModelSpec, *, again: bool) -> tuple[Step, ...]:
+def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
     """Modules in the order in which they run; with ``again``, each block is recomputed in its backward."""
-    placed, n_blocks = row(model).placed, row(model).n_blocks
+    model, placed, n_blocks = whole.model, whole.placed, whole.n_blocks
     before = [index for index, each in enumerate(placed) if each.block < 0]
     after = [index for index, each in enumerate(placed) if each.block == n_blocks]
     head_of = before[:1] if model.tie_word_embeddings else after[-1:]
@@ -159,10 +162,10 @@ class _Handle:
 class _Replay:
     """The coordinator's state while a complete trace is run."""
 
-    def __init__(self, model: ModelSpec, options: DeepSpeedOptions, steps: tuple[Step, ...]) -> None:
-        self.numel = [each.end - each.start for each in row(model).placed]
+    def __init__(self, whole: Row, options: DeepSpeedOptions, steps: tuple[Step, ...]) -> None:
+        self.numel = [each.end - each.start for each in whole.placed]
         self.options = options
-        self.n_blocks = row(model).n_blocks
+        self.n_blocks = whole.n_blocks
         self.steps = steps
         self.persistent = _persistent(self.numel, options)
         self.uses = _uses(steps)
@@ -202,7 +205,7 @@ class _Replay:
         return Gathered(
             tuple(forward), loss, (head[0], head[1], max(head[2:])), notes, end,
             self.sent[_FORWARD], self.sent[_BACKWARD], self.calls[_FORWARD], self.calls[_BACKWARD],
-            sum(self.numel[index] for index in self.persistent),
+            sum(self.numel[index] for index in self.persistent), len(self.persistent),
         )  # fmt: skip
 
     def _fetch(self, at: int, step: Step, *, turned: bool) -> int:

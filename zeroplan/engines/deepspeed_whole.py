@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_flat import largest_parameter, row
+from zeroplan.engines.deepspeed_flat import Row, largest_parameter
 from zeroplan.engines.deepspeed_passes import embedding_instant, forward_instant, loss_instant, passes
 from zeroplan.engines.deepspeed_stage12_backward import Job, collecting_moments, job_of, window
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
@@ -33,7 +33,7 @@ _ALL_REDUCE_ELEMENTS = 500_000_000
 def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
     """Answer for stage 0."""
     job = job_of(model, recipe, mesh, batch)
-    mixed, psi, element = job.element == 2, row(model).n_elements, job.element
+    mixed, psi, element = job.element == 2, job.whole.n_elements, job.element
     wrapped = mixed and _takes_flat_wrapper(recipe, impl)
     tensors = (LocalTensor((psi,), in_block=False),) if wrapped else _tensors(model)
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
@@ -67,7 +67,9 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     persistent = (*weights, *state_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE))
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE)
     made = _all(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", _BF16)
-    cast = Line(Kind.TEMPORARY, 4 * largest_parameter(model), "largest gradient cast to fp32", "", f"{_BF16}._update_hp_grad")
+    cast = Line(
+        Kind.TEMPORARY, 4 * largest_parameter(job.whole), "largest gradient cast to fp32", "", f"{_BF16}._update_hp_grad"
+    )
     copy = Line(Kind.REDUCE, 2 * whole, "fp32 gradients cast to bf16 for the all-reduce", f"2·N·{_SHARE}",
                 f"{_ENGINE}, allreduce_bucket")  # fmt: skip
     training = (
@@ -103,7 +105,7 @@ def _takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
 
 def _all(job: Job, kind: Kind, width: int, reason: str, source: str) -> Line:
     formula = "4·Ψ" if width == 4 else "2·Ψ"
-    return Line(kind, width * row(job.model).n_elements, reason, formula, source)
+    return Line(kind, width * job.whole.n_elements, reason, formula, source)
 
 
 def _step(name: str, *lines: Line) -> tuple[Moment, ...]:
@@ -121,23 +123,25 @@ def _mixed_step(job: Job, gradients: Line, temporary: tuple[Line, ...], *, wrapp
 
 
 def _forward_and_backward(job: Job, batch: Batch) -> tuple[Moment, ...]:
-    these = passes(job.model, job.recipe, batch)
+    these = passes(job.whole.model, job.recipe, batch)
     instants = (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these))
     forward = tuple(Moment(at.name, at.phase, at.lines + window(job)) for at in instants)
     embedding = embedding_instant(these)
-    vocabulary = job.model.vocab_size * job.model.hidden_size
-    psi = row(job.model).n_elements
-    made = job.element * where(job.accumulates, psi + vocabulary, psi + (vocabulary if job.model.tie_word_embeddings else 0))
+    vocabulary = job.whole.model.vocab_size * job.whole.model.hidden_size
+    psi = job.whole.n_elements
+    made = job.element * where(
+        job.accumulates, psi + vocabulary, psi + (vocabulary if job.whole.model.tie_word_embeddings else 0)
+    )
     line = Line(Kind.UNSHARDED_GRADIENTS, made, "all gradients, and the embedding's before it is added", "", _ENGINE)
     last = Moment(embedding.name, embedding.phase, (*embedding.lines, line))
     return (*forward, *collecting_moments(job, these), last)
 
 
 @lru_cache(maxsize=256)
-def _all_reduces(model: ModelSpec) -> tuple[int, int]:
+def _all_reduces(whole: Row) -> tuple[int, int]:
     """Return number of all-reduces and elements of the largest; a bucket closes when it has grown beyond the limit."""
     count, fill, largest = 0, 0, 0
-    for each in row(model).placed:
+    for each in whole.placed:
         fill += each.end - each.start
         if fill > _ALL_REDUCE_ELEMENTS:
             count, fill, largest = count + 1, 0, max(largest, fill)
@@ -145,7 +149,7 @@ def _all_reduces(model: ModelSpec) -> tuple[int, int]:
 
 
 def _all_reduced(job: Job, gradients: Line) -> tuple[Moment, ...]:
-    copy = Line(Kind.REDUCE, job.element * _all_reduces(job.model)[1], "copy of the largest bucket that is all-reduced", "",
+    copy = Line(Kind.REDUCE, job.element * _all_reduces(job.whole)[1], "copy of the largest bucket that is all-reduced", "",
                 f"{_ENGINE}, allreduce_no_retain")  # fmt: skip
     return (Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (gradients, copy)),)
 
@@ -162,8 +166,8 @@ def _init(
 
 
 def _collectives(job: Job) -> tuple[Collective, ...]:
-    n, psi, element = job.n_ranks, row(job.model).n_elements, job.element
-    calls = _all_reduces(job.model)[0] if job.recipe.zero_stage == 0 else 1
+    n, psi, element = job.n_ranks, job.whole.n_elements, job.element
+    calls = _all_reduces(job.whole)[0] if job.recipe.zero_stage == 0 else 1
     return (
         Collective(
             "all-reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * -(-psi // calls),
