@@ -27,5 +27,3 @@ class Account(NamedTuple):
     moments: tuple[Moment, ...]
     collectives: tuple[Collective, ...]
     host: tuple[Line, ...] = ()
-    symbols: tuple[Symbol, ...] = ()
-    notes: tuple[str, ...] = ()

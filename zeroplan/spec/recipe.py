@@ -34,21 +34,33 @@ class Fsdp2Options(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions(Spec):
-    """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements."""
+    """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements.
+
+    Three fields are not keys of that section: ``grad_accum_dtype`` stands under ``data_types``, ``zero_init`` and
+    ``flatten_on_accelerator`` say how the model comes to the GPU.
+    """
 
     reduce_bucket_size: Count = 500_000_000
     allgather_bucket_size: Count = 500_000_000
     overlap_comm: bool | None = None
+    """``None``: True at stage 3, False below."""
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
+    compute_grad_norm: bool = True
+    """Stages 1 and 2 only: False skips the gradient norm, which is taken in fp64."""
     sub_group_size: Count = 1_000_000_000
-    stage3_prefetch_bucket_size: CountOrZero = 50_000_000
-    stage3_param_persistence_threshold: CountOrZero = 100_000
-    stage3_max_live_parameters: CountOrZero = 1_000_000_000
-    stage3_max_reuse_distance: CountOrZero = 1_000_000_000
+    stage3_prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
+    stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
+    stage3_model_persistence_threshold: Annotated[int, Field(ge=0)] = 2**63 - 1
+    stage3_max_live_parameters: Annotated[int, Field(ge=0)] = 1_000_000_000
+    stage3_max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
+    stage3_allgather_sequential: bool = False
     grad_accum_dtype: Literal["fp32", "param"] = "param"
     zero_init: bool = True
     """Stage 3: the model is built under ``deepspeed.zero.Init``, sharded from the start."""
+    flatten_on_accelerator: bool = True
+    """Stages 1 and 2: the flat copy of the weights is made on the GPU, as DeepSpeed does while it has room for both;
+    otherwise it goes through host memory, so this copy alone never makes a job fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

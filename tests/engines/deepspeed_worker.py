@@ -1,0 +1,205 @@
+"""Run DeepSpeed for real on the CPU, as rank 0 of a fake process group, and report the bytes alive in one training step.
+
+A process of its own, since DeepSpeed replaces functions of torch for good: reads one case per line from standard input, each
+run in a fork that has torch and DeepSpeed already imported, and prints one measurement per line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
+
+import torch  # noqa: E402  after the environment is set
+from allocations import Timeline, mark, recorded  # noqa: E402
+from causal_models import causal_model  # noqa: E402
+
+from zeroplan.spec.model import ModelSpec  # noqa: E402
+from zeroplan.spec.recipe import RecipeSpec  # noqa: E402
+from zeroplan.transformer.blocks import Compute  # noqa: E402
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+STEPS = 3
+
+
+def zero_optimization(recipe: RecipeSpec) -> dict[str, object]:
+    """Return the ``zero_optimization`` section that a recipe describes."""
+    ours = {"grad_accum_dtype", "zero_init", "flatten_on_accelerator"}
+    return {"stage": recipe.zero_stage, **recipe.deepspeed.model_dump(exclude=ours)}
+
+
+def configuration(recipe: RecipeSpec, grad_accum_steps: int) -> dict[str, object]:
+    """Return the DeepSpeed configuration that a recipe describes."""
+    config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": grad_accum_steps,
+        "zero_optimization": zero_optimization(recipe),
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0 if recipe.deepspeed.compute_grad_norm else 0.0,
+    }
+    if recipe.deepspeed.grad_accum_dtype == "fp32":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if recipe.precision == "bf16-mixed":
+        config["bf16"] = {"enabled": True}
+    if recipe.precision == "bf16":
+        config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    return config
+
+
+def optimizer(recipe: RecipeSpec, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Torch's AdamW; with the fused kernel it stands for DeepSpeed's FusedAdam, which needs a GPU."""
+    if recipe.optimizer_impl in (None, "fused"):
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=recipe.optimizer_impl == "foreach")
+
+
+def join_fake_group(n_ranks: int) -> None:
+    """Make this process rank 0 of ``n_ranks`` that are not there."""
+    import torch.distributed as dist  # noqa: PLC0415
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(n_ranks), LOCAL_WORLD_SIZE=str(n_ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    dist.init_process_group("fake", rank=0, world_size=n_ranks, store=FakeStore())
+
+
+def engine_of(spec: ModelSpec, recipe: RecipeSpec, grad_accum_steps: int) -> DeepSpeedEngine:
+    """Return the engine around the model; the moment at which the model stands is marked."""
+    import deepspeed  # noqa: PLC0415
+
+    compute = Compute(4 if recipe.precision == "fp32" else 2, autocast=False, attention=recipe.attention)
+    model = causal_model(spec, compute)
+    if recipe.recompute == "full":
+        # The random state that checkpointing keeps is host memory on a GPU machine.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
+    mark("init start")
+    config = configuration(recipe, grad_accum_steps)
+    if recipe.zero_stage == 0 and recipe.optimizer_impl in (None, "fused"):
+        deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW  # so that its wrapper is taken
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(recipe, list(model.parameters())), config=config)
+    return engine
+
+
+def train(engine: DeepSpeedEngine, recipe: RecipeSpec, ids: torch.Tensor, steps: int, grad_accum_steps: int) -> None:
+    """Take training steps; each micro-batch of each is marked."""
+    for step in range(steps):
+        for micro in range(grad_accum_steps):
+            mark(f"forward {step}.{micro}")
+            output = engine(input_ids=ids, labels=ids)
+            loss = output.loss
+            if not recipe.keep_logits:
+                del output
+            mark(f"backward {step}.{micro}")
+            engine.backward(loss)
+            del loss
+            output = None
+            mark(f"step {step}.{micro}")
+            engine.step()
+            mark(f"end {step}.{micro}")
+
+
+def measure(case: dict[str, object]) -> dict[str, object]:
+    """Bytes alive: after construction, and at the peaks of the last training step."""
+    spec, recipe = ModelSpec.model_validate(case["model"]), RecipeSpec.model_validate(case["recipe"])
+    join_fake_group(int(case["n_ranks"]))
+    accumulate = int(case["grad_accum_steps"])
+    torch.manual_seed(0)
+    ids = torch.randint(0, spec.vocab_size, (int(case["micro_batch_size"]), int(case["seq_len"])))
+    with recorded() as timeline:
+        mark("start")
+        engine = engine_of(spec, recipe, accumulate)
+        mark("init end")
+        train(engine, recipe, ids, STEPS, accumulate)
+    return summary(timeline, accumulate, top=int(case.get("top", 0)))
+
+
+def summary(timeline: Timeline, accumulate: int, *, top: int) -> dict[str, object]:
+    last = STEPS - 1
+    micros = range(accumulate)
+    phases = {
+        "init": [("init start", "init end")],
+        "forward": [(f"forward {last}.{m}", f"backward {last}.{m}") for m in micros],
+        "backward": [(f"backward {last}.{m}", f"step {last}.{m}") for m in micros],
+        "step": [(f"step {last}.{accumulate - 1}", f"end {last}.{accumulate - 1}")],
+    }
+    result: dict[str, object] = {"between": timeline.live_bytes(f"forward {last}.0")}
+    result["end"] = timeline.live_bytes(f"end {last}.{accumulate - 1}")
+    for phase, windows in phases.items():
+        result[phase] = max(peak_bytes(timeline, *window) for window in windows)
+        if top:
+            window = max(windows, key=lambda window: peak_bytes(timeline, *window))
+            result[f"{phase} live"] = live_at_peak(timeline, *window, top=top)
+    return result
+
+
+def peak_bytes(timeline: Timeline, start: str, end: str) -> int:
+    """Most bytes alive between two marks, even if nothing is allocated between them."""
+    return max([timeline.live_bytes(start), *(event.live_bytes for event in timeline.between(start, end))])
+
+
+def live_at_peak(timeline: Timeline, start: str, end: str, *, top: int) -> list[str]:
+    """Return the largest allocations alive at the peak, for a person who looks for a difference."""
+    events = timeline.between(start, end)
+    if not events:
+        return []
+    peak = max(events, key=lambda event: event.live_bytes)
+    live: dict[int, tuple[int, str]] = {}
+    for event in timeline.allocations:
+        if event.time_ns > peak.time_ns:
+            break
+        if event.n_bytes > 0:
+            live[event.address] = (event.n_bytes, " > ".join(event.operators[-4:])[-110:])
+        else:
+            live.pop(event.address, None)
+    groups: dict[tuple[int, str], int] = {}
+    for entry in live.values():
+        groups[entry] = groups.get(entry, 0) + 1
+    ordered = sorted(groups.items(), key=lambda item: -item[0][0] * item[1])[:top]
+    rows = [f"{size * count:>12,} = {count} x {size:,}  {path}" for (size, path), count in ordered]
+    return [f"peak {peak.live_bytes:,} at {' > '.join(peak.operators[-3:])}", *rows]
+
+
+def answer_and_leave(line: str, answer: Path) -> None:
+    """Measure in this fork and end it, whatever happens."""
+    try:
+        answer.write_text(json.dumps(measure(json.loads(line))))
+    except Exception:  # noqa: BLE001  any failure is reported, and the fork must end
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False
+    warnings.filterwarnings("ignore")
+    import deepspeed  # noqa: F401, PLC0415
+    from deepspeed.utils import logger  # noqa: PLC0415
+
+    logger.setLevel(logging.ERROR)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # DeepSpeed prints to standard output
+    for line in sys.stdin:
+        with tempfile.NamedTemporaryFile("r") as answer:
+            if os.fork() == 0:
+                answer_and_leave(line, Path(answer.name))
+            os.wait()
+            answers.write((answer.read() or '{"error": "the run failed; see standard error"}') + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()

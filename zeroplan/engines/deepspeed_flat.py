@@ -1,0 +1,130 @@
+"""Where does each parameter lie when DeepSpeed lays all of them one after the other, and what does rank 0 own of them?
+
+Rank 0's share is the first, so it begins with the embedding; ranks in the middle own as many elements, with other borders.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple, cast
+
+from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.params import layout
+
+#: NCCL's alignment of an all-gather's input, in elements (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``).
+_ALIGNMENT = 2
+
+
+class Placed(NamedTuple):
+    """A parameter in the row of all parameters, and its block: -1 before the first and ``n_blocks`` after the last."""
+
+    parameter: Parameter
+    block: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Row:
+    """All parameters one after the other, in the order of ``model.parameters()``; one object per model."""
+
+    model: ModelSpec
+    placed: tuple[Placed, ...]
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    records: tuple[Placed, ...]
+    """The parameters that are larger than every one before them."""
+    n_elements: int
+    n_blocks: int
+
+
+@lru_cache(maxsize=256)
+def row(model: ModelSpec) -> Row:
+    """Lay out ``model``'s parameters one after the other.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> row(tiny).placed[1].start, row(tiny).n_elements
+    (80, 1352)
+    """
+    parts = layout(model)
+    blocks = [run.parameters for run in parts.runs for _ in range(run.layers)]
+    groups = ((-1, parts.embeddings), *enumerate(blocks), (len(blocks), parts.tail))
+    flat = [(block, parameter) for block, parameters in groups for parameter in parameters]
+    ends = tuple(accumulate(parameter.numel for _, parameter in flat))
+    starts = (0, *ends[:-1])
+    placed = tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, starts, ends, strict=True))
+    return Row(model, placed, starts, ends, _records(placed), ends[-1], len(blocks))
+
+
+def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
+    records: list[Placed] = []
+    for each in placed:
+        if not records or each.parameter.numel > records[-1].parameter.numel:
+            records.append(each)
+    return tuple(records)
+
+
+def partition_elements(whole: Row, n_ranks: Int) -> Int:
+    """One rank's share of the row, padded so that every rank's share is alike and aligned. [elements]
+
+    Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned`` with 2·N.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> partition_elements(row(tiny), 5)  # 1352 -> 136 · 10
+    272
+    """
+    return ceil_div(whole.n_elements, _ALIGNMENT * n_ranks) * _ALIGNMENT
+
+
+def touched_elements(whole: Row, partition: Int) -> Int:
+    """Elements of all parameters that reach into the first ``partition`` elements, each counted whole. [elements]
+
+    Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``get_partition_info`` and ``copy_grads_in_partition``.
+    """
+    return pick(whole.ends, count_below(whole.starts, partition) - 1)
+
+
+def largest_slice(whole: Row, partition: Int) -> Int:
+    """Largest piece of one parameter within the first ``partition`` elements. [elements]"""
+    slices = (minimum(each.parameter.numel, partition - each.start) for each in whole.records)
+    return maximum(0, *slices)
+
+
+def largest_parameter(whole: Row) -> int:
+    """Elements of the largest parameter tensor."""
+    return whole.records[-1].parameter.numel
+
+
+def count_below(ascending: tuple[int, ...], limit: Int) -> Int:
+    """How many of some ascending values lie below ``limit``; a column where ``limit`` is one.
+
+    >>> count_below((0, 10, 20), 11)
+    2
+    """
+    if isinstance(limit, int):
+        return bisect_left(ascending, limit)
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    return cast("Int", np.searchsorted(np.asarray(ascending, dtype=np.int64), limit, side="left"))
+
+
+def pick(values: tuple[int, ...], index: Int) -> Int:
+    """Return the value at ``index``; a column where ``index`` is one.
+
+    >>> pick((5, 6, 7), 1)
+    6
+    """
+    if isinstance(index, int):
+        return values[index]
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    return cast("Int", np.asarray(values, dtype=np.int64)[index])

@@ -1,0 +1,131 @@
+"""When, in one forward and backward pass, can memory peak, as far as activations go?
+
+Each instant holds the activations alive then and says which block runs; an engine adds its weights, gradients and buffers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zeroplan.ledger import Kind, Line, Phase, total_bytes
+from zeroplan.numeric import Int, maximum, minimum
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.params import layout
+
+
+class RunPass(NamedTuple):
+    """Consecutive blocks of one kind, what one of them costs, and what it keeps until its backward."""
+
+    first: int
+    n_blocks: int
+    block: BlockPass
+    kept: tuple[Line, ...]
+    kept_bytes: Int
+
+
+class Passes(NamedTuple):
+    """One forward and backward pass of the whole model."""
+
+    runs: tuple[RunPass, ...]
+    head: HeadPass
+    recompute: str
+    output: tuple[Line, ...]
+    """The logits, where the training loop keeps them while it calls backward."""
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of the model."""
+        return self.runs[-1].first + self.runs[-1].n_blocks
+
+
+class Instant(NamedTuple):
+    """A moment of the pass: its activations, its point, the block that runs (``n_blocks``: head; -1: embedding)."""
+
+    name: str
+    phase: Phase
+    lines: tuple[Line, ...]
+    block: Int
+    point: BackwardPoint
+
+
+_NOWHERE = BackwardPoint("", (), 0, 0, 0)
+
+
+def element_bytes(recipe: RecipeSpec) -> int:
+    """Bytes of a weight, a gradient and an activation in the dtype DeepSpeed casts the model to."""
+    return 4 if recipe.precision == "fp32" else 2
+
+
+def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
+    """Work out what each kind of block, and the part outside the blocks, costs."""
+    compute = Compute(element_bytes(recipe), autocast=False, attention=recipe.attention)
+    runs: list[RunPass] = []
+    first = 0
+    for run in layout(model).runs:
+        block = block_pass(model, run.kind, compute, batch)
+        kept = {"none": block.saved, "selective": block.selective, "full": block.checkpoint}[recipe.recompute]
+        runs.append(RunPass(first, run.layers, block, kept, total_bytes(kept)))
+        first += run.layers
+    head = head_pass(model, compute, batch)
+    return Passes(tuple(runs), head, recipe.recompute, head.output if recipe.keep_logits else ())
+
+
+def kept_before(these: Passes, block: Int) -> Line:
+    """Return what the blocks before ``block`` (0 to ``n_blocks``) keep for their backward. [bytes]"""
+    first, *later = these.runs
+    n_bytes = (minimum(block, first.n_blocks) if later else block) * first.kept_bytes
+    for run in later:
+        n_bytes = n_bytes + minimum(maximum(block - run.first, 0), run.n_blocks) * run.kept_bytes
+    return Line(Kind.ACTIVATIONS, n_bytes, "kept by the blocks before for their backward")
+
+
+def kept_by_all(these: Passes) -> tuple[Line, ...]:
+    """Return what all blocks keep, the last one line by line."""
+    last = these.runs[-1]
+    return (kept_before(these, these.n_blocks - 1), *last.kept)
+
+
+def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
+    """Return the highest moment in the forward of a block."""
+    own = (*run.kept, *(run.block.forward if these.recompute == "none" else run.block.forward_recompute))
+    lines = (*these.head.shared, *these.head.forward, kept_before(these, block), *own)
+    return Instant("forward of a block", Phase.FORWARD, lines, block, _NOWHERE)
+
+
+def loss_instant(these: Passes) -> Instant:
+    """Return the loss, forward."""
+    lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.loss_forward)
+    return Instant("loss forward", Phase.LOSS, lines, these.n_blocks, _NOWHERE)
+
+
+def head_instants(these: Passes) -> tuple[Instant, ...]:
+    """Return the backward of loss, head and final norm."""
+    around = (*these.head.shared, *these.output, *kept_by_all(these))
+    return tuple(
+        Instant(f"backward: {point.name}", Phase.BACKWARD, around + point.lines, these.n_blocks, point)
+        for point in these.head.points
+    )
+
+
+def checkpoint_beside(these: Passes, run: RunPass) -> tuple[Line, ...]:
+    """Under recomputation, a block's input, alive during its own backward."""
+    return run.block.checkpoint_in_backward if these.recompute == "full" else ()
+
+
+def backward_instant(these: Passes, run: RunPass, block: Int, point: BackwardPoint, name: str) -> Instant:
+    """One point in the backward of a block; under recomputation the block's input is alive beside it."""
+    beside = checkpoint_beside(these, run)
+    lines = (*these.head.shared, *these.output, kept_before(these, block), *beside, *point.lines)
+    return Instant(name, Phase.BACKWARD, lines, block, point)
+
+
+def embedding_instant(these: Passes) -> Instant:
+    """Return the backward of the embedding: the gradient of its output, all blocks done."""
+    gradient = Line(Kind.ACTIVATIONS, these.head.hidden_bytes, "gradient of the embedding's output", "e·T·h")
+    lines = (*these.head.shared, *these.output, gradient)
+    return Instant("backward of the embedding", Phase.BACKWARD, lines, -1, _NOWHERE)

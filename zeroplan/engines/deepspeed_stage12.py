@@ -1,0 +1,117 @@
+"""What does a rank hold under DeepSpeed's ZeRO-1 and ZeRO-2 (``DeepSpeedZeroOptimizer``)?
+
+All weights stay whole, in one flat tensor; a rank owns a contiguous share of it and keeps the fp32 weights and the optimizer
+state of that share. Rank 0 is described, whose share begins with the embedding. One parameter group.
+"""
+
+from __future__ import annotations
+
+from zeroplan.engines.account import Account
+from zeroplan.engines.deepspeed_flat import largest_slice
+from zeroplan.engines.deepspeed_passes import Passes, forward_instant, loss_instant, passes
+from zeroplan.engines.deepspeed_stage12_backward import Job, backward_moments, job_of, keeps_partition, window
+from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
+from zeroplan.numeric import Int, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+
+_FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
+_SHARE = "2·ceil(Ψ/(2·N))"
+_FP64 = 8
+
+
+def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
+    """Answer for stages 1 and 2.
+
+    Leaves out: parameter groups other than one (each is padded on its own), ``round_robin_gradients``, ZeRO++ and offload.
+    """
+    job = job_of(model, recipe, mesh, batch)
+    tensors = (LocalTensor((job.partition,), in_block=False),)
+    weights = _weights(job)
+    persistent = (*weights, *state_lines(recipe.optimizer, impl, tensors, job.master, symbol=_SHARE))
+    temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=_SHARE)
+    these = passes(model, recipe, batch)
+    training = (*_forward(job, these), *backward_moments(job, these), *_step(job, temporary))
+    alive = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
+    return Account((*persistent, _gradients(job)), (*_init(job, weights), *alive), _collectives(job, batch))
+
+
+def _weights(job: Job) -> tuple[Line, ...]:
+    flat = f"{job.element}·N·{_SHARE}"
+    master = "weights of this rank's share, fp32" if job.master == 4 else "weights of this rank's share, 16 bits"
+    return (
+        Line(Kind.PARAMETERS, job.element * job.n_ranks * job.partition, "all weights, flat and padded", flat, _FILE),
+        Line(Kind.PARAMETERS, job.master * job.partition, master, f"{job.master}·{_SHARE}", _FILE),
+    )
+
+
+def _gradients(job: Job) -> Line:
+    """Gradients from the end of the backward to the step."""
+    if keeps_partition(job):
+        return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", f"4·{_SHARE}", _FILE)
+    reason = "gradients of every parameter that reaches into this rank's share, each whole"
+    return Line(Kind.GRADIENTS, job.element * job.touched, reason, "", f"{_FILE}, copy_grads_in_partition")
+
+
+def _forward(job: Job, these: Passes) -> tuple[Moment, ...]:
+    instants = (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these))
+    return tuple(Moment(at.name, at.phase, at.lines + window(job)) for at in instants)
+
+
+def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """Return the moments of ``step``: norm, flattening, update."""
+    own, share = _gradients(job), job.partition
+    master = Line(Kind.GRADIENTS, job.master * share, "gradients of this rank's share, as the optimizer takes them",
+                  f"{job.master}·{_SHARE}", f"{_FILE}, step")  # fmt: skip
+    update = (own,) if keeps_partition(job) else (master,)
+    moments = [Moment("optimizer step: update", Phase.STEP, update + temporary)]
+    if not keeps_partition(job):
+        flat = Line(
+            Kind.TEMPORARY, job.element * share, "gradients of this rank's share, flattened", f"{job.element}·{_SHARE}", _FILE
+        )
+        cast = (own, flat, master) if job.element != job.master else (own, master)
+        moments.insert(0, Moment("optimizer step: gradients flattened", Phase.STEP, cast))
+    if job.recipe.deepspeed.compute_grad_norm:
+        slices = _FP64 * largest_slice(job.whole, share)
+        norm = Line(
+            Kind.TEMPORARY, slices, "largest gradient of this rank's share in fp64", "", f"{_FILE}, get_grad_norm_direct"
+        )
+        moments.insert(0, Moment("gradient norm", Phase.STEP, (own, norm)))
+    return tuple(moments)
+
+
+def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """Return the model arrives in the compute dtype, is laid flat, and the share's weights are made, with gradients once."""
+    psi, share = job.whole.n_elements, job.partition
+    arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", _FILE)
+    copied = (arrived, weights[0]) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0],)
+    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{_SHARE}",
+                 f"{_FILE}, initialize_optimizer_states")  # fmt: skip
+    clone = Line(Kind.TEMPORARY, job.element * share, "copy of the share before its cast", f"{job.element}·{_SHARE}", _FILE)
+    return (
+        Moment("initialisation: weights laid flat", Phase.INIT, copied),
+        Moment("initialisation: weights of the share", Phase.INIT, (*weights, clone) if job.element != job.master else weights),
+        Moment("initialisation: optimizer", Phase.INIT, (*weights, zeros)),
+    )
+
+
+def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
+    """Gradients are all-reduced, not reduce-scattered: the buckets of all ranks go in one all-reduce by default."""
+    n, psi, element = job.n_ranks, job.whole.n_elements, job.element
+    rounds: Int = batch.grad_accum_steps if job.recipe.zero_stage == 2 else 1
+    calls = len(job.buckets.flushes)
+    return (
+        Collective(
+            "all-reduce", "gradients, bucket by bucket",
+            "in the backward of every micro-batch" if job.recipe.zero_stage == 2 else "for the last micro-batch",
+            n, calls * rounds, element * -(-psi // calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
+            f"{_FILE}, allreduce_and_scatter",
+        ),
+        Collective(
+            "all-gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), element * n * job.partition,
+            (n - 1) * element * job.partition, n * job.partition, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups",
+        ),
+    )  # fmt: skip

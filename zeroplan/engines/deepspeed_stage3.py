@@ -1,0 +1,354 @@
+"""What does a rank hold under DeepSpeed's ZeRO-3 (``DeepSpeedZeroOptimizer_Stage3``)?
+
+Every parameter is split on its own, each rank holding ``ceil(numel/N)`` elements of it; what a module needs is gathered before
+it runs. Gradients go through one bucket that is reduce-scattered in a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.account import Account
+from zeroplan.engines.deepspeed_buckets import Flush, Schedule, schedule
+from zeroplan.engines.deepspeed_flat import Row, largest_parameter, row
+from zeroplan.engines.deepspeed_passes import (
+    Instant,
+    Passes,
+    RunPass,
+    backward_instant,
+    checkpoint_beside,
+    element_bytes,
+    embedding_instant,
+    forward_instant,
+    head_instants,
+    kept_before,
+    loss_instant,
+    passes,
+)
+from zeroplan.engines.deepspeed_stage12_backward import waiting
+from zeroplan.engines.deepspeed_trace import Gathered, gathered
+from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
+from zeroplan.numeric import Int, ceil_div, minimum, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+
+_STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
+_GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
+_COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
+_FP64 = 8
+_BACKWARD_OF_A_BLOCK = "backward of a block"
+
+
+class _Job(NamedTuple):
+    whole: Row
+    recipe: RecipeSpec
+    n_ranks: Int
+    element: int
+    """Bytes of a weight and of a gradient in the compute dtype."""
+    master: int
+    """Bytes of an element of the weights that the optimizer updates."""
+    kept: int
+    """Bytes of an element of a gradient kept for the step."""
+    partition: Int
+    trace: Gathered
+    buckets: Schedule
+
+
+def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
+    """Answer for stage 3.
+
+    Leaves out: ZeRO++ (``zero_hpz_partition_size``, quantized weights and gradients), offload, leaf modules, the padding of a
+    gathered parameter (fewer than N elements each).
+    """
+    job = _job(model, recipe, mesh)
+    states = _states(job, impl)
+    persistent = (*states, _bucket(job), _persistent(job))
+    these = passes(model, recipe, batch)
+    running = (*_forward(job, these), *_backward(job, these))
+    training = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in running)
+    step = tuple(Moment(name, phase, (*states, _bucket(job), *lines)) for name, phase, lines in _step(job, impl))
+    return Account((*states, _bucket(job), _persistent(job)), (*_init(job, states), *training, *step), _collectives(job, batch))
+
+
+def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
+    element = element_bytes(recipe)
+    sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
+    whole = row(model)
+    return _Job(
+        whole,
+        recipe,
+        mesh.dp_shard,
+        element,
+        2 if recipe.precision == "bf16" else 4,
+        4 if sums_in_fp32 else element,
+        _partition_elements(whole, mesh.dp_shard),
+        gathered(whole, recipe.deepspeed, recipe.recompute),
+        schedule(whole, recipe.deepspeed.reduce_bucket_size),
+    )
+
+
+@lru_cache(maxsize=256)
+def _numels(whole: Row) -> tuple[tuple[int, int], ...]:
+    """Sizes of parameters that occur, and how often."""
+    counts: dict[int, int] = {}
+    for each in whole.placed:
+        numel = each.end - each.start
+        counts[numel] = counts.get(numel, 0) + 1
+    return tuple(counts.items())
+
+
+def _partition_elements(whole: Row, n_ranks: Int) -> Int:
+    """Sum of ``ceil(numel/N)`` over all parameters. [elements]"""
+    total: Int = 0
+    for numel, count in _numels(whole):
+        total = total + count * ceil_div(numel, n_ranks)
+    return total
+
+
+def _gathered_line(job: _Job, elements: int) -> Line:
+    """Gathered parameters; a single rank gathers nothing."""
+    n_bytes = where(job.n_ranks > 1, job.element * elements, 0)
+    return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", "", _COORDINATOR)
+
+
+def _states(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
+    share = job.partition
+    weights = Line(Kind.PARAMETERS, job.element * share, "this rank's share of each parameter", "", _STAGE3)
+    reason = "this rank's share of the weights once more, as the optimizer updates them"
+    master = Line(Kind.PARAMETERS, job.master * share, reason, "", f"{_STAGE3}, _create_fp32_partitions")
+    gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", "",
+                     f"{_STAGE3}, grad_partitions_flat_buffer")  # fmt: skip
+    optimizer = state_lines(job.recipe.optimizer, impl, (LocalTensor((share,), in_block=False),), job.master)
+    return (weights, master, gradients, *optimizer)
+
+
+def _bucket(job: _Job) -> Line:
+    options = job.recipe.deepspeed
+    elements = options.reduce_bucket_size if options.contiguous_gradients else 0
+    return Line(Kind.REDUCE, job.element * elements, "reduce bucket, reduce_bucket_size, kept for good", "", _STAGE3)
+
+
+def _persistent(job: _Job) -> Line:
+    n_bytes = where(job.n_ranks > 1, job.element * job.trace.persistent, 0)
+    reason = "parameters below the persistence threshold, gathered from step to step"
+    return Line(Kind.GATHER, n_bytes, reason, "", f"{_STAGE3}, _post_step")
+
+
+def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
+    """Return the moments of the forward: of each kind of block the last one, and earlier ones where more is gathered."""
+    moments: list[Moment] = []
+    for run in these.runs:
+        for block, held in _highest_forward(job.trace, run.first, run.n_blocks):
+            at = forward_instant(these, run, block)
+            moments.append(Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held))))
+    loss = loss_instant(these)
+    return (*moments, Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))))
+
+
+@lru_cache(maxsize=256)
+def _highest_forward(trace: Gathered, first: int, n_blocks: int) -> tuple[tuple[int, int], ...]:
+    """Return the last block, and earlier ones where more is gathered in the forward; with the elements gathered."""
+    chosen: list[tuple[int, int]] = []
+    for block in range(first + n_blocks - 1, first - 1, -1):
+        held = trace.forward[block]
+        if not chosen or held > chosen[-1][1]:
+            chosen.append((block, held))
+    return tuple(chosen)
+
+
+def _gradient(job: _Job, elements: int, reason: str) -> Line:
+    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, "", _STAGE3)
+
+
+def _tied_head(job: _Job) -> tuple[Line, ...]:
+    if not job.whole.model.tie_word_embeddings:
+        return ()
+    elements = job.whole.model.vocab_size * job.whole.model.hidden_size
+    return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's"),)
+
+
+def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
+    return (
+        *_head(job, these),
+        *(moment for run in these.runs for moment in _blocks(job, these, run)),
+        *(_flush(job, these, flush) for flush in _highest_flushes(job.buckets, job.trace)),
+        *_end(job, these),
+    )
+
+
+def _head(job: _Job, these: Passes) -> Iterator[Moment]:
+    for at in head_instants(these):
+        first = at.point.gradients == at.point.current_gradient
+        held = job.trace.head[0 if not at.point.gradients else 1 if first else 2]
+        tied = _tied_head(job) if at.point.gradients and not first else ()
+        made = _gradient(job, at.point.current_gradient, "gradient just made")
+        yield Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held), made, *tied))
+
+
+@lru_cache(maxsize=4096)
+def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, *, made: bool) -> tuple[tuple[int, int], ...]:
+    """Return the last block, and earlier ones where more is gathered, at a point after so many gradients.
+
+    ``made`` says that the latest gradient has been made and handed on. Pairs of a block and the elements gathered.
+    """
+    chosen: list[tuple[int, int]] = []
+    for block in range(first + n_blocks - 1, first - 1, -1):
+        notes = trace.backward[block]
+        entry = next((note for note in notes if note[0] >= gradients), notes[-1])
+        held = entry[2] if made else entry[1]
+        if not chosen or held > chosen[-1][1]:
+            chosen.append((block, held))
+    return tuple(chosen)
+
+
+def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
+    """Each point of the last block, and of earlier ones where more is gathered."""
+    tied = _tied_head(job)
+    for point in run.block.points:
+        line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
+        around = (line, *tied)
+        made = not point.current_gradient
+        for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, point.gradients, made=made):
+            at = backward_instant(these, run, block, point, _BACKWARD_OF_A_BLOCK)
+            yield Moment(f"{at.name}: {point.name}", at.phase, (*at.lines, _gathered_line(job, held), *around))
+
+
+@lru_cache(maxsize=256)
+def _highest_flushes(buckets: Schedule, trace: Gathered) -> tuple[tuple[Flush, int], ...]:
+    """Reduced buckets that take more than every one before them in the backward, with what is gathered then."""
+    chosen: list[tuple[Flush, int]] = []
+    most = 0
+    for flush in reversed(buckets.flushes[1:]):
+        held = _gathered_at(trace, flush)
+        total = held + flush.fill * (1 + flush.alone) + flush.arriving
+        if total > most:
+            most = total
+            chosen.append((flush, held))
+    return tuple(chosen)
+
+
+def _gathered_at(trace: Gathered, flush: Flush) -> int:
+    if flush.block < 0:
+        return trace.end
+    if flush.block >= len(trace.backward):
+        return trace.head[2]
+    notes = trace.backward[flush.block]
+    return next((during for made, during, _ in notes if made >= flush.made), notes[-1][1])
+
+
+def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
+    """Return the bucket's copy in the order of the ranks; one gradient that divides evenly is reduced where it is."""
+    options = job.recipe.deepspeed
+    held = flush.fill if flush.alone or not options.contiguous_gradients else 0
+    single = flush.fill == flush.high - flush.low and _is_one_parameter(job.whole, flush)
+    padded = ceil_div(flush.fill, job.n_ranks) * job.n_ranks
+    copied = where(flush.fill % job.n_ranks == 0, 0, padded) if single else padded
+    if not options.reduce_scatter and options.contiguous_gradients and not flush.alone:
+        copied = 0
+    cast = where(job.kept != job.element, job.kept * ceil_div(flush.fill, job.n_ranks), 0)
+    return (
+        _gradient(job, held + flush.arriving, "gradient that does not fit into the bucket"),
+        Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered", "",
+             "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced"),
+        Line(Kind.TEMPORARY, cast, "reduced gradients cast to fp32", "", f"{_STAGE3}, __avg_scatter_grads"),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _is_one_parameter(whole: Row, flush: Flush) -> bool:
+    return any(each.start == flush.low and each.end == flush.high for each in whole.placed)
+
+
+def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
+    flush, held = chosen
+    activations = _at_flush(these, flush)
+    around = (*these.head.shared, *these.output, kept_before(these, min(max(flush.block, 0), these.n_blocks - 1)))
+    lines = (*around, activations, _gathered_line(job, held), *_reduce_lines(job, flush), *_tied_head(job))
+    return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
+
+
+def _at_flush(these: Passes, flush: Flush) -> Line:
+    """Activations of the block that runs, at the first point after as many gradients."""
+    n_bytes = these.head.hidden_bytes
+    for run in these.runs:
+        if run.first <= flush.block < run.first + run.n_blocks or (run is these.runs[-1] and flush.block >= these.n_blocks):
+            later = [point for point in run.block.points if point.gradients >= flush.made]
+            n_bytes = total_bytes((*checkpoint_beside(these, run), *(later or run.block.points[-1:])[0].lines))
+    return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs")
+
+
+def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
+    """Return the embedding's gradient, and the bucket that is left."""
+    at: Instant = embedding_instant(these)
+    last = job.buckets.flushes[0]
+    embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
+    held = _gathered_line(job, job.trace.end)
+    around = (*these.head.shared, *these.output, held)
+    return (
+        Moment(at.name, at.phase, (*at.lines, held, embedding, *_tied_head(job))),
+        Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, *_reduce_lines(job, last))),
+    )
+
+
+def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
+    """All parameters are released first; then norm, and one sub-group after the other."""
+    part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
+    group = minimum(job.partition, job.recipe.deepspeed.sub_group_size + part)
+    norm = Line(Kind.TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", "", f"{_STAGE3}, get_grad_norm_direct")
+    flat = Line(Kind.TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", "", _STAGE3)
+    taken = Line(Kind.GRADIENTS, job.master * group, "gradients of a sub-group, as the optimizer takes them", "",
+                 f"{_STAGE3}, _prepare_fp32_grad_for_sub_group")  # fmt: skip
+    temporary = step_temporary_lines(job.recipe.optimizer, impl, (LocalTensor((group,), in_block=False),), job.master)
+    return (
+        Moment("gradient norm", Phase.STEP, (norm,)),
+        Moment("optimizer step: gradients flattened", Phase.STEP, (flat, taken) if job.kept != job.master else (taken,)),
+        Moment("optimizer step: update", Phase.STEP, (taken, *temporary)),
+        Moment("after the step: persistent parameters gathered", Phase.STEP, (_persistent(job),)),
+    )
+
+
+def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """Return the model arrives whole, or in pieces under ``zero.Init``; then the optimizer's tensors are made."""
+    share = job.partition
+    if job.recipe.deepspeed.zero_init:
+        largest = job.element * largest_parameter(job.whole)
+        arrived = Line(Kind.PARAMETERS, largest, "largest parameter before it is split", "", f"{_GATHER}, Init")
+        model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
+    else:
+        whole = Line(Kind.PARAMETERS, job.element * job.whole.n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
+        model = Moment("initialisation: model arrives whole", Phase.INIT, (whole,))
+    zeros = Line(
+        Kind.GRADIENTS, job.master * share, "zero gradients of the share", "", f"{_STAGE3}, initialize_optimizer_states"
+    )
+    one = _gathered_line(job, largest_parameter(job.whole))
+    return (
+        model,
+        Moment("initialisation: optimizer", Phase.INIT, (*states[:2], zeros)),
+        Moment("initialisation: gradient hooks", Phase.INIT, (*states[:3], _bucket(job), one)),
+    )
+
+
+def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
+    micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
+    flushes = len(job.buckets.flushes)
+    psi = job.whole.n_elements
+    return (
+        _all_gather(job, ("parameters", "in every forward"), trace.forward_elements, trace.forward_calls, micro),
+        _all_gather(job, ("parameters", "in every backward"), trace.backward_elements, trace.backward_calls, micro),
+        _all_gather(job, ("persistent parameters", "after the optimizer step"), trace.persistent, trace.n_persistent, 1),
+        Collective(
+            "reduce-scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
+            element * -(-psi // flushes), (n - 1) * element * psi // n * micro, psi * micro, f"{_STAGE3}, __avg_scatter_grads",
+        ),
+    )  # fmt: skip
+
+
+def _all_gather(job: _Job, names: tuple[str, str], elements: int, calls: int, times: Int) -> Collective:
+    payload = job.element * -(-elements // max(calls, 1))
+    sent = (job.n_ranks - 1) * job.element * elements // job.n_ranks * times
+    return Collective("all-gather", *names, job.n_ranks, calls * times, payload, sent, elements * times, _COORDINATOR)

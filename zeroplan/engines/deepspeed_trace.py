@@ -1,0 +1,318 @@
+"""Which parameters does DeepSpeed's ZeRO-3 hold gathered at each step of a forward and backward pass?
+
+The coordinator records in the second pass which modules run in which order and, from the third on, gathers ahead, releases what
+is not needed soon, and keeps the rest: decisions by element counts alone, so they depend neither on the number of ranks nor on
+the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from zeroplan.engines.deepspeed_flat import Placed, Row
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
+
+_FORWARD, _BACKWARD = "forward", "backward"
+_NEVER = 10**18
+
+
+class Step(NamedTuple):
+    """One module that starts, forward or backward, and the parameters it owns (their places in the row)."""
+
+    direction: str
+    parameters: tuple[int, ...]
+    block: int
+    made: int
+    """Elements of the block's gradients made when it is done; in the forward 0."""
+    releases: bool
+    """Whether its end is noticed, so that its parameters can be released."""
+    again: bool = False
+    """It runs forward once more, within its block's backward."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Gathered:
+    """Elements gathered in the course of one pass, copies and all; one object per model and options."""
+
+    forward: tuple[int, ...]
+    """Most during the forward of each block."""
+    loss: int
+    head: tuple[int, ...]
+    """In the backward: at the loss, the head, the final norm."""
+    backward: tuple[tuple[tuple[int, int, int], ...], ...]
+    """Of each block: gradients made, elements held while its last one is made, elements held after that."""
+    end: int
+    """At the embedding's backward."""
+    forward_elements: int
+    backward_elements: int
+    """Elements all-gathered in each direction."""
+    forward_calls: int
+    backward_calls: int
+    persistent: int
+    n_persistent: int
+    """Elements and number of the parameters that are never released between steps."""
+
+
+@lru_cache(maxsize=64)
+def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute) -> Gathered:
+    """Replay one pass of the model."""
+    replay = _Replay(whole, options, trace(whole, again=recompute == "full"))
+    return replay.run()
+
+
+class _Module(NamedTuple):
+    parameters: tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
+    """Modules in the order in which they run; with ``again``, each block is recomputed in its backward."""
+    model, placed, n_blocks = whole.model, whole.placed, whole.n_blocks
+    before = [index for index, each in enumerate(placed) if each.block < 0]
+    after = [index for index, each in enumerate(placed) if each.block == n_blocks]
+    head_of = before[:1] if model.tie_word_embeddings else after[-1:]
+    norm = tuple(after if model.tie_word_embeddings else after[:-1])
+    blocks = [_modules(model, placed, block) for block in range(n_blocks)]
+    steps = [Step(_FORWARD, (), -1, 0, releases=True)] * 2
+    steps += [Step(_FORWARD, (index,), -1, 0, releases=True) for index in before]
+    steps.append(Step(_FORWARD, (), -1, 0, releases=True))
+    for block, modules in enumerate(blocks):
+        steps += [Step(_FORWARD, (), block, 0, releases=True), *_forward(modules, block)]
+    steps += [Step(_FORWARD, norm, n_blocks, 0, releases=True), Step(_FORWARD, tuple(head_of), n_blocks, 0, releases=True)]
+    steps += [Step(_BACKWARD, (), n_blocks, 0, releases=True), Step(_BACKWARD, tuple(head_of), n_blocks, 1, releases=True)]
+    steps += [Step(_BACKWARD, (), n_blocks, 1, releases=True), Step(_BACKWARD, norm, n_blocks, 2, releases=True)]
+    for block in range(n_blocks - 1, -1, -1):
+        steps += _backward(placed, blocks[block], block, again=again)
+    steps += [Step(_BACKWARD, (index,), -1, 0, releases=False) for index in reversed(before)]
+    return tuple(steps)
+
+
+def _forward(modules: tuple[_Module, ...], block: int) -> list[Step]:
+    return [Step(_FORWARD, module.parameters, block, 0, releases=True) for module in modules]
+
+
+def _backward(placed: tuple[Placed, ...], modules: tuple[_Module, ...], block: int, *, again: bool) -> list[Step]:
+    """Return a block's modules in reverse; the last one is waiting in its backward while the block is recomputed."""
+    steps: list[Step] = [Step(_BACKWARD, (), block, 0, releases=True)] * 2
+    made = 0
+    recompute = [step._replace(again=True) for step in _forward(modules, block)] if again else []
+    for module in reversed(modules):
+        made += sum(placed[index].end - placed[index].start for index in module.parameters)
+        steps.append(Step(_BACKWARD, module.parameters, block, made, releases=True))
+        if module.parameters and recompute:
+            steps[-1] = steps[-1]._replace(releases=False)
+            steps += [*recompute[:-1], Step(_BACKWARD, module.parameters, block, made, releases=True)]
+            recompute = []
+    return steps
+
+
+def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[_Module, ...]:
+    """Return the modules of a block in the order in which they run forward, those without parameters too."""
+    by_name: dict[str, list[int]] = {}
+    for index, each in enumerate(placed):
+        if each.block == block:
+            by_name.setdefault(each.parameter.name.rpartition(".")[0], []).append(index)
+    names = _in_order(list(by_name))
+    modules: list[_Module] = []
+    parent = ""
+    for name in names:
+        if "." in name and name.rpartition(".")[0] != parent:
+            parent = name.rpartition(".")[0]
+            modules.append(_Module(()))
+        modules.append(_Module(tuple(by_name[name])))
+        modules += [_Module(())] * _modules_after(model, name)
+    return tuple(modules)
+
+
+def _in_order(names: list[str]) -> list[str]:
+    """Norms stand after the rest of their block in ``parameters()`` but run before the part they normalise."""
+    first = [name for name in names if name == "input_layernorm"]
+    middle = [name for name in names if name in ("post_attention_layernorm", "pre_feedforward_layernorm")]
+    mlp = [name for name in names if name.startswith("mlp")]
+    last = [name for name in names if name == "post_feedforward_layernorm"]
+    if not mlp or names.index(mlp[0]) > names.index((middle or first or mlp)[0]):
+        return names
+    attention = [name for name in names if name not in (*first, *middle, *mlp, *last)]
+    return [*first, *attention, *middle, *mlp, *last]
+
+
+def _modules_after(model: ModelSpec, name: str) -> int:
+    """Modules without parameters that run right after one: activations, and GPT-2's dropouts."""
+    leaf = name.rpartition(".")[2]
+    if leaf in ("gate_proj", "gate_up_proj", "c_fc", "dense_h_to_4h", "fc1"):
+        return 1
+    return int(leaf == "c_proj" and model.family == "gpt2")
+
+
+class _Handle:
+    """One all-gather: its parameters, those not yet used, and whether it has been waited for."""
+
+    def __init__(self, parameters: tuple[int, ...], *, in_place: bool) -> None:
+        self.parameters = parameters
+        self.waiting = set(parameters)
+        self.in_place = in_place
+        self.arrived = False
+
+
+class _Replay:
+    """The coordinator's state while a complete trace is run."""
+
+    def __init__(self, whole: Row, options: DeepSpeedOptions, steps: tuple[Step, ...]) -> None:
+        self.numel = [each.end - each.start for each in whole.placed]
+        self.options = options
+        self.n_blocks = whole.n_blocks
+        self.steps = steps
+        self.persistent = _persistent(self.numel, options)
+        self.uses = _uses(steps)
+        per_step = (sum(self.numel[index] for index in step.parameters) for step in steps)
+        self.traversed = (0, *accumulate(per_step))
+        self.queue = deque((index, at) for at, step in enumerate(steps) for index in sorted(step.parameters))
+        self.fetched_for: dict[int, int] = {}
+        self.available: set[int] = set()
+        self.in_flight: dict[int, _Handle] = {}
+        self.counted = 0
+        self.saved: dict[int, int] = {}
+        self.elements = 0
+        self.peak = 0
+        self.sent = {_FORWARD: 0, _BACKWARD: 0}
+        self.calls = {_FORWARD: 0, _BACKWARD: 0}
+
+    def run(self) -> Gathered:
+        """Go through all steps and note what is held."""
+        forward, head = [0] * self.n_blocks, list[int]()
+        backward: dict[int, list[tuple[int, int, int]]] = {block: [] for block in range(self.n_blocks)}
+        loss, end, turned = 0, 0, False
+        for at, step in enumerate(self.steps):
+            if step.direction == _BACKWARD and not turned:
+                loss, turned = self.elements, True
+            during = self._fetch(at, step, turned=turned)
+            if step.releases:
+                self._release(at, step)
+            if not turned and 0 <= step.block < self.n_blocks:
+                forward[step.block] = max(forward[step.block], during)
+            elif turned and step.block == self.n_blocks:
+                head.append(during)
+            elif turned and step.block >= 0:
+                backward[step.block].append((step.made, during, self.elements))
+            elif turned:
+                end = max(end, during)
+        notes = tuple(_per_gradient(backward[block]) for block in range(self.n_blocks))
+        return Gathered(
+            tuple(forward), loss, (head[0], head[1], max(head[2:])), notes, end,
+            self.sent[_FORWARD], self.sent[_BACKWARD], self.calls[_FORWARD], self.calls[_BACKWARD],
+            sum(self.numel[index] for index in self.persistent), len(self.persistent),
+        )  # fmt: skip
+
+    def _fetch(self, at: int, step: Step, *, turned: bool) -> int:
+        direction = _BACKWARD if turned else _FORWARD
+        self.peak = self.elements
+        self._gather([index for index in step.parameters if self._missing(index)], direction)
+        for index in step.parameters:
+            self._wait(index)
+        needed = {index for index in step.parameters if self.fetched_for.get(index, -1) < at}
+        dropped: set[int] = set()
+        while self.queue and len(dropped) < len(needed):
+            index, used_at = self.queue.popleft()
+            self.fetched_for[index] = used_at
+            dropped.add(index)
+        self._prefetch(direction)
+        return self.peak
+
+    def _missing(self, index: int) -> bool:
+        return index not in self.available and index not in self.in_flight and index not in self.persistent
+
+    def _gather(self, indices: list[int], direction: str) -> None:
+        if not indices:
+            return
+        numel = sum(self.numel[index] for index in indices)
+        in_place = len(indices) == 1 or self.options.stage3_allgather_sequential
+        handle = _Handle(tuple(indices), in_place=in_place)
+        self.in_flight.update(dict.fromkeys(indices, handle))
+        self.counted += numel
+        self.sent[direction] += numel
+        self.calls[direction] += len(indices) if in_place else 1
+        self._hold(numel)
+
+    def _wait(self, index: int) -> None:
+        """Copy everything of a flat gather out on first use; the flat tensor goes with its last parameter's use."""
+        handle = self.in_flight.pop(index, None)
+        if handle is None:
+            return
+        if not handle.arrived:
+            handle.arrived = True
+            self.available.update(handle.parameters)
+            self._hold(0 if handle.in_place else sum(self.numel[each] for each in handle.parameters))
+        handle.waiting.discard(index)
+        if not handle.waiting and not handle.in_place:
+            self._hold(-sum(self.numel[each] for each in handle.parameters))
+
+    def _prefetch(self, direction: str) -> None:
+        bucket = 1 if self.options.stage3_allgather_sequential else self.options.stage3_prefetch_bucket_size
+        limit = min(self.options.stage3_max_live_parameters - self.counted, bucket)
+        chosen: list[int] = []
+        numel = 0
+        while bucket and self.queue and numel < limit:
+            index, used_at = self.queue.popleft()
+            self.fetched_for[index] = max(self.fetched_for.get(index, -1), used_at)
+            if self._missing(index) and index not in chosen:
+                chosen.append(index)
+                numel += self.numel[index]
+        self._gather(chosen, direction)
+
+    def _release(self, at: int, step: Step) -> None:
+        for index in step.parameters:
+            if index in self.persistent or index not in self.available:
+                continue
+            if self.fetched_for.get(index, -1) > at + 1 or self._is_used_soon(index, at + 1):
+                continue
+            self.available.discard(index)
+            self.counted -= self.numel[index]
+            if step.again:  # what checkpointing recomputes, it saves as it is: a released weight lives on in the graph
+                self.saved[index] = self.numel[index]
+            else:
+                self._hold(-self.numel[index])
+        if not step.again and step.direction == _BACKWARD:
+            self._hold(-sum(self.saved.pop(index, 0) for index in step.parameters))
+
+    def _is_used_soon(self, index: int, at: int) -> bool:
+        """Whether it is used again before ``max_reuse_distance`` elements of other modules have run."""
+        again = next((use for use in self.uses[index] if use >= at), _NEVER)
+        reach = self.options.stage3_max_reuse_distance
+        return again != _NEVER and self.traversed[again] - self.traversed[at] < reach
+
+    def _hold(self, elements: int) -> None:
+        self.elements += elements
+        self.peak = max(self.peak, self.elements)
+
+
+def _uses(steps: tuple[Step, ...]) -> dict[int, list[int]]:
+    uses: dict[int, list[int]] = {}
+    for at, step in enumerate(steps):
+        for index in step.parameters:
+            uses.setdefault(index, []).append(at)
+    return uses
+
+
+def _persistent(numels: list[int], options: DeepSpeedOptions) -> frozenset[int]:
+    """Parameters small enough never to be partitioned. Source: ``parameter_offload.py``, ``mark_persistent_parameters``."""
+    total = 0
+    kept: list[int] = []
+    for index, numel in enumerate(numels):
+        small = numel <= options.stage3_param_persistence_threshold
+        if small and numel + total <= options.stage3_model_persistence_threshold:
+            kept.append(index)
+            total += numel
+    return frozenset(kept)
+
+
+def _per_gradient(notes: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """One entry per number of gradients made: the most held while they are made, and what is held after."""
+    merged: dict[int, tuple[int, int]] = {}
+    for made, during, after in notes:
+        merged[made] = (max(during, merged.get(made, (0, 0))[0]), after)
+    return tuple((made, during, after) for made, (during, after) in sorted(merged.items()))

@@ -1,0 +1,184 @@
+"""What does a rank hold under DeepSpeed where gradients are whole on every rank?
+
+That is stage 0 in any precision, and stage 1 with 16-bit weights and fp32 gradient accumulation (``BF16_Optimizer``).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from zeroplan.engines.account import Account
+from zeroplan.engines.deepspeed_flat import Row, largest_parameter
+from zeroplan.engines.deepspeed_passes import embedding_instant, forward_instant, loss_instant, passes
+from zeroplan.engines.deepspeed_stage12_backward import Job, collecting_moments, job_of, window
+from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
+from zeroplan.numeric import Int, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.transformer.params import layout
+
+_FUSED = "DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py, FP16_Optimizer"
+_UNFUSED = "DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py, FP16_UnfusedOptimizer"
+_BF16 = "DeepSpeed 0.19.8, runtime/bf16_optimizer.py, BF16_Optimizer"
+_ENGINE = "DeepSpeed 0.19.8, runtime/engine.py"
+_SHARE = "2·ceil(Ψ/(2·N))"
+
+#: Elements of one all-reduce at stage 0, whatever ``reduce_bucket_size`` says (``MEMORY_OPT_ALLREDUCE_SIZE``).
+_ALL_REDUCE_ELEMENTS = 500_000_000
+
+
+def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
+    """Answer for stage 0."""
+    job = job_of(model, recipe, mesh, batch)
+    mixed, psi, element = job.element == 2, job.whole.n_elements, job.element
+    wrapped = mixed and _takes_flat_wrapper(recipe, impl)
+    tensors = (LocalTensor((psi,), in_block=False),) if wrapped else _tensors(model)
+    state = state_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
+    temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
+    weights = [_all(job, Kind.PARAMETERS, element, "all weights", _ENGINE)]
+    if mixed:
+        weights.append(_all(job, Kind.PARAMETERS, 4, "all weights in fp32", _FUSED if wrapped else _UNFUSED))
+    gradients = _all(job, Kind.GRADIENTS, element, "all gradients", _ENGINE)
+    step = _mixed_step(job, gradients, temporary, wrapped=wrapped) if mixed else _step("update", gradients, *temporary)
+    end = _all_reduced(job, gradients)
+    training = (*_forward_and_backward(job, batch), *end, *step)
+    persistent = (*weights, *state)
+    moments = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
+    return Account(
+        (*persistent, gradients),
+        (*_init(job, persistent, temporary, mixed=mixed, wrapped=wrapped), *moments),
+        _collectives(job),
+    )
+
+
+def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
+    """Answer for stage 1 with bf16 weights and fp32 gradient accumulation."""
+    job = job_of(model, recipe, mesh, batch)
+    whole = job.n_ranks * job.partition
+    tensors = (LocalTensor((job.partition,), in_block=False),)
+    weights = (
+        Line(Kind.PARAMETERS, 2 * whole, "all weights, flat and padded", f"2·N·{_SHARE}", _BF16),
+        Line(Kind.PARAMETERS, 4 * job.partition, "weights of this rank's share, fp32", f"4·{_SHARE}", _BF16),
+        Line(Kind.GRADIENTS, 4 * whole, "all gradients added up in fp32, flat and padded", f"4·N·{_SHARE}", _BF16),
+    )
+    persistent = (*weights, *state_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE))
+    temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE)
+    made = _all(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", _BF16)
+    cast = Line(
+        Kind.TEMPORARY, 4 * largest_parameter(job.whole), "largest gradient cast to fp32", "", f"{_BF16}._update_hp_grad"
+    )
+    copy = Line(Kind.REDUCE, 2 * whole, "fp32 gradients cast to bf16 for the all-reduce", f"2·N·{_SHARE}",
+                f"{_ENGINE}, allreduce_bucket")  # fmt: skip
+    training = (
+        *_forward_and_backward(job, batch),
+        Moment("end of backward: gradients added in fp32", Phase.BACKWARD, (made, cast)),
+        Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (made, copy)),
+        *_step("update", made, *temporary),
+    )
+    arrived = _all(job, Kind.PARAMETERS, 2, "the model as it arrived on the GPU", _BF16)
+    init = (
+        Moment("initialisation: weights laid flat", Phase.INIT, (weights[0], arrived)),
+        Moment("initialisation: optimizer", Phase.INIT, weights),
+    )
+    moments = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
+    return Account(persistent, (*init, *moments), (*_collectives(job), _weight_gather(job)))
+
+
+@lru_cache(maxsize=256)
+def _tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
+    """Return all parameters, each tensor on its own, those of like blocks once with their number."""
+    parts = layout(model)
+    return (
+        *(LocalTensor(each.shape, in_block=False) for each in parts.embeddings),
+        *(LocalTensor(each.shape, run.layers) for run in parts.runs for each in run.parameters),
+        *(LocalTensor(each.shape, in_block=False) for each in parts.tail),
+    )
+
+
+def _takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
+    """DeepSpeed lays weights and gradients flat only for its own ``FusedAdam``."""
+    return impl == "fused" and recipe.optimizer in ("adam", "adamw")
+
+
+def _all(job: Job, kind: Kind, width: int, reason: str, source: str) -> Line:
+    formula = "4·Ψ" if width == 4 else "2·Ψ"
+    return Line(kind, width * job.whole.n_elements, reason, formula, source)
+
+
+def _step(name: str, *lines: Line) -> tuple[Moment, ...]:
+    return (Moment(f"optimizer step: {name}", Phase.STEP, lines),)
+
+
+def _mixed_step(job: Job, gradients: Line, temporary: tuple[Line, ...], *, wrapped: bool) -> tuple[Moment, ...]:
+    """Gradients are cast to fp32, one by one and then flat under ``FP16_Optimizer``, before the update."""
+    source = _FUSED if wrapped else _UNFUSED
+    cast = _all(job, Kind.TEMPORARY, 4, "gradients cast to fp32", source)
+    if not wrapped:
+        return _step("update", gradients, cast, *temporary)
+    flat = _all(job, Kind.TEMPORARY, 4, "gradients in fp32, laid flat", source)
+    return (*_step("gradients laid flat", gradients, cast, flat), *_step("update", flat, *temporary))
+
+
+def _forward_and_backward(job: Job, batch: Batch) -> tuple[Moment, ...]:
+    these = passes(job.whole.model, job.recipe, batch)
+    instants = (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these))
+    forward = tuple(Moment(at.name, at.phase, at.lines + window(job)) for at in instants)
+    embedding = embedding_instant(these)
+    vocabulary = job.whole.model.vocab_size * job.whole.model.hidden_size
+    psi = job.whole.n_elements
+    made = job.element * where(
+        job.accumulates, psi + vocabulary, psi + (vocabulary if job.whole.model.tie_word_embeddings else 0)
+    )
+    line = Line(Kind.UNSHARDED_GRADIENTS, made, "all gradients, and the embedding's before it is added", "", _ENGINE)
+    last = Moment(embedding.name, embedding.phase, (*embedding.lines, line))
+    return (*forward, *collecting_moments(job, these), last)
+
+
+@lru_cache(maxsize=256)
+def _all_reduces(whole: Row) -> tuple[int, int]:
+    """Return number of all-reduces and elements of the largest; a bucket closes when it has grown beyond the limit."""
+    count, fill, largest = 0, 0, 0
+    for each in whole.placed:
+        fill += each.end - each.start
+        if fill > _ALL_REDUCE_ELEMENTS:
+            count, fill, largest = count + 1, 0, max(largest, fill)
+    return count + (fill > 0), max(largest, fill)
+
+
+def _all_reduced(job: Job, gradients: Line) -> tuple[Moment, ...]:
+    copy = Line(Kind.REDUCE, job.element * _all_reduces(job.whole)[1], "copy of the largest bucket that is all-reduced", "",
+                f"{_ENGINE}, allreduce_no_retain")  # fmt: skip
+    return (Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (gradients, copy)),)
+
+
+def _init(
+    job: Job, persistent: tuple[Line, ...], temporary: tuple[Line, ...], *, mixed: bool, wrapped: bool
+) -> tuple[Moment, ...]:
+    """Under mixed precision the optimizer takes one step on zero gradients to make its state."""
+    if not mixed:
+        return (Moment("initialisation: model", Phase.INIT, persistent[:1]),)
+    zeros = _all(job, Kind.GRADIENTS, 4, "zero gradients of the first, empty step", f"{_FUSED}.initialize_optimizer_states")
+    both = (zeros,) if wrapped else (zeros, _all(job, Kind.GRADIENTS, 2, "zero gradients in 16 bits", _UNFUSED))
+    return (Moment("initialisation: optimizer state", Phase.INIT, (*persistent, *both, *temporary)),)
+
+
+def _collectives(job: Job) -> tuple[Collective, ...]:
+    n, psi, element = job.n_ranks, job.whole.n_elements, job.element
+    calls = _all_reduces(job.whole)[0] if job.recipe.zero_stage == 0 else 1
+    return (
+        Collective(
+            "all-reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * -(-psi // calls),
+            2 * (n - 1) * element * psi // n, 2 * psi, f"{_ENGINE}, allreduce_no_retain",
+        ),
+    )  # fmt: skip
+
+
+def _weight_gather(job: Job) -> Collective:
+    n, share = job.n_ranks, job.partition
+    calls: Int = where(n > 1, 1, 0)
+    source = "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups"
+    return Collective("all-gather", "updated weights", "after the optimizer step", n, calls, 2 * n * share, (n - 1) * 2 * share,
+                      n * share, source)  # fmt: skip
