@@ -18,7 +18,6 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
 
-
 STEPS = 3
 
 

@@ -68,8 +68,8 @@ def optimizer(recipe: RecipeSpec, parameters: list[torch.nn.Parameter]) -> torch
 
 def join_fake_group(n_ranks: int) -> None:
     """Make this process rank 0 of ``n_ranks`` that are not there."""
-    import torch.distributed as dist  # noqa: PLC0415
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(n_ranks), LOCAL_WORLD_SIZE=str(n_ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
@@ -78,7 +78,7 @@ def join_fake_group(n_ranks: int) -> None:
 
 def engine_of(spec: ModelSpec, recipe: RecipeSpec, grad_accum_steps: int) -> DeepSpeedEngine:
     """Return the engine around the model; the moment at which the model stands is marked."""
-    import deepspeed  # noqa: PLC0415
+    import deepspeed
 
     compute = Compute(4 if recipe.precision == "fp32" else 2, autocast=False, attention=recipe.attention)
     model = causal_model(spec, compute)
@@ -186,8 +186,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
     warnings.filterwarnings("ignore")
-    import deepspeed  # noqa: F401, PLC0415
-    from deepspeed.utils import logger  # noqa: PLC0415
+    import deepspeed  # noqa: F401
+    from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
     answers = os.fdopen(os.dup(1), "w")

@@ -52,7 +52,9 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
-    return RecipeSpec.model_validate({"engine": "ddp", "zero_stage": 0, "ddp": DdpOptions(gradient_as_bucket_view=views), **fields})
+    return RecipeSpec.model_validate(
+        {"engine": "ddp", "zero_stage": 0, "ddp": DdpOptions(gradient_as_bucket_view=views), **fields}
+    )
 
 
 def on_a_cpu(line: Line) -> int:

@@ -1,7 +1,5 @@
 """What does a rank hold and send under DeepSpeed 0.19.8, ZeRO stages 0 to 3?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from zeroplan.engines.account import Account

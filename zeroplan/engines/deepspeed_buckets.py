@@ -4,8 +4,6 @@ A gradient goes into the bucket when it is made; one that no longer fits sends t
 the reverse of ``model.parameters()``: within a block the real one differs, by no more than a bucket's border.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple

@@ -5,8 +5,6 @@ formulas leave out activations, logits, reduce buckets and their copies, gathere
 whole parameters at a partition's border, and every temporary; the optimizer is Adam in mixed precision.
 """
 
-from __future__ import annotations
-
 from zeroplan.numeric import Int
 
 #: Bytes per parameter that ZeRO-2 shards: 2 gradients, 4 fp32 gradients, 4 fp32 weights, 8 Adam (DeepSpeed 0.19.8); the

@@ -3,8 +3,6 @@
 Rank 0's share is the first, so it begins with the embedding; ranks in the middle own as many elements, with other borders.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache

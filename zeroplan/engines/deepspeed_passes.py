@@ -3,8 +3,6 @@
 Each instant holds the activations alive then and says which block runs; an engine adds its weights, gradients and buffers.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind, Line, Phase, total_bytes

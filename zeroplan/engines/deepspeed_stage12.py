@@ -4,8 +4,6 @@ All weights stay whole, in one flat tensor; a rank owns a contiguous share of it
 state of that share. Rank 0 is described, whose share begins with the embedding. One parameter group.
 """
 
-from __future__ import annotations
-
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed_flat import largest_slice
 from zeroplan.engines.deepspeed_passes import Passes, forward_instant, loss_instant, passes

@@ -5,8 +5,6 @@ gradient is copied into it and freed. A full bucket is all-reduced in a copy of 
 rank; what reaches into this rank's share is then copied into a buffer that lives until the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple

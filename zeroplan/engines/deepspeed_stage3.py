@@ -4,8 +4,6 @@ Every parameter is split on its own, each rank holding ``ceil(numel/N)`` element
 it runs. Gradients go through one bucket that is reduce-scattered in a copy of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple

@@ -5,8 +5,6 @@ is not needed soon, and keeps the rest: decisions by element counts alone, so th
 the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache

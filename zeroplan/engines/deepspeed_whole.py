@@ -3,8 +3,6 @@
 That is stage 0 in any precision, and stage 1 with 16-bit weights and fp32 gradient accumulation (``BF16_Optimizer``).
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from zeroplan.engines.account import Account

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from zeroplan.spec.base import Count, CountOrZero, Range, Spec
+from zeroplan.spec.base import Count, Range, Spec
 
 Engine = Literal["paper", "ddp", "fsdp2", "deepspeed"]
 Stage = Literal[0, 1, 2, 3]
