@@ -26,7 +26,7 @@ class _Flag(NamedTuple):
     metavar: str
     help: str
     panel: str
-    count: bool = False
+    number: bool = False
     switch: bool = False
 
 
@@ -37,11 +37,11 @@ FLAGS = (
     _Flag("model", "NAME", "A model of the catalogue (`zeroplan models`), or a name on the Hugging Face Hub.", _MODEL),
     _Flag("config", "PATH", "A Hugging Face config.json, or a folder that holds one.", _MODEL),
     _Flag("treat_as", "FAMILY", "Read the config of an unknown architecture as this family.", _MODEL),
-    _Flag("gpus", "N", "GPUs in all. (default: 1)", _CLUSTER, count=True),
+    _Flag("gpus", "N", "GPUs in all. (default: 1)", _CLUSTER, number=True),
     _Flag("gpu", "NAME", "The GPU (`zeroplan gpus`), to see whether the job fits.", _CLUSTER),
-    _Flag("gpus_per_node", "N", "GPUs that share a node. (default: the GPU's usual server)", _CLUSTER, count=True),
-    _Flag("replicas", "N", "Replicas of the sharded group (HSDP). (default: 1)", _CLUSTER, count=True),
-    _Flag("tensor_parallel", "N", "Tensor-parallel ranks (engine paper). (default: 1)", _CLUSTER, count=True),
+    _Flag("gpus_per_node", "N", "GPUs that share a node. (default: the GPU's usual server)", _CLUSTER, number=True),
+    _Flag("replicas", "N", "Replicas of the sharded group (HSDP). (default: 1)", _CLUSTER, number=True),
+    _Flag("tensor_parallel", "N", "Tensor-parallel ranks (engine paper). (default: 1)", _CLUSTER, number=True),
     _Flag("stage", "0|1|2|3", "ZeRO stage. (default: 3, or 0 on one GPU)", _RECIPE),
     _Flag("engine", "paper|ddp|fsdp2|deepspeed", "Who runs it. (default: ddp for stages 0 and 1, fsdp2 for 2 and 3)", _RECIPE),
     _Flag("precision", "bf16-mixed|fp16-mixed|bf16|fp32", "Precision. (default: bf16-mixed)", _RECIPE),
@@ -58,9 +58,9 @@ FLAGS = (
     _Flag("keep_logits", "", "The training loop holds the model's output during backward.", _RECIPE, switch=True),
     _Flag("sync_every_micro_batch", "", "Reduce gradients after every micro-batch; --no-... only after the last (no_sync).  "
           "[default: yes]", _RECIPE, switch=True),
-    _Flag("seq_len", "TOKENS", "Tokens per sequence. (default: 4096, or the model's longest)", _BATCH, count=True),
-    _Flag("micro_batch", "N", "Sequences per GPU in one forward pass. (default: 1)", _BATCH, count=True),
-    _Flag("grad_accum", "N", "Micro-batches per optimizer step. (default: 1)", _BATCH, count=True),
+    _Flag("seq_len", "TOKENS", "Tokens per sequence. (default: 4096, or the model's longest)", _BATCH, number=True),
+    _Flag("micro_batch", "N", "Sequences per GPU in one forward pass. (default: 1)", _BATCH, number=True),
+    _Flag("grad_accum", "N", "Micro-batches per optimizer step. (default: 1)", _BATCH, number=True),
 )  # fmt: skip
 
 _OPTION_GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions}
@@ -126,7 +126,7 @@ def _resolved(given: dict[str, object]) -> Resolved:
 def _value(flag: _Flag, text: object) -> object:
     if flag.switch:
         return text
-    if flag.count:
+    if flag.number:
         return parse_count(str(text), what="--" + flag.field.replace("_", "-"))
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
 

@@ -27,3 +27,5 @@ class Account(NamedTuple):
     moments: tuple[Moment, ...]
     collectives: tuple[Collective, ...]
     host: tuple[Line, ...] = ()
+    symbols: tuple[Symbol, ...] = ()
+    notes: tuple[str, ...] = ()

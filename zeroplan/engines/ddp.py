@@ -48,9 +48,9 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", "")
     buckets, gradients = _gradient_states(recipe, element_bytes, weights.total)
     base = (parameters, buckets, *held, *_scaler(recipe))
-    states = (*base, *gradients)
+    states = tuple(line for line in (*base, *gradients) if line.kind is not Kind.REDUCE)
     step = Step(weights, base, element_bytes, recipe, batch.grad_accum_steps)
-    at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
+    at_step = Moment("optimizer step", Phase.STEP, (*base, *gradients, *temporary))
     moments = (*pass_moments(step, model, batch), at_step, *rebuild_moment(step, parameters))
     return Account(states, moments, _collectives(step, model, mesh.dp_shard), ())
 

@@ -502,8 +502,9 @@ def _reduce_call(plan: _Plan, group: Group, calls: Int, what: str) -> Collective
 
 def _replica_call(plan: _Plan, group: Group, calls: Int, what: str, mesh: Mesh) -> Collective:
     replicas = mesh.dp_replicate
-    payload = plan.reduce_bytes * group.shard
-    sent = calls * 2 * ceil_div(payload, replicas) * (replicas - 1)
+    payload: Int = plan.reduce_bytes * group.shard
+    passes: Int = 2 * calls
+    sent: Int = passes * ceil_div(payload, replicas) * (replicas - 1)
     elements = where(replicas > 1, calls * 2 * group.shard, 0)
     return Collective("all_reduce", what, "backward", replicas, calls, payload, sent, elements, _REDUCE)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from zeroplan.spec.base import Count, Range, Spec
+from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 
 Engine = Literal["paper", "ddp", "fsdp2", "deepspeed"]
 Stage = Literal[0, 1, 2, 3]
@@ -49,11 +49,11 @@ class DeepSpeedOptions(Spec):
     compute_grad_norm: bool = True
     """Stages 1 and 2 only: False skips the gradient norm, which is taken in fp64."""
     sub_group_size: Count = 1_000_000_000
-    stage3_prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
-    stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
-    stage3_model_persistence_threshold: Annotated[int, Field(ge=0)] = 2**63 - 1
-    stage3_max_live_parameters: Annotated[int, Field(ge=0)] = 1_000_000_000
-    stage3_max_reuse_distance: Annotated[int, Field(ge=0)] = 1_000_000_000
+    stage3_prefetch_bucket_size: CountOrZero = 50_000_000
+    stage3_param_persistence_threshold: CountOrZero = 100_000
+    stage3_model_persistence_threshold: Annotated[int, Range(0, 2**63 - 1)] = 2**63 - 1
+    stage3_max_live_parameters: CountOrZero = 1_000_000_000
+    stage3_max_reuse_distance: CountOrZero = 1_000_000_000
     stage3_allgather_sequential: bool = False
     grad_accum_dtype: Literal["fp32", "param"] = "param"
     zero_init: bool = True

@@ -175,7 +175,7 @@ def _eager_operands(x: Widths) -> Int:
     query, key = x.tokens * x.query, x.tokens * x.key
     if x.fused_projection:
         return 3 * x.element * query
-    repeated = x.query != x.key and x.key != x.head_dim
+    repeated = x.key not in (x.query, x.head_dim)
     held: Int = x.residual * (query + key) + x.element * key
     return held + (x.residual + x.element) * query if repeated else held
 
