@@ -42,7 +42,8 @@ class Estimate:
     ``states`` are parameters, gradients and optimizer state; ``moments`` every named moment of the step with its lines, and
     ``peak`` the largest: what ``torch.cuda.max_memory_allocated`` would say. ``reserved`` is what the caching allocator takes
     around the peak, ``outside`` what the card gives to the context and to communicators. ``approximate`` says in a sentence
-    which part is not exact for this architecture, and is empty otherwise.
+    which part is not exact for this architecture, and is empty otherwise; ``notes`` what a reader would trip over; ``kept`` what one
+    block of each kind keeps for its backward, where the moments give it as one line.
     """
 
     job: JobSpec
@@ -51,13 +52,13 @@ class Estimate:
     states: tuple[Line, ...]
     moments: tuple[Moment, ...]
     peak: Moment
-    reserved: Band
     outside: tuple[Outside, ...]
     host: tuple[Line, ...]
     traffic: Traffic
     symbols: tuple[Symbol, ...]
     approximate: str
     notes: tuple[str, ...]
+    kept: tuple[tuple[str, tuple[Line, ...]], ...]
 
     @property
     def states_by_kind(self) -> dict[Kind, int]:
@@ -68,6 +69,11 @@ class Estimate:
     def peak_bytes(self) -> int:
         """Peak of what the caching allocator has handed out."""
         return int(self.peak.total_bytes)
+
+    @property
+    def reserved(self) -> Band:
+        """What the caching allocator takes around the peak."""
+        return reserved(self.moments)
 
     @property
     def outside_band(self) -> Band:
@@ -143,13 +149,13 @@ def estimate(job: JobSpec) -> Estimate:
         states=account.states,
         moments=moments,
         peak=peak(moments),
-        reserved=reserved(moments),
         outside=outside(job.mesh),
         host=account.host,
         traffic=_traffic(job, account, parameters),
         symbols=account.symbols,
         approximate=is_approximate(job.model),
         notes=account.notes,
+        kept=account.kept,
     )
 
 

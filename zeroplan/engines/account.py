@@ -20,7 +20,8 @@ class Account(NamedTuple):
     ``states``: parameters, gradients and optimizer state as the engine keeps them; ``moments``: the named moments of a step,
     each with every line alive then (states included as far as they exist at that moment); ``collectives``: what is sent per
     step; ``host``: host memory per rank, empty unless something is offloaded; ``symbols``: what the formulas of these lines
-    use beyond the legend of the model; ``notes``: what a reader would trip over, a sentence each.
+    use beyond the legend of the model; ``notes``: what a reader would trip over, a sentence each;
+    ``kept``: what one block of each kind keeps for its backward, where the moments give it as one line.
     """
 
     states: tuple[Line, ...]
@@ -29,3 +30,4 @@ class Account(NamedTuple):
     host: tuple[Line, ...] = ()
     symbols: tuple[Symbol, ...] = ()
     notes: tuple[str, ...] = ()
+    kept: tuple[tuple[str, tuple[Line, ...]], ...] = ()

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from zeroplan.spec.recipe import Precision
+from zeroplan.spec.recipe import Precision, RecipeSpec
+from zeroplan.transformer.blocks import Compute
 
 
 class Widths(NamedTuple):
@@ -37,3 +38,13 @@ def widths(precision: Precision) -> Widths:
     Widths(compute=2, stored=4, name='bf16')
     """
     return _WIDTHS[precision]
+
+
+def compute_of(recipe: RecipeSpec) -> Compute:
+    """How an engine runs the module: DDP casts under ``torch.autocast``, the others hold a copy in the compute dtype.
+
+    >>> compute_of(RecipeSpec(engine="ddp", zero_stage=0)).autocast, compute_of(RecipeSpec()).autocast
+    (True, False)
+    """
+    width = widths(recipe.precision)
+    return Compute(width.compute, autocast=recipe.engine == "ddp" and width.mixed, attention=recipe.attention)

@@ -1,0 +1,185 @@
+"""FSDP2 going backward: the next block gathered ahead, each block's gradients reduced while the one below computes."""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.fsdp2.buffers import (
+    GATHER,
+    flowing,
+    gathered,
+    gathered_below,
+    kept,
+    output,
+    reduce_input,
+    reduce_output_bytes,
+    root_gradients,
+    root_unsharded,
+    still_unsharded,
+    unsharded,
+)
+from zeroplan.engines.fsdp2.forward import left_by_earlier
+from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan, kept_lines
+from zeroplan.engines.positions import Position
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.numeric import Int, maximum, where
+from zeroplan.transformer.blocks import BackwardPoint
+
+_REPLICAS = "torch 2.13 _fsdp_param_group.py FSDPParamGroup._all_reduce_state"
+
+
+def after_the_loss(plan: Plan) -> Iterator[Moment]:
+    """The backward of the loss and of the final norm; the last block is gathered ahead of its backward."""
+    last = plan.blocks[-1]
+    common = (
+        *plan.persistent,
+        *left_by_earlier(plan),
+        root_unsharded(plan),
+        *kept(plan, plan.every_layer, every=True),
+        *still_unsharded(plan, plan.every_layer),
+        *(() if plan.reshard is False else (gathered(plan, last, "the last block, gathered ahead of its backward"),)),
+        *output(plan),
+    )
+    yield Moment("loss, backward", Phase.LOSS, (*common, *plan.head.saved, *plan.head.loss_backward))
+    gradients = root_gradients(plan, plan.tail_elements + plan.tied_head_elements)
+    yield Moment("backward of the final norm", Phase.BACKWARD, (*common, gradients, *plan.head.norm_backward))
+
+
+def backward(plan: Plan) -> Iterator[Moment]:
+    """Each block where memory can peak: while it is unsharded, at each of its points, while it is reduced."""
+    for position in reversed(plan.corners):
+        common = _whatever_happens(plan, position)
+        waiting = (*_waiting_reduce(plan, position), *_own_left_behind(plan, position))
+        yield _unsharding(plan, position, (*common, *waiting))
+        for point in plan.passes[position.run].points:
+            yield _inside(plan, position, point, (*common, *waiting))
+        yield _reducing(plan, position, common)
+
+
+def _whatever_happens(plan: Plan, position: Position) -> tuple[Line, ...]:
+    """Alive during the whole backward pass of one block."""
+    return (
+        *plan.persistent,
+        *_reduced(plan, position.after),
+        *plan.left_behind(position.before),
+        root_unsharded(plan),
+        root_gradients(plan, plan.tail_elements + plan.tied_head_elements),
+        *kept(plan, position.before),
+        *still_unsharded(plan, position.before),
+        *output(plan),
+    )
+
+
+def _reduced(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
+    """What the reduction of these layers has produced: shards, and with replicas what their all-reduce still holds.
+
+    The all-reduce's own buffer stays until the end of backward where the shard is a copy of it in another dtype.
+    """
+    shards = plan.gradient_shards(layers, "of the blocks above")
+    if plan.reduce_bytes == plan.width.stored:
+        return (shards,)
+    held = plan.replicated * plan.reduce_bytes * plan.shards(layers)
+    return (shards, Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", "", _REPLICAS))
+
+
+def _waiting_reduce(plan: Plan, position: Position) -> tuple[Line, ...]:
+    if position.next_run is None:
+        return ()
+    return (reduce_input(plan, plan.blocks[position.next_run], "reduce-scatter input of the block above"),)
+
+
+def _own_left_behind(plan: Plan, position: Position) -> tuple[Line, ...]:
+    return plan.left_behind(tuple(int(run == position.run) for run in range(len(plan.blocks))), root=False)
+
+
+def _unsharding(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment:
+    """Parameters are copied out of the all-gather buffer; then the all-gather of the block below is issued."""
+    group, one = plan.blocks[position.run], plan.passes[position.run]
+    lines = (
+        *alive,
+        unsharded(plan, group),
+        *_own_buffer_then_the_next(plan, position, group),
+        *kept_lines(one, plan.recipe),
+        flowing(plan, "gradient that flows into this block"),
+    )
+    return Moment(f"backward: unsharding {position.name}", Phase.BACKWARD, lines)
+
+
+def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> tuple[Line, ...]:
+    if plan.reshard is False:
+        return ()
+    if position.previous_run is None:
+        return (gathered(plan, group, "this block's, until it is copied out"),)
+    below, width = plan.blocks[position.previous_run], plan.width.compute
+    cast: Int = below.shard * width if plan.width.mixed else 0
+    ahead = plan.gathers * maximum(width * group.padded, width * below.padded + cast)
+    own, other = f"{width}·P_{group.symbol}", f"{width}·P_{below.symbol}"
+    formula = f"max({own}, {other} + {other}/N)" if plan.width.mixed else f"max({own}, {other})"
+    return (Line(Kind.GATHER, ahead, "this block's, then the next one's with its cast input", formula, GATHER),)
+
+
+def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
+    return () if plan.recipe.recompute == "none" else plan.passes[position.run].checkpoint_in_backward
+
+
+def _inside(plan: Plan, position: Position, point: BackwardPoint, alive: tuple[Line, ...]) -> Moment:
+    width = plan.width.compute
+    made = Line(Kind.UNSHARDED_GRADIENTS, width * point.gradients, "this block's, made so far", f"{width}·{point.gradients}")
+    lines = (
+        *alive,
+        unsharded(plan, plan.blocks[position.run]),
+        *gathered_below(plan, position),
+        *_checkpoint(plan, position),
+        *point.lines,
+        made,
+    )
+    return Moment(f"backward of {position.name}: {point.name}", Phase.BACKWARD, lines)
+
+
+def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment:
+    """Gradients are copied into the reduce-scatter input; then the output joins the input, the gradients gone."""
+    group = plan.blocks[position.run]
+    lines = (
+        *alive,
+        *gathered_below(plan, position),
+        reduce_input(plan, group, "reduce-scatter input of this block"),
+        _copied_in_or_reduced(plan, group),
+        flowing(plan, "gradient that flows out of this block"),
+        *(() if plan.recipe.recompute == "none" else plan.passes[position.run].checkpoint),
+    )
+    return Moment(f"backward: reducing {position.name}", Phase.BACKWARD, lines)
+
+
+def _copied_in_or_reduced(plan: Plan, group: Group) -> Line:
+    made = maximum(_gradients_to_copy(plan, group), reduce_output_bytes(plan, group))
+    return Line(Kind.UNSHARDED_GRADIENTS, made, "this block's while copied in, or the reduce-scatter output", "", REDUCE)
+
+
+def _gradients_to_copy(plan: Plan, group: Group) -> Int:
+    """What the copy reads: this micro-batch's gradients, or the accumulated ones that have taken them up."""
+    if plan.recipe.sync_every_micro_batch:
+        return plan.width.compute * group.numel
+    return where(plan.several > 0, plan.reduce_bytes * group.numel, plan.width.compute * group.numel)
+
+
+def end_of_backward(plan: Plan) -> Iterator[Moment]:
+    """The embedding's gradient, then the reduction of the root group."""
+    root = plan.root
+    none = tuple(0 for _ in plan.blocks)
+    common = (*plan.persistent, *_reduced(plan, plan.every_layer))
+    width = plan.width.compute
+    tied = Line(Kind.UNSHARDED_GRADIENTS, width * plan.tied_head_elements, "the tied head's beside the embedding's")
+    at_embedding = (
+        *common,
+        root_gradients(plan, root.numel),
+        *plan.left_behind(none),
+        tied,
+        root_unsharded(plan),
+        reduce_input(plan, plan.blocks[0], "reduce-scatter input of the first block"),
+        flowing(plan, "gradient that flows into the embedding"),
+    )
+    yield Moment("backward of the embedding", Phase.BACKWARD, at_embedding)
+    copy = reduce_input(plan, root, "reduce-scatter input of the root group")
+    made = Line(Kind.UNSHARDED_GRADIENTS, _gradients_to_copy(plan, root), "root group's while copied in", "", REDUCE)
+    yield Moment("backward: reducing the root group", Phase.BACKWARD, (*common, made, copy))
+    last = Line(Kind.UNSHARDED_GRADIENTS, width * plan.last_root_elements, "root group's last one, still named", "", REDUCE)
+    reduced = Line(Kind.REDUCE, reduce_output_bytes(plan, root), "reduce-scatter output of the root group", "", REDUCE)
+    yield Moment("backward: root group reduced", Phase.BACKWARD, (*common, last, copy, reduced))

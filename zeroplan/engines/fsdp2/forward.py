@@ -1,0 +1,53 @@
+"""FSDP2 going forward: one block gathered at a time, the buffer before it parked until the next copy-out."""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.fsdp2.buffers import PARKED, gathered, kept, root_unsharded, still_unsharded, unsharded
+from zeroplan.engines.fsdp2.plan import Plan
+from zeroplan.ledger import Line, Moment, Phase
+
+
+def left_by_earlier(plan: Plan) -> tuple[Line, ...]:
+    """Gradients of earlier micro-batches, while a later one runs forward: shards, or whole ones under ``no_sync``."""
+    if not plan.recipe.sync_every_micro_batch:
+        return plan.left_behind(plan.every_layer)
+    none = tuple(0 for _ in plan.blocks)
+    return (plan.gradient_shards(none, "of earlier micro-batches"),)
+
+
+def forward(plan: Plan) -> Iterator[Moment]:
+    """Each block where memory can peak: while it is unsharded, and while it computes."""
+    left = left_by_earlier(plan)
+    recomputed = plan.recipe.recompute != "none"
+    for position in plan.corners:
+        group, one = plan.blocks[position.run], plan.passes[position.run]
+        below = plan.root if position.previous_run is None else plan.blocks[position.previous_run]
+        common = (
+            *plan.persistent,
+            *left,
+            root_unsharded(plan),
+            *kept(plan, position.before),
+            *still_unsharded(plan, position.before),
+            unsharded(plan, group),
+            gathered(plan, group, "this block's, parked until the next copy-out", PARKED),
+            *(() if position.layer == 0 or recomputed else plan.head.forward),
+        )
+        entering = gathered(plan, below, "the one before, freed at the end of the copy-out", PARKED)
+        yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))
+        inside = (*one.checkpoint, *one.forward_recompute) if recomputed else (*one.saved, *one.forward)
+        yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *inside))
+
+
+def loss_forward(plan: Plan) -> Moment:
+    """All blocks have run; the last one's buffer is parked until the root's forward ends."""
+    lines = (
+        *plan.persistent,
+        *left_by_earlier(plan),
+        root_unsharded(plan),
+        *kept(plan, plan.every_layer, every=True),
+        *still_unsharded(plan, plan.every_layer),
+        gathered(plan, plan.blocks[-1], "the last block's, parked until the root's forward ends", PARKED),
+        *plan.head.saved,
+        *plan.head.loss_forward,
+    )
+    return Moment("loss, forward", Phase.LOSS, lines)

@@ -1,0 +1,215 @@
+"""What the moments of an FSDP2 step are made of: groups and their sizes, element widths, passes through blocks and head."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines
+from zeroplan.engines.positions import Position, corners
+from zeroplan.engines.precisions import Widths, compute_of, widths
+from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.numeric import Int, ceil_div, maximum, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.blocks import BlockPass, HeadPass
+from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.transformer.params import layout
+
+SHARD = "torch 2.13 _fsdp_param.py FSDPParam._init_sharded_param"
+REDUCE = "torch 2.13 _fsdp_collectives.py foreach_reduce"
+ACCUMULATE = "torch 2.13 _fsdp_param.py FSDPParam.to_accumulated_grad_if_needed"
+
+
+class Group(NamedTuple):
+    """One ``fully_shard`` unit. [elements]"""
+
+    shard: Int
+    """This rank's chunks, each parameter's dim 0 padded to a multiple of the ranks."""
+    padded: Int
+    """All ranks' chunks together: the size of an all-gather or reduce-scatter buffer."""
+    numel: int
+    """Without padding: what autograd's gradients measure."""
+    symbol: str
+
+
+class Plan(NamedTuple):
+    """Everything the moments are made of."""
+
+    recipe: RecipeSpec
+    width: Widths
+    impl: OptimizerImpl
+    reduce_bytes: int
+    """Width of an element in the reduce-scatter."""
+    n: Int
+    gathers: Int
+    """1 where there is more than one rank to gather from, else 0."""
+    replicated: Int
+    """1 with replicas (HSDP), else 0."""
+    several: Int
+    """1 where earlier micro-batches of the same step have run, else 0."""
+    reshard: bool | int
+    runs: tuple[BlockRun, ...]
+    corners: tuple[Position, ...]
+    parameters: tuple[Parameter, ...]
+    local_tensors: tuple[LocalTensor, ...]
+    root: Group
+    blocks: tuple[Group, ...]
+    tail_elements: int
+    """Gradients of the root group that exist once the final norm has gone backward."""
+    tied_head_elements: int
+    last_root_elements: int
+    passes: tuple[BlockPass, ...]
+    head: HeadPass
+    kept: tuple[Int, ...]
+    """Bytes one block of each run keeps from its forward to its backward."""
+    persistent: tuple[Line, ...]
+
+    @property
+    def every_layer(self) -> tuple[int, ...]:
+        """Layers of each run."""
+        return tuple(run.layers for run in self.runs)
+
+    @property
+    def padded(self) -> Int:
+        """All parameters with their padding. [elements]"""
+        return self.n * self.shards(self.every_layer, root=True)
+
+    @property
+    def numel(self) -> int:
+        """All parameters without padding. [elements]"""
+        return self.root.numel + sum(run.layers * group.numel for run, group in zip(self.runs, self.blocks, strict=True))
+
+    def shards(self, layers: tuple[int, ...], *, root: bool = False) -> Int:
+        """This rank's chunks of so many layers of each run, and of the root group. [elements]"""
+        elements: Int = self.root.shard if root else 0
+        for count, group in zip(layers, self.blocks, strict=True):
+            elements = elements + count * group.shard
+        return elements
+
+    def gradient_shards(self, layers: tuple[int, ...], when: str, *, root: bool = False) -> Line:
+        """This rank's chunk of the gradients of these layers; of all, where earlier micro-batches have left theirs."""
+        stored = self.width.stored
+        now = self.shards(layers, root=root)
+        if self.recipe.sync_every_micro_batch:
+            now = maximum(now, self.several * self.shards(self.every_layer, root=True))
+        formula = shards_formula(stored, layers, tuple(group.symbol for group in self.blocks), root=root)
+        reason = f"this rank's chunk of the gradients, {when}"
+        return Line(
+            Kind.GRADIENTS, stored * now, reason, formula if isinstance(self.several, int) and not self.several else "", REDUCE
+        )
+
+    def left_behind(self, layers: tuple[int, ...], *, root: bool = True) -> tuple[Line, ...]:
+        """Whole gradients that earlier micro-batches left (``no_sync``) of layers that are not reduced yet. [bytes]"""
+        if self.recipe.sync_every_micro_batch:
+            return ()
+        elements = self.root.numel if root else 0
+        for count, group in zip(layers, self.blocks, strict=True):
+            elements += count * group.numel
+        reason = "whole gradients accumulated by earlier micro-batches"
+        return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, "", ACCUMULATE),)
+
+
+def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Plan:
+    """Size the groups and collect what every moment needs."""
+    tree, width, n = layout(model), widths(recipe.precision), mesh.dp_shard
+    compute = compute_of(recipe)
+    passes = tuple(block_pass(model, run.kind, compute, batch) for run in tree.runs)
+    impl, tensors = implementation(recipe.optimizer, recipe.optimizer_impl), _local_tensors(tree, n)
+    root = _group((*tree.embeddings, *tree.tail), n, "root")
+    blocks = tuple(_group(run.parameters, n, run.kind) for run in tree.runs)
+    return Plan(
+        recipe=recipe,
+        width=width,
+        impl=impl,
+        reduce_bytes=width.compute if recipe.fsdp2.reduce_dtype == "param" else width.stored,
+        n=n,
+        gathers=where(n > 1, 1, 0),
+        replicated=where(mesh.dp_replicate > 1, 1, 0),
+        several=where(batch.grad_accum_steps > 1, 1, 0),
+        reshard=_reshard(recipe),
+        runs=tree.runs,
+        corners=corners(model),
+        parameters=_every_parameter(tree),
+        local_tensors=tensors,
+        root=root,
+        blocks=blocks,
+        tail_elements=sum(parameter.numel for parameter in tree.tail),
+        tied_head_elements=0 if tree.tied_head is None else tree.tied_head.numel,
+        last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
+        passes=passes,
+        head=head_pass(model, compute, batch),
+        kept=tuple(total_bytes(kept_lines(one, recipe)) for one in passes),
+        persistent=(_parameter_line(tree, root, blocks, width.stored), *state_lines(
+            recipe.optimizer, impl, tensors, width.stored, symbol="P/N")),
+    )  # fmt: skip
+
+
+def kept_lines(one: BlockPass, recipe: RecipeSpec) -> tuple[Line, ...]:
+    """What a block keeps from its forward to its backward, by the recipe's recomputation."""
+    if recipe.recompute == "none":
+        return one.saved
+    return one.selective if recipe.recompute == "selective" else one.checkpoint
+
+
+def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
+    shard: Int = 0
+    for parameter in parameters:
+        shard = shard + ceil_div(parameter.shape[0], n) * (parameter.numel // parameter.shape[0])
+    return Group(shard, shard * n, sum(parameter.numel for parameter in parameters), symbol)
+
+
+def _reshard(recipe: RecipeSpec) -> bool | int:
+    chosen = recipe.fsdp2.reshard_after_forward
+    return recipe.zero_stage == 3 if chosen is None else chosen
+
+
+@lru_cache(maxsize=256)
+def _every_parameter(tree: Layout) -> tuple[Parameter, ...]:
+    blocks = tuple(parameter for run in tree.runs for parameter in run.parameters)
+    return (*tree.embeddings, *blocks, *tree.tail)
+
+
+def _local_tensors(tree: Layout, n: Int) -> tuple[LocalTensor, ...]:
+    def chunk(parameter: Parameter, repeat: int, *, in_block: bool) -> LocalTensor:
+        return LocalTensor((ceil_div(parameter.shape[0], n), *parameter.shape[1:]), repeat, in_block)
+
+    return (
+        *(chunk(parameter, 1, in_block=False) for parameter in tree.embeddings),
+        *(chunk(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters),
+        *(chunk(parameter, 1, in_block=False) for parameter in tree.tail),
+    )
+
+
+def _parameter_line(tree: Layout, root: Group, blocks: tuple[Group, ...], stored: int) -> Line:
+    elements: Int = root.shard
+    for run, group in zip(tree.runs, blocks, strict=True):
+        elements = elements + run.layers * group.shard
+    return Line(Kind.PARAMETERS, stored * elements, "this rank's chunk of every parameter", f"{stored}·P/N", SHARD)
+
+
+@lru_cache(maxsize=4096)
+def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: bool) -> str:
+    """The chunks of so many layers of each run, in symbols.
+
+    >>> shards_formula(4, (31,), ("dense",), root=True)
+    '4·(31·P_dense + P_root)/N'
+    """
+    return f"{width}·({_sum('P', layers, symbols, root=root)})/N"
+
+
+@lru_cache(maxsize=4096)
+def kept_formula(layers: tuple[int, ...], symbols: tuple[str, ...]) -> str:
+    """What so many layers of each run keep, in symbols.
+
+    >>> kept_formula((3, 28), ("dense", "moe"))
+    '3·S_dense + 28·S_moe'
+    """
+    return _sum("S", layers, symbols, root=False)
+
+
+def _sum(letter: str, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: bool) -> str:
+    terms = [f"{count}·{letter}_{symbol}" for count, symbol in zip(layers, symbols, strict=True) if count]
+    return " + ".join([*terms, *([f"{letter}_root"] if root else [])]) or "0"

@@ -1,0 +1,56 @@
+"""What FSDP2 sends per step: all-gathers before use, reduce-scatters after backward, all-reduces over replicas."""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.fsdp2.buffers import GATHER
+from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan
+from zeroplan.ledger import Collective
+from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+
+
+def collectives(plan: Plan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
+    """Every collective of one optimizer step.
+
+    The root group is gathered once per micro-batch, blocks twice where they are resharded in between: somewhat less than the
+    3Ψ of the ZeRO paper (arXiv:1910.02054, section 7).
+    """
+    reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
+    calls = list(_of_group(plan, plan.root, 1, "root group", mesh, batch.grad_accum_steps, reductions))
+    for group, run in zip(plan.blocks, plan.runs, strict=True):
+        calls += _of_group(plan, group, run.layers, f"{run.kind} blocks", mesh, batch.grad_accum_steps, reductions)
+    return tuple(calls)
+
+
+def _of_group(
+    plan: Plan, group: Group, layers: int, name: str, mesh: Mesh, passes: Int, reductions: Int
+) -> Iterator[Collective]:  # fmt: skip
+    what = f"parameters of the {name}"
+    yield _gather(plan, group, passes * layers, what, "forward", ranks=plan.n)
+    if plan.reshard is not False and group is not plan.root:
+        ranks = plan.n if plan.reshard is True else plan.reshard
+        yield _gather(plan, group, passes * layers, what, "backward", ranks=ranks)
+    yield _reduce_scatter(plan, group, reductions * layers, f"gradients of the {name}")
+    yield _over_replicas(plan, group, reductions * layers, f"gradient shards of the {name}", mesh.dp_replicate)
+
+
+def _gather(plan: Plan, group: Group, calls: Int, what: str, when: str, *, ranks: Int) -> Collective:
+    payload: Int = plan.width.compute * group.padded
+    sent: Int = calls * (payload // ranks) * (ranks - 1)
+    elements = where(plan.n > 1, calls * group.padded, 0)
+    return Collective("all_gather", what, when, ranks, calls, payload, sent, elements, GATHER)
+
+
+def _reduce_scatter(plan: Plan, group: Group, calls: Int, what: str) -> Collective:
+    payload: Int = plan.reduce_bytes * group.padded
+    sent: Int = calls * plan.reduce_bytes * group.shard * (plan.n - 1)
+    elements = where(plan.n > 1, calls * group.padded, 0)
+    return Collective("reduce_scatter", what, "backward", plan.n, calls, payload, sent, elements, REDUCE)
+
+
+def _over_replicas(plan: Plan, group: Group, calls: Int, what: str, replicas: Int) -> Collective:
+    payload: Int = plan.reduce_bytes * group.shard
+    sent: Int = 2 * calls * ceil_div(payload, replicas) * (replicas - 1)
+    elements = where(replicas > 1, 2 * calls * group.shard, 0)
+    return Collective("all_reduce", what, "backward", replicas, calls, payload, sent, elements, REDUCE)
