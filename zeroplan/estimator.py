@@ -42,8 +42,8 @@ class Estimate:
     ``states`` are parameters, gradients and optimizer state; ``moments`` every named moment of the step with its lines, and
     ``peak`` the largest: what ``torch.cuda.max_memory_allocated`` would say. ``reserved`` is what the caching allocator takes
     around the peak, ``outside`` what the card gives to the context and to communicators. ``approximate`` says in a sentence
-    which part is not exact for this architecture, and is empty otherwise; ``notes`` what a reader would trip over; ``kept`` what one
-    block of each kind keeps for its backward, where the moments give it as one line.
+    which part is not exact for this architecture, and is empty otherwise; ``notes`` what a reader would trip over;
+    ``kept`` what one block of each kind keeps for its backward, where the moments give it as one line.
     """
 
     job: JobSpec

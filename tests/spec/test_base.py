@@ -43,7 +43,7 @@ BAD_FIELDS = [
 def test_a_bad_field_is_refused_in_one_line_on_both_ways_in(wrong: dict[str, object]):
     with pytest.raises(SpecError) as built:
         ModelSpec(**(TINY | wrong))
-    with pytest.raises(SpecError, match="job.toml") as read_in:
+    with pytest.raises(SpecError, match=r"job\.toml") as read_in:
         read(JobSpec, {"model": TINY | wrong}, where="job.toml")
     for caught in (built, read_in):
         assert "\n" not in str(caught.value)

@@ -10,7 +10,7 @@ _WORDS = {"ceil", "max", "min"}
 
 def with_numbers(formula: str, answer: Estimate) -> str:
     """Put numbers in the place of symbols: ``4·P/N`` becomes ``4·6738415616/8``."""
-    values = {symbol.name: symbol.value for symbol in answer.symbols}
+    values = answer.legend
 
     def number(match: re.Match[str]) -> str:
         name = match[0]

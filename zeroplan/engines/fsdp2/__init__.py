@@ -20,6 +20,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.parameters import Parameter
 
 _NOTABLE_EXCESS = 50  # one part in fifty above an even share is worth a sentence
 
@@ -50,9 +51,15 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     )
 
 
+def _excess(parameter: Parameter, ranks: int) -> int:
+    """Elements that rank 0's chunk has beyond an even share."""
+    return -(-parameter.shape[0] // ranks) * (parameter.numel // parameter.shape[0]) - parameter.numel // ranks
+
+
 def _symbols(plan: Plan) -> tuple[Symbol, ...]:
     return (
         Symbol("N", plan.n, "ranks that share one copy"),
+        Symbol("M", plan.several, "1 where earlier micro-batches of the step left gradients, else 0"),
         Symbol("P", plan.padded, "parameters, each one's dim 0 padded to a multiple of N"),
         Symbol("P_root", plan.root.padded, "of them in the root group (embedding, final norm, head)"),
         Symbol("G_root", plan.root.numel, "parameters of the root group without padding"),
@@ -73,9 +80,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     shards, even = plan.padded // plan.n, plan.numel // plan.n
     if not isinstance(shards, int) or shards - even <= even // _NOTABLE_EXCESS:
         return
-    worst = max(
-        plan.parameters, key=lambda one: int(-(-one.shape[0] // plan.n)) * (one.numel // one.shape[0]) - one.numel // plan.n
-    )
+    worst = max(plan.parameters, key=lambda one: _excess(one, int(plan.n)))
     yield (
         f"FSDP2 shards along dim 0: rank 0 holds {shards:,} parameters where an even share is {even:,}, mostly because "
         f"{worst.name} has {worst.shape[0]} rows for {plan.n} ranks; DeepSpeed shards flat and stays even"

@@ -23,13 +23,8 @@ _KEPT = {
 def unsharded(plan: Plan, group: Group) -> Line:
     """A block's parameters, copied out of the all-gather buffer for use."""
     width = plan.width.compute
-    return Line(
-        Kind.UNSHARDED_PARAMETERS,
-        width * group.padded,
-        "this block's, copied out for use",
-        f"{width}·P_{group.symbol}",
-        COPY_OUT,
-    )
+    formula = f"{width}·P_{group.symbol}"
+    return Line(Kind.UNSHARDED_PARAMETERS, width * group.padded, "this block's, copied out for use", formula, COPY_OUT)
 
 
 def root_unsharded(plan: Plan) -> Line:

@@ -96,10 +96,9 @@ class Plan(NamedTuple):
         if self.recipe.sync_every_micro_batch:
             now = maximum(now, self.several * self.shards(self.every_layer, root=True))
         formula = shards_formula(stored, layers, tuple(group.symbol for group in self.blocks), root=root)
-        reason = f"this rank's chunk of the gradients, {when}"
-        return Line(
-            Kind.GRADIENTS, stored * now, reason, formula if isinstance(self.several, int) and not self.several else "", REDUCE
-        )
+        if self.recipe.sync_every_micro_batch:
+            formula = f"max({formula}, {stored}·M·P/N)"
+        return Line(Kind.GRADIENTS, stored * now, f"this rank's chunk of the gradients, {when}", formula, REDUCE)
 
     def left_behind(self, layers: tuple[int, ...], *, root: bool = True) -> tuple[Line, ...]:
         """Whole gradients that earlier micro-batches left (``no_sync``) of layers that are not reduced yet. [bytes]"""

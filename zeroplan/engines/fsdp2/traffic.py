@@ -37,20 +37,23 @@ def _of_group(
 
 def _gather(plan: Plan, group: Group, calls: Int, what: str, when: str, *, ranks: Int) -> Collective:
     payload: Int = plan.width.compute * group.padded
-    sent: Int = calls * (payload // ranks) * (ranks - 1)
+    each: Int = ceil_div(payload, ranks)
+    sent: Int = calls * each * (ranks - 1)
     elements = where(plan.n > 1, calls * group.padded, 0)
     return Collective("all_gather", what, when, ranks, calls, payload, sent, elements, GATHER)
 
 
 def _reduce_scatter(plan: Plan, group: Group, calls: Int, what: str) -> Collective:
     payload: Int = plan.reduce_bytes * group.padded
-    sent: Int = calls * plan.reduce_bytes * group.shard * (plan.n - 1)
+    each: Int = plan.reduce_bytes * group.shard
+    sent: Int = calls * each * (plan.n - 1)
     elements = where(plan.n > 1, calls * group.padded, 0)
     return Collective("reduce_scatter", what, "backward", plan.n, calls, payload, sent, elements, REDUCE)
 
 
 def _over_replicas(plan: Plan, group: Group, calls: Int, what: str, replicas: Int) -> Collective:
     payload: Int = plan.reduce_bytes * group.shard
-    sent: Int = 2 * calls * ceil_div(payload, replicas) * (replicas - 1)
+    each: Int = ceil_div(payload, replicas)
+    sent: Int = 2 * calls * each * (replicas - 1)
     elements = where(replicas > 1, 2 * calls * group.shard, 0)
     return Collective("all_reduce", what, "backward", replicas, calls, payload, sent, elements, REDUCE)
