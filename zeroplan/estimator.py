@@ -6,7 +6,7 @@ from typing import Literal, Protocol, cast
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.device import Outside, outside, total_band, workspace_line
-from zeroplan.engines.precisions import widths
+from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, bytes_by_kind, total_bytes
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
@@ -16,6 +16,7 @@ from zeroplan.spec.recipe import Engine, RecipeSpec
 from zeroplan.timeline import peak, reserved
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import is_approximate
+from zeroplan.transformer.legend import legend
 from zeroplan.transformer.params import active_parameter_count, parameter_count
 
 
@@ -59,6 +60,14 @@ class Estimate:
     approximate: str
     notes: tuple[str, ...]
     kept: tuple[tuple[str, tuple[Line, ...]], ...]
+
+    @property
+    def legend(self) -> dict[str, int]:
+        """The number of every symbol that the formulas of the lines use."""
+        job = self.job
+        of_the_model = legend(job.model, compute_of(job.recipe), job.batch)
+        symbols = {**of_the_model, **{symbol.name: symbol.value for symbol in self.symbols}}
+        return {name: int(value) for name, value in symbols.items()}
 
     @property
     def states_by_kind(self) -> dict[Kind, int]:

@@ -1,14 +1,14 @@
 """What does the ZeRO paper's idealised account say?
 
-Rajbhandari et al. 2020 (arXiv:1910.02054), sections 3 and 5: mixed-precision Adam holds 2Ψ of parameters, 2Ψ of gradients and 12Ψ
-of optimizer state (fp32 master copy, momentum, variance); stage 1 divides the optimizer state by N_d, stage 2 the gradients
-too, stage 3 the parameters too. Tensor parallelism divides everything by its degree. Residual states on top: activations and the
-loss; no buffer, no padding beyond whole elements, no temporary of an optimizer.
+Rajbhandari et al. 2020 (arXiv:1910.02054), sections 3 and 5: mixed-precision Adam holds 2Ψ of parameters, 2Ψ of gradients and
+12Ψ of optimizer state (fp32 master copy, momentum, variance); stage 1 divides the optimizer state by N_d, stage 2 the gradients
+too, stage 3 the parameters too. Tensor parallelism divides everything by its degree. Residual states on top: activations and
+the loss; no buffer, no padding beyond whole elements, no temporary of an optimizer.
 """
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.optimizers import LocalTensor, state_lines
-from zeroplan.engines.precisions import widths
+from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
@@ -19,7 +19,7 @@ from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.params import layout, parameter_count
-from zeroplan.transformer.published import megatron_block_lines
+from zeroplan.transformer.published import megatron_layer_lines
 
 _STATES = "arXiv:1910.02054, sections 3.1 and 5"
 _VOLUME = "arXiv:1910.02054, section 7"
@@ -34,7 +34,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     return Account(states, _moments(model, recipe, mesh, batch, states), _collectives(model, recipe, mesh, batch), (), (
         Symbol("Ψ", parameter_count(model), "parameters"),
         Symbol("N", mesh.dp_shard, "ranks that share what the stage shards"),
-        Symbol("t_p", mesh.tp, "tensor-parallel ranks"),
+        Symbol("p", mesh.tp, "tensor-parallel ranks"),
     ))  # fmt: skip
 
 
@@ -62,11 +62,11 @@ def _sharded(elements: Int, recipe: RecipeSpec, mesh: Mesh, *, from_stage: int) 
 
 
 def _formula(width: int, recipe: RecipeSpec, from_stage: int) -> str:
-    return f"{width}·ceil(ceil(Ψ/t_p)/N)" if recipe.zero_stage >= from_stage else f"{width}·ceil(Ψ/t_p)"
+    return f"{width}·ceil(ceil(Ψ/p)/N)" if recipe.zero_stage >= from_stage else f"{width}·ceil(Ψ/p)"
 
 
 def _moments(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]) -> tuple[Moment, ...]:
-    compute = Compute(widths(recipe.precision).compute, autocast=False, attention=recipe.attention)
+    compute = compute_of(recipe)
     head = head_pass(model, compute, batch)
     kept: Int = 0
     for run in layout(model).runs:
@@ -86,9 +86,7 @@ def _moments(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, sta
 
 def _kept(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, compute: Compute, batch: Batch) -> tuple[Line, ...]:
     if recipe.activation_model == "megatron":
-        return megatron_block_lines(
-            model, batch, tp=mesh.tp, sequence_parallel=recipe.sequence_parallel, recompute=recipe.recompute
-        )
+        return megatron_layer_lines(model, mesh, batch, sequence_parallel=recipe.sequence_parallel, recompute=recipe.recompute)
     one: BlockPass = block_pass(model, kind, compute, batch)
     return {"none": one.saved, "selective": one.selective, "full": one.checkpoint}[recipe.recompute]
 

@@ -38,7 +38,7 @@ class Figure(Spec):
 class ByteFigure(Figure):
     """A published size in whole bytes."""
 
-    value: Count  # type: ignore[assignment]  # a whole number is a narrower figure
+    value: Count
 
     __hash__ = Figure.__hash__
 
