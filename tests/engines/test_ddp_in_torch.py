@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -46,17 +47,24 @@ SLACK = 1 / 1000
 
 
 @pytest.fixture(autouse=True)
-def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels without packed copies, on one thread: many threads only get in each other's way on tensors this small."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
-    return RecipeSpec.model_validate({"engine": "ddp", "zero_stage": 0, "ddp": DdpOptions(gradient_as_bucket_view=views), **fields})
+    return RecipeSpec.model_validate(
+        {"engine": "ddp", "zero_stage": 0, "ddp": DdpOptions(gradient_as_bucket_view=views), **fields}
+    )
 
 
 def on_a_cpu(line: Line) -> int:
-    """Bytes of a line where the CPU's kernels differ: no flash-attention scratch, ``pow`` and ``tanh`` in bf16 under autocast."""
+    """Bytes of a line on a CPU: no flash-attention scratch, and ``pow`` and ``tanh`` in bf16 under autocast."""
     if line.reason == FLASH_SCRATCH:
         return 0
     return int(line.n_bytes) // 2 if line.reason.endswith(FP32_ON_CUDA) else int(line.n_bytes)
@@ -105,7 +113,7 @@ def test_peaks_of_a_plain_step(spec: ModelSpec, batch: BatchSpec, precision: Pre
     check(spec, recipe_of(precision=precision, views=views, optimizer_impl="fused"), batch)
 
 
-@pytest.mark.parametrize(("precision", "impl"), list(product(PRECISIONS, ["foreach", "forloop"])))
+@pytest.mark.parametrize(("precision", "impl"), [("bf16", "foreach"), ("bf16-mixed", "foreach"), ("fp32", "forloop")])
 def test_peaks_with_every_optimizer_implementation(precision: Precision, impl: str) -> None:
     check(LLAMA_WEIGHTS, recipe_of(precision=precision, optimizer_impl=impl), FEW)
 
@@ -115,8 +123,7 @@ def test_peaks_with_other_optimizers(optimizer: str) -> None:
     check(LLAMA_WEIGHTS, recipe_of(precision="fp32", optimizer=optimizer), FEW)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("spec", [LLAMA_WEIGHTS, LLAMA_TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(("spec", "precision"), [(LLAMA_WEIGHTS, "bf16-mixed"), (LLAMA_TIED, "fp32")], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("steps", "views", "sync"), [(2, False, True), (2, True, True), (2, False, False), (2, True, False), (3, True, False)]
 )
@@ -137,12 +144,11 @@ def test_peaks_with_full_recomputation(spec: ModelSpec, batch: BatchSpec, precis
     check(spec, recipe_of(precision=precision, views=views, recompute="full", optimizer_impl="fused"), batch)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_peaks_when_the_loop_keeps_the_logits(precision: Precision) -> None:
-    check(LLAMA_LOGITS, recipe_of(precision=precision, keep_logits=True, optimizer_impl="fused"), SOME)
+def test_peaks_when_the_loop_keeps_the_logits() -> None:
+    check(LLAMA_LOGITS, recipe_of(precision="bf16-mixed", keep_logits=True, optimizer_impl="fused"), SOME)
 
 
-@pytest.mark.parametrize(("precision", "ranks"), list(product(PRECISIONS, [2, 4, 8])))
+@pytest.mark.parametrize(("precision", "ranks"), [("bf16-mixed", 2), ("bf16-mixed", 4), ("fp32", 8), ("bf16", 8)])
 def test_peaks_of_the_fullest_rank_at_stage_1(precision: Precision, ranks: int) -> None:
     check(LLAMA_WEIGHTS, recipe_of(precision=precision, zero_stage=1), FEW, ranks=ranks)
 

@@ -40,22 +40,20 @@ def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
     at_product = BackwardPoint("gated product", product, down, 0, 2 * matrix)
     product_gradient = Line(GRADIENT, inner, "gradient of the gated product", "e·T·f", LLAMA)
     if not x.autocast:
-        at_down = BackwardPoint("down projection", (*saved, product_gradient), down, matrix, 3 * matrix)
+        at_down = BackwardPoint("down projection", (*saved, product_gradient), down, down, 3 * matrix)
         through_gate = Line(GRADIENT, size, "gradient through the gate projection", "e·T·h", LLAMA)
         at_gate = BackwardPoint("gate projection", (inputs, gate_gradient, through_up, through_gate), weights, matrix, 0)
         return Part(saved, (at_down, at_product, at_gate), weights, 3 * matrix)
     uncast = Line(TEMPORARY, x.element * matrix, "weight gradient before it is cast", "e·h·f", LLAMA)
     silu_gradient = Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA)
     up_cast = (one_input, gate, silu_gradient, through_up, uncast)
-    at_down = (
-        *saved,
-        Line(GRADIENT, size + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA),
-        uncast,
-    )
+    output = Line(GRADIENT, size + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA)
+    down_cast = (*kept, product_gradient, uncast)
     return Part(
         saved,
         (
-            BackwardPoint("down projection", at_down, 0, 0, 3 * matrix),
+            BackwardPoint("down projection", (*saved, output, uncast), 0, 0, 3 * matrix),
+            BackwardPoint("down projection: cast of the weight gradient", down_cast, down, matrix, 2 * matrix),
             at_product,
             BackwardPoint("up projection: cast of the weight gradient", up_cast, down + wide, matrix, matrix),
             BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
@@ -113,9 +111,11 @@ def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
     through = Line(GRADIENT, 4 * hidden, "gradient of the norm's output, fp32", "4·T·h", GPT2)
     second, every = matrix + x.hidden, 2 * matrix + ffn + x.hidden
     output = Line(GRADIENT, e * (hidden + inner), "gradients of the output, cast, and of gelu", "e·T·(h+f)", GPT2)
+    wide = Line(GRADIENT, 4 * inner, f"gradient of gelu, {FP32_ON_CUDA}", "4·T·f", GPT2)
     points = (
         BackwardPoint("second MLP projection", (*saved, output, uncast), 0, 0, 2 * matrix),
-        BackwardPoint("gelu", product, second, matrix, matrix),
+        BackwardPoint("second MLP projection: cast of the weight gradient", (*kept, wide, uncast), second, matrix, matrix),
+        BackwardPoint("gelu", product, second, 0, matrix),
         BackwardPoint("first MLP projection", (made, gradients, uncast), second, 0, matrix),
         BackwardPoint("first MLP projection: cast of the weight gradient", (through, uncast), every, matrix, 0),
     )
