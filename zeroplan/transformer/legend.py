@@ -1,0 +1,55 @@
+"""What the symbols in the formulas of ``zeroplan.transformer`` stand for, and their values for one job."""
+
+from __future__ import annotations
+
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.families.widths import widths
+
+#: Symbol to meaning, in the order a report prints them.
+SYMBOLS: dict[str, str] = {
+    "b": "micro-batch: sequences per GPU in one forward pass",
+    "s": "tokens per sequence",
+    "T": "tokens in one forward pass, b·s",
+    "h": "hidden width",
+    "a": "attention heads",
+    "d": "width of a head",
+    "q": "width of the queries, a·d",
+    "k": "width of the keys, key/value heads · d",
+    "v": "width of the values",
+    "c": "width of the attention output",
+    "f": "width of a dense MLP",
+    "m": "width of an expert's MLP",
+    "E": "experts",
+    "t": "experts per token",
+    "V": "vocabulary",
+    "e": "bytes of an activation in the compute dtype",
+    "r": "bytes of an element of the residual stream: 4 under autocast, else e",
+}
+
+
+def legend(model: ModelSpec, compute: Compute, batch: Batch) -> dict[str, Int]:
+    """Return the value of every symbol of ``SYMBOLS``; experts count 0 in a dense model."""
+    x = widths(model, compute, batch)
+    moe = model.moe
+    return {
+        "b": x.micro_batch,
+        "s": x.seq_len,
+        "T": x.tokens,
+        "h": x.hidden,
+        "a": x.heads,
+        "d": x.head_dim,
+        "q": x.query,
+        "k": x.key,
+        "v": x.value,
+        "c": x.context,
+        "f": model.intermediate_size,
+        "m": moe.moe_intermediate_size if moe else 0,
+        "E": moe.num_experts if moe else 0,
+        "t": moe.num_experts_per_tok if moe else 0,
+        "V": model.vocab_size,
+        "e": x.element,
+        "r": x.residual,
+    }
