@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 import zeroplan.catalog.model
 
 if TYPE_CHECKING:
@@ -19,24 +21,19 @@ ENTRY_NAMES = sorted(path.stem for path in ENTRIES.glob("*.toml"))
 
 
 def shipped_config(name: str) -> dict[str, object]:
-    """The config.json that a catalogue entry stands for."""
+    """Write out the config.json that a catalogue entry stands for."""
     entry = tomllib.loads((ENTRIES / f"{name}.toml").read_text())
     return {"model_type": entry["model_type"], **entry["config"], **dict.fromkeys(entry.get("nulls", []))}
 
 
 def hub_config(config: Mapping[str, object]) -> PreTrainedConfig:
-    """``config`` as transformers' own class reads it."""
-    from transformers import AutoConfig
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    return AutoConfig.for_model(**config)
+    """Read ``config`` with transformers' own class."""
+    transformers = pytest.importorskip("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    return transformers.AutoConfig.for_model(**config)
 
 
 def meta_model(config: Mapping[str, object]) -> PreTrainedModel:
-    """The causal language model that transformers builds from ``config``, without memory for its tensors."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(hub_config(config))
+    """Build the causal language model of ``config`` as transformers does, without memory for its tensors."""
+    with pytest.importorskip("torch").device("meta"):
+        return pytest.importorskip("transformers").AutoModelForCausalLM.from_config(hub_config(config))

@@ -63,5 +63,5 @@ TINY: dict[str, dict[str, object]] = {
 
 
 def tiny_config(case: str) -> dict[str, object]:
-    """The config.json of a case; its ``model_type`` is the case's first word."""
-    return {"model_type": case.split(",")[0], **TINY[case]}
+    """Write out the config.json of a case; its ``model_type`` is the case's first word."""
+    return {"model_type": case.partition(",")[0], **TINY[case]}

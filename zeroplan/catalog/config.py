@@ -25,7 +25,7 @@ from zeroplan.catalog.config_keys import (
     SAME_AS,
     SIZES,
 )
-from zeroplan.catalog.entry import first_fault, one_line, read_text, shown
+from zeroplan.catalog.text import first_fault, one_line, read_text, shown
 from zeroplan.errors import SpecError, unknown_name
 from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, MlaSpec, ModelSpec, MoeSpec
 
@@ -47,6 +47,7 @@ def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as:
     """
     if not isinstance(config, Mapping):
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
+    _refuse_other_kinds(config)
     text, is_part = _text_part(config)
     source = _Source(text, _family(text, treat_as))
     _refuse_other_architectures(source)
@@ -57,14 +58,13 @@ def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as:
 def read_config(path: Path, *, treat_as: str | None = None) -> ModelSpec:
     """Read the shape of the model whose ``config.json`` is ``path`` or lies in the folder ``path``; named after the folder."""
     file = _config_file(path)
+    text = read_text(file, what="config.json")
     try:
-        config = json.loads(read_text(file, what="config.json"))
+        config = json.loads(text)
     except RecursionError:
-        raise SpecError(f"{str(file)!r} is nested too deep; that is no model's config.json") from None
-    except SpecError:
-        raise
+        raise SpecError(f"{shown(str(file))} is nested too deep; that is no model's config.json") from None
     except ValueError as error:
-        raise SpecError(f"{str(file)!r} is not JSON: {one_line(str(error))}") from None
+        raise SpecError(f"{shown(str(file))} is not JSON: {one_line(str(error))}") from None
     return model_from_config(config, name=file.resolve().parent.name, treat_as=treat_as)
 
 
@@ -72,9 +72,9 @@ def _config_file(path: Path) -> Path:
     try:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:
-        raise SpecError(f"config.json {str(path)!r} cannot be read: {one_line(str(error))}") from None
+        raise SpecError(f"config.json {shown(str(path))} cannot be read: {one_line(str(error))}") from None
     if is_folder and not (path / "config.json").exists():
-        raise SpecError(f"folder {str(path)!r} holds no config.json; give the folder or file of a Hugging Face model")
+        raise SpecError(f"folder {shown(str(path))} holds no config.json; give the folder or file of a Hugging Face model")
     return path / "config.json" if is_folder else path
 
 
@@ -99,7 +99,7 @@ class _Source(NamedTuple):
     def value(self, field: str) -> object:
         """Look ``field`` up: the config's value, or the class's default where the key is absent; None where it is null."""
         found = {key: self.config[key] for key in self.keys(field) if self.config.get(key) is not None}
-        if any(value != found[self.key(field)] for value in found.values()):
+        if len(found) > 1 and any(value != found[self.key(field)] for value in found.values()):
             pairs = " and ".join(f"{key}={shown(value)}" for key, value in found.items())
             raise SpecError(f"{pairs} disagree in config.json; keep the right one")
         if found or any(key in self.config for key in self.keys(field)):
@@ -134,6 +134,16 @@ class _Source(NamedTuple):
         return bool(value)
 
 
+def _refuse_other_kinds(config: Config) -> None:
+    """Refuse what is no decoder-only transformer, whatever the user wants it treated as."""
+    model_type = config.get("model_type")
+    for kind, types in OTHER_KINDS.items():
+        if model_type in types:
+            raise SpecError(f"model_type {shown(model_type)} is {kind}; zeroplan counts decoder-only transformers")
+    if config.get("is_encoder_decoder") is True:
+        raise SpecError("is_encoder_decoder=True in config.json: zeroplan counts decoder-only transformers")
+
+
 def _text_part(config: Config) -> tuple[Config, bool]:
     """Find the config of the language model, and say whether it is a part of a larger one."""
     text = config.get("text_config")
@@ -151,11 +161,6 @@ def _text_part(config: Config) -> tuple[Config, bool]:
 
 def _family(config: Config, treat_as: str | None) -> str:
     model_type = config.get("model_type")
-    for kind, types in OTHER_KINDS.items():
-        if model_type in types:
-            raise SpecError(f"model_type {shown(model_type)} is {kind}; zeroplan counts decoder-only transformers")
-    if config.get("is_encoder_decoder") is True:
-        raise SpecError("is_encoder_decoder=True in config.json: zeroplan counts decoder-only transformers")
     if treat_as is not None:
         return _known_family(treat_as)
     if model_type is None:
@@ -219,14 +224,14 @@ def _spec(source: _Source, name: str) -> ModelSpec:
 
 def _shape(source: _Source) -> dict[str, object]:
     hidden, heads = source.integer("hidden_size"), source.integer("num_attention_heads")
-    context = source.integer("max_position_embeddings")
+    head_dim, context = _head_dim(source, hidden, heads), source.integer("max_position_embeddings")
     return {
         "hidden_size": hidden,
         "intermediate_size": _intermediate_size(source, hidden),
         "num_hidden_layers": source.integer("num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": _key_value_heads(source, heads),
-        "head_dim": _head_dim(source, hidden, heads),
+        "head_dim": head_dim,
         "vocab_size": source.integer("vocab_size"),
         "max_position_embeddings": context,
         "positions": _positions(source.family, context),
@@ -250,10 +255,15 @@ def _intermediate_size(source: _Source, hidden: int) -> int:
 
 def _key_value_heads(source: _Source, heads: int) -> int:
     key_value_heads = source.integer("num_key_value_heads", heads)
+    origin = "in config.json" if source.states("num_key_value_heads") else "(the default, config.json states none)"
     if source.family in (*PLAIN_HEADS, "deepseek_v3") and key_value_heads != heads:
         raise SpecError(
-            f"num_key_value_heads={key_value_heads} in config.json has no formula: "
+            f"num_key_value_heads={key_value_heads} {origin} has no formula: "
             f"{source.family} has as many as attention heads, {heads}"
+        )
+    if heads % key_value_heads:
+        raise SpecError(
+            f"num_key_value_heads={key_value_heads} {origin} does not divide the {heads} attention heads; correct one"
         )
     return key_value_heads
 
@@ -313,7 +323,7 @@ def _dense_layers(source: _Source) -> int:
     layers = source.config.get("mlp_only_layers")
     if layers is None:
         return 0
-    if not isinstance(layers, list) or layers != list(range(len(layers))):
+    if not isinstance(layers, list | tuple) or list(layers) != list(range(len(layers))):
         raise SpecError(f"mlp_only_layers={shown(layers)} in config.json has no formula; dense layers must come first: [0, 1]")
     return len(layers)
 

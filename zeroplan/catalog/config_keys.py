@@ -66,7 +66,7 @@ DEFAULTS: dict[str, dict[str, int | bool]] = {
     "bloom": {"max_position_embeddings": 2048, "tie_word_embeddings": True},
     "mixtral": {"max_position_embeddings": 131072, "num_key_value_heads": 8},
     "qwen3_moe": {"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
-    "deepseek_v3": {"max_position_embeddings": 4096},
+    "deepseek_v3": {"max_position_embeddings": 4096, "num_key_value_heads": 128},
     "gpt_oss": {
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
         "attention_bias": True,

@@ -1,88 +1,75 @@
-"""How one TOML entry of a catalogue becomes a checked object, and a fault in it one line."""
+"""How a catalogue file becomes a description: TOML in, a validated spec or one line of complaint out."""
 
-from __future__ import annotations
-
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from zeroplan.errors import SpecError
-from zeroplan.units import MIB
 
-Entry = TypeVar("Entry", bound=BaseModel)
-#: No entry or config.json comes near it; whatever is larger is something else.
-LARGEST_FILE_BYTES = 16 * MIB
+if TYPE_CHECKING:
+    from importlib.resources.abc import Traversable
+
+Model = TypeVar("Model", bound=BaseModel)
+_SHOWN = 40
 
 
-def read_text(path: Path, *, what: str) -> str:
-    """Read a regular UTF-8 file of at most ``LARGEST_FILE_BYTES``, or say in one line why not."""
+def read_entry(file: "Traversable") -> dict[str, object]:
+    """Return the tables of a TOML file, arrays as tuples; ``SpecError`` if it cannot be read or is not TOML."""
+    import tomllib  # noqa: PLC0415  who looks nothing up pays nothing
+
+    if not file.is_file():
+        raise SpecError(f"{file} is not a file; name a readable TOML file")
     try:
-        fault = _fault(path, what)
-        if fault:
-            raise SpecError(f"{what} {str(path)!r} {fault}")
-        with path.open("rb") as file:
-            return file.read(LARGEST_FILE_BYTES).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise SpecError(f"{what} {str(path)!r} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        tables = tomllib.loads(file.read_bytes().decode("utf-8-sig"))
     except OSError as error:
-        raise SpecError(f"{what} {str(path)!r} cannot be read: {error.strerror}") from None
-
-
-def _fault(path: Path, what: str) -> str | None:
-    """Say why ``path`` is not to be opened: asked before anything is read."""
-    if "\0" in str(path) or not path.exists():
-        return "does not exist; check the path"
-    if not path.is_file():
-        return "is not a file; give the path of one"
-    if path.stat().st_size > LARGEST_FILE_BYTES:
-        return f"is larger than {LARGEST_FILE_BYTES // MIB} MiB; that is no {what}"
-    return None
-
-
-def read_toml(path: Path, *, what: str) -> dict[str, object]:
-    """Read one TOML entry, or say in one line where it breaks."""
-    try:
-        return tomllib.loads(read_text(path, what=what))
+        raise SpecError(f"{file} cannot be read ({error.strerror}); name a readable TOML file") from None
+    except UnicodeDecodeError as error:
+        raise SpecError(f"{file} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except ValueError as error:  # TOMLDecodeError, and a number of thousands of digits
+        raise SpecError(_flat(f"{file} is not TOML: {error}; correct that place")) from None
     except RecursionError:
-        raise SpecError(f"{what} {str(path)!r} is nested too deep to read; write it flat") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"{what} {str(path)!r} is not TOML: {one_line(str(error))}") from None
+        raise SpecError(f"{file} nests too deeply; an entry has two levels of tables") from None
+    return {key: _frozen(value) for key, value in tables.items()}
 
 
-def checked(kind: type[Entry], fields: Mapping[str, object], *, where: str) -> Entry:
-    """Make a ``kind`` of ``fields``, or say in one line which field is at fault."""
+def as_model(kind: type[Model], fields: Mapping[str, object], *, file: str, way_out: str) -> Model:
+    """Return ``fields`` as a ``kind``; ``SpecError`` names the file, the first wrong key and the way out."""
     try:
-        return kind.model_validate(dict(fields))
+        return kind.model_validate(fields)
     except ValidationError as error:
-        raise SpecError(f"{where}: {first_fault(error)}") from None
+        raise SpecError(f"{file}: {one_line(error)}; {way_out}") from None
 
 
-def first_fault(error: ValidationError) -> str:
-    """Name the first fault of a validation: field, value found, what is wrong."""
-    fault = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in fault["loc"])
-    message = one_line(fault["msg"].removeprefix("Value error, "))
-    if not field:
-        return message
-    return f"{field}: {message}" if fault["type"] == "missing" else f"{field}={shown(fault['input'])}: {message}"
+def one_line(error: ValidationError) -> str:
+    """Return the first complaint of a validation, with key and value, and how many follow.
 
-
-def shown(value: object) -> str:
-    """Show a value in a one-line message: at most 60 characters.
-
-    >>> shown("llama"), shown(10**10000)
-    ("'llama'", 'a number of thousands of digits')
+    >>> from pydantic import TypeAdapter
+    >>> try:
+    ...     TypeAdapter(dict[str, int]).validate_python({"gpus": "eight"})
+    ... except ValidationError as error:
+    ...     print(one_line(error))
+    key 'gpus': Input should be a valid integer, unable to parse string as an integer, not 'eight'
     """
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        return "a number of thousands of digits" if isinstance(value, int) else "a value too deep to show"
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    first, *others = error.errors(include_url=False, include_context=False)
+    key = ".".join(str(part) for part in first["loc"]) or "(whole entry)"
+    shown = "" if first["type"] in {"missing", "extra_forbidden"} else f", not {_short(first['input'])}"
+    more = f" (and {len(others)} more)" if others else ""
+    return _flat(f"key {key!r}: {first['msg']}{shown}{more}")
 
 
-def one_line(text: str) -> str:
-    """``text`` with its line breaks and runs of spaces folded to single spaces."""
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+def _flat(text: str) -> str:
     return " ".join(text.split())
+
+
+def _frozen(value: object) -> object:
+    if isinstance(value, list):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    return value

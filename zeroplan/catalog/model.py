@@ -6,21 +6,23 @@ One TOML file per model in ``models/`` holds the keys of its ``config.json``; ``
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
 from zeroplan.catalog.config import model_from_config
-from zeroplan.catalog.entry import checked, read_text, read_toml
+from zeroplan.catalog.entry import as_model, read_entry
+from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError, unknown_name
 from zeroplan.spec.base import Spec
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec
 
-_FOLDER = Path(__file__).parent / "models"
-_WHAT = "model entry"
-_CANONICAL = re.compile(r"[a-z0-9][a-z0-9._-]*", re.ASCII)
+_SHIPPED = Path(__file__).parent / "models"
+_WAY_OUT = "zeroplan/catalog/models/README.md shows every key"
 
 
 class ModelEntry(Spec):
@@ -47,98 +49,134 @@ class _Written(Spec):
     model_type: str
     config: dict[str, object]
     source: str
-    released: int = Field(ge=1900, le=2999)
-    aliases: list[str] = Field(default_factory=list)
-    nulls: list[str] = Field(default_factory=list)
+    released: Annotated[int, Field(ge=1900, le=2999)]
+    aliases: tuple[str, ...] = ()
+    nulls: tuple[str, ...] = ()
     """Keys of the config that are null, which TOML cannot say."""
     published_parameters: Figure | None = None
     published_active_parameters: Figure | None = None
 
 
 def model(name: str, *, extra: Path | None = None) -> ModelSpec:
-    """Find the shape of a model by its name or an alias, in any case; a repository on the Hub with its owner or without.
+    """Return the shape of the model called ``name``: a canonical name or an alias.
 
-    ``extra`` is a folder of the user's own entries, which come first.
+    Case, blanks and underscores do not matter, and a repository on the Hub may be named with its owner or without. ``extra``
+    is a folder of entries that come before the shipped ones.
 
-    >>> model("llama-3.1-8b").num_key_value_heads, model("meta-llama/Llama-3.1-8B").name
+    >>> model("Llama 3.1 8B").num_key_value_heads, model("meta-llama/Llama-3.1-8B-Instruct").name
     (8, 'llama-3.1-8b')
     """
     return model_entry(name, extra=extra).spec
 
 
 def model_entry(name: str, *, extra: Path | None = None) -> ModelEntry:
-    """Find a model's whole entry, like :func:`model`."""
-    for folder in _folders(extra):
-        path = _file_of(folder, name.strip().lower())
-        if path is not None:
-            return _entry(path)
-    raise unknown_name("model", name, model_names(extra=extra), "`zeroplan models` lists all; a config.json works too")
+    """Return a model's whole entry: its shape, where it is published, and what its makers say it counts."""
+    wanted, own = _normal(name), _own_files(extra)
+    file = own.get(wanted) or _own_alias(wanted, own) or _shipped_files().get(wanted) or _shipped_alias(wanted)
+    if file is not None:
+        return _entry(file)
+    asked = name if len(name) <= 60 else f"{name[:59]}…"
+    raise unknown_name("model", asked, model_names(extra=extra), "`zeroplan models` lists all; a config.json works too")
 
 
 def model_names(*, extra: Path | None = None) -> tuple[str, ...]:
-    """Every model's name, sorted; reads no file."""
-    return tuple(sorted({path.stem.lower() for folder in _folders(extra) for path in folder.glob("*.toml")}))
+    """Return every canonical name, sorted; reads no entry.
+
+    >>> model_names()[:3]
+    ('bloom-176b', 'bloom-1b7', 'bloom-3b')
+    """
+    return tuple(sorted({*_shipped_files(), *_own_files(extra)}))
 
 
 def models(*, extra: Path | None = None) -> tuple[ModelEntry, ...]:
-    """Every model's entry, sorted by name; an entry of ``extra`` replaces the one of the same name."""
-    paths = {path.stem.lower(): path for folder in reversed(_folders(extra)) for path in folder.glob("*.toml")}
-    return tuple(_entry(paths[name]) for name in sorted(paths))
+    """Return every entry, sorted by name; one of ``extra`` stands in for the shipped one of its name.
+
+    >>> len(models()) == len(model_names())
+    True
+    """
+    files = {**_shipped_files(), **_own_files(extra)}
+    return tuple(_entry(files[name]) for name in sorted(files))
 
 
-def _folders(extra: Path | None) -> tuple[Path, ...]:
-    if extra is None:
-        return (_FOLDER,)
-    if not extra.is_dir():
-        raise SpecError(f"folder of model entries {str(extra)!r} does not exist; create it or give another")
-    return (extra, _FOLDER)
+def _normal(name: str) -> str:
+    return re.sub(r"[\s_-]+", "-", name.strip().lower())
 
 
-def _file_of(folder: Path, key: str) -> Path | None:
-    """Find the entry of ``folder`` that is called ``key`` or has it among its aliases."""
-    if folder == _FOLDER and _CANONICAL.fullmatch(key):
-        path = folder / f"{key}.toml"
-        if path.exists():
-            return path
-    elif folder != _FOLDER:
-        for path in sorted(folder.glob("*.toml")):
-            if path.stem.lower() == key:
-                return path
-    return next((path for path in sorted(folder.glob("*.toml")) if _is_alias(path, key)), None)
+@cache
+def _shipped_files() -> Mapping[str, Path]:
+    return _named(_SHIPPED.iterdir())
 
 
-def _is_alias(path: Path, key: str) -> bool:
-    """Whether the entry at ``path`` lists ``key``; a file that does not even contain it is not parsed."""
-    if key not in read_text(path, what=_WHAT).lower():
-        return False
-    aliases = read_toml(path, what=_WHAT).get("aliases", [])
-    names = [str(alias).lower() for alias in aliases] if isinstance(aliases, list) else []
-    return key in names or key in [name.rpartition("/")[2] for name in names]
+def _own_files(folder: Path | None) -> Mapping[str, Path]:
+    if folder is None:
+        return {}
+    try:
+        files = list(folder.iterdir())
+    except (OSError, ValueError):
+        raise SpecError(f"catalogue folder {shown(str(folder))} cannot be listed; name a folder of model entries") from None
+    return _named(files)
 
 
-def _entry(path: Path) -> ModelEntry:
-    return _shipped_entry(path) if path.parent == _FOLDER else _read_entry(path)
+def _named(files: Iterable[Path]) -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for file in sorted(file for file in files if file.suffix == ".toml"):
+        name = _normal(file.stem)
+        if name in named:
+            raise SpecError(f"{named[name]} and {file} both mean {name!r}; rename one")
+        named[name] = file
+    return named
 
 
-@lru_cache(maxsize=256)
-def _shipped_entry(path: Path) -> ModelEntry:
-    """Read one of zeroplan's own entries, which do not change while it runs."""
-    return _read_entry(path)
+def _own_alias(wanted: str, own: Mapping[str, Path]) -> Path | None:
+    matches = [file for file in own.values() if wanted in _read_aliases(file)]
+    if len(matches) > 1:
+        raise SpecError(f"{matches[0]} and {matches[1]} both have the alias {shown(wanted)}; remove it from one")
+    return matches[0] if matches else None
 
 
-def _read_entry(path: Path) -> ModelEntry:
-    where = f"{_WHAT} {str(path)!r}"
-    written = checked(_Written, read_toml(path, what=_WHAT), where=where)
+def _shipped_alias(wanted: str) -> Path | None:
+    # An alias belongs to one entry only; most repositories begin with an entry's name, so those entries are read first.
+    repository = wanted.rpartition("/")[2]
+    likely_first = sorted(_shipped_files(), key=lambda name: not repository.startswith(name))
+    return next((file for file in map(_shipped_files().__getitem__, likely_first) if wanted in _shipped_aliases(file)), None)
+
+
+@cache
+def _shipped_aliases(file: Path) -> frozenset[str]:
+    return _read_aliases(file)
+
+
+def _read_aliases(file: Path) -> frozenset[str]:
+    """Read an entry's aliases; those that are repositories with their owner and without."""
+    aliases = [_normal(alias) for alias in _written(file).aliases]
+    return frozenset((*aliases, *(alias.rpartition("/")[2] for alias in aliases)))
+
+
+def _entry(file: Path) -> ModelEntry:
+    return _shipped_entry(file) if file.parent == _SHIPPED else _read_model(file)
+
+
+@cache
+def _shipped_entry(file: Path) -> ModelEntry:
+    return _read_model(file)
+
+
+def _read_model(file: Path) -> ModelEntry:
+    written = _written(file)
     config = {**written.config, **dict.fromkeys(written.nulls), "model_type": written.model_type}
     try:
-        spec = model_from_config(config, name=path.stem.lower())
+        spec = model_from_config(config, name=_normal(file.stem))
     except SpecError as error:
-        raise SpecError(f"{where}: {error}") from None
+        raise SpecError(f"{file}: {error}") from None
     return ModelEntry(
         spec=spec,
         source=written.source,
         released=written.released,
-        aliases=tuple(written.aliases),
+        aliases=written.aliases,
         published_parameters=written.published_parameters,
         published_active_parameters=written.published_active_parameters,
     )
+
+
+def _written(file: Path) -> _Written:
+    return as_model(_Written, read_entry(file), file=str(file), way_out=_WAY_OUT)

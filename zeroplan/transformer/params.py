@@ -54,7 +54,7 @@ def parameter_count(model: ModelSpec) -> int:
 def active_parameter_count(model: ModelSpec) -> int:
     """Parameters one token uses: ``top_k / experts`` of the routed experts, everything else whole. [elements]
 
-    Embedding rows count whole, as in the published "active" figures of mixture-of-experts models.
+    The input embedding counts whole, as with Mistral and Qwen; OpenAI, DeepSeek and Moonshot leave it out of their figures.
     """
     return _total(layout(model), lambda parameter: parameter.active)
 
