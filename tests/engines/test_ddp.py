@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 from tests.causal_models import tiny_spec
+from tests.formulas import evaluate
 from zeroplan.engines.ddp import account, bucket_count
 from zeroplan.ledger import Phase, total_bytes
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import DdpOptions, RecipeSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import DdpOptions, Precision, RecipeSpec
+from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.legend import legend
 from zeroplan.transformer.params import parameter_count
 
 LLAMA = tiny_spec("llama", heads=4, kv_heads=2, head_dim=8, ffn=72, vocab=100, layers=3)
@@ -69,12 +73,17 @@ def test_fp16_adds_only_the_loss_scale() -> None:
     assert set(more) == {8}
 
 
-def test_formulas_of_whole_states_are_their_sizes() -> None:
-    for precision, views in product(["fp32", "bf16"], [False, True]):
-        done = account(LLAMA, recipe_of(precision=precision, views=views), MeshSpec(), BATCH)
-        for line in (*done.states, *(line for one in done.moments for line in one.lines)):
-            if line.formula.endswith("·Ψ"):
-                assert line.n_bytes == int(line.formula.removesuffix("·Ψ")) * PSI
+@pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(("precision", "views"), [("fp32", False), ("bf16", True), ("fp16-mixed", False)])
+def test_formulas_are_their_sizes(spec: ModelSpec, precision: Precision, views: bool) -> None:  # noqa: FBT001
+    for recompute in ("none", "full"):
+        done = account(spec, recipe_of(precision=precision, views=views, recompute=recompute), MeshSpec(), BATCH)
+        compute = Compute(4 if precision == "fp32" else 2, precision.endswith("mixed"), "sdpa")
+        values = {**legend(spec, compute, BATCH), "Ψ": parameter_count(spec), "L": spec.num_hidden_layers}
+        lines = {line for one in done.moments for line in one.lines if line.formula}
+        assert len(lines) > 20
+        for line in (*done.states, *lines):
+            assert evaluate(line.formula, values) == line.n_bytes, line
 
 
 def test_stage_1_divides_only_the_optimizer() -> None:
@@ -139,7 +148,7 @@ def test_every_moment_has_a_name_of_its_own_whatever_the_numbers() -> None:
         {"zero_stage": 1, "optimizer": "muon", "attention": "eager", "keep_logits": True},
     ],
 )
-def test_a_grid_is_its_points(spec: object, fields: dict[str, object]) -> None:
+def test_a_grid_is_its_points(spec: ModelSpec, fields: dict[str, object]) -> None:
     recipe = recipe_of(**fields)  # type: ignore[arg-type]
     points = list(product((1, 3, 8, 500), (1, 2, 5), (16, 130), (1, 2, 3)))
     ranks, micro, length, accum = (np.array(column, dtype=np.int64) for column in zip(*points, strict=True))

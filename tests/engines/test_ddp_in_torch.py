@@ -11,17 +11,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import tiny_spec  # noqa: E402  it needs torch
-from tests.data_parallel import rebuilt_buckets, third_step  # noqa: E402
+from tests.cpu_view import cpu_bytes  # noqa: E402
+from tests.data_parallel import compute_of, rebuilt_buckets, third_step  # noqa: E402
 from zeroplan.engines.ddp import account, bucket_count  # noqa: E402
 from zeroplan.engines.optimizers import implementation  # noqa: E402
 from zeroplan.engines.zero_redundancy import every_tensor, fullest_share  # noqa: E402
-from zeroplan.ledger import Line, Moment, Phase  # noqa: E402
+from zeroplan.ledger import Moment, Phase  # noqa: E402
 from zeroplan.spec.batch import BatchSpec  # noqa: E402
 from zeroplan.spec.mesh import MeshSpec  # noqa: E402
 from zeroplan.spec.model import ModelSpec  # noqa: E402
 from zeroplan.spec.recipe import DdpOptions, Precision, RecipeSpec  # noqa: E402
-from zeroplan.transformer.families.attention import FLASH_SCRATCH  # noqa: E402
-from zeroplan.transformer.families.mlp import FP32_ON_CUDA  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")]
 
@@ -63,15 +62,8 @@ def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
     )
 
 
-def on_a_cpu(line: Line) -> int:
-    """Bytes of a line on a CPU: no flash-attention scratch, and ``pow`` and ``tanh`` in bf16 under autocast."""
-    if line.reason == FLASH_SCRATCH:
-        return 0
-    return int(line.n_bytes) // 2 if line.reason.endswith(FP32_ON_CUDA) else int(line.n_bytes)
-
-
-def predicted_peak(moments: list[Moment]) -> int:
-    return max(sum(on_a_cpu(line) for line in moment.lines) for moment in moments)
+def predicted_peak(moments: list[Moment], recipe: RecipeSpec) -> int:
+    return max(cpu_bytes(moment.lines, compute_of(recipe)) for moment in moments)
 
 
 def is_forward(moment: Moment) -> bool:
@@ -99,7 +91,7 @@ def check(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int =
         (backward, middle, host + states),
         (step, [one for one in moments if one.phase is Phase.STEP], host + ids),
     ):
-        excess = measured - predicted_peak(among)
+        excess = measured - predicted_peak(among, recipe)
         assert -SLACK * measured <= excess <= artefacts + SCALARS + SLACK * measured
 
 
