@@ -63,7 +63,7 @@ class Timeline:
         return self.allocations[before - 1].live_bytes if before else 0
 
     def between(self, start: str, end: str) -> list[Allocation]:
-        """The allocations and releases between two marks."""
+        """Return the allocations and releases between two marks."""
         first = bisect_left(self.allocations, self.marks[start], key=lambda event: event.time_ns)
         last = bisect_right(self.allocations, self.marks[end], key=lambda event: event.time_ns)
         return self.allocations[first:last]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import Compute
 
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def tiny_spec(
     family: str, *, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, hidden: int | None = None, layers: int = 2
 ) -> ModelSpec:
-    """A ModelSpec of a few thousand parameters; GPT-2 has no grouped heads, Mixtral gets four experts."""
+    """Describe a model of a few thousand parameters; GPT-2 has no grouped heads, Mixtral gets four experts."""
     gpt2, mixtral = family == "gpt2", family == "mixtral"
     return ModelSpec(
         family=family,
@@ -36,10 +42,7 @@ def tiny_spec(
 
 
 def causal_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None) -> PreTrainedModel:
-    """The transformers module, randomly initialised, in training mode, dropout off, without a cache."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
+    """Build the transformers module, randomly initialised, in training mode, dropout off, without a cache."""
     config = _config(spec, layers or spec.num_hidden_layers)
     config._attn_implementation = compute.attention
     if spec.moe is not None:
@@ -51,14 +54,10 @@ def causal_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None
 
 
 def weight_dtype(compute: Compute) -> torch.dtype:
-    import torch
-
     return torch.float32 if compute.autocast or compute.element_bytes == 4 else torch.bfloat16
 
 
 def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
-    from transformers import AutoConfig
-
     common = {
         "num_hidden_layers": layers,
         "num_attention_heads": spec.num_attention_heads,

@@ -23,7 +23,10 @@ STEPS = 3
 
 @contextmanager
 def process_group(ranks: int, rank: int = 0) -> Iterator[None]:
-    """One rank of several under torch's fake process group: it moves nothing and has no thread, whose releases go unrecorded."""
+    """One rank of several under torch's fake process group.
+
+    It moves nothing, and unlike gloo it has no thread of its own, whose releases the profiler would not see.
+    """
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:
         yield
@@ -32,7 +35,7 @@ def process_group(ranks: int, rank: int = 0) -> Iterator[None]:
 
 
 def third_step(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int = 1, rank: int = 0) -> Timeline:
-    """Train three steps; marks ``forward``, ``backward``, ``step`` and ``end`` with step and micro-batch number, from ``start``.
+    """Train three steps and mark ``forward``, ``backward`` and ``done`` of each micro-batch, ``step`` and ``end`` of each step.
 
     Bytes are counted from before the model is built, so they are all there is.
     """

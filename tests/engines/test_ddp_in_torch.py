@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -10,17 +11,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import tiny_spec  # noqa: E402  it needs torch
-from tests.data_parallel import rebuilt_buckets, third_step  # noqa: E402
+from tests.cpu_view import cpu_bytes  # noqa: E402
+from tests.data_parallel import compute_of, rebuilt_buckets, third_step  # noqa: E402
 from zeroplan.engines.ddp import account, bucket_count  # noqa: E402
 from zeroplan.engines.optimizers import implementation  # noqa: E402
 from zeroplan.engines.zero_redundancy import every_tensor, fullest_share  # noqa: E402
-from zeroplan.ledger import Line, Moment, Phase  # noqa: E402
+from zeroplan.ledger import Moment, Phase  # noqa: E402
 from zeroplan.spec.batch import BatchSpec  # noqa: E402
 from zeroplan.spec.mesh import MeshSpec  # noqa: E402
 from zeroplan.spec.model import ModelSpec  # noqa: E402
 from zeroplan.spec.recipe import DdpOptions, Precision, RecipeSpec  # noqa: E402
-from zeroplan.transformer.families.attention import FLASH_SCRATCH  # noqa: E402
-from zeroplan.transformer.families.mlp import FP32_ON_CUDA  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")]
 
@@ -46,9 +46,14 @@ SLACK = 1 / 1000
 
 
 @pytest.fixture(autouse=True)
-def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels without packed copies, on one thread: many threads only get in each other's way on tensors this small."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
@@ -57,15 +62,8 @@ def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
     )
 
 
-def on_a_cpu(line: Line) -> int:
-    """Bytes of a line where the CPU's kernels differ: no flash-attention scratch, ``pow`` and ``tanh`` in bf16 under autocast."""
-    if line.reason == FLASH_SCRATCH:
-        return 0
-    return int(line.n_bytes) // 2 if line.reason.endswith(FP32_ON_CUDA) else int(line.n_bytes)
-
-
-def predicted_peak(moments: list[Moment]) -> int:
-    return max(sum(on_a_cpu(line) for line in moment.lines) for moment in moments)
+def predicted_peak(moments: list[Moment], recipe: RecipeSpec) -> int:
+    return max(cpu_bytes(moment.lines, compute_of(recipe)) for moment in moments)
 
 
 def is_forward(moment: Moment) -> bool:
@@ -93,7 +91,7 @@ def check(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int =
         (backward, middle, host + states),
         (step, [one for one in moments if one.phase is Phase.STEP], host + ids),
     ):
-        excess = measured - predicted_peak(among)
+        excess = measured - predicted_peak(among, recipe)
         assert -SLACK * measured <= excess <= artefacts + SCALARS + SLACK * measured
 
 
@@ -107,7 +105,7 @@ def test_peaks_of_a_plain_step(spec: ModelSpec, batch: BatchSpec, precision: Pre
     check(spec, recipe_of(precision=precision, views=views, optimizer_impl="fused"), batch)
 
 
-@pytest.mark.parametrize(("precision", "impl"), list(product(PRECISIONS, ["foreach", "forloop"])))
+@pytest.mark.parametrize(("precision", "impl"), [("bf16", "foreach"), ("bf16-mixed", "foreach"), ("fp32", "forloop")])
 def test_peaks_with_every_optimizer_implementation(precision: Precision, impl: str) -> None:
     check(LLAMA_WEIGHTS, recipe_of(precision=precision, optimizer_impl=impl), FEW)
 
@@ -117,8 +115,7 @@ def test_peaks_with_other_optimizers(optimizer: str) -> None:
     check(LLAMA_WEIGHTS, recipe_of(precision="fp32", optimizer=optimizer), FEW)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("spec", [LLAMA_WEIGHTS, LLAMA_TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(("spec", "precision"), [(LLAMA_WEIGHTS, "bf16-mixed"), (LLAMA_TIED, "fp32")], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("steps", "views", "sync"), [(2, False, True), (2, True, True), (2, False, False), (2, True, False), (3, True, False)]
 )
@@ -139,12 +136,11 @@ def test_peaks_with_full_recomputation(spec: ModelSpec, batch: BatchSpec, precis
     check(spec, recipe_of(precision=precision, views=views, recompute="full", optimizer_impl="fused"), batch)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_peaks_when_the_loop_keeps_the_logits(precision: Precision) -> None:
-    check(LLAMA_LOGITS, recipe_of(precision=precision, keep_logits=True, optimizer_impl="fused"), SOME)
+def test_peaks_when_the_loop_keeps_the_logits() -> None:
+    check(LLAMA_LOGITS, recipe_of(precision="bf16-mixed", keep_logits=True, optimizer_impl="fused"), SOME)
 
 
-@pytest.mark.parametrize(("precision", "ranks"), list(product(PRECISIONS, [2, 4, 8])))
+@pytest.mark.parametrize(("precision", "ranks"), [("bf16-mixed", 2), ("bf16-mixed", 4), ("fp32", 8), ("bf16", 8)])
 def test_peaks_of_the_fullest_rank_at_stage_1(precision: Precision, ranks: int) -> None:
     check(LLAMA_WEIGHTS, recipe_of(precision=precision, zero_stage=1), FEW, ranks=ranks)
 

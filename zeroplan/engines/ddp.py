@@ -48,9 +48,18 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", "")
     buckets, gradients = _gradient_states(recipe, element_bytes, weights.total)
     base = (parameters, buckets, *held, *_scaler(recipe))
-    states = tuple(line for line in (*base, *gradients) if line.kind is not Kind.REDUCE)
-    step = Step(weights, base, element_bytes, recipe, batch.grad_accum_steps)
-    at_step = Moment("optimizer step", Phase.STEP, (*base, *gradients, *temporary))
+    states = (*base, *gradients)
+    step = Step(
+        weights,
+        base,
+        element_bytes,
+        recipe,
+        recipe.precision.endswith("mixed"),
+        recipe.ddp.gradient_as_bucket_view,
+        recipe.sync_every_micro_batch,
+        batch.grad_accum_steps,
+    )
+    at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
     moments = (*pass_moments(step, model, batch), at_step, *rebuild_moment(step, parameters))
     return Account(states, moments, _collectives(step, model, mesh.dp_shard), ())
 
@@ -118,7 +127,7 @@ def _weights(model: ModelSpec) -> Weights:
     return Weights(
         sum(int(tensor.numel) for tensor in every_tensor(model)),
         sum(one.numel for one in whole.embeddings),
-        max(one.numel for one in whole.embeddings),
+        max(one.numel for one in whole.embeddings if len(one.shape) > 1),
         tuple(
             Run(
                 run.kind,

@@ -40,6 +40,7 @@ class Weights(NamedTuple):
     total: int
     embeddings: int
     largest_embedding: int
+    """Of the tables; the parameters that a shape leaves unplaced are none."""
     runs: tuple[Run, ...]
     tied_head: int
     """Elements of the embedding where the head is that embedding, whose gradient then comes in two parts."""
@@ -55,12 +56,13 @@ class Step(NamedTuple):
     element_bytes: int
     """Of a parameter and of a gradient."""
     recipe: RecipeSpec
+    autocast: bool
+    """Matrix multiplications cast fp32 weights."""
+    views: bool
+    """Gradients are views of the buckets."""
+    sync_every: bool
+    """Every micro-batch moves its gradients into the buckets."""
     accum: Int
-
-    @property
-    def autocast(self) -> bool:
-        """Whether matrix multiplications cast fp32 weights."""
-        return self.recipe.precision.endswith("mixed")
 
 
 class _Stack(NamedTuple):
@@ -70,6 +72,8 @@ class _Stack(NamedTuple):
     block: BlockPass
     kept: Lines
     """What one block keeps from its forward to its backward."""
+    every: Lines
+    """What all blocks of the run keep."""
     beneath: Lines
     """What all blocks of the runs before keep."""
     casts_beneath: int
@@ -89,7 +93,7 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch) -> tuple[Moment, ..
     head = head_pass(model, compute, batch)
     stacks = _stacks(step.weights, recipe, [block_pass(model, run.kind, compute, batch) for run in step.weights.runs])
     top = stacks[-1]
-    whole = (*head.shared, *top.beneath, *_times(top.kept, top.run.layers, "L" if top.symbol else ""))
+    whole = (*head.shared, *top.beneath, *top.every)
     held = (*head.shared, *head.output) if recipe.keep_logits else head.shared
     above = whole + head.output if recipe.keep_logits else whole
     return (
@@ -106,7 +110,7 @@ def rebuild_moment(step: Step, parameters: Line) -> tuple[Moment, ...]:
 
     Only where gradients are views and stay from one micro-batch to the next; there are no optimizer states yet.
     """
-    if not step.recipe.ddp.gradient_as_bucket_view or not step.recipe.sync_every_micro_batch:
+    if not step.views or not step.sync_every:
         return ()
     total = step.element_bytes * step.weights.total
     first = Line(Kind.GRADIENTS, total, "gradients, views of the first bucket", _psi(step.element_bytes), _REBUILD)
@@ -122,8 +126,10 @@ def _stacks(weights: Weights, recipe: RecipeSpec, blocks: list[BlockPass]) -> li
     for run, block in zip(weights.runs, blocks, strict=True):
         kept = {"none": block.saved, "selective": block.selective, "full": block.checkpoint}[recipe.recompute]
         above -= run.layers * run.elements
-        stacks.append(_Stack(run, block, kept, beneath, casts, cached, above, len(weights.runs) == 1))
-        beneath = (*beneath, *_times(kept, run.layers, ""))
+        only = len(weights.runs) == 1
+        every = _times(kept, run.layers, "L" if only else "")
+        stacks.append(_Stack(run, block, kept, every, beneath, casts, cached, above, only))
+        beneath = (*beneath, *every)
         casts += run.layers * _kept_casts(recipe, block)
         cached += run.layers * run.casts
     return stacks
@@ -144,10 +150,10 @@ def _forward(step: Step, head: HeadPass, stack: _Stack) -> Moment:
         *head.shared,
         *head.forward,
         *stack.beneath,
-        *_times(stack.kept, layers, "L" if stack.symbol else ""),
+        *stack.every,
         *extra,
     )
-    return Moment(_name("forward of the last", stack, ""), Phase.FORWARD, lines)
+    return Moment(_named("forward of the last", "" if stack.symbol else f"{stack.run.kind} ", ""), Phase.FORWARD, lines)
 
 
 def _loss_forward(step: Step, head: HeadPass, top: _Stack, whole: Lines) -> Moment:
@@ -171,15 +177,18 @@ def _block_backward(step: Step, stack: _Stack, held: Lines) -> list[Moment]:
     beneath = stack.run.layers - 1
     own = () if step.recipe.recompute == "none" else stack.block.checkpoint_in_backward
     positions = [("backward of the last", beneath)] + ([("backward of the first", 0)] if beneath else [])
+    kind = "" if stack.symbol else f"{stack.run.kind} "
+    tied = step.weights.tied_head
     moments: list[Moment] = []
     for position, layers in positions:
-        kept = (*held, *stack.beneath, *_times(stack.kept, layers, "(L-1)" if stack.symbol else ""), *own)
+        below = stack.beneath + _times(stack.kept, layers, "(L-1)" if stack.symbol else "")
+        alive = step.base + held + below + own
         casts = stack.casts_beneath + layers * _kept_casts(step.recipe, stack.block)
         made = stack.gradients_above + (beneath - layers) * stack.run.elements
         for point in stack.block.points:
-            gradients = _gradients(step, made + point.gradients, point.current_gradient, step.weights.tied_head)
-            lines = (*step.base, gradients, *_casts(step, casts + point.live_casts), *kept, *point.lines)
-            moments.append(Moment(_name(position, stack, point.name), Phase.BACKWARD, lines))
+            gradients = _gradients(step, made + point.gradients, point.current_gradient, tied)
+            lines = (*alive, gradients, *_casts(step, casts + point.live_casts), *point.lines)
+            moments.append(Moment(_named(position, kind, point.name), Phase.BACKWARD, lines))
     return moments
 
 
@@ -209,11 +218,11 @@ def _gradients(step: Step, made: int, current: int, waiting: int) -> Line:
     """
     loose = current + waiting
     total = step.weights.total
-    if not step.recipe.ddp.gradient_as_bucket_view:
+    if not step.views:
         elements = where(step.accum > 1, total + loose, made + waiting)
         return Line(Kind.GRADIENTS, step.element_bytes * elements, "gradients made so far", "", _ACCUMULATE)
     elements = loose
-    if not step.recipe.sync_every_micro_batch:
+    if not step.sync_every:
         last_of_two = maximum(made + waiting, total - made + current + loose)
         elements = where(step.accum > 2, total + loose, where(step.accum > 1, last_of_two, loose))
     return Line(Kind.UNSHARDED_GRADIENTS, step.element_bytes * elements, "gradients not in their buckets", "", _ACCUMULATE)
@@ -242,10 +251,6 @@ def _product(symbol: str, formula: str) -> str:
 @lru_cache(maxsize=1024)
 def _named(position: str, kind: str, point: str) -> str:
     return _join(f"{position} {kind}block", point)
-
-
-def _name(position: str, stack: _Stack, point: str) -> str:
-    return _named(position, "" if stack.symbol else f"{stack.run.kind} ", point)
 
 
 @lru_cache(maxsize=1024)

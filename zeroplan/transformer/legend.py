@@ -1,5 +1,7 @@
 """What the symbols in the formulas of ``zeroplan.transformer`` stand for, and their values for one job."""
 
+from __future__ import annotations
+
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -23,13 +25,12 @@ SYMBOLS: dict[str, str] = {
     "E": "experts",
     "t": "experts per token",
     "V": "vocabulary",
-    "p": "tensor-parallel ranks",
     "e": "bytes of an activation in the compute dtype",
     "r": "bytes of an element of the residual stream: 4 under autocast, else e",
 }
 
 
-def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> dict[str, Int]:
+def legend(model: ModelSpec, compute: Compute, batch: Batch) -> dict[str, Int]:
     """Return the value of every symbol of ``SYMBOLS``; experts count 0 in a dense model."""
     x = widths(model, compute, batch)
     moe = model.moe
@@ -49,7 +50,6 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         "E": moe.num_experts if moe else 0,
         "t": moe.num_experts_per_tok if moe else 0,
         "V": model.vocab_size,
-        "p": tp,
         "e": x.element,
         "r": x.residual,
     }

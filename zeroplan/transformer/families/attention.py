@@ -129,7 +129,7 @@ def _eager(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attend
         joint = e * tokens * x.context * maximum(0, 2 - x.micro_batch)
         derivative = (*derivative, Line(SAVED, joint, "values, one tensor with q and k", "e·T·c·max(0, 2-b)", GPT2))
     points = (
-        BackwardPoint("attention: product with the values", product, made, made, casts),
+        BackwardPoint("attention: product with the values", product, made, 0, casts),
         BackwardPoint("attention: softmax", derivative, made, 0, casts),
     )
     return (*before, query, key, value, softmax, *cast, context), points

@@ -1,13 +1,16 @@
 """Blocks of the GPT-2 kind: LayerNorm, one joint projection for q, k and v, a two-matrix MLP with tanh GELU."""
 
-from zeroplan.ledger import Line
+from __future__ import annotations
+
+from zeroplan.ledger import Line, total_bytes
+from zeroplan.numeric import maximum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass
-from zeroplan.transformer.families.attention import SDPA, fused_attention
+from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, fused_attention
 from zeroplan.transformer.families.llama import (
+    EAGER_EXCESS,
     SELECTIVE,
     eager_excess,
-    eager_recompute_excess,
     middle,
     norm_output,
 )
@@ -30,7 +33,9 @@ def gpt2_block(model: ModelSpec, x: Widths) -> BlockPass:
     forward, recompute = _forward(x), _recompute(model, x)
     if x.attention == "eager":
         forward = (*forward, eager_excess(x, parts, forward))
-        recompute = (*recompute, eager_recompute_excess(x, recompute))
+        at_softmax = eager_forward_bytes(x, head_norms=False, recomputed=True)
+        above = maximum(0, at_softmax - total_bytes(recompute))
+        recompute = (*recompute, Line(TEMPORARY, above, EAGER_EXCESS, source=EAGER))
     return assemble(
         x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=True
     )  # fmt: skip
@@ -53,7 +58,16 @@ def _forward(x: Widths) -> tuple[Line, ...]:
 def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     inner = x.tokens * model.intermediate_size
     if x.autocast:
-        gelu = Line(TEMPORARY, 12 * inner, "operands of tanh GELU, partly fp32 under CUDA's autocast", "12·T·f", GPT2)
+        # At GELU the second projection's weight is not cast yet, which is counted among the casts.
+        hidden = x.tokens * x.hidden
+        early, late = 12 * inner - x.element * x.hidden * model.intermediate_size, x.element * (inner + hidden)
+        gelu = Line(
+            TEMPORARY,
+            maximum(early, late, (x.element + 4) * hidden),
+            "operands of tanh GELU, partly fp32 under CUDA's autocast, or what follows",
+            "max(12·T·f - e·h·f, e·T·(f+h), (e+4)·T·h)",
+            GPT2,
+        )
     else:
         gelu = Line(TEMPORARY, 4 * x.element * inner, "operands of tanh GELU", "4·e·T·f", GPT2)
     return middle(x), _attention_output(x), norm_output(x), gelu

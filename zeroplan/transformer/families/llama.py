@@ -1,7 +1,7 @@
 """Blocks of the Llama kind: Llama, Mistral, Qwen2, and Qwen3 with its norms over each head's queries and keys."""
 
 from zeroplan.ledger import Line, total_bytes
-from zeroplan.numeric import maximum
+from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass
 from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, grouped_query_attention
@@ -10,7 +10,9 @@ from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rm
 from zeroplan.transformer.families.parts import LAYER, SAVED, TEMPORARY, Part, assemble
 from zeroplan.transformer.families.widths import Widths
 
+#: Lines that say how far an earlier moment is above the later one that the other lines describe; they have no formula.
 EAGER_EXCESS = "scores of eager attention, beyond the later peak"
+ATTENTION_EXCESS = "attention, beyond the later peak"
 SELECTIVE = "torchtitan, distributed/activation_checkpoint.py, per-operation selective checkpointing"
 
 
@@ -23,7 +25,7 @@ def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
     recompute = _recompute(model, x)
     if x.attention == "eager":
         forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
-        recompute = (*recompute, eager_recompute_excess(x, recompute))
+    recompute = (*recompute, attention_excess(x, recompute, x.context * x.hidden + mlp.casts))
     return assemble(
         x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=not copied
     )  # fmt: skip
@@ -73,10 +75,18 @@ def eager_excess(x: Widths, parts: tuple[Part, ...], forward: tuple[Line, ...], 
     return Line(TEMPORARY, maximum(0, at_softmax - at_end), EAGER_EXCESS, source=EAGER)
 
 
-def eager_recompute_excess(x: Widths, recompute: tuple[Line, ...]) -> Line:
-    """Return what the softmax of eager attention takes beyond the MLP, where nothing is saved."""
-    at_softmax = eager_forward_bytes(x, head_norms=False, recomputed=True)
-    return Line(TEMPORARY, maximum(0, at_softmax - total_bytes(recompute)), EAGER_EXCESS, source=EAGER)
+def attention_excess(x: Widths, recompute: tuple[Line, ...], later_casts: int) -> Line:
+    """Return what attention takes beyond the MLP where nothing is saved: its rotary positions, or eager scores.
+
+    Autocast has not copied ``later_casts`` elements of weights yet then, which the MLP's moment counts.
+    """
+    wide, narrow = x.residual * x.tokens, x.element * x.tokens
+    rotary = wide * x.hidden + wide * max(3 * x.query, x.query + 3 * x.key)
+    at_attention: Int = rotary + narrow * (x.query + x.key + x.value)
+    if x.attention == "eager":
+        at_attention = maximum(at_attention, eager_forward_bytes(x, head_norms=False, recomputed=True))
+    absent = x.element * later_casts if x.autocast else 0
+    return Line(TEMPORARY, maximum(0, at_attention - absent - total_bytes(recompute)), ATTENTION_EXCESS, source=LAYER)
 
 
 def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:

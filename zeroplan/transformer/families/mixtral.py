@@ -7,9 +7,9 @@ from zeroplan.transformer.blocks import BlockPass
 from zeroplan.transformer.families.llama import (
     SELECTIVE,
     attention,
+    attention_excess,
     attention_kept,
     eager_excess,
-    eager_recompute_excess,
     has_head_norms,
     middle,
     norm_output,
@@ -33,7 +33,8 @@ def mixtral_block(model: ModelSpec, x: Widths) -> BlockPass:
     forward, recompute = _forward(x, model.moe), _recompute(x, model.moe)
     if x.attention == "eager":
         forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
-        recompute = (*recompute, eager_recompute_excess(x, recompute))
+    later_casts = x.context * x.hidden + parts[3].casts
+    recompute = (*recompute, attention_excess(x, recompute, later_casts))
     return assemble(
         x, parts, forward=forward, recompute=recompute, selective=_selective(x, model.moe), input_is_saved=not copied
     )  # fmt: skip
@@ -44,11 +45,11 @@ def _forward(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
     weighted = Line(
         TEMPORARY, 8 * pairs * x.hidden, "weighted expert outputs, fp32, sorted and unsorted", "8·T·t·h", EXPERTS
     )  # fmt: skip
-    tables = 20 * pairs + 4 * moe.num_experts
-    expert_ids = Line(TEMPORARY, tables, "routing tables held by name, partly int64", "20·T·t + 4·E", EXPERTS)
+    tables = 16 * pairs + x.element * x.tokens * moe.num_experts + 4 * moe.num_experts
+    routing = Line(TEMPORARY, tables, "routing tables held by name, partly int64", "16·T·t + e·T·E + 4·E", EXPERTS)
     if x.autocast:
-        return norm_output(x), weighted, expert_ids
-    return (weighted, expert_ids) if x.residual == 4 else (middle(x), weighted, expert_ids)
+        return norm_output(x), weighted, routing
+    return (weighted, routing) if x.residual == 4 else (middle(x), weighted, routing)
 
 
 def _recompute(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
@@ -61,7 +62,9 @@ def _recompute(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
         "max(r·T·t·h + 4·r·T·t·m, 2·r·T·t·h + 8·T·t·h)",
         EXPERTS,
     )
-    return middle(x), norm_output(x), experts
+    tables = 36 * pairs + x.element * x.tokens * moe.num_experts + 8 * moe.num_experts
+    routing = Line(TEMPORARY, tables, "routing tables held by name, partly int64", "36·T·t + e·T·E + 8·E", EXPERTS)
+    return middle(x), norm_output(x), experts, routing
 
 
 def _selective(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:

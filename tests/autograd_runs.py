@@ -1,0 +1,129 @@
+"""Runs a small model on a CPU and reports what autograd keeps, and what is alive at named moments."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.allocations import Timeline, mark, recorded  # noqa: E402
+from tests.causal_models import causal_model  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+    from zeroplan.spec.batch import BatchSpec
+    from zeroplan.spec.model import ModelSpec
+    from zeroplan.transformer.blocks import Compute
+
+
+def saved_bytes(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, layers: int) -> int:
+    """Bytes of the distinct storages that autograd saves in one forward with loss, parameters and input ids excluded."""
+    model, ids = causal_model(spec, compute, layers=layers), _ids(spec, batch)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), ids)}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _loss(model, ids, compute)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def step_timeline(
+    spec: ModelSpec, compute: Compute, batch: BatchSpec, *, keep_logits: bool = False, recompute: bool = False
+) -> Timeline:
+    """Allocations of one forward and backward, the second, so that nothing is made for the first time.
+
+    Marks: ``forward i`` and ``forward i end`` around block i, ``loss end`` before the backward, ``backward i`` when the
+    gradient reaches block i's output, and ``backward i end`` when it reaches its input.
+    """
+    model, ids = causal_model(spec, compute), _ids(spec, batch)
+    if recompute:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    _mark_blocks(model)
+    with _plain_kernels():
+        _step(model, ids, compute, keep_logits=keep_logits)
+        model.zero_grad(set_to_none=True)
+        with recorded() as timeline:
+            _step(model, ids, compute, keep_logits=keep_logits)
+    return timeline
+
+
+def _step(model: PreTrainedModel, ids: torch.Tensor, compute: Compute, *, keep_logits: bool) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=compute.autocast):
+        output = model(input_ids=ids, labels=ids)
+    mark("loss end")
+    loss = output.loss
+    if not keep_logits:
+        del output
+    mark("backward")
+    loss.backward()
+
+
+def _loss(model: PreTrainedModel, ids: torch.Tensor, compute: Compute) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=compute.autocast):
+        return model(input_ids=ids, labels=ids).loss
+
+
+def _ids(spec: ModelSpec, batch: BatchSpec) -> torch.Tensor:
+    return torch.randint(0, spec.vocab_size, (batch.micro_batch_size, batch.seq_len))
+
+
+class _Passage(torch.autograd.Function):
+    """Marks the moment when the gradient passes; takes no memory."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, hidden: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mark(ctx.name)
+        return gradient, None
+
+
+def _mark_blocks(model: PreTrainedModel) -> None:
+    decoder = model.get_decoder()
+    for index, block in enumerate(decoder.h if hasattr(decoder, "h") else decoder.layers):
+        block.register_forward_pre_hook(_before(index))
+        block.register_forward_hook(_after(index))
+
+
+def _before(index: int):
+    def hook(_block: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        mark(f"forward {index}")
+        return (_Passage.apply(inputs[0], f"backward {index} end"), *inputs[1:])
+
+    return hook
+
+
+def _after(index: int):
+    def hook(_block: torch.nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        mark(f"forward {index} end")
+        return _Passage.apply(output, f"backward {index}")
+
+    return hook
+
+
+@contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """One thread and no oneDNN, whose reordered copies a GPU does not have."""
+    threads, one_dnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.mkldnn.enabled = one_dnn
