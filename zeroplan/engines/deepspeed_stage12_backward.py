@@ -225,7 +225,7 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
     for run in these.runs:
         for point in run.block.points:
             block = where(point.gradients >= made, at, at - 1)
-            kept = own._replace(n_bytes=where(block >= run.first, _not_already(job, own.n_bytes), 0))
+            kept = own._replace(n_bytes=where(block >= run.first, _not_already(job, own.n_bytes), 0), formula="")
             inside = minimum(maximum(block, run.first), run.first + run.n_blocks - 1)
             name = f"backward of a block of this rank: {point.name}"
             now = backward_instant(these, run, inside, point, name)
@@ -235,7 +235,7 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
 def _kept_after(job: Job, index: Int) -> Line:
     """Return this rank's gradients after bucket ``index``, the first that reaches into its share, unless it is the last."""
     own = own_gradients(job)
-    return own._replace(n_bytes=where(index > 0, _not_already(job, own.n_bytes), 0))
+    return own._replace(n_bytes=where(index > 0, _not_already(job, own.n_bytes), 0), formula="")
 
 
 def _not_already(job: Job, n_bytes: Int) -> Int:
@@ -281,7 +281,7 @@ def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
     reached = low < job.partition
     cast = where(reached, 4 * largest_slice(job.whole, job.partition), 0)
     return (
-        own_gradients(job)._replace(n_bytes=where(reached, _not_already(job, 4 * job.partition), 0)),
+        own_gradients(job)._replace(n_bytes=where(reached, _not_already(job, 4 * job.partition), 0), formula=""),
         Line(Kind.TEMPORARY, cast, "reduced gradient cast to fp32", "", f"{_FILE}, _add_to_grad_partition_buffer"),
     )
 
