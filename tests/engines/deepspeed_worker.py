@@ -16,17 +16,17 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 
-import torch  # noqa: E402  after the environment is set
-from allocations import Timeline, mark, recorded  # noqa: E402
-from causal_models import causal_model  # noqa: E402
+import torch
 
-from zeroplan.spec.model import ModelSpec  # noqa: E402
-from zeroplan.spec.recipe import RecipeSpec  # noqa: E402
-from zeroplan.transformer.blocks import Compute  # noqa: E402
+from tests.allocations import Timeline, mark, recorded
+from tests.causal_models import causal_model
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.blocks import Compute
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -186,8 +186,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
     warnings.filterwarnings("ignore")
-    import deepspeed  # noqa: F401
-    from deepspeed.utils import logger
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, PLC0415  each fork would compile it again
+    import transformers.models.gpt2.modeling_gpt2  # noqa: PLC0415
+    import transformers.models.llama.modeling_llama  # noqa: F401, PLC0415
+    from deepspeed.utils import logger  # noqa: PLC0415
 
     logger.setLevel(logging.ERROR)
     answers = os.fdopen(os.dup(1), "w")

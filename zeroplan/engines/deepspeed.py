@@ -18,9 +18,31 @@ _OWN_KERNELS = ("adamw", "adam", "lion")
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Memory and traffic of rank 0 in a step after the first two. [bytes]"""
+    """Memory and traffic of rank 0 in the steady state of training, from the third step on. [bytes]
+
+    ``precision`` in DeepSpeed's terms: ``bf16-mixed`` and ``fp16-mixed`` are ``bf16`` and ``fp16`` enabled (weights and
+    gradients in 16 bits, an fp32 copy of the weights for the optimizer); ``bf16`` adds ``bf16_master_weights_and_grads`` and
+    ``bf16_optimizer_states``; ``fp32`` enables neither. The model comes to the GPU in that dtype, by module, not by parameter.
+
+    Leaves out: offload to host or NVMe, ZeRO++, mixture-of-experts groups of DeepSpeed's own, tensor and pipeline parallelism,
+    ``torch_autocast``, ``communication_data_type``, scalars. fp16 was read, not run.
+    """
     impl = optimizer_impl(recipe)
+    _refuse(recipe)
     return _answer(recipe)(model, recipe, mesh, batch, impl)
+
+
+def _refuse(recipe: RecipeSpec) -> None:
+    """Refuse what DeepSpeed's engine refuses, and what is not modelled."""
+    sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
+    if recipe.zero_stage == 0 and recipe.precision == "bf16":
+        raise SpecError("precision 'bf16' with engine 'deepspeed' needs ZeRO stage 1, 2 or 3; use 'bf16-mixed' at stage 0")
+    if recipe.zero_stage == 0 and sums_in_fp32:
+        raise SpecError("grad_accum_dtype 'fp32' needs ZeRO stage 1, 2 or 3 with engine 'deepspeed'; use 'param'")
+    if recipe.zero_stage == 1 and sums_in_fp32 and recipe.precision != "bf16-mixed":
+        raise SpecError(
+            f"grad_accum_dtype 'fp32' at stage 1 with precision {recipe.precision!r} is not modelled; use 'bf16-mixed' or stage 2"
+        )
 
 
 def _answer(recipe: RecipeSpec) -> Callable[[ModelSpec, RecipeSpec, Mesh, Batch, OptimizerImpl], Account]:

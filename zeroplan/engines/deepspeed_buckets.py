@@ -1,14 +1,15 @@
 """When does DeepSpeed reduce a bucket of gradients during the backward pass, and which gradients are in it?
 
-A gradient goes into the bucket when it is made; one that no longer fits sends the bucket off first. The order is taken to be
-the reverse of ``model.parameters()``: within a block the real one differs, by no more than a bucket's border.
+A gradient goes into the bucket when it is made; one that no longer fits sends the bucket off first. Gradients are made in the
+reverse of the order in which the modules run, which differs from that of ``model.parameters()`` for norms.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed_flat import Row, count_below
+from zeroplan.engines.deepspeed_flat import Placed, Row, count_below
 from zeroplan.numeric import Int
 
 
@@ -17,8 +18,10 @@ class Flush(NamedTuple):
 
     low: int
     high: int
-    """The elements of the row of parameters that it covers."""
+    """The elements of the row of parameters between which its own lie."""
     fill: int
+    single: bool
+    """It is one gradient."""
     alone: bool
     """It is one gradient too large for the bucket, reduced where it is."""
     arriving: int
@@ -36,6 +39,7 @@ class Schedule:
     size: int
     flushes: tuple[Flush, ...]
     lows: tuple[int, ...]
+    highs: tuple[int, ...]
     fills: tuple[int, ...]
     arriving: tuple[int, ...]
     blocks: tuple[int, ...]
@@ -57,18 +61,25 @@ def schedule(whole: Row, size: int) -> Schedule:
     >>> [flush.fill for flush in schedule(row(tiny), 10**9).flushes], len(schedule(row(tiny), 500).flushes)
     ([1352], 3)
     """
-    block_ends = {each.block: each.end for each in whole.placed}
     flushes: list[Flush] = []
-    high, fill, alone = whole.n_elements, 0, False
-    for each in reversed(whole.placed):
+    inside: list[Placed] = []
+    fill, made, block = 0, 0, whole.n_blocks
+    for each in reversed(whole.executed):
         numel = each.end - each.start
+        made = numel + (made if each.block == block else 0)
+        block = each.block
         if fill and fill + numel > size:
-            flushes.append(Flush(each.end, high, fill, alone, numel, each.block, block_ends[each.block] - each.start))
-            high, fill = each.end, 0
+            flushes.append(_flush(inside, fill, size, numel)._replace(block=block, made=made))
+            inside, fill = [], 0
+        inside.append(each)
         fill += numel
-        alone = fill == numel > size
-    flushes.append(Flush(0, high, fill, alone, 0, -1, 0))
+    flushes.append(_flush(inside, fill, size, 0))
     return _columns(whole, size, tuple(reversed(flushes)))
+
+
+def _flush(inside: list[Placed], fill: int, size: int, arriving: int) -> Flush:
+    low, high = min(each.start for each in inside), max(each.end for each in inside)
+    return Flush(low, high, fill, len(inside) == 1, fill > size, arriving, -1, 0)
 
 
 def _columns(whole: Row, size: int, flushes: tuple[Flush, ...]) -> Schedule:
@@ -77,6 +88,7 @@ def _columns(whole: Row, size: int, flushes: tuple[Flush, ...]) -> Schedule:
         size,
         flushes,
         tuple(flush.low for flush in flushes),
+        tuple(flush.high for flush in flushes),
         tuple(flush.fill for flush in flushes),
         tuple(flush.arriving for flush in flushes),
         tuple(flush.block for flush in flushes),
@@ -106,7 +118,7 @@ def first_bucket_elements(buckets: Schedule) -> int:
 @lru_cache(maxsize=4096)
 def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int]:
     """Of a block's latest gradient and of the one before: elements that wait outside the bucket, too large for it."""
-    placed = [each for each in buckets.whole.placed if each.block == block]
-    numels = [each.end - each.start for each in reversed(placed) if placed[-1].end - each.end < made]
+    sizes = [each.end - each.start for each in reversed(buckets.whole.executed) if each.block == block]
+    numels = [size for size, before in zip(sizes, (0, *accumulate(sizes)), strict=False) if before < made]
     latest, before = ([0, 0, *numels][-1], [0, 0, *numels][-2])
     return (latest if latest > buckets.size else 0), (before if before > buckets.size else 0)

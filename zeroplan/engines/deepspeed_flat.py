@@ -35,6 +35,8 @@ class Row:
     placed: tuple[Placed, ...]
     starts: tuple[int, ...]
     ends: tuple[int, ...]
+    executed: tuple[Placed, ...]
+    """The same parameters in the order in which their modules run forward."""
     records: tuple[Placed, ...]
     """The parameters that are larger than every one before them."""
     n_elements: int
@@ -58,7 +60,17 @@ def row(model: ModelSpec) -> Row:
     ends = tuple(accumulate(parameter.numel for _, parameter in flat))
     starts = (0, *ends[:-1])
     placed = tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, starts, ends, strict=True))
-    return Row(model, placed, starts, ends, _records(placed), ends[-1], len(blocks))
+    return Row(model, placed, starts, ends, _executed(placed, len(blocks)), _records(placed), ends[-1], len(blocks))
+
+
+def _executed(placed: tuple[Placed, ...], n_blocks: int) -> tuple[Placed, ...]:
+    ordered: list[Placed] = []
+    for block in range(-1, n_blocks + 1):
+        inside = [each for each in placed if each.block == block]
+        modules = [each.parameter.name.rpartition(".")[0] for each in inside]
+        names = in_order(list(dict.fromkeys(modules))) if 0 <= block < n_blocks else list(dict.fromkeys(modules))
+        ordered += [each for name in names for each, module in zip(inside, modules, strict=True) if module == name]
+    return tuple(ordered)
 
 
 def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
@@ -67,6 +79,18 @@ def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
         if not records or each.parameter.numel > records[-1].parameter.numel:
             records.append(each)
     return tuple(records)
+
+
+def in_order(names: list[str]) -> list[str]:
+    """Norms stand after the rest of their block in ``parameters()`` but run before the part they normalise."""
+    first = [name for name in names if name == "input_layernorm"]
+    middle = [name for name in names if name in ("post_attention_layernorm", "pre_feedforward_layernorm")]
+    mlp = [name for name in names if name.startswith("mlp")]
+    last = [name for name in names if name == "post_feedforward_layernorm"]
+    if not mlp or names.index(mlp[0]) > names.index((middle or first or mlp)[0]):
+        return names
+    attention = [name for name in names if name not in (*first, *middle, *mlp, *last)]
+    return [*first, *attention, *middle, *mlp, *last]
 
 
 def partition_elements(whole: Row, n_ranks: Int) -> Int:

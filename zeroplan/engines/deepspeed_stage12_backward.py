@@ -159,15 +159,16 @@ def _block_moments(
 
 def _reducing(job: Job, these: Passes) -> tuple[Moment, ...]:
     always = (_earlier_gradients(job), *_buckets(job), *_tied_head(job))
-    border = job.n_ranks - 1
+    top, own = flush_over(job.buckets, (job.n_ranks - 1) * job.partition), flush_over(job.buckets, job.partition)
+    if not job.recipe.deepspeed.contiguous_gradients:
+        top = len(job.buckets.flushes) - 1
     return (
         *_head_moments(job, these),
-        *(moment for run in these.runs for moment in _last_block_moments(job, these, run, always)),
+        *(moment for run in these.runs for moment in _last_block_moments(job, these, run, (*always, *_unreduced(job, run)))),
         *_own_block_moments(job, these, always),
-        _flush_moment(job, these, always, flush_over(job.buckets, border * job.partition), "bucket reduced: last border"),
-        _flush_moment(
-            job, these, always, flush_over(job.buckets, job.partition), "bucket reduced: border of this rank's share"
-        ),
+        _flush_moment(job, these, always, top, "bucket reduced: the first that spans two ranks"),
+        _flush_moment(job, these, always, own, "bucket reduced: the first that reaches into this rank's share"),
+        _flush_moment(job, these, (*always, _kept_after(job, own)), maximum(own - 1, 0), "bucket reduced: the next"),
         *_end_moments(job, these, always),
     )
 
@@ -199,6 +200,15 @@ def _waiting(job: Job, block: int, point: BackwardPoint) -> Line:
     return waiting(job.buckets, job.element, block, point.gradients, point.current_gradient)
 
 
+def _unreduced(job: Job, run: RunPass) -> tuple[Line, ...]:
+    """Without a contiguous bucket, gradients wait as they are: up to a bucket of them, one block's and the head's at least."""
+    if job.recipe.deepspeed.contiguous_gradients:
+        return ()
+    last = run.first + run.n_blocks
+    made = sum(each.end - each.start for each in job.whole.placed if each.block >= last - 1)
+    return (_gradient(job, min(made, job.recipe.deepspeed.reduce_bucket_size), "gradients waiting to be reduced"),)
+
+
 def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Line, ...]) -> Iterator[Moment]:
     block = run.first + run.n_blocks - 1
     yield from _block_moments(
@@ -213,27 +223,33 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
     for run in these.runs:
         for point in run.block.points:
             block = where(point.gradients >= made, at, at - 1)
-            kept = own._replace(n_bytes=where(block >= run.first, _not_already(job, own.n_bytes), 0))
+            kept = own._replace(n_bytes=where(block >= run.first, _not_already(job, own.n_bytes), 0), formula="")
             inside = minimum(maximum(block, run.first), run.first + run.n_blocks - 1)
             name = f"backward of a block of this rank: {point.name}"
             now = backward_instant(these, run, inside, point, name)
             yield Moment(name, now.phase, (*now.lines, *always, kept, _waiting(job, run.first, point)))
 
 
+def _kept_after(job: Job, index: Int) -> Line:
+    """Return this rank's gradients after bucket ``index``, the first that reaches into its share, unless it is the last."""
+    own = own_gradients(job)
+    return own._replace(n_bytes=where(index > 0, _not_already(job, own.n_bytes), 0), formula="")
+
+
 def _not_already(job: Job, n_bytes: Int) -> Int:
-    """Return a tensor into which all micro-batches are added exists already after the first."""
+    """Return 0 while accumulating where all micro-batches are added into one tensor, which is there already. [bytes]"""
     return where(job.accumulates, 0, n_bytes) if keeps_partition(job) else n_bytes
 
 
 def _reduced_copy(job: Job, index: Int) -> Int:
     """Elements copied to all-reduce a bucket: none where all of it belongs to one rank. [elements]"""
-    low, fill, options = pick(job.buckets.lows, index), pick(job.buckets.fills, index), job.recipe.deepspeed
+    low, high, fill = (pick(values, index) for values in (job.buckets.lows, job.buckets.highs, job.buckets.fills))
+    options = job.recipe.deepspeed
     if not options.contiguous_gradients:
         return fill
     if not options.reduce_scatter:
         return 0
-    last = low + fill - 1
-    split = low // job.partition != last // job.partition
+    split = low // job.partition != (high - 1) // job.partition
     return where(split, fill, where(low < job.partition, fill, 0) if keeps_partition(job) else 0)
 
 
@@ -263,7 +279,7 @@ def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
     reached = low < job.partition
     cast = where(reached, 4 * largest_slice(job.whole, job.partition), 0)
     return (
-        own_gradients(job)._replace(n_bytes=where(reached, _not_already(job, 4 * job.partition), 0)),
+        own_gradients(job)._replace(n_bytes=where(reached, _not_already(job, 4 * job.partition), 0), formula=""),
         Line(Kind.TEMPORARY, cast, "reduced gradient cast to fp32", "", f"{_FILE}, _add_to_grad_partition_buffer"),
     )
 
@@ -290,7 +306,7 @@ def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Mom
     """Return the embedding's gradient, and the bucket that is left."""
     at, last = embedding_instant(these), job.buckets.flushes[0]
     own = own_gradients(job)
-    before = own._replace(n_bytes=where(last.high < job.partition, _not_already(job, own.n_bytes), 0))
+    before = _kept_after(job, flush_over(job.buckets, job.partition))
     held = last.fill if last.alone or not job.recipe.deepspeed.contiguous_gradients else 0
     around = (*these.head.shared, *these.output, *always, _gradient(job, held, "gradients outside the bucket"))
     embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")

@@ -243,9 +243,8 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
     """Return the bucket's copy in the order of the ranks; one gradient that divides evenly is reduced where it is."""
     options = job.recipe.deepspeed
     held = flush.fill if flush.alone or not options.contiguous_gradients else 0
-    single = flush.fill == flush.high - flush.low and _is_one_parameter(job.whole, flush)
     padded = ceil_div(flush.fill, job.n_ranks) * job.n_ranks
-    copied = where(flush.fill % job.n_ranks == 0, 0, padded) if single else padded
+    copied = where(flush.fill % job.n_ranks == 0, 0, padded) if flush.single else padded
     if not options.reduce_scatter and options.contiguous_gradients and not flush.alone:
         copied = 0
     cast = where(job.kept != job.element, job.kept * ceil_div(flush.fill, job.n_ranks), 0)
@@ -255,11 +254,6 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
              "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced"),
         Line(Kind.TEMPORARY, cast, "reduced gradients cast to fp32", "", f"{_STAGE3}, __avg_scatter_grads"),
     )  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def _is_one_parameter(whole: Row, flush: Flush) -> bool:
-    return any(each.start == flush.low and each.end == flush.high for each in whole.placed)
 
 
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed_flat import Placed, Row
+from zeroplan.engines.deepspeed_flat import Placed, Row, in_order
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 
@@ -115,7 +115,7 @@ def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[
     for index, each in enumerate(placed):
         if each.block == block:
             by_name.setdefault(each.parameter.name.rpartition(".")[0], []).append(index)
-    names = _in_order(list(by_name))
+    names = in_order(list(by_name))
     modules: list[_Module] = []
     parent = ""
     for name in names:
@@ -125,18 +125,6 @@ def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[
         modules.append(_Module(tuple(by_name[name])))
         modules += [_Module(())] * _modules_after(model, name)
     return tuple(modules)
-
-
-def _in_order(names: list[str]) -> list[str]:
-    """Norms stand after the rest of their block in ``parameters()`` but run before the part they normalise."""
-    first = [name for name in names if name == "input_layernorm"]
-    middle = [name for name in names if name in ("post_attention_layernorm", "pre_feedforward_layernorm")]
-    mlp = [name for name in names if name.startswith("mlp")]
-    last = [name for name in names if name == "post_feedforward_layernorm"]
-    if not mlp or names.index(mlp[0]) > names.index((middle or first or mlp)[0]):
-        return names
-    attention = [name for name in names if name not in (*first, *middle, *mlp, *last)]
-    return [*first, *attention, *middle, *mlp, *last]
 
 
 def _modules_after(model: ModelSpec, name: str) -> int:

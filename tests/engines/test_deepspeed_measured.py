@@ -1,0 +1,183 @@
+"""DeepSpeed's account against DeepSpeed itself, run on the CPU as rank 0 of a fake process group, third step.
+
+What only the CPU does differently is kept out of the comparison: the scratch of the CUDA attention kernel is a line that a CPU
+run cannot show, and checkpointing keeps no random state. FusedAdam needs a GPU; torch's fused AdamW, which has no temporaries
+either, stands in its place. Everything else is compared as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.causal_models import tiny_spec
+from zeroplan.engines.deepspeed import account
+from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+from zeroplan.transformer.families.attention import FLASH_SCRATCH
+
+pytestmark = [pytest.mark.torch, pytest.mark.deepspeed]
+
+LLAMA = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=352, vocab=300, layers=6)
+WIDE = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=352, vocab=2000, layers=4)
+GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=32, ffn=512, vocab=300, layers=4)
+LONGER = BatchSpec(micro_batch_size=4, seq_len=64)
+BUCKET = 300_000
+IDEAL = {
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+STREAMING = {
+    "stage3_max_live_parameters": 400_000,
+    "stage3_max_reuse_distance": 300_000,
+    "stage3_prefetch_bucket_size": 50_000,
+    "stage3_param_persistence_threshold": 1000,
+}
+PHASES = {
+    "init": (Phase.INIT,),
+    "forward": (Phase.FORWARD, Phase.LOSS),
+    "backward": (Phase.BACKWARD,),
+    "step": (Phase.STEP,),
+}
+
+
+class Case(NamedTuple):
+    """A run; ``excess`` bounds by how much the peaks of single phases may be predicted too high, where they are bounds."""
+
+    model: ModelSpec
+    recipe: RecipeSpec
+    n_ranks: int = 4
+    batch: BatchSpec = BatchSpec(micro_batch_size=2, seq_len=32)
+    excess: float = 0.005
+
+
+def recipe(stage: int, options: dict[str, Any] | None = None, **fields: Any) -> RecipeSpec:  # noqa: ANN401
+    deepspeed = DeepSpeedOptions(**{"reduce_bucket_size": BUCKET, "zero_init": False} | (options or {}))
+    return RecipeSpec(**{"engine": "deepspeed", "zero_stage": stage, "deepspeed": deepspeed, **fields})
+
+
+def twice(micro_batch_size: int = 2, seq_len: int = 32) -> BatchSpec:
+    return BatchSpec(micro_batch_size=micro_batch_size, seq_len=seq_len, grad_accum_steps=2)
+
+
+CASES = {
+    "stage 0, FusedAdam's wrapper": Case(LLAMA, recipe(0)),
+    "stage 0, foreach": Case(LLAMA, recipe(0, optimizer_impl="foreach")),
+    "stage 0, fp32, accumulating": Case(LLAMA, recipe(0, precision="fp32"), batch=twice()),
+    "stage 1": Case(LLAMA, recipe(1)),
+    "stage 1, three ranks, foreach": Case(LLAMA, recipe(1, optimizer_impl="foreach"), n_ranks=3),
+    "stage 1, accumulating": Case(LLAMA, recipe(1), batch=twice()),
+    "stage 1, overlapping": Case(LLAMA, recipe(1, {"overlap_comm": True})),
+    "stage 1, fp32 accumulation": Case(LLAMA, recipe(1, {"grad_accum_dtype": "fp32"}), batch=twice()),
+    "stage 1, default bucket": Case(WIDE, recipe(1, {"reduce_bucket_size": 500_000_000})),
+    "stage 1, GPT-2": Case(GPT2, recipe(1), batch=LONGER),
+    "stage 2": Case(LLAMA, recipe(2)),
+    "stage 2, one rank": Case(LLAMA, recipe(2), n_ranks=1),
+    "stage 2, three ranks, few tokens": Case(LLAMA, recipe(2), n_ranks=3, batch=BatchSpec(seq_len=8)),
+    "stage 2, eight ranks, wide vocabulary": Case(WIDE, recipe(2), n_ranks=8),
+    "stage 2, weights above the bucket": Case(LLAMA, recipe(2, {"reduce_bucket_size": 20_000}), batch=BatchSpec(seq_len=8)),
+    "stage 2, default bucket": Case(LLAMA, recipe(2, {"reduce_bucket_size": 500_000_000})),
+    "stage 2, accumulating": Case(LLAMA, recipe(2), batch=twice()),
+    "stage 2, overlapping": Case(LLAMA, recipe(2, {"overlap_comm": True})),
+    "stage 2, fp32 accumulation": Case(LLAMA, recipe(2, {"grad_accum_dtype": "fp32"}), batch=twice()),
+    "stage 2, no contiguous gradients": Case(LLAMA, recipe(2, {"contiguous_gradients": False})),
+    "stage 2, no reduce_scatter": Case(LLAMA, recipe(2, {"reduce_scatter": False})),
+    "stage 2, no norm": Case(LLAMA, recipe(2, {"compute_grad_norm": False})),
+    "stage 2, fp32": Case(LLAMA, recipe(2, precision="fp32")),
+    "stage 2, bf16 throughout": Case(LLAMA, recipe(2, precision="bf16")),
+    "stage 2, recomputed": Case(LLAMA, recipe(2, recompute="full"), batch=LONGER),
+    "stage 2, logits kept": Case(LLAMA, recipe(2, keep_logits=True)),
+    "stage 2, GPT-2": Case(GPT2, recipe(2), batch=LONGER),
+    "stage 3": Case(LLAMA, recipe(3)),
+    "stage 3, one rank": Case(LLAMA, recipe(3), n_ranks=1),
+    "stage 3, three ranks, default bucket": Case(LLAMA, recipe(3, {"reduce_bucket_size": 500_000_000}), n_ranks=3),
+    "stage 3, nothing kept": Case(LLAMA, recipe(3, IDEAL)),
+    "stage 3, nothing kept, recomputed": Case(LLAMA, recipe(3, IDEAL, recompute="full"), excess=0.02),
+    "stage 3, streaming": Case(LLAMA, recipe(3, STREAMING)),
+    "stage 3, streaming, few tokens": Case(LLAMA, recipe(3, STREAMING), batch=BatchSpec(seq_len=8), excess=0.02),
+    "stage 3, streaming, recomputed": Case(LLAMA, recipe(3, STREAMING, recompute="full"), excess=0.02),
+    "stage 3, streaming, small bucket": Case(LLAMA, recipe(3, STREAMING | {"reduce_bucket_size": 20_000})),
+    "stage 3, streaming, one by one": Case(LLAMA, recipe(3, STREAMING | {"stage3_allgather_sequential": True})),
+    "stage 3, fp32 accumulation": Case(LLAMA, recipe(3, STREAMING | {"grad_accum_dtype": "fp32"}), batch=twice()),
+    "stage 3, sub-groups, foreach": Case(LLAMA, recipe(3, STREAMING | {"sub_group_size": 60_000}, optimizer_impl="foreach")),
+    "stage 3, bf16 throughout": Case(LLAMA, recipe(3, STREAMING, precision="bf16")),
+    "stage 3, fp32": Case(LLAMA, recipe(3, STREAMING, precision="fp32")),
+    "stage 3, GPT-2": Case(GPT2, recipe(3, STREAMING), batch=LONGER),
+}
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, Any]]:
+    """Every case, measured by two workers side by side."""
+    pytest.importorskip("torch")
+    pytest.importorskip("deepspeed")
+    names = list(CASES)
+    halves = names[::2], names[1::2]
+    with ThreadPoolExecutor(2) as workers:
+        answers = [answer for half in workers.map(_measure, halves) for answer in half]
+    return dict(zip([name for half in halves for name in half], answers, strict=True))
+
+
+def _measure(names: list[str]) -> list[dict[str, Any]]:
+    questions = "".join(json.dumps(_question(CASES[name])) + "\n" for name in names)
+    worker = Path(__file__).with_name("deepspeed_worker.py")
+    done = subprocess.run(
+        [sys.executable, worker],
+        input=questions,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _question(case: Case) -> dict[str, Any]:
+    return {
+        "model": case.model.model_dump(),
+        "recipe": case.recipe.model_dump(),
+        "n_ranks": case.n_ranks,
+        **case.batch.model_dump(),
+    }
+
+
+def _bytes(lines: tuple[Line, ...]) -> int:
+    return int(sum(line.n_bytes for line in lines if line.reason != FLASH_SCRATCH))
+
+
+def _peak(moments: tuple[Moment, ...], phases: tuple[Phase, ...]) -> int:
+    return max(_bytes(moment.lines) for moment in moments if moment.phase in phases)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_deepspeed(name: str, measured: dict[str, dict[str, Any]]) -> None:
+    case, run = CASES[name], measured[name]
+    predicted = account(case.model, case.recipe, MeshSpec(dp_shard=case.n_ranks), case.batch)
+    peaks = {phase: _peak(predicted.moments, phases) for phase, phases in PHASES.items()}
+    highest = max(run[phase] for phase in ("forward", "backward", "step"))
+    assert max(peaks["forward"], peaks["backward"], peaks["step"]) == pytest.approx(highest, rel=0.005)
+    for phase, peak in peaks.items():
+        assert 0.995 <= peak / run[phase] <= 1 + case.excess, phase
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_keeps_between_steps_what_deepspeed_keeps(name: str, measured: dict[str, dict[str, Any]]) -> None:
+    case, run = CASES[name], measured[name]
+    predicted = account(case.model, case.recipe, MeshSpec(dp_shard=case.n_ranks), case.batch)
+    last = 1 if case.recipe.zero_stage < 3 and case.recipe.deepspeed.grad_accum_dtype == "param" else 0
+    sums_up_whole = case.recipe.zero_stage == 1 and case.recipe.deepspeed.grad_accum_dtype == "fp32"
+    gone = 0 if sums_up_whole or case.recipe.zero_stage == 3 else max(last, 1)
+    states = predicted.states[: len(predicted.states) - gone]
+    assert _bytes(states) == pytest.approx(run["between"], rel=0.0005)
