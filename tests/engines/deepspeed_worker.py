@@ -186,10 +186,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
     warnings.filterwarnings("ignore")
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, PLC0415  each fork would compile it again
-    import transformers.models.gpt2.modeling_gpt2  # noqa: PLC0415
-    import transformers.models.llama.modeling_llama  # noqa: F401, PLC0415
-    from deepspeed.utils import logger  # noqa: PLC0415
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  each fork would compile it again
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
     answers = os.fdopen(os.dup(1), "w")

@@ -7,14 +7,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.autograd_runs import saved_bytes, step_timeline  # noqa: E402
-from tests.causal_models import tiny_spec  # noqa: E402
-from tests.cpu_view import cpu_bytes  # noqa: E402
-from zeroplan.spec.batch import BatchSpec  # noqa: E402
-from zeroplan.spec.model import ModelSpec  # noqa: E402
-from zeroplan.transformer.activations import block_pass  # noqa: E402
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass  # noqa: E402
-from zeroplan.transformer.head import head_pass  # noqa: E402
+from tests.autograd_runs import saved_bytes, step_timeline
+from tests.causal_models import tiny_spec
+from tests.cpu_view import cpu_bytes
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.head import head_pass
 
 pytestmark = pytest.mark.torch
 
@@ -123,7 +123,7 @@ def test_head_and_loss_peak_where_they_say(
     family: str,
     precision: str,
     keep_logits: bool,
-    shape: tuple[int, ...],  # noqa: FBT001
+    shape: tuple[int, ...],
 ) -> None:
     spec, compute, batch = _case(family, precision, "sdpa", shape)
     timeline = step_timeline(spec, compute, batch, keep_logits=keep_logits)

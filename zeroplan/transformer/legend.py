@@ -1,7 +1,5 @@
 """What the symbols in the formulas of ``zeroplan.transformer`` stand for, and their values for one job."""
 
-from __future__ import annotations
-
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec

@@ -1,7 +1,5 @@
 """Blocks of the GPT-2 kind: LayerNorm, one joint projection for q, k and v, a two-matrix MLP with tanh GELU."""
 
-from __future__ import annotations
-
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import maximum
 from zeroplan.spec.model import ModelSpec
