@@ -33,5 +33,5 @@ def test_a_column_of_one_is_still_a_column():
 
 
 @pytest.mark.parametrize("condition", [True, False])
-def test_where_picks_by_a_plain_condition(condition: bool):  # noqa: FBT001
+def test_where_picks_by_a_plain_condition(condition: bool):
     assert where(condition, "yes", "no") == ("yes" if condition else "no")

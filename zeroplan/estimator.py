@@ -33,6 +33,9 @@ def engine_module(engine: Engine) -> EngineModule:
     return cast("EngineModule", import_module(f"zeroplan.engines.{engine}"))
 
 
+#: The model states of the ZeRO paper (arXiv:1910.02054, section 3.1), in its order; an engine may hold buffers beside them.
+MODEL_STATES = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE)
+
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
 
 
@@ -72,7 +75,8 @@ class Estimate:
     @property
     def states_by_kind(self) -> dict[Kind, int]:
         """Bytes of parameters, gradients and optimizer state."""
-        return {kind: int(n_bytes) for kind, n_bytes in bytes_by_kind(self.states).items()}
+        by_kind = bytes_by_kind(self.states)
+        return {kind: int(by_kind.get(kind, 0)) for kind in MODEL_STATES}
 
     @property
     def peak_bytes(self) -> int:
@@ -155,7 +159,7 @@ def estimate(job: JobSpec) -> Estimate:
         job=job,
         parameters=parameters,
         active_parameters=active_parameter_count(job.model),
-        states=account.states,
+        states=tuple(line for line in account.states if line.kind in MODEL_STATES),
         moments=moments,
         peak=peak(moments),
         outside=outside(job.mesh),

@@ -58,7 +58,7 @@ def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
         ("bf16", True, "foreach", 8, 10),
     ],
 )
-def test_bytes_per_parameter_by_hand(precision: str, views: bool, impl: str, states: int, step: int | None) -> None:  # noqa: FBT001
+def test_bytes_per_parameter_by_hand(precision: str, views: bool, impl: str, states: int, step: int | None) -> None:
     done = account(LLAMA, recipe_of(precision=precision, views=views, optimizer_impl=impl), MeshSpec(), BATCH)
     assert total_bytes(done.states) == states * PSI
     if step is not None:
@@ -75,7 +75,7 @@ def test_fp16_adds_only_the_loss_scale() -> None:
 
 @pytest.mark.parametrize("spec", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(("precision", "views"), [("fp32", False), ("bf16", True), ("fp16-mixed", False)])
-def test_formulas_are_their_sizes(spec: ModelSpec, precision: Precision, views: bool) -> None:  # noqa: FBT001
+def test_formulas_are_their_sizes(spec: ModelSpec, precision: Precision, views: bool) -> None:
     for recompute in ("none", "full"):
         done = account(spec, recipe_of(precision=precision, views=views, recompute=recompute), MeshSpec(), BATCH)
         compute = Compute(4 if precision == "fp32" else 2, precision.endswith("mixed"), "sdpa")

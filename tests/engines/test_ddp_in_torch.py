@@ -101,7 +101,7 @@ def check(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int =
     [(LLAMA_LOGITS, SOME), (LLAMA_WEIGHTS, FEW), (LLAMA_TIED, FEW), (LLAMA_TOKENS, MANY), (GPT2, FEW), (GPT2, SOME)],
     ids=["logits", "weights", "tied", "tokens", "gpt2-weights", "gpt2-logits"],
 )
-def test_peaks_of_a_plain_step(spec: ModelSpec, batch: BatchSpec, precision: Precision, views: bool) -> None:  # noqa: FBT001
+def test_peaks_of_a_plain_step(spec: ModelSpec, batch: BatchSpec, precision: Precision, views: bool) -> None:
     check(spec, recipe_of(precision=precision, views=views, optimizer_impl="fused"), batch)
 
 
@@ -123,8 +123,8 @@ def test_peaks_with_accumulated_gradients(
     spec: ModelSpec,
     precision: Precision,
     steps: int,
-    views: bool,  # noqa: FBT001
-    sync: bool,  # noqa: FBT001
+    views: bool,
+    sync: bool,
 ) -> None:
     recipe = recipe_of(precision=precision, views=views, sync_every_micro_batch=sync, optimizer_impl="fused")
     check(spec, recipe, FEW.model_copy(update={"grad_accum_steps": steps}))
@@ -132,7 +132,7 @@ def test_peaks_with_accumulated_gradients(
 
 @pytest.mark.parametrize(("precision", "views"), list(product(PRECISIONS, [False, True])))
 @pytest.mark.parametrize(("spec", "batch"), [(LLAMA_LOGITS, SOME), (LLAMA_TOKENS, MANY)], ids=["logits", "tokens"])
-def test_peaks_with_full_recomputation(spec: ModelSpec, batch: BatchSpec, precision: Precision, views: bool) -> None:  # noqa: FBT001
+def test_peaks_with_full_recomputation(spec: ModelSpec, batch: BatchSpec, precision: Precision, views: bool) -> None:
     check(spec, recipe_of(precision=precision, views=views, recompute="full", optimizer_impl="fused"), batch)
 
 
@@ -157,7 +157,7 @@ def test_the_second_forward_rebuilds_buckets_while_gradients_view_the_first() ->
 
 
 @pytest.mark.parametrize("views", [False, True])
-def test_buckets_are_as_many_as_the_reducer_makes(views: bool) -> None:  # noqa: FBT001
+def test_buckets_are_as_many_as_the_reducer_makes(views: bool) -> None:
     spec = tiny_spec("llama", heads=8, kv_heads=8, head_dim=64, ffn=2000, vocab=3000, layers=4)
     recipe = recipe_of(precision="fp32", views=views)
     sizes = rebuilt_buckets(spec, recipe, FEW)

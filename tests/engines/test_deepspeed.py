@@ -58,7 +58,7 @@ class Grid:
     tp: int = 1
 
 
-def recipe(stage: int, **fields: Any) -> RecipeSpec:  # noqa: ANN401
+def recipe(stage: int, **fields: Any) -> RecipeSpec:
     options = fields.pop("options", {})
     return RecipeSpec(**{"engine": "deepspeed", "zero_stage": stage, "deepspeed": DeepSpeedOptions(**options), **fields})
 
@@ -189,14 +189,14 @@ def test_a_grid_is_its_points(model: ModelSpec, chosen: RecipeSpec, pairs: tuple
         assert _numbers(whole, index) == _numbers(point, 0)
 
 
-def _numbers(answer: Any, index: int) -> list[Any]:  # noqa: ANN401
+def _numbers(answer: Any, index: int) -> list[Any]:
     lines = [line for moment in answer.moments for line in moment.lines] + list(answer.states)
     sizes = [(line.reason, _at(line.n_bytes, index)) for line in lines]
     sent = [tuple(_at(value, index) for value in collective[3:8]) for collective in answer.collectives]
     return [[moment.name for moment in answer.moments], sizes, sent]
 
 
-def _at(value: Any, index: int) -> int:  # noqa: ANN401
+def _at(value: Any, index: int) -> int:
     return int(np.broadcast_to(value, (2,))[index])
 
 

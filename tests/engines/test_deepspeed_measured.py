@@ -63,7 +63,7 @@ class Case(NamedTuple):
     excess: float = 0.005
 
 
-def recipe(stage: int, options: dict[str, Any] | None = None, **fields: Any) -> RecipeSpec:  # noqa: ANN401
+def recipe(stage: int, options: dict[str, Any] | None = None, **fields: Any) -> RecipeSpec:
     deepspeed = DeepSpeedOptions(**{"reduce_bucket_size": BUCKET, "zero_init": False} | (options or {}))
     return RecipeSpec(**{"engine": "deepspeed", "zero_stage": stage, "deepspeed": deepspeed, **fields})
 

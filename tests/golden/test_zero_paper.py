@@ -46,7 +46,7 @@ def test_table_1_is_complete():
 
 
 @pytest.mark.parametrize(("parameters", "gpus", "stage", "printed", "rounds"), TABLE_1_CELLS)
-def test_table_1(parameters: float, gpus: int, stage: int, printed: str, rounds: bool):  # noqa: FBT001
+def test_table_1(parameters: float, gpus: int, stage: int, printed: str, rounds: bool):
     assert as_printed(states_gb(parameters, gpus, stage), printed, rounds=rounds) == printed
 
 

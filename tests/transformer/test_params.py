@@ -105,7 +105,7 @@ def casts_under_autocast(config: dict[str, object]) -> set[str]:
     seen = set()
 
     class Watch(dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204  torch's own signature
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
                 name, shape = names.get(args[0].data_ptr(), ("", None))

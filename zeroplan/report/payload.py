@@ -46,9 +46,9 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
         "parameters": answer.parameters,
         "active_parameters": answer.active_parameters,
         "states": {
-            "parameters_bytes": states.get(Kind.PARAMETERS, 0),
-            "gradients_bytes": states.get(Kind.GRADIENTS, 0),
-            "optimizer_bytes": states.get(Kind.OPTIMIZER_STATE, 0),
+            "parameters_bytes": states[Kind.PARAMETERS],
+            "gradients_bytes": states[Kind.GRADIENTS],
+            "optimizer_bytes": states[Kind.OPTIMIZER_STATE],
             "total_bytes": sum(states.values()),
             "lines": [_line(line) for line in answer.states],
         },

@@ -1,5 +1,6 @@
 """The answer as text for a terminal: the account, the peak, the verdict, the traffic; with ``explain``, every formula."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from zeroplan.estimator import Estimate
@@ -8,9 +9,11 @@ from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
 from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.traffic import wire_time
-from zeroplan.units import GB, GIB, format_size
+from zeroplan.transformer.legend import SYMBOLS
+from zeroplan.units import GB, GIB, MB, format_size
 
-_WHAT = 46
+_WHAT = 36
+_REASON = 62
 
 
 def estimate_text(answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), *, explain: bool = False) -> str:
@@ -22,6 +25,8 @@ def estimate_text(answer: Estimate, notes: Sequence[str] = (), changes: Sequence
         list(_card(answer)),
         list(_verdict(answer, changes)),
         list(_communication(answer, explain=explain)),
+        list(_kept(answer)) if explain else [],
+        list(_legend(answer)) if explain else [],
         list(_notes(answer, notes)),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
@@ -58,9 +63,10 @@ def _peak(answer: Estimate, *, explain: bool) -> Iterator[str]:
 
 
 def _main_reason(lines: list[Line]) -> str:
+    """The largest line's reason, and how many more there are: ``--explain`` lists them."""
     largest = max(lines, key=lambda line: int(line.n_bytes))
-    others = "" if len(lines) == 1 else f" (and {len(lines) - 1} more)"
-    return f"{largest.reason}{others}"
+    others = "" if len(lines) == 1 else f"; {len(lines) - 1} more"
+    return f"{textwrap.shorten(largest.reason, _REASON - len(others), placeholder='…')}{others}"
 
 
 def _explained(answer: Estimate, lines: Sequence[Line]) -> Iterator[str]:
@@ -77,7 +83,7 @@ def _explained(answer: Estimate, lines: Sequence[Line]) -> Iterator[str]:
 def _card(answer: Estimate) -> Iterator[str]:
     outside = answer.outside_band
     on_card = Band(*(int(a) + int(b) for a, b in zip(answer.reserved, outside, strict=True)))
-    yield f"{'On the card':<{_WHAT + 2}}{'GB':>10}{'GiB':>10}  from, to (GB)"
+    yield _head("On the card", "from, to (GB)")
     yield _band_row("reserved by the caching allocator", answer.reserved)
     for part in answer.outside:
         yield _band_row(part.what, part.band)
@@ -111,15 +117,30 @@ def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
     time = wire_time(int(traffic.total_bytes), answer.job.cluster, gpus=answer.job.mesh.world_size)
     if time is not None:
         yield f"at least {time.seconds:.3g} s on {time.link}, at its full rate and with nothing overlapped"
-    yield f"  {'collective':<16}{'what':<34}{'when':<15}{'calls':>7}{'MB each':>12}{'GB sent':>10}"
+    yield f"  {'collective':<34}{'calls':>10}{'MB each':>12}{'GB sent':>10}  of what, when"
     for call in traffic.collectives:
         if call.sent_bytes:
             yield (
-                f"  {call.operation:<16}{call.what:<34}{call.when:<15}{int(call.calls):>7,}"
-                f"{int(call.n_bytes) / 1e6:>12,.1f}{int(call.sent_bytes) / GB:>10,.2f}"
+                f"  {call.operation:<34}{int(call.calls):>10,}{int(call.n_bytes) / MB:>12,.1f}"
+                f"{int(call.sent_bytes) / GB:>10,.2f}  {call.what}, {call.when}"
             )
             if explain and call.source:
                 yield f"      source: {call.source}"
+
+
+def _kept(answer: Estimate) -> Iterator[str]:
+    """Tensor by tensor what the peak gives as one line: what one block keeps from its forward to its backward."""
+    for what, lines in answer.kept:
+        yield f"What {what} keeps from its forward to its backward"
+        yield from _explained(answer, lines)
+
+
+def _legend(answer: Estimate) -> Iterator[str]:
+    yield "Symbols"
+    meanings = {**SYMBOLS, **{symbol.name: symbol.meaning for symbol in answer.symbols}}
+    for name, value in answer.legend.items():
+        if value:
+            yield f"  {name:<10}{value:>20,}  {meanings[name]}"
 
 
 def _notes(answer: Estimate, notes: Sequence[str]) -> Iterator[str]:
@@ -127,4 +148,4 @@ def _notes(answer: Estimate, notes: Sequence[str]) -> Iterator[str]:
     if every:
         yield "Notes"
         for note in every:
-            yield f"  - {note}"
+            yield textwrap.fill(note, 110, initial_indent="  - ", subsequent_indent="    ")

@@ -41,9 +41,10 @@ def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
     """
     if kind is None:
         whole = sum(_per_parameter(answer, one) for one in answer.states_by_kind)
-        return f"{_short(whole)} x Ψ before sharding, {_short(_on_this_rank(answer))} on this GPU"
+        return f"{_short(whole)} x Ψ before sharding, {_short(_on_this_rank(answer))} x Ψ on this GPU"
     ranks = f" / {answer.job.mesh.dp_shard}" if _divided(answer, kind) else ""
-    return f"{_short(_per_parameter(answer, kind))} x Ψ{ranks}"
+    split = f" / {answer.job.mesh.tp} (tensor-parallel)" if answer.job.mesh.tp > 1 else ""
+    return f"{_short(_per_parameter(answer, kind))} x Ψ{split}{ranks}"
 
 
 def _divided(answer: Estimate, kind: Kind) -> bool:
@@ -75,7 +76,7 @@ def verdict_sentence(answer: Estimate) -> str:
         return f"It fits {name} ({capacity}), with {room} of room."
     if answer.verdict == "tight":
         return (
-            f"It fits {name} ({capacity}) tightly: {room} of room beside the peak, less than the allocator would like to cache; "
+            f"It fits {name} ({capacity}) tightly: {room} of room beside the peak, less than the allocator likes to cache; "
             "set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
     return f"It does not fit {name} ({capacity}): {room} too much."
