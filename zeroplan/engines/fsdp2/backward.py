@@ -48,10 +48,11 @@ def backward(plan: Plan) -> Iterator[Moment]:
     for position in reversed(plan.corners):
         common = _whatever_happens(plan, position)
         waiting = (*_waiting_reduce(plan, position), *_own_left_behind(plan, position))
+        below = gathered_below(plan, position)
+        computing = (*common, *waiting, unsharded(plan, plan.blocks[position.run]), *below, *_checkpoint(plan, position))
         yield _unsharding(plan, position, (*common, *waiting))
-        for point in plan.passes[position.run].points:
-            yield _inside(plan, position, point, (*common, *waiting))
-        yield _reducing(plan, position, common)
+        yield from (_inside(plan, position, point, computing) for point in plan.passes[position.run].points)
+        yield _reducing(plan, position, (*common, *below))
 
 
 def _whatever_happens(plan: Plan, position: Position) -> tuple[Line, ...]:
@@ -123,15 +124,7 @@ def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
 def _inside(plan: Plan, position: Position, point: BackwardPoint, alive: tuple[Line, ...]) -> Moment:
     width = plan.width.compute
     made = Line(Kind.UNSHARDED_GRADIENTS, width * point.gradients, "this block's, made so far", f"{width}·{point.gradients}")
-    lines = (
-        *alive,
-        unsharded(plan, plan.blocks[position.run]),
-        *gathered_below(plan, position),
-        *_checkpoint(plan, position),
-        *point.lines,
-        made,
-    )
-    return Moment(f"backward of {position.name}: {point.name}", Phase.BACKWARD, lines)
+    return Moment(f"backward of {position.name}: {point.name}", Phase.BACKWARD, (*alive, *point.lines, made))
 
 
 def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment:
@@ -139,7 +132,6 @@ def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment
     group = plan.blocks[position.run]
     lines = (
         *alive,
-        *gathered_below(plan, position),
         reduce_input(plan, group, "reduce-scatter input of this block"),
         _copied_in_or_reduced(plan, group),
         flowing(plan, "gradient that flows out of this block"),
