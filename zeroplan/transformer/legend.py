@@ -25,12 +25,13 @@ SYMBOLS: dict[str, str] = {
     "E": "experts",
     "t": "experts per token",
     "V": "vocabulary",
+    "p": "tensor-parallel ranks",
     "e": "bytes of an activation in the compute dtype",
     "r": "bytes of an element of the residual stream: 4 under autocast, else e",
 }
 
 
-def legend(model: ModelSpec, compute: Compute, batch: Batch) -> dict[str, Int]:
+def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> dict[str, Int]:
     """Return the value of every symbol of ``SYMBOLS``; experts count 0 in a dense model."""
     x = widths(model, compute, batch)
     moe = model.moe
@@ -50,6 +51,7 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch) -> dict[str, Int]:
         "E": moe.num_experts if moe else 0,
         "t": moe.num_experts_per_tok if moe else 0,
         "V": model.vocab_size,
+        "p": tp,
         "e": x.element,
         "r": x.residual,
     }

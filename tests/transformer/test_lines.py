@@ -1,0 +1,131 @@
+"""Every line of a block or head pass: its formula gives its number, and a column gives its points. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.formulas import evaluate
+from zeroplan.ledger import Line, total_bytes
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.model import FAMILIES, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.transformer.activations import TREATMENTS, block_pass, is_approximate
+from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
+from zeroplan.transformer.families.llama import ATTENTION_EXCESS, EAGER_EXCESS
+from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.legend import SYMBOLS, legend
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+COMPUTES = [
+    Compute(element_bytes, autocast, attention)
+    for element_bytes, autocast in ((2, False), (4, False), (2, True))
+    for attention in ("sdpa", "flash", "eager")
+]
+EXACT = {"llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral"}
+
+
+class Column(NamedTuple):
+    micro_batch_size: NDArray[np.int64]
+    seq_len: NDArray[np.int64]
+    grad_accum_steps: NDArray[np.int64]
+
+
+def spec(family: str) -> ModelSpec:
+    gpt2 = TREATMENTS[family].dense is TREATMENTS["gpt2"].dense
+    moe = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    return ModelSpec(
+        family=family,
+        hidden_size=96,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=6 if gpt2 or family == "deepseek_v3" else 2,
+        head_dim=16,
+        vocab_size=211,
+        positions=64 if gpt2 else 0,
+        attention_bias=family == "qwen2",
+        moe=MoeSpec(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=56, num_dense_layers=1) if moe else None,
+        mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
+        if family == "deepseek_v3"
+        else None,
+    )
+
+
+def kinds(model: ModelSpec) -> tuple[str, ...]:
+    return ("dense",) if model.moe is None else ("dense", "moe")
+
+
+def block_lines(block: BlockPass) -> list[tuple[Line, ...]]:
+    lists = [block.saved, block.checkpoint, block.selective, block.forward, block.forward_recompute]
+    return [*lists, block.checkpoint_in_backward, *(point.lines for point in block.points)]
+
+
+def head_lines(head: HeadPass) -> list[tuple[Line, ...]]:
+    lists = [head.shared, head.saved, head.loss_forward, head.loss_backward, head.norm_backward, head.output, head.forward]
+    return [*lists, head.loss, *(point.lines for point in head.points)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize("batch", [(1, 24), (2, 40), (3, 129)])
+def test_formulas_give_their_numbers(family: str, compute: Compute, batch: tuple[int, int]) -> None:
+    model, size = spec(family), BatchSpec(micro_batch_size=batch[0], seq_len=batch[1])
+    values = legend(model, compute, size)
+    assert set(values) == set(SYMBOLS)
+    lists = head_lines(head_pass(model, compute, size))
+    for kind in kinds(model):
+        lists += block_lines(block_pass(model, kind, compute, size))
+    for line in {line for lines in lists for line in lines}:
+        if line.reason in (EAGER_EXCESS, ATTENTION_EXCESS):
+            assert not line.formula
+        else:
+            assert evaluate(line.formula, values) == line.n_bytes, line
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_a_column_is_its_points(family: str, compute: Compute) -> None:
+    model = spec(family)
+    sizes = [(1, 24), (3, 200)]
+    column = Column(*(np.array(values, dtype=np.int64) for values in (*zip(*sizes, strict=True), (1, 1))))
+    points = [BatchSpec(micro_batch_size=b, seq_len=s) for b, s in sizes]
+    for kind in kinds(model):
+        whole = block_lines(block_pass(model, kind, compute, column))
+        parts = [block_lines(block_pass(model, kind, compute, point)) for point in points]
+        assert_columns(whole, parts)
+    assert_columns(head_lines(head_pass(model, compute, column)), [head_lines(head_pass(model, compute, p)) for p in points])
+
+
+def assert_columns(whole: list[tuple[Line, ...]], parts: list[list[tuple[Line, ...]]]) -> None:
+    for index, lines in enumerate(whole):
+        total = np.broadcast_to(np.asarray(total_bytes(lines)), (2,))
+        assert total.tolist() == [total_bytes(part[index]) for part in parts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_says_where_it_approximates(family: str) -> None:
+    reason = is_approximate(spec(family))
+    assert bool(reason) == (family not in EXACT)
+    assert not reason or reason.startswith(family)
+
+
+def test_a_llama_block_by_hand() -> None:
+    """Three moments of a bf16 Llama block, added up from tensor sizes: A hidden states, F MLP, K keys, N fp32 states."""
+    model = spec("llama")
+    block = block_pass(model, "dense", Compute(2, autocast=False, attention="sdpa"), BatchSpec(micro_batch_size=2, seq_len=40))
+    tokens, hidden, keys, ffn = 80, 96, 32, 160
+    a, n, k, f, lse = 2 * tokens * hidden, 4 * tokens * hidden, 2 * tokens * keys, 2 * tokens * ffn, 4 * tokens * 6
+    saved = 2 * n + 6 * a + 2 * k + lse + 4 * f + 8 * tokens
+    assert total_bytes(block.saved) == saved
+    points = {point.name: point for point in block.points}
+    assert total_bytes(points["gated product"].lines) == saved + a + 2 * f
+    assert total_bytes(points["norm before the MLP"].lines) == saved + a - 4 * f - 2 * a + 5 * n - 4 * tokens
+    at_end = a + saved - 4 * f - lse - 6 * a - 2 * k + 4 * n - 8 * tokens
+    assert total_bytes(points["norm before attention"].lines) == at_end
+    matrices = 3 * hidden * ffn + 2 * hidden * hidden + 2 * hidden * keys
+    assert points["norm before attention"].gradients == matrices + 2 * hidden
+    assert total_bytes(block.selective) == a + (2 + 1) * a - a + k + lse + f + a  # input, q, output; v; lse; gate; down
