@@ -43,8 +43,8 @@ Verdict = Literal["fits", "tight", "does not fit", "unknown"]
 class Estimate:
     """The memory account of one GPU (rank 0) in the steady state of a training step. All sizes in bytes.
 
-    ``states`` are parameters, gradients and optimizer state; ``moments`` every named moment of the step with its lines, and
-    ``peak`` the largest: what ``torch.cuda.max_memory_allocated`` would say. ``reserved`` is what the caching allocator takes
+    ``states`` are parameters, gradients and optimizer state; ``engine_moments`` every named moment of the step with the engine's
+    own lines, ``workspaces`` what libraries hold at all of them, and ``peak`` the largest moment, with both: what ``torch.cuda.max_memory_allocated`` would say. ``reserved`` is what the caching allocator takes
     around the peak, ``outside`` what the card gives to the context and to communicators. ``approximate`` says in a sentence
     which part is not exact for this architecture, and is empty otherwise; ``notes`` what a reader would trip over;
     ``kept`` what one block of each kind keeps for its backward, where the moments give it as one line.
@@ -54,7 +54,8 @@ class Estimate:
     parameters: int
     active_parameters: int
     states: tuple[Line, ...]
-    moments: tuple[Moment, ...]
+    engine_moments: tuple[Moment, ...]
+    workspaces: tuple[Line, ...]
     peak: Moment
     outside: tuple[Outside, ...]
     host: tuple[Line, ...]
@@ -82,6 +83,11 @@ class Estimate:
     def peak_bytes(self) -> int:
         """Peak of what the caching allocator has handed out."""
         return int(self.peak.total_bytes)
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Every named moment with all that is alive then, library workspaces included."""
+        return tuple(Moment(name, phase, (*lines, *self.workspaces)) for name, phase, lines in self.engine_moments)
 
     @property
     def reserved(self) -> Band:
@@ -153,15 +159,17 @@ def estimate(job: JobSpec) -> Estimate:
     True
     """
     account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
-    moments = _with_workspaces(job, account.moments)
+    highest = peak(account.moments)
+    workspaces = () if job.recipe.engine == "paper" else (workspace_line(job.cluster.gpu),)
     parameters = parameter_count(job.model)
     return Estimate(
         job=job,
         parameters=parameters,
         active_parameters=active_parameter_count(job.model),
         states=tuple(line for line in account.states if line.kind in MODEL_STATES),
-        moments=moments,
-        peak=peak(moments),
+        engine_moments=account.moments,
+        workspaces=workspaces,
+        peak=highest._replace(lines=(*highest.lines, *workspaces)),
         outside=outside(job.mesh),
         host=account.host,
         traffic=_traffic(job, account, parameters),
@@ -170,14 +178,6 @@ def estimate(job: JobSpec) -> Estimate:
         notes=account.notes,
         kept=account.kept,
     )
-
-
-def _with_workspaces(job: JobSpec, moments: tuple[Moment, ...]) -> tuple[Moment, ...]:
-    """Library workspaces are there from the first matrix multiplication on; the paper's account has none."""
-    if job.recipe.engine == "paper":
-        return moments
-    workspace = workspace_line(job.cluster.gpu)
-    return tuple(Moment(name, phase, (*lines, workspace)) for name, phase, lines in moments)
 
 
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:
