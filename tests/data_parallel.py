@@ -34,7 +34,7 @@ def process_group(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def third_step(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int = 1, rank: int = 0) -> Timeline:
+def third_step(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int = 2, rank: int = 0) -> Timeline:
     """Train three steps and mark ``forward``, ``backward`` and ``done`` of each micro-batch, ``step`` and ``end`` of each step.
 
     Bytes are counted from before the model is built, so they are all there is.

@@ -44,7 +44,8 @@ class Estimate:
     """The memory account of one GPU (rank 0) in the steady state of a training step. All sizes in bytes.
 
     ``states`` are parameters, gradients and optimizer state; ``engine_moments`` every named moment of the step with the engine's
-    own lines, ``workspaces`` what libraries hold at all of them, and ``peak`` the largest moment, with both: what ``torch.cuda.max_memory_allocated`` would say. ``reserved`` is what the caching allocator takes
+    own lines, ``workspaces`` what libraries hold at all of them, and ``peak`` the largest moment, with both: what
+    ``torch.cuda.max_memory_allocated`` would say. ``reserved`` is what the caching allocator takes
     around the peak, ``outside`` what the card gives to the context and to communicators. ``approximate`` says in a sentence
     which part is not exact for this architecture, and is empty otherwise; ``notes`` what a reader would trip over;
     ``kept`` what one block of each kind keeps for its backward, where the moments give it as one line.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -29,7 +30,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "bf16-mixed")
 # Peaks lie in the loss, in the last or the first block, at the embedding or in the step, depending on these shapes.
 LLAMA_LOGITS = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=320, vocab=1500, layers=4)
 LLAMA_WEIGHTS = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=512, vocab=160, layers=4)
-LLAMA_TIED = LLAMA_LOGITS.model_copy(update={"tie_word_embeddings": True})
+LLAMA_TIED = replace(LLAMA_LOGITS, tie_word_embeddings=True)
 LLAMA_TOKENS = tiny_spec("llama", heads=4, kv_heads=4, head_dim=32, ffn=256, vocab=260, layers=3)
 GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=32, ffn=512, vocab=700, layers=4)
 
@@ -57,9 +58,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
-    return RecipeSpec.model_validate(
-        {"engine": "ddp", "zero_stage": 0, "ddp": DdpOptions(gradient_as_bucket_view=views), **fields}
-    )
+    return RecipeSpec(**{"engine": "ddp", "zero_stage": 0, "ddp": DdpOptions(gradient_as_bucket_view=views), **fields})
 
 
 def predicted_peak(moments: list[Moment], recipe: RecipeSpec) -> int:
@@ -70,7 +69,7 @@ def is_forward(moment: Moment) -> bool:
     return moment.phase is Phase.FORWARD or moment.name == "forward of the loss"
 
 
-def check(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int = 1) -> None:
+def check(spec: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, *, ranks: int = 2) -> None:
     """Compare the peak of forward and loss, of the backward, and of the step."""
     rank = 0
     impl = implementation(recipe.optimizer, recipe.optimizer_impl)
@@ -127,7 +126,7 @@ def test_peaks_with_accumulated_gradients(
     sync: bool,
 ) -> None:
     recipe = recipe_of(precision=precision, views=views, sync_every_micro_batch=sync, optimizer_impl="fused")
-    check(spec, recipe, FEW.model_copy(update={"grad_accum_steps": steps}))
+    check(spec, recipe, replace(FEW, grad_accum_steps=steps))
 
 
 @pytest.mark.parametrize(("precision", "views"), list(product(PRECISIONS, [False, True])))
@@ -147,9 +146,9 @@ def test_peaks_of_the_fullest_rank_at_stage_1(precision: Precision, ranks: int) 
 
 def test_the_second_forward_rebuilds_buckets_while_gradients_view_the_first() -> None:
     recipe = recipe_of(precision="fp32", views=True, optimizer="sgd")
-    batch = FEW.model_copy(update={"grad_accum_steps": 2})
+    batch = replace(FEW, grad_accum_steps=2)
     timeline = third_step(LLAMA_WEIGHTS, recipe, batch)
-    (moment,) = [one for one in account(LLAMA_WEIGHTS, recipe, MeshSpec(), batch).moments if one.phase is Phase.INIT]
+    (moment,) = [one for one in account(LLAMA_WEIGHTS, recipe, MeshSpec(dp_shard=2), batch).moments if one.phase is Phase.INIT]
     measured = timeline.peak_bytes("forward 0.1", "backward 0.1")
     later = timeline.peak_bytes("forward 2.1", "backward 2.1")
     assert 0 <= measured - int(moment.total_bytes) <= SCALARS

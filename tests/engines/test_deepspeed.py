@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ TINY = ModelSpec(
     head_dim=4,
     vocab_size=10,
 )
-TIED = TINY.model_copy(update={"tie_word_embeddings": True})
+TIED = replace(TINY, tie_word_embeddings=True)
 PSI = parameter_count(LLAMA_7B)
 BATCH = BatchSpec(micro_batch_size=1, seq_len=2048)
 

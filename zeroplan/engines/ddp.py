@@ -46,7 +46,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     weights = _weights(model)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", "")
-    buckets, gradients = _gradient_states(recipe, element_bytes, weights.total)
+    buckets, gradients = _gradient_states(recipe, element_bytes, weights.total, mesh.dp_shard)
     base = (parameters, buckets, *held, *_scaler(recipe))
     states = (*base, *gradients)
     step = Step(
@@ -68,11 +68,15 @@ def _whole(kind: Kind, element_bytes: int, elements: int, reason: str, source: s
     return Line(kind, element_bytes * elements, reason, "4·Ψ" if element_bytes == 4 else "2·Ψ", source)
 
 
-def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int) -> tuple[Line, Lines]:
-    """Return the buckets, alive always, and the gradients beside them at the end of a backward."""
+def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: Int) -> tuple[Line, Lines]:
+    """Return the buckets, alive always, and the gradients beside them at the end of a backward.
+
+    A single rank has nothing to reduce and nobody wraps it: it has gradients but no buckets.
+    """
     if recipe.ddp.gradient_as_bucket_view:
         return _whole(Kind.GRADIENTS, element_bytes, total, "gradients, views of the reducer's buckets", _REDUCER), ()
-    buckets = _whole(Kind.REDUCE, element_bytes, total, "the reducer's buckets, room for all gradients", _REDUCER)
+    size = where(ranks > 1, element_bytes * total, 0)
+    buckets = Line(Kind.REDUCE, size, "the reducer's buckets, room for all gradients", f"{element_bytes}·Ψ", _REDUCER)
     return buckets, (_whole(Kind.GRADIENTS, element_bytes, total, "gradients", _ACCUMULATE),)
 
 
@@ -155,7 +159,7 @@ def _collectives(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, 
     moved = where(ranks > 1, total, 0)
     what = _in_buckets(bucket_count(model, step.element_bytes))
     reduce = Collective(
-        "all-reduce", what, "backward", ranks, calls, payload, 2 * share * calls, 2 * moved * calls, _ALL_REDUCE
+        "all_reduce", what, "backward", ranks, calls, payload, 2 * share * calls, 2 * moved * calls, _ALL_REDUCE
     )
     if recipe.zero_stage == 0:
         return (reduce,)

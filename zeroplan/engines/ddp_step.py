@@ -142,13 +142,14 @@ def _kept_casts(recipe: RecipeSpec, block: BlockPass) -> int:
 
 def _forward(step: Step, head: HeadPass, stack: _Stack) -> Moment:
     layers = stack.run.layers
-    extra = stack.block.forward if step.recipe.recompute == "none" else stack.block.forward_recompute
+    whole = step.recipe.recompute == "none"
+    # A recomputed first block's checkpoint is the embedding output that the model's forward holds by name.
+    extra = (*head.forward, *stack.block.forward) if whole else stack.block.forward_recompute
     lines = (
         *step.base,
         _gradients(step, 0, 0, 0),
         *_casts(step, stack.cached_beneath + layers * stack.run.casts),
         *head.shared,
-        *head.forward,
         *stack.beneath,
         *stack.every,
         *extra,
