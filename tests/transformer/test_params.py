@@ -232,7 +232,7 @@ def test_gpt2_by_the_formula_of_megatron():
 
 
 def test_left_over_parameters_stand_last_among_the_embeddings():
-    spec = model("gpt2").model_copy(update={"unplaced_parameters": 321})
+    spec = replace(model("gpt2"), unplaced_parameters=321)
     assert layout(spec).embeddings[-1].name == "unplaced"
     assert layout(spec).embeddings[-1].shape == (321,)
     assert parameter_count(spec) == parameter_count(model("gpt2")) + 321
@@ -271,6 +271,5 @@ def test_every_family_has_a_model_in_the_catalogue_and_a_tiny_case(family: str):
     ],
 )  # fmt: skip
 def test_a_spec_holds_the_parts_of_its_family_and_no_others(name: str, change: dict[str, object], says: str):
-    fields = {key: getattr(model(name), key) for key in ModelSpec.model_fields}
     with pytest.raises(SpecError, match=says):
-        ModelSpec(**(fields | change))
+        replace(model(name), **change)
