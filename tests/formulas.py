@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SYMBOL = re.compile(r"(?<![A-Za-z])(ceil|max|min|[A-Za-zΨ])(?![A-Za-z])")
+_SYMBOL = re.compile(r"[A-Za-zΨ][A-Za-z_0-9]*")
 _FUNCTIONS = {"ceil": ceil, "max": max, "min": min}
 
 

@@ -71,7 +71,8 @@ class Estimate:
         """The number of every symbol that the formulas of the lines use."""
         job = self.job
         of_the_model = legend(job.model, compute_of(job.recipe), job.batch)
-        symbols = {**of_the_model, **{symbol.name: symbol.value for symbol in self.symbols}}
+        common = {"Ψ": self.parameters, "L": job.model.num_hidden_layers, "N": job.mesh.dp_shard}
+        symbols = {**common, **of_the_model, **{symbol.name: symbol.value for symbol in self.symbols}}
         return {name: int(value) for name, value in symbols.items()}
 
     @property

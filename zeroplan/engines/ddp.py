@@ -76,7 +76,9 @@ def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: 
     if recipe.ddp.gradient_as_bucket_view:
         return _whole(Kind.GRADIENTS, element_bytes, total, "gradients, views of the reducer's buckets", _REDUCER), ()
     size = where(ranks > 1, element_bytes * total, 0)
-    buckets = Line(Kind.REDUCE, size, "the reducer's buckets, room for all gradients", f"{element_bytes}·Ψ", _REDUCER)
+    buckets = Line(
+        Kind.REDUCE, size, "the reducer's buckets, room for all gradients", f"{element_bytes}·Ψ·min(1, N-1)", _REDUCER
+    )
     return buckets, (_whole(Kind.GRADIENTS, element_bytes, total, "gradients", _ACCUMULATE),)
 
 

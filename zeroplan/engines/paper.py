@@ -6,6 +6,8 @@ too, stage 3 the parameters too. Tensor parallelism divides everything by its de
 the loss; no buffer, no padding beyond whole elements, no temporary of an optimizer.
 """
 
+from functools import lru_cache
+
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.optimizers import LocalTensor, state_lines
 from zeroplan.engines.precisions import compute_of, widths
@@ -52,9 +54,25 @@ def _states(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...
         lines.append(
             Line(Kind.OPTIMIZER_STATE, master, "fp32 copy of the parameters", _formula(width.stored, recipe, 1), _STATES)
         )
-    tensors = (LocalTensor((updated,)),)
-    states = state_lines(recipe.optimizer, "foreach", tensors, width.stored)
-    return (*lines, *(line._replace(formula=_formula(width.stored, recipe, 1)) for line in states))
+    whole = state_lines(recipe.optimizer, "foreach", _whole_tensors(model), width.stored, symbol="Ψ")
+    return (*lines, *(_divided(line, recipe, mesh) for line in whole))
+
+
+@lru_cache(maxsize=256)
+def _whole_tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
+    tree = layout(model)
+    return (
+        *(LocalTensor(one.shape, in_block=False) for one in (*tree.embeddings, *tree.tail)),
+        *(LocalTensor(one.shape, run.layers) for run in tree.runs for one in run.parameters),
+    )
+
+
+def _divided(line: Line, recipe: RecipeSpec, mesh: Mesh) -> Line:
+    """A state of the whole model, on one rank."""
+    n_bytes = _sharded(ceil_div(line.n_bytes, mesh.tp), recipe, mesh, from_stage=1)
+    split = f"ceil(({line.formula})/p)"
+    formula = f"ceil({split}/N)" if recipe.zero_stage >= 1 else split
+    return line._replace(n_bytes=n_bytes, formula=formula if line.formula else "")
 
 
 def _sharded(elements: Int, recipe: RecipeSpec, mesh: Mesh, *, from_stage: int) -> Int:

@@ -12,6 +12,7 @@ from zeroplan.traffic import wire_time
 from zeroplan.transformer.legend import SYMBOLS
 from zeroplan.units import GB, GIB, MB, format_size
 
+_COMMON_SYMBOLS = {"Ψ": "parameters", "L": "blocks", "N": "ranks that share one copy"}
 _WHAT = 36
 _REASON = 62
 
@@ -137,7 +138,7 @@ def _kept(answer: Estimate) -> Iterator[str]:
 
 def _legend(answer: Estimate) -> Iterator[str]:
     yield "Symbols"
-    meanings = {**SYMBOLS, **{symbol.name: symbol.meaning for symbol in answer.symbols}}
+    meanings = {**_COMMON_SYMBOLS, **SYMBOLS, **{symbol.name: symbol.meaning for symbol in answer.symbols}}
     for name, value in answer.legend.items():
         if value:
             yield f"  {name:<10}{value:>20,}  {meanings[name]}"

@@ -114,6 +114,7 @@ def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> t
     ahead = plan.gathers * maximum(width * group.padded, width * below.padded + cast)
     own, other = f"{width}·P_{group.symbol}", f"{width}·P_{below.symbol}"
     formula = f"max({own}, {other} + {other}/N)" if plan.width.mixed else f"max({own}, {other})"
+    formula = f"{formula}·min(1, N-1)"
     return (Line(Kind.GATHER, ahead, "this block's, then the next one's with its cast input", formula, GATHER),)
 
 

@@ -37,7 +37,8 @@ def root_unsharded(plan: Plan) -> Line:
 def gathered(plan: Plan, group: Group, reason: str, source: str = GATHER) -> Line:
     """An all-gather buffer: the whole group, on a stream of its own; none with a single rank."""
     width = plan.width.compute
-    return Line(Kind.GATHER, plan.gathers * width * group.padded, reason, f"{width}·P_{group.symbol}", source)
+    formula = f"{width}·P_{group.symbol}·min(1, N-1)"
+    return Line(Kind.GATHER, plan.gathers * width * group.padded, reason, formula, source)
 
 
 def gathered_below(plan: Plan, position: Position) -> tuple[Line, ...]:
