@@ -108,9 +108,11 @@ def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
     gradients = Line(GRADIENT, e * (inner + hidden), "gradients of the first projection's output and input", "e·T·(f+h)", GPT2)
     through = Line(GRADIENT, 4 * hidden, "gradient of the norm's output, fp32", "4·T·h", GPT2)
     second, every = matrix + x.hidden, 2 * matrix + ffn + x.hidden
+    cast = (*kept, Line(GRADIENT, e * inner, "gradient of gelu", "e·T·f", GPT2), uncast)
     output = Line(GRADIENT, e * (hidden + inner), "gradients of the output, cast, and of gelu", "e·T·(h+f)", GPT2)
     points = (
         BackwardPoint("second MLP projection", (*saved, output, uncast), 0, 0, 2 * matrix),
+        BackwardPoint("second MLP projection: cast of the weight gradient", cast, second, matrix, matrix),
         BackwardPoint("gelu", product, second, matrix, matrix),
         BackwardPoint("first MLP projection", (made, gradients, uncast), second, 0, matrix),
         BackwardPoint("first MLP projection: cast of the weight gradient", (through, uncast), every, matrix, 0),
