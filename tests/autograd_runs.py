@@ -13,13 +13,15 @@ from tests.allocations import Timeline, mark, recorded  # noqa: E402
 from tests.causal_models import causal_model  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from transformers import PreTrainedModel
 
     from zeroplan.spec.batch import BatchSpec
     from zeroplan.spec.model import ModelSpec
     from zeroplan.transformer.blocks import Compute
+
+    Hook = Callable[..., object]
 
 
 def saved_bytes(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, layers: int) -> int:
@@ -100,7 +102,7 @@ def _mark_blocks(model: PreTrainedModel) -> None:
         block.register_forward_hook(_after(index))
 
 
-def _before(index: int):
+def _before(index: int) -> Hook:
     def hook(_block: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         mark(f"forward {index}")
         return (_Passage.apply(inputs[0], f"backward {index} end"), *inputs[1:])
@@ -108,7 +110,7 @@ def _before(index: int):
     return hook
 
 
-def _after(index: int):
+def _after(index: int) -> Hook:
     def hook(_block: torch.nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         mark(f"forward {index} end")
         return _Passage.apply(output, f"backward {index}")

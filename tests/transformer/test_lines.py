@@ -48,7 +48,15 @@ def spec(family: str) -> ModelSpec:
         vocab_size=211,
         positions=64 if gpt2 else 0,
         attention_bias=family == "qwen2",
-        moe=MoeSpec(num_experts=5, num_experts_per_tok=3, moe_intermediate_size=56, num_dense_layers=1) if moe else None,
+        moe=MoeSpec(
+            num_experts=5,
+            num_experts_per_tok=3,
+            moe_intermediate_size=56,
+            num_dense_layers=1,
+            num_shared_experts=2 if family == "deepseek_v3" else 0,
+        )
+        if moe
+        else None,
         mla=MlaSpec(q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=12)
         if family == "deepseek_v3"
         else None,

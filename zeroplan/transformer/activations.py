@@ -26,9 +26,6 @@ class Treatment(NamedTuple):
     approximation: str = ""
 
 
-_LIKE_LLAMA = "is treated as llama"
-_LIKE_GPT2 = "is treated as gpt2 with its own widths"
-
 #: The one place where a family meets its formulas; an exact family has no approximation.
 TREATMENTS: dict[str, Treatment] = {
     "llama": Treatment(llama_block),
@@ -37,25 +34,33 @@ TREATMENTS: dict[str, Treatment] = {
     "qwen3": Treatment(llama_block),
     "gpt2": Treatment(gpt2_block),
     "mixtral": Treatment(llama_block),
-    "phi3": Treatment(llama_block, approximation=f"phi3 {_LIKE_LLAMA}: its joint qkv and gate-up projections are taken apart."),
-    "gemma2": Treatment(llama_block, approximation=f"gemma2 {_LIKE_LLAMA}: its two further norms are left out."),
-    "gemma3_text": Treatment(llama_block, approximation=f"gemma3_text {_LIKE_LLAMA}: its two further norms are left out."),
+    "phi3": Treatment(llama_block, approximation="phi3 is treated as llama: joint projections are taken apart."),
+    "gemma2": Treatment(llama_block, approximation="gemma2 is treated as llama with two more norms: no soft-capping."),
+    "gemma3_text": Treatment(
+        llama_block, approximation="gemma3_text is treated as llama with two more norms: no sliding-window masks."
+    ),
     "qwen3_moe": Treatment(llama_block, approximation="qwen3_moe is treated as mixtral with norms over queries and keys."),
     "deepseek_v3": Treatment(
-        llama_block, approximation="deepseek_v3 is treated as mixtral with the widths of its latent attention."
+        llama_block,
+        approximation="deepseek_v3 is treated as mixtral with shared experts: its low-rank projections save more than counted.",
     ),
     "gpt_oss": Treatment(llama_block, approximation="gpt_oss is treated as mixtral: its sinks and biases are left out."),
-    "gpt_neox": Treatment(gpt2_block, approximation=f"gpt_neox {_LIKE_GPT2}: rotary positions are left out."),
-    "opt": Treatment(gpt2_block, approximation=f"opt {_LIKE_GPT2}: ReLU keeps less than GELU does."),
-    "bloom": Treatment(gpt2_block, approximation=f"bloom {_LIKE_GPT2}: ALiBi is left out."),
+    "gpt_neox": Treatment(gpt2_block, approximation="gpt_neox is treated as gpt2 with its own widths: no rotary positions."),
+    "opt": Treatment(gpt2_block, approximation="opt is treated as gpt2 with its own widths: ReLU keeps less than GELU."),
+    "bloom": Treatment(gpt2_block, approximation="bloom is treated as gpt2 with its own widths: ALiBi is left out."),
 }
 
 
 def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch) -> BlockPass:
-    """What one block of ``kind`` (``dense`` or ``moe``) costs in one forward and backward pass.
+    """Return what one block of ``kind``, ``dense`` or ``moe``, costs in one forward and backward pass.
 
-    Follows CUDA where the CPU differs. Leaves out: dropout (off, as in pre-training), padding (causal attention without an
-    explicit mask), compiled graphs and fused kernels, which change every number.
+    Follows CUDA where a CPU differs: LayerNorm statistics are fp32, autocast runs ``pow`` and what follows in fp32, flash
+    attention takes scratch in its backward, and mixed-dtype additions make no copy. Takes attention's ``sdpa`` for its
+    flash kernel; fp32 on CUDA has none, and falls back to kernels that keep more. Takes an MLP at least as wide as the
+    hidden state, and attention at most about twice as wide.
+
+    Leaves out: dropout (off, as in pre-training); padding, and sliding windows shorter than the sequence, which both bring
+    an explicit mask and repeated keys; compiled graphs and fused kernels, which change every number.
     """
     treatment = TREATMENTS[model.family]
     block = treatment.moe if kind == "moe" else treatment.dense

@@ -19,7 +19,7 @@ LOGITS = Kind.LOGITS
 
 
 def head_pass(model: ModelSpec, compute: Compute, batch: Batch) -> HeadPass:
-    """What the model holds outside its blocks, with the causal-LM loss that transformers computes.
+    """Return what the model holds outside its blocks, with the causal-LM loss that transformers computes.
 
     The logits are upcast to fp32 and the labels shifted by padding. Leaves out: a chunked or fused loss, dropout after the
     embedding, the loss itself and the sum of label weights (4 bytes each).
@@ -54,7 +54,11 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
 
 
 def _beside_the_blocks(x: Widths) -> tuple[Line, ...]:
-    """The embedding output is block 0's input; where no norm copies it, only an explicit sum with positions adds to it."""
+    """List what the model's forward holds by name while its blocks run.
+
+    The embedding output is block 0's input, so it counts from block 1 on; where block 0 saves it, or recomputation keeps it,
+    it counts nowhere, unless it is a tensor of its own before positions are added.
+    """
     lines: tuple[Line, ...] = ()
     embedded = Line(TEMPORARY, x.residual * x.tokens * x.hidden, "token embeddings, held by name", "r·T·h", MODEL)
     if x.fused_projection:
@@ -87,7 +91,7 @@ def _loss_temporaries(x: Widths, vocab: int) -> tuple[Line, ...]:
 
 
 def _norm_backward(x: Widths, norm: Part) -> tuple[Line, ...]:
-    """The final norm's backward; where the residual stream is fp32 no gradient of it exists yet to add the direct one to."""
+    """List the final norm's backward: no residual gradient exists yet that the direct one could be added to."""
     lines = norm.points[0].lines
     if x.fused_projection or x.residual != 4:
         return lines

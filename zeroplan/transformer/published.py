@@ -101,7 +101,7 @@ def zero_activation_bytes(*, hidden: Int, layers: Int, seq_len: Int, batch: Int)
 def megatron_layer_lines(
     model: ModelSpec, mesh: Mesh, batch: Batch, *, sequence_parallel: bool, recompute: Recompute
 ) -> tuple[Line, ...]:
-    """What Korthikanti's closed form says one layer of ``model`` keeps on one rank.
+    """Return what Korthikanti's closed form says one layer of ``model`` keeps on one rank.
 
     The model's own MLP width, grouped heads and gating do not enter: the form is that of a GPT-3 layer. Lines are rounded up
     one by one, so that their sum can be a byte or two above the form where ``tp`` does not divide.

@@ -17,11 +17,17 @@ FLASH_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/
 FLASH_SCRATCH = "scratch of the flash-attention backward kernel (CUDA)"
 
 
-def grouped_query_attention(x: Widths, *, bias: bool = False, output_bias: bool = False, head_norms: bool = False) -> Part:
-    """Attention of the Llama kind, causal, without an explicit mask; ``head_norms`` as in Qwen3."""
+def grouped_query_attention(
+    x: Widths, *, bias: bool = False, output_bias: bool = False, head_norms: bool = False, inward: int | None = None
+) -> Part:
+    """Attention of the Llama kind, causal, without an explicit mask; ``head_norms`` as in Qwen3.
+
+    ``inward`` counts the weights that make q, k and v where they are not three plain matrices.
+    """
     norm = query_norm(x) if head_norms else None
     before = _projection_inputs(x) if norm is None else (*_projection_inputs(x), *norm.saved, *key_norm(x))
-    inward, outward = x.hidden * (x.query + x.key + x.value), x.context * x.hidden
+    inward = x.hidden * (x.query + x.key + x.value) if inward is None else inward
+    outward = x.context * x.hidden
     inward_biases, outward_bias = (x.query + x.key + x.value) if bias else 0, x.hidden if output_bias else 0
     head_scales = 2 * x.head_dim if head_norms else 0
     weights = inward + outward + inward_biases + outward_bias + head_scales
@@ -147,7 +153,7 @@ def _repeated(x: Widths) -> tuple[Line, Line]:
 
 
 def eager_forward_bytes(x: Widths, *, head_norms: bool, recomputed: bool) -> Int:
-    """Return what eager attention has alive at its softmax, beyond the first norm's saved tensors and the block's input. [bytes]
+    """Return what eager attention has alive at its softmax, beyond the first norm's saved tensors and the block input. [bytes]
 
     The tensors differ with the way heads are grouped: repeating a single key/value head is a view, repeating several a copy,
     and the matrix product copies what is not contiguous, which it is for a single sequence. ``recomputed``: nothing is
@@ -171,7 +177,7 @@ def eager_forward_bytes(x: Widths, *, head_norms: bool, recomputed: bool) -> Int
 
 
 def _eager_operands(x: Widths) -> Int:
-    """Queries, keys and values that the forward holds by name; rotary positions make q and k fp32 under autocast."""
+    """Sum the queries, keys and values that the forward holds by name; rotary positions make q and k fp32 under autocast."""
     query, key = x.tokens * x.query, x.tokens * x.key
     if x.fused_projection:
         return 3 * x.element * query
@@ -181,16 +187,16 @@ def _eager_operands(x: Widths) -> Int:
 
 
 def _eager_copies(x: Widths) -> Int:
-    """Queries and keys that the matrix product copies: to cast them, or to make them contiguous."""
+    """Sum the queries and keys that the matrix product copies: to cast them, or to make them contiguous."""
     query = x.element * x.tokens * x.query
     if x.autocast and not x.fused_projection:
         return 2 * query
     several = minimum(1, x.micro_batch - 1)
-    return 2 * query * several if x.key in (x.query, x.head_dim) else query * several
+    return 2 * query * several if x.key in {x.query, x.head_dim} else query * several
 
 
 def _query_projection(x: Widths, weights: int, norm: HeadNorm | None) -> tuple[BackwardPoint, ...]:
-    """The backward of the first projection, the last of the three to go; under autocast also the cast of its gradient."""
+    """List the backward of the first projection, the last of the three to go; under autocast also the cast of its gradient."""
     size = x.element * x.tokens * x.hidden
     matrix = x.hidden * x.query
     casts = matrix if x.autocast else 0

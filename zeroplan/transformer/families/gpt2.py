@@ -4,24 +4,24 @@ from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import maximum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass
-from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, fused_attention
+from zeroplan.transformer.families.attention import EAGER, eager_forward_bytes, fused_attention
 from zeroplan.transformer.families.llama import (
     EAGER_EXCESS,
-    SELECTIVE,
+    attention_kept,
     eager_excess,
     middle,
     norm_output,
 )
 from zeroplan.transformer.families.mlp import GPT2, gelu_mlp
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, layer_norm
-from zeroplan.transformer.families.parts import SAVED, TEMPORARY, assemble
+from zeroplan.transformer.families.parts import TEMPORARY, assemble
 from zeroplan.transformer.families.widths import Widths
 
 BLOCK = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Block.forward"
 
 
 def gpt2_block(model: ModelSpec, x: Widths) -> BlockPass:
-    """One GPT-2 block, dropout off."""
+    """One GPT-2 block, dropout off. Its products have biases, so that selective recomputation keeps none of them."""
     parts = (
         layer_norm(x, LAYER_BEFORE_ATTENTION),
         fused_attention(x),
@@ -35,7 +35,7 @@ def gpt2_block(model: ModelSpec, x: Widths) -> BlockPass:
         above = maximum(0, at_softmax - total_bytes(recompute))
         recompute = (*recompute, Line(TEMPORARY, above, EAGER_EXCESS, source=EAGER))
     return assemble(
-        x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=True
+        x, parts, forward=forward, recompute=recompute, selective=attention_kept(x), input_is_saved=True
     )  # fmt: skip
 
 
@@ -69,18 +69,3 @@ def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     else:
         gelu = Line(TEMPORARY, 4 * x.element * inner, "operands of tanh GELU", "4·e·T·f", GPT2)
     return middle(x), _attention_output(x), norm_output(x), gelu
-
-
-def _selective(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
-    kept = x.element * x.tokens
-    lines = (
-        Line(SAVED, 3 * kept * x.hidden, "output of the joint q, k and v projection", "3·e·T·h", SELECTIVE),
-        Line(SAVED, kept * model.intermediate_size, "output of the first MLP projection", "e·T·f", SELECTIVE),
-    )
-    if x.attention == "eager":
-        return lines
-    return (
-        *lines,
-        Line(SAVED, kept * x.context, "attention output", "e·T·c", SDPA),
-        Line(SAVED, 4 * x.tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA),
-    )

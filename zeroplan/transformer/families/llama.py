@@ -2,11 +2,11 @@
 
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import Int, maximum
-from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.blocks import BlockPass
+from zeroplan.spec.model import MlaSpec, ModelSpec
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass
 from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, grouped_query_attention
 from zeroplan.transformer.families.mlp import LLAMA, gated_mlp
-from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
+from zeroplan.transformer.families.norms import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, rms_norm
 from zeroplan.transformer.families.parts import LAYER, SAVED, TEMPORARY, Part, assemble
 from zeroplan.transformer.families.widths import Widths
 
@@ -19,7 +19,10 @@ SELECTIVE = "torchtitan, distributed/activation_checkpoint.py, per-operation sel
 def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
     """One dense decoder layer: norm, attention, norm, gated MLP."""
     mlp = gated_mlp(x, model.intermediate_size, bias=model.mlp_bias)
-    parts = (rms_norm(x, BEFORE_ATTENTION), attention(model, x), rms_norm(x, BEFORE_MLP), mlp)
+    attended = attention(model, x)
+    if model.family in {"gemma2", "gemma3_text"}:
+        attended, mlp = _then_norm(attended, rms_norm(x, AFTER_ATTENTION)), _then_norm(mlp, rms_norm(x, AFTER_MLP))
+    parts = (rms_norm(x, BEFORE_ATTENTION), attended, rms_norm(x, BEFORE_MLP), mlp)
     copied = x.residual != 4
     forward = dense_forward(x)
     recompute = _recompute(model, x)
@@ -31,15 +34,34 @@ def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
     )  # fmt: skip
 
 
+def _then_norm(part: Part, norm: Part) -> Part:
+    """Put a norm behind a part, inside its residual branch: the norm goes first in the backward."""
+    point = norm.points[0]
+    at_norm = BackwardPoint(point.name, part.saved + point.lines, point.gradients, point.current_gradient, part.casts)
+    later = [place._replace(gradients=place.gradients + norm.weights) for place in part.points]
+    return Part(part.saved + norm.saved, (at_norm, *later), part.weights + norm.weights, part.casts)
+
+
 def attention(model: ModelSpec, x: Widths) -> Part:
-    """The family's attention. Qwen2 has biases on q, k and v only; Llama, where it has them, on the output too."""
+    """Build the family's attention. Qwen2 has biases on q, k and v only; Llama, where it has them, on the output too."""
     bias = model.attention_bias
     return grouped_query_attention(
         x,
         bias=bias,
         output_bias=bias and model.family != "qwen2",
         head_norms=has_head_norms(model),
+        inward=None if model.mla is None else _latent_weights(model, model.mla),
     )
+
+
+def _latent_weights(model: ModelSpec, mla: MlaSpec) -> int:
+    """Count the low-rank projections of multi-head latent attention and the norms between them."""
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    rank = mla.q_lora_rank
+    queries = hidden * query if rank is None else hidden * rank + rank + rank * query
+    compressed = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+    return queries + compressed + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
 
 
 def has_head_norms(model: ModelSpec) -> bool:
@@ -56,12 +78,12 @@ def dense_forward(x: Widths) -> tuple[Line, ...]:
 
 
 def middle(x: Widths) -> Line:
-    """The residual stream between the two branches."""
+    """Describe the residual stream between the two branches."""
     return Line(TEMPORARY, x.residual * x.tokens * x.hidden, "residual stream between attention and MLP", "r·T·h", LAYER)
 
 
 def norm_output(x: Widths) -> Line:
-    """The second norm's output, in the norm's own dtype."""
+    """Describe the second norm's output, in the norm's own dtype."""
     return Line(TEMPORARY, x.residual * x.tokens * x.hidden, "output of the norm before the MLP", "r·T·h", LAYER)
 
 
@@ -105,26 +127,31 @@ def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     return middle(x), norm_output(x), gated
 
 
-def attention_kept(x: Widths) -> tuple[Line, ...]:
-    """What per-operation recomputation keeps of attention: its outputs, and the first and third matrix product."""
-    kept = x.element * x.tokens
-    lines = (
-        Line(SAVED, kept * x.query, "output of the q projection", "e·T·q", SELECTIVE),
-        Line(SAVED, kept * x.value, "output of the v projection", "e·T·v", SELECTIVE),
-    )
+def attention_kept(x: Widths, *products: Line) -> tuple[Line, ...]:
+    """List what per-operation recomputation keeps of attention: ``products``, and its output where a kernel computes it."""
     if x.attention == "eager":
-        return lines
+        return products
+    output = Line(SAVED, x.element * x.tokens * x.context, "attention output", "e·T·c", SDPA)
+    return (*products, output, Line(SAVED, 4 * x.tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA))
+
+
+def query_and_value(x: Widths) -> tuple[Line, Line]:
+    """Describe the first and third product of attention without biases."""
     return (
-        *lines,
-        Line(SAVED, kept * x.context, "attention output", "e·T·c", SDPA),
-        Line(SAVED, 4 * x.tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA),
+        Line(SAVED, x.element * x.tokens * x.query, "output of the q projection", "e·T·q", SELECTIVE),
+        Line(SAVED, x.element * x.tokens * x.value, "output of the v projection", "e·T·v", SELECTIVE),
     )
 
 
 def _selective(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
+    """Every second plain matrix product of the block; a product with a bias is another operator, neither counted nor kept."""
     kept = x.element * x.tokens
-    return (
-        *attention_kept(x),
-        Line(SAVED, kept * model.intermediate_size, "output of the gate projection", "e·T·f", SELECTIVE),
-        Line(SAVED, kept * x.hidden, "output of the down projection", "e·T·h", SELECTIVE),
-    )
+    if model.attention_bias and model.family == "qwen2":
+        output = Line(SAVED, kept * x.hidden, "output of the output projection", "e·T·h", SELECTIVE)
+        up = Line(SAVED, kept * model.intermediate_size, "output of the up projection", "e·T·f", SELECTIVE)
+        return attention_kept(x, output, up)
+    products = () if model.attention_bias else query_and_value(x)
+    if not model.mlp_bias:
+        gate = Line(SAVED, kept * model.intermediate_size, "output of the gate projection", "e·T·f", SELECTIVE)
+        products = (*products, gate, Line(SAVED, kept * x.hidden, "output of the down projection", "e·T·h", SELECTIVE))
+    return attention_kept(x, *products)

@@ -13,6 +13,7 @@ from zeroplan.transformer.families.llama import (
     has_head_norms,
     middle,
     norm_output,
+    query_and_value,
 )
 from zeroplan.transformer.families.moe import EXPERTS, routed_experts
 from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
@@ -69,4 +70,4 @@ def _recompute(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
 
 def _selective(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
     logits = Line(SAVED, x.element * x.tokens * moe.num_experts, "output of the router", "e·T·E", SELECTIVE)
-    return (*attention_kept(x), logits)
+    return attention_kept(x, *query_and_value(x), logits)

@@ -108,6 +108,7 @@ def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
     gradients = Line(GRADIENT, e * (inner + hidden), "gradients of the first projection's output and input", "e·T·(f+h)", GPT2)
     through = Line(GRADIENT, 4 * hidden, "gradient of the norm's output, fp32", "4·T·h", GPT2)
     second, every = matrix + x.hidden, 2 * matrix + ffn + x.hidden
+    cast = (*kept, Line(GRADIENT, e * inner, "gradient of gelu", "e·T·f", GPT2), uncast)
     output = Line(GRADIENT, e * (hidden + inner), "gradients of the output, cast, and of gelu", "e·T·(h+f)", GPT2)
     wide = Line(GRADIENT, 4 * inner, f"gradient of gelu, {FP32_ON_CUDA}", "4·T·f", GPT2)
     points = (

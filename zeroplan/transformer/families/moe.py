@@ -11,7 +11,7 @@ EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
 
 
 def routed_experts(x: Widths, moe: MoeSpec) -> Part:
-    """A softmax router and SwiGLU experts; every token visits ``t`` of them, so the sums do not depend on the routing.
+    """Build a softmax router and SwiGLU experts; every token visits ``t`` of them, so the sums do not depend on the routing.
 
     The grouped multiplication takes no part in autocast: the experts compute in the dtype of their weights. GPUs below
     compute capability 8.0 fall back to a loop, which is not modelled.
@@ -29,16 +29,26 @@ def routed_experts(x: Widths, moe: MoeSpec) -> Part:
     order = Line(SAVED, 8 * pairs, "order that undoes the sorting, int64", "8·T·t", EXPERTS)
     before = (*routing, selected, *hidden, product)
     saved = (*before, outputs, order)
+    shared = _shared_experts(x, moe)
     expert, router = moe.num_experts * x.hidden * moe.moe_intermediate_size, moe.num_experts * x.hidden
+    shared_weights = 3 * x.hidden * moe.num_shared_experts * moe.moe_intermediate_size
     return Part(
-        saved,
+        saved + shared,
         (
-            _weighting(x, moe, (*before, outputs)),
-            *_expert_points(x, moe, before=(*routing, selected), hidden=hidden, product=product),
+            _weighting(x, moe, (*before, outputs, *shared)),
+            *_expert_points(x, moe, before=(*routing, selected, *shared), hidden=hidden, product=product),
         ),
-        3 * expert + router,
-        router,
+        3 * expert + router + shared_weights,
+        router + shared_weights,
     )
+
+
+def _shared_experts(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
+    """List what experts that every token visits keep: a gated MLP's four tensors. They are taken to go last in the backward."""
+    if not moe.num_shared_experts:
+        return ()
+    inner = 4 * x.element * x.tokens * moe.num_shared_experts * moe.moe_intermediate_size
+    return (Line(SAVED, inner, "shared experts: gate, silu, up and product", "4·e·T·n·m", EXPERTS),)
 
 
 def _routing(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:

@@ -42,6 +42,18 @@ FINAL = NormNames(
     "final norm: reciprocal root mean square",
     "final norm: normalised input",
 )
+AFTER_ATTENTION = NormNames(
+    "norm after attention",
+    "norm after attention: its input in fp32",
+    "norm after attention: reciprocal root mean square",
+    "norm after attention: normalised input",
+)
+AFTER_MLP = NormNames(
+    "norm after the MLP",
+    "norm after the MLP: its input in fp32",
+    "norm after the MLP: reciprocal root mean square",
+    "norm after the MLP: normalised input",
+)
 LAYER_BEFORE_ATTENTION = NormNames(
     "norm before attention", "norm before attention: its input", f"norm before attention: {STATISTICS}", ""
 )
@@ -91,7 +103,7 @@ def query_norm(x: Widths) -> HeadNorm:
 
 
 def key_norm(x: Widths) -> tuple[Line, ...]:
-    """What Qwen3's norm over each key head saves. Its backward is never higher than that of the queries."""
+    """Return what Qwen3's norm over each key head saves. Its backward is never higher than that of the queries."""
     elements = x.tokens * x.key
     rows = x.tokens * (x.key // x.head_dim)
     return (

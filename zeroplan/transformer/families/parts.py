@@ -35,7 +35,7 @@ def assemble(
     selective: tuple[Line, ...],
     input_is_saved: bool,
 ) -> BlockPass:
-    """A pre-norm block of two residual branches: norm, attention, norm, MLP."""
+    """Build a pre-norm block of two residual branches: norm, attention, norm, MLP."""
     block_input = Line(SAVED, x.residual * x.tokens * x.hidden, "block input", "r·T·h", LAYER)
     saved = parts[0].saved + parts[1].saved + parts[2].saved + parts[3].saved
     return BlockPass(
@@ -51,7 +51,7 @@ def assemble(
 
 
 def _backward_points(x: Widths, parts: tuple[Part, Part, Part, Part]) -> tuple[BackwardPoint, ...]:
-    """The parts' points in the order of the backward, each with what earlier parts still save and later parts produced.
+    """List the parts' points in the order of the backward, each with what earlier parts still save and later parts produced.
 
     The gradient of the residual stream is alive throughout: it came in from the block above and goes out below.
     """

@@ -1,0 +1,58 @@
+"""Model FLOPs by hand."""
+
+from __future__ import annotations
+
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.flops import matmul_parameters, model_flops_per_token
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+
+HIDDEN, FFN, VOCAB, LAYERS, EXPERTS, TOP_K = 64, 160, 1000, 3, 8, 2
+
+
+def model(*, tied: bool) -> ModelSpec:
+    return ModelSpec(
+        family="mixtral",
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        vocab_size=VOCAB,
+        tie_word_embeddings=tied,
+    )
+
+
+def layout(*, tied: bool) -> Layout:
+    block = (
+        Parameter("norm.weight", (HIDDEN,)),
+        Parameter("qkv.weight", (3 * HIDDEN, HIDDEN), autocast=True),
+        Parameter("experts.weight", (EXPERTS, FFN, HIDDEN), active_share=(TOP_K, EXPERTS)),
+    )
+    head = () if tied else (Parameter("lm_head.weight", (VOCAB, HIDDEN), autocast=True),)
+    embeddings = (Parameter("embed.weight", (VOCAB, HIDDEN)),)
+    return Layout(embeddings, (BlockRun("moe", LAYERS, block),), (Parameter("norm.weight", (HIDDEN,)), *head))
+
+
+BLOCK = 3 * HIDDEN * HIDDEN + TOP_K * FFN * HIDDEN
+
+
+def test_counts_the_matrices_a_token_meets() -> None:
+    assert matmul_parameters(model(tied=False), layout(tied=False)) == LAYERS * BLOCK + VOCAB * HIDDEN
+
+
+def test_a_tied_head_counts_like_an_untied_one() -> None:
+    assert matmul_parameters(model(tied=True), layout(tied=True)) == matmul_parameters(model(tied=False), layout(tied=False))
+
+
+def test_six_operations_per_parameter_and_twelve_per_score() -> None:
+    flops = model_flops_per_token(model(tied=False), layout(tied=False), seq_len=128)
+    assert flops == 6 * (LAYERS * BLOCK + VOCAB * HIDDEN) + 12 * LAYERS * HIDDEN * 128
+
+
+def test_full_recomputation_repeats_the_forward_of_the_blocks() -> None:
+    plain, full = (
+        model_flops_per_token(model(tied=False), layout(tied=False), seq_len=128, recompute=recompute)
+        for recompute in ("none", "full")
+    )
+    assert full - plain == 2 * LAYERS * BLOCK + 4 * LAYERS * HIDDEN * 128
