@@ -17,15 +17,18 @@ from zeroplan.engines.deepspeed_passes import (
     Instant,
     Passes,
     RunPass,
+    after_head_bytes,
     backward_instant,
     checkpoint_beside,
     element_bytes,
     embedding_instant,
     forward_instant,
+    head_forward_instant,
     head_instants,
     kept_before,
     loss_instant,
     passes,
+    settled_bytes,
 )
 from zeroplan.engines.deepspeed_stage12_backward import waiting
 from zeroplan.engines.deepspeed_trace import Gathered, gathered
@@ -146,8 +149,12 @@ def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
         for block, held in _highest_forward(job.trace, run.first, run.n_blocks):
             at = forward_instant(these, run, block)
             moments.append(Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held))))
-    loss = loss_instant(these)
-    return (*moments, Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))))
+    head, loss = head_forward_instant(these), loss_instant(these)
+    return (
+        *moments,
+        Moment(head.name, head.phase, (*head.lines, _gathered_line(job, job.trace.head_forward))),
+        Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -191,16 +198,17 @@ def _head(job: _Job, these: Passes) -> Iterator[Moment]:
 
 
 @lru_cache(maxsize=4096)
-def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, *, made: bool) -> tuple[tuple[int, int], ...]:
+def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, current: int) -> tuple[tuple[int, int], ...]:
     """Return the last block, and earlier ones where more is gathered, at a point after so many gradients.
 
-    ``made`` says that the latest gradient has been made and handed on. Pairs of a block and the elements gathered.
+    ``current`` elements of gradients are being made; while parameters are gathered, they are not there yet. Pairs of a block
+    and the elements gathered.
     """
     chosen: list[tuple[int, int]] = []
     for block in range(first + n_blocks - 1, first - 1, -1):
         notes = trace.backward[block]
-        entry = next((note for note in notes if note[0] >= gradients), notes[-1])
-        held = entry[2] if made else entry[1]
+        note = next((note for note in notes if note.made >= gradients), notes[-1])
+        held = max(note.during, note.gathering - current) if current else note.after
         if not chosen or held > chosen[-1][1]:
             chosen.append((block, held))
     return tuple(chosen)
@@ -212,8 +220,8 @@ def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     for point in run.block.points:
         line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
         around = (line, *tied)
-        made = not point.current_gradient
-        for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, point.gradients, made=made):
+        counts = point.gradients, point.current_gradient
+        for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, *counts):
             at = backward_instant(these, run, block, point, _BACKWARD_OF_A_BLOCK)
             yield Moment(f"{at.name}: {point.name}", at.phase, (*at.lines, _gathered_line(job, held), *around))
 
@@ -238,7 +246,7 @@ def _gathered_at(trace: Gathered, flush: Flush) -> int:
     if flush.block >= len(trace.backward):
         return trace.head[2]
     notes = trace.backward[flush.block]
-    return next((during for made, during, _ in notes if made >= flush.made), notes[-1][1])
+    return next((note.during for note in notes if note.made >= flush.made), notes[-1].during)
 
 
 def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
@@ -261,18 +269,18 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
     activations = _at_flush(these, flush)
-    around = (*these.head.shared, *these.output, kept_before(these, min(max(flush.block, 0), these.n_blocks - 1)))
+    around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
     lines = (*around, activations, _gathered_line(job, held), *_reduce_lines(job, flush), *_tied_head(job))
     return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
 
 
 def _at_flush(these: Passes, flush: Flush) -> Line:
-    """Activations of the block that runs, at the first point after as many gradients."""
-    n_bytes = these.head.hidden_bytes
+    """Return the activations of the block that runs, at the first point after as many gradients. [bytes]"""
+    n_bytes = these.head.hidden_bytes if flush.block < 0 else after_head_bytes(these)
     for run in these.runs:
-        if run.first <= flush.block < run.first + run.n_blocks or (run is these.runs[-1] and flush.block >= these.n_blocks):
+        if run.first <= flush.block < run.first + run.n_blocks:
             later = [point for point in run.block.points if point.gradients >= flush.made]
-            n_bytes = total_bytes((*checkpoint_beside(these, run), *(later or run.block.points[-1:])[0].lines))
+            n_bytes = total_bytes(checkpoint_beside(these, run)) + settled_bytes((later or run.block.points[-1:])[0])
     return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs")
 
 
@@ -283,7 +291,9 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
     held = _gathered_line(job, job.trace.end)
     around = (*these.head.shared, *these.output, held)
+    gathering = _gathered_line(job, job.trace.embedding)
     return (
+        Moment("embedding gathered for its backward", at.phase, (*at.lines, gathering, *_tied_head(job))),
         Moment(at.name, at.phase, (*at.lines, held, embedding, *_tied_head(job))),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, *_reduce_lines(job, last))),
     )
@@ -309,17 +319,20 @@ def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
 def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the model arrives whole, or in pieces under ``zero.Init``; then the optimizer's tensors are made."""
     share = job.partition
+    largest = job.element * largest_parameter(job.whole)
     if job.recipe.deepspeed.zero_init:
-        largest = job.element * largest_parameter(job.whole)
         arrived = Line(Kind.PARAMETERS, largest, "largest parameter before it is split", "", f"{_GATHER}, Init")
         model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
     else:
         whole = Line(Kind.PARAMETERS, job.element * job.whole.n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
-        model = Moment("initialisation: model arrives whole", Phase.INIT, (whole,))
+        first = job.whole.placed[0].end
+        split = job.element * where(job.n_ranks > 1, ceil_div(first, job.n_ranks), largest_parameter(job.whole))
+        share_of_one = Line(Kind.PARAMETERS, split, "first share split off", "", f"{_GATHER}, _partition_param")
+        model = Moment("initialisation: model arrives whole", Phase.INIT, (whole, share_of_one))
     zeros = Line(
         Kind.GRADIENTS, job.master * share, "zero gradients of the share", "", f"{_STAGE3}, initialize_optimizer_states"
     )
-    one = _gathered_line(job, largest_parameter(job.whole))
+    one = Line(Kind.GATHER, largest, "largest parameter, gathered to hook its gradient", "", f"{_STAGE3}, __init__")
     return (
         model,
         Moment("initialisation: optimizer", Phase.INIT, (*states[:2], zeros)),
