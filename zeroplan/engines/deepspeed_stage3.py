@@ -34,7 +34,7 @@ from zeroplan.engines.deepspeed_stage12_backward import waiting
 from zeroplan.engines.deepspeed_trace import Gathered, gathered
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
-from zeroplan.numeric import Int, ceil_div, minimum, where
+from zeroplan.numeric import Bool, Int, ceil_div, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -58,8 +58,10 @@ class _Job(NamedTuple):
     kept: int
     """Bytes of an element of a gradient kept for the step."""
     partition: Int
-    trace: Gathered
     buckets: Schedule
+    trace: Gathered
+    applies: Bool
+    """Whether the number of micro-batches is the one that ``trace`` belongs to."""
 
 
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -72,7 +74,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     states = _states(job, impl)
     persistent = (*states, _bucket(job), _persistent(job))
     these = passes(model, recipe, batch)
-    running = (*_forward(job, these), *_backward(job, these))
+    running = [moment for each in _by_micro_batches(job, batch) for moment in (*_forward(each, these), *_backward(each, these))]
     training = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in running)
     step = tuple(Moment(name, phase, (*states, _bucket(job), *lines)) for name, phase, lines in _step(job, impl))
     return Account((*states, _bucket(job), _persistent(job)), (*_init(job, states), *training, *step), _collectives(job, batch))
@@ -90,9 +92,19 @@ def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
         2 if recipe.precision == "bf16" else 4,
         4 if sums_in_fp32 else element,
         _partition_elements(whole, mesh.dp_shard),
-        gathered(whole, recipe.deepspeed, recipe.recompute),
         schedule(whole, recipe.deepspeed.reduce_bucket_size),
+        gathered(whole, recipe.deepspeed, recipe.recompute)[0],
+        applies=True,
     )
+
+
+def _by_micro_batches(job: _Job, batch: Batch) -> tuple[_Job, ...]:
+    """Return the job with the trace of a single micro-batch per step, and that of several where it differs."""
+    traces = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute)
+    if len(traces) == 1:
+        return (job,)
+    several = batch.grad_accum_steps > 1
+    return job._replace(applies=batch.grad_accum_steps == 1), job._replace(trace=traces[1], applies=several)
 
 
 @lru_cache(maxsize=256)
@@ -115,7 +127,7 @@ def _partition_elements(whole: Row, n_ranks: Int) -> Int:
 
 def _gathered_line(job: _Job, elements: int) -> Line:
     """Gathered parameters; a single rank gathers nothing."""
-    n_bytes = where(job.n_ranks > 1, job.element * elements, 0)
+    n_bytes = where(job.n_ranks > 1, where(job.applies, job.element * elements, 0), 0)
     return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", "", _COORDINATOR)
 
 
@@ -342,11 +354,14 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
+    several = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute)[-1]
+    forward = where(micro > 1, several.forward_elements, trace.forward_elements)
+    backward = where(micro > 1, several.backward_elements, trace.backward_elements)
     flushes = len(job.buckets.flushes)
     psi = job.whole.n_elements
     return (
-        _all_gather(job, ("parameters", "in every forward"), trace.forward_elements, trace.forward_calls, micro),
-        _all_gather(job, ("parameters", "in every backward"), trace.backward_elements, trace.backward_calls, micro),
+        _all_gather(job, ("parameters", "in every forward"), forward, trace.forward_calls, micro),
+        _all_gather(job, ("parameters", "in every backward"), backward, trace.backward_calls, micro),
         _all_gather(job, ("persistent parameters", "after the optimizer step"), trace.persistent, trace.n_persistent, 1),
         Collective(
             "reduce-scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
@@ -355,7 +370,7 @@ def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     )  # fmt: skip
 
 
-def _all_gather(job: _Job, names: tuple[str, str], elements: int, calls: int, times: Int) -> Collective:
+def _all_gather(job: _Job, names: tuple[str, str], elements: Int, calls: int, times: Int) -> Collective:
     payload = job.element * -(-elements // max(calls, 1))
     sent = (job.n_ranks - 1) * job.element * elements // job.n_ranks * times
     return Collective("all-gather", *names, job.n_ranks, calls * times, payload, sent, elements * times, _COORDINATOR)

@@ -8,7 +8,7 @@ the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``run
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -72,10 +72,19 @@ class Gathered:
 
 
 @lru_cache(maxsize=64)
-def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute) -> Gathered:
-    """Replay one pass of the model."""
-    replay = _Replay(whole, options, trace(whole, again=recompute == "full"))
-    return replay.run()
+def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute) -> tuple[Gathered, ...]:
+    """Replay one pass of the model: with one micro-batch per step, and with several where that differs.
+
+    The coordinator decides once, in the first pass with a complete trace, which parameters to release where
+    (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
+    step, before the first step has gathered the persistent parameters.
+    """
+    steps = trace(whole, again=recompute == "full")
+    single = _Replay(whole, options, steps).run()
+    first = _Replay(whole, options, steps, persistent_missing=True)
+    first.run()
+    several = _Replay(whole, options, steps, decided=first.decided).run()
+    return (single,) if astuple(single) == astuple(several) else (single, several)
 
 
 class _Module(NamedTuple):
@@ -163,12 +172,23 @@ class _Handle:
 class _Replay:
     """The coordinator's state while a complete trace is run."""
 
-    def __init__(self, whole: Row, options: DeepSpeedOptions, steps: tuple[Step, ...]) -> None:
+    def __init__(
+        self,
+        whole: Row,
+        options: DeepSpeedOptions,
+        steps: tuple[Step, ...],
+        *,
+        persistent_missing: bool = False,
+        decided: set[tuple[int, int]] | None = None,
+    ) -> None:
         self.numel = [each.end - each.start for each in whole.placed]
         self.options = options
         self.n_blocks = whole.n_blocks
         self.steps = steps
         self.persistent = _persistent(self.numel, options)
+        self.resident = frozenset() if persistent_missing else self.persistent
+        self.decided = set() if decided is None else decided
+        self.decides = decided is None
         self.uses = _uses(steps)
         per_step = (sum(self.numel[index] for index in step.parameters) for step in steps)
         self.traversed = (0, *accumulate(per_step))
@@ -228,7 +248,7 @@ class _Replay:
         return self.peak
 
     def _missing(self, index: int) -> bool:
-        return index not in self.available and index not in self.in_flight and index not in self.persistent
+        return index not in self.available and index not in self.in_flight and index not in self.resident
 
     def _gather(self, indices: list[int], direction: str) -> None:
         if not indices:
@@ -270,9 +290,9 @@ class _Replay:
 
     def _release(self, at: int, step: Step) -> None:
         for index in step.parameters:
-            if index in self.persistent or index not in self.available:
-                continue
-            if self.fetched_for.get(index, -1) > at + 1 or self._is_used_soon(index, at + 1):
+            if self.decides and not (self.fetched_for.get(index, -1) > at + 1 or self._is_used_soon(index, at + 1)):
+                self.decided.add((at, index))
+            if index in self.persistent or index not in self.available or (at, index) not in self.decided:
                 continue
             self.available.discard(index)
             self.counted -= self.numel[index]
