@@ -41,7 +41,7 @@ def _refuse(recipe: RecipeSpec) -> None:
         raise SpecError("grad_accum_dtype 'fp32' needs ZeRO stage 1, 2 or 3 with engine 'deepspeed'; use 'param'")
     if recipe.zero_stage == 1 and sums_in_fp32 and recipe.precision != "bf16-mixed":
         raise SpecError(
-            f"grad_accum_dtype 'fp32' at stage 1 with precision {recipe.precision!r} is not modelled; use 'bf16-mixed' or stage 2"
+            f"grad_accum_dtype 'fp32' at stage 1 with precision {recipe.precision!r} is not modelled; use 'bf16-mixed'"
         )
 
 

@@ -115,6 +115,29 @@ def checkpoint_beside(these: Passes, run: RunPass) -> tuple[Line, ...]:
     return run.block.checkpoint_in_backward if these.recompute == "full" else ()
 
 
+def after_head_bytes(these: Passes) -> Int:
+    """Return what is alive beyond the blocks when the head's gradient is handed on: what the norm saved, the flow. [bytes]"""
+    return total_bytes(these.head.saved) + these.head.hidden_bytes
+
+
+def head_forward_instant(these: Passes) -> Instant:
+    """Return the head's multiplication, forward: its input and the logits."""
+    lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.output)
+    return Instant("forward of the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
+
+
+def settled_bytes(point: BackwardPoint) -> Int:
+    """Return the activations at a point without the temporaries of the operator that runs there. [bytes]
+
+    That is about what is alive when the gradient made last is handed on, between two points.
+    """
+    total: Int = 0
+    for line in point.lines:
+        if line.kind not in (Kind.TEMPORARY, Kind.WORKSPACE):
+            total = total + line.n_bytes
+    return total
+
+
 def backward_instant(these: Passes, run: RunPass, block: Int, point: BackwardPoint, name: str) -> Instant:
     """One point in the backward of a block; under recomputation the block's input is alive beside it."""
     beside = checkpoint_beside(these, run)

@@ -14,12 +14,14 @@ from zeroplan.engines.deepspeed_flat import Row, largest_slice, partition_elemen
 from zeroplan.engines.deepspeed_passes import (
     Passes,
     RunPass,
+    after_head_bytes,
     backward_instant,
     checkpoint_beside,
     element_bytes,
     embedding_instant,
     head_instants,
     kept_before,
+    settled_bytes,
 )
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, minimum, where
@@ -160,6 +162,7 @@ def _block_moments(
 def _reducing(job: Job, these: Passes) -> tuple[Moment, ...]:
     always = (_earlier_gradients(job), *_buckets(job), *_tied_head(job))
     top, own = flush_over(job.buckets, (job.n_ranks - 1) * job.partition), flush_over(job.buckets, job.partition)
+    last = min(1, len(job.buckets.flushes) - 1)
     if not job.recipe.deepspeed.contiguous_gradients:
         top = len(job.buckets.flushes) - 1
     return (
@@ -169,6 +172,9 @@ def _reducing(job: Job, these: Passes) -> tuple[Moment, ...]:
         _flush_moment(job, these, always, top, "bucket reduced: the first that spans two ranks"),
         _flush_moment(job, these, always, own, "bucket reduced: the first that reaches into this rank's share"),
         _flush_moment(job, these, (*always, _kept_after(job, own)), maximum(own - 1, 0), "bucket reduced: the next"),
+        _flush_moment(
+            job, these, (*always, _kept_after(job, own, 1)), last, "bucket reduced: the embedding's gradient arrives"
+        ),
         *_end_moments(job, these, always),
     )
 
@@ -196,6 +202,27 @@ def waiting(buckets: Schedule, element: int, block: int, gradients: int, current
     return Line(Kind.UNSHARDED_GRADIENTS, element * elements, reason, "", _FILE)
 
 
+@lru_cache(maxsize=4096)
+def _oversize_elements(buckets: Schedule, block: int, gradients: int) -> int:
+    """Elements of all gradients made so far that are too large for the bucket, without the block's latest two."""
+    total, made = 0, 0
+    for each in reversed(buckets.whole.executed):
+        numel = each.end - each.start
+        made += numel if each.block == block else 0
+        if each.block < block or (each.block == block and made > gradients):
+            break
+        total += numel if numel > buckets.size else 0
+    return total - sum(waiting_elements(buckets, block, gradients))
+
+
+def _staying(job: Job, block: int, gradients: int) -> tuple[Line, ...]:
+    """At stage 1 nothing clears a gradient that is reduced where it is, outside the bucket, before the step."""
+    if job.recipe.zero_stage == 2:
+        return ()
+    elements = where(job.accumulates, 0, _oversize_elements(job.buckets, block, gradients))
+    return (_gradient(job, elements, "gradients too large for the bucket, kept to the end"),)
+
+
 def _waiting(job: Job, block: int, point: BackwardPoint) -> Line:
     return waiting(job.buckets, job.element, block, point.gradients, point.current_gradient)
 
@@ -212,7 +239,11 @@ def _unreduced(job: Job, run: RunPass) -> tuple[Line, ...]:
 def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Line, ...]) -> Iterator[Moment]:
     block = run.first + run.n_blocks - 1
     yield from _block_moments(
-        these, run, block, "backward of the last block", lambda point: (*always, _waiting(job, block, point))
+        these,
+        run,
+        block,
+        "backward of the last block",
+        lambda point: (*always, *_staying(job, block, point.gradients), _waiting(job, block, point)),
     )
 
 
@@ -230,10 +261,10 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
             yield Moment(name, now.phase, (*now.lines, *always, kept, _waiting(job, run.first, point)))
 
 
-def _kept_after(job: Job, index: Int) -> Line:
-    """Return this rank's gradients after bucket ``index``, the first that reaches into its share, unless it is the last."""
+def _kept_after(job: Job, index: Int, now: int = 0) -> Line:
+    """Return this rank's gradients at bucket ``now``, if bucket ``index``, the first that it has part in, came before."""
     own = own_gradients(job)
-    return own._replace(n_bytes=where(index > 0, _not_already(job, own.n_bytes), 0), formula="")
+    return own._replace(n_bytes=where(index > now, _not_already(job, own.n_bytes), 0), formula="")
 
 
 def _not_already(job: Job, n_bytes: Int) -> Int:
@@ -250,7 +281,21 @@ def _reduced_copy(job: Job, index: Int) -> Int:
     if not options.reduce_scatter:
         return 0
     split = low // job.partition != (high - 1) // job.partition
-    return where(split, fill, where(low < job.partition, fill, 0) if keeps_partition(job) else 0)
+    copied = where(pick(job.buckets.held, index) > 0, _oversize_copy(job, low, fill), where(split, fill, 0))
+    if keeps_partition(job):
+        return where(low < job.partition, fill, copied)
+    return copied
+
+
+def _oversize_copy(job: Job, low: Int, fill: Int) -> Int:
+    """Return the elements copied for a gradient above the bucket: slices of ranks, taken together up to a bucket. [elements]
+
+    A slice that fills a bucket by itself is reduced where it is. Source: ``allreduce_and_scatter``.
+    """
+    share, size = job.partition, job.buckets.size
+    first = minimum(fill, share - low % share)
+    large = where(first > size, 0, where(first < fill, minimum(fill, first + share), 0))
+    return where(share > size, large, where(first < fill, minimum(fill, size + share), 0))
 
 
 def _flush_moment(job: Job, these: Passes, always: tuple[Line, ...], index: Int, name: str) -> Moment:
@@ -262,7 +307,7 @@ def _flush_moment(job: Job, these: Passes, always: tuple[Line, ...], index: Int,
     lines = (
         *these.head.shared,
         *these.output,
-        kept_before(these, minimum(maximum(block, 0), these.n_blocks - 1)),
+        kept_before(these, maximum(block, 0)),
         Line(Kind.ACTIVATIONS, _at_flush(these, block, pick(buckets.made, index)), "activations of the block that runs"),
         _gradient(job, pick(buckets.arriving, index) + held, "gradient that does not fit into the bucket"),
         _copy(job, _reduced_copy(job, index)),
@@ -286,19 +331,19 @@ def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
 
 def _at_flush(these: Passes, block: Int, made: Int) -> Int:
     """Activations of the block that runs when ``made`` elements of its gradients exist. [bytes]"""
-    n_bytes: Int = where(block < 0, these.head.hidden_bytes, 0)
+    n_bytes = where(block < 0, these.head.hidden_bytes, where(block < these.n_blocks, 0, after_head_bytes(these)))
     for run in these.runs:
         inside = _at_point(run.block.points, made) + total_bytes(checkpoint_beside(these, run))
-        here = (block >= run.first) if run is these.runs[-1] else (block >= run.first) & (block < run.first + run.n_blocks)
+        here = (block >= run.first) & (block < run.first + run.n_blocks)
         n_bytes = n_bytes + where(here, inside, 0)
     return n_bytes
 
 
 def _at_point(points: tuple[BackwardPoint, ...], made: Int) -> Int:
     """Activations at the first point that comes after so many gradients. [bytes]"""
-    n_bytes: Int = total_bytes(points[-1].lines)
+    n_bytes = settled_bytes(points[-1])
     for point in reversed(points[:-1]):
-        n_bytes = where(made <= point.gradients, total_bytes(point.lines), n_bytes)
+        n_bytes = where(made <= point.gradients, settled_bytes(point), n_bytes)
     return n_bytes
 
 
@@ -308,13 +353,14 @@ def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Mom
     own = own_gradients(job)
     before = _kept_after(job, flush_over(job.buckets, job.partition))
     held = last.fill if last.alone or not job.recipe.deepspeed.contiguous_gradients else 0
-    around = (*these.head.shared, *these.output, *always, _gradient(job, held, "gradients outside the bucket"))
+    outside = (_gradient(job, held, "gradients outside the bucket"), *_staying(job, -1, 0))
+    around = (*these.head.shared, *these.output, *always, *outside)
     embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
     return (
         Moment(at.name, at.phase, (*at.lines, *always, before, embedding)),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, before, _copy(job, _reduced_copy(job, 0)))),
         Moment("end of backward: own gradients kept", Phase.BACKWARD,
-               (*around, own._replace(n_bytes=_not_already(job, own.n_bytes)))),
+               (*around, own._replace(n_bytes=_not_already(job, own.n_bytes), formula=""))),
     )  # fmt: skip
 
 
@@ -363,7 +409,8 @@ def _reduced_after(job: Job, these: Passes) -> tuple[Moment, ...]:
     first = first_bucket_elements(job.buckets)
     inside = options.contiguous_gradients and first <= options.reduce_bucket_size
     left = psi - first if inside else psi
-    split = where(first > job.partition, first, 0) if options.contiguous_gradients else first
+    split = where(first > job.partition, first, 0) if inside else _oversize_copy(job, 0, first)
+    split = split if options.contiguous_gradients else first
     around = (*these.head.shared, *these.output, *_buckets(job))
     at = embedding_instant(these)
     embedding = job.whole.model.vocab_size * job.whole.model.hidden_size

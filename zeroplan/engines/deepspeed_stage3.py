@@ -15,21 +15,24 @@ from zeroplan.engines.deepspeed_passes import (
     Instant,
     Passes,
     RunPass,
+    after_head_bytes,
     backward_instant,
     checkpoint_beside,
     element_bytes,
     embedding_instant,
     forward_instant,
+    head_forward_instant,
     head_instants,
     kept_before,
     loss_instant,
     passes,
+    settled_bytes,
 )
 from zeroplan.engines.deepspeed_stage12_backward import waiting
 from zeroplan.engines.deepspeed_trace import Gathered, gathered
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
-from zeroplan.numeric import Int, ceil_div, minimum, where
+from zeroplan.numeric import Bool, Int, ceil_div, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -53,8 +56,10 @@ class _Job(NamedTuple):
     kept: int
     """Bytes of an element of a gradient kept for the step."""
     partition: Int
-    trace: Gathered
     buckets: Schedule
+    trace: Gathered
+    applies: Bool
+    """Whether the number of micro-batches is the one that ``trace`` belongs to."""
 
 
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -67,7 +72,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     states = _states(job, impl)
     persistent = (*states, _bucket(job), _persistent(job))
     these = passes(model, recipe, batch)
-    running = (*_forward(job, these), *_backward(job, these))
+    running = [moment for each in _by_micro_batches(job, batch) for moment in (*_forward(each, these), *_backward(each, these))]
     training = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in running)
     step = tuple(Moment(name, phase, (*states, _bucket(job), *lines)) for name, phase, lines in _step(job, impl))
     return Account((*states, _bucket(job), _persistent(job)), (*_init(job, states), *training, *step), _collectives(job, batch))
@@ -85,9 +90,19 @@ def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
         2 if recipe.precision == "bf16" else 4,
         4 if sums_in_fp32 else element,
         _partition_elements(whole, mesh.dp_shard),
-        gathered(whole, recipe.deepspeed, recipe.recompute),
         schedule(whole, recipe.deepspeed.reduce_bucket_size),
+        gathered(whole, recipe.deepspeed, recipe.recompute)[0],
+        applies=True,
     )
+
+
+def _by_micro_batches(job: _Job, batch: Batch) -> tuple[_Job, ...]:
+    """Return the job with the trace of a single micro-batch per step, and that of several where it differs."""
+    traces = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute)
+    if len(traces) == 1:
+        return (job,)
+    several = batch.grad_accum_steps > 1
+    return job._replace(applies=batch.grad_accum_steps == 1), job._replace(trace=traces[1], applies=several)
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +125,7 @@ def _partition_elements(whole: Row, n_ranks: Int) -> Int:
 
 def _gathered_line(job: _Job, elements: int) -> Line:
     """Gathered parameters; a single rank gathers nothing."""
-    n_bytes = where(job.n_ranks > 1, job.element * elements, 0)
+    n_bytes = where(job.n_ranks > 1, where(job.applies, job.element * elements, 0), 0)
     return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", "", _COORDINATOR)
 
 
@@ -144,8 +159,12 @@ def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
         for block, held in _highest_forward(job.trace, run.first, run.n_blocks):
             at = forward_instant(these, run, block)
             moments.append(Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held))))
-    loss = loss_instant(these)
-    return (*moments, Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))))
+    head, loss = head_forward_instant(these), loss_instant(these)
+    return (
+        *moments,
+        Moment(head.name, head.phase, (*head.lines, _gathered_line(job, job.trace.head_forward))),
+        Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -189,16 +208,17 @@ def _head(job: _Job, these: Passes) -> Iterator[Moment]:
 
 
 @lru_cache(maxsize=4096)
-def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, *, made: bool) -> tuple[tuple[int, int], ...]:
+def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, current: int) -> tuple[tuple[int, int], ...]:
     """Return the last block, and earlier ones where more is gathered, at a point after so many gradients.
 
-    ``made`` says that the latest gradient has been made and handed on. Pairs of a block and the elements gathered.
+    ``current`` elements of gradients are being made; while parameters are gathered, they are not there yet. Pairs of a block
+    and the elements gathered.
     """
     chosen: list[tuple[int, int]] = []
     for block in range(first + n_blocks - 1, first - 1, -1):
         notes = trace.backward[block]
-        entry = next((note for note in notes if note[0] >= gradients), notes[-1])
-        held = entry[2] if made else entry[1]
+        note = next((note for note in notes if note.made >= gradients), notes[-1])
+        held = max(note.during, note.gathering - current) if current else note.after
         if not chosen or held > chosen[-1][1]:
             chosen.append((block, held))
     return tuple(chosen)
@@ -210,8 +230,8 @@ def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     for point in run.block.points:
         line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
         around = (line, *tied)
-        made = not point.current_gradient
-        for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, point.gradients, made=made):
+        counts = point.gradients, point.current_gradient
+        for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, *counts):
             at = backward_instant(these, run, block, point, _BACKWARD_OF_A_BLOCK)
             yield Moment(f"{at.name}: {point.name}", at.phase, (*at.lines, _gathered_line(job, held), *around))
 
@@ -236,7 +256,7 @@ def _gathered_at(trace: Gathered, flush: Flush) -> int:
     if flush.block >= len(trace.backward):
         return trace.head[2]
     notes = trace.backward[flush.block]
-    return next((during for made, during, _ in notes if made >= flush.made), notes[-1][1])
+    return next((note.during for note in notes if note.made >= flush.made), notes[-1].during)
 
 
 def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
@@ -259,18 +279,18 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
     activations = _at_flush(these, flush)
-    around = (*these.head.shared, *these.output, kept_before(these, min(max(flush.block, 0), these.n_blocks - 1)))
+    around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
     lines = (*around, activations, _gathered_line(job, held), *_reduce_lines(job, flush), *_tied_head(job))
     return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
 
 
 def _at_flush(these: Passes, flush: Flush) -> Line:
-    """Activations of the block that runs, at the first point after as many gradients."""
-    n_bytes = these.head.hidden_bytes
+    """Return the activations of the block that runs, at the first point after as many gradients. [bytes]"""
+    n_bytes = these.head.hidden_bytes if flush.block < 0 else after_head_bytes(these)
     for run in these.runs:
-        if run.first <= flush.block < run.first + run.n_blocks or (run is these.runs[-1] and flush.block >= these.n_blocks):
+        if run.first <= flush.block < run.first + run.n_blocks:
             later = [point for point in run.block.points if point.gradients >= flush.made]
-            n_bytes = total_bytes((*checkpoint_beside(these, run), *(later or run.block.points[-1:])[0].lines))
+            n_bytes = total_bytes(checkpoint_beside(these, run)) + settled_bytes((later or run.block.points[-1:])[0])
     return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs")
 
 
@@ -281,7 +301,9 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
     held = _gathered_line(job, job.trace.end)
     around = (*these.head.shared, *these.output, held)
+    gathering = _gathered_line(job, job.trace.embedding)
     return (
+        Moment("embedding gathered for its backward", at.phase, (*at.lines, gathering, *_tied_head(job))),
         Moment(at.name, at.phase, (*at.lines, held, embedding, *_tied_head(job))),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, *_reduce_lines(job, last))),
     )
@@ -307,17 +329,20 @@ def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
 def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the model arrives whole, or in pieces under ``zero.Init``; then the optimizer's tensors are made."""
     share = job.partition
+    largest = job.element * largest_parameter(job.whole)
     if job.recipe.deepspeed.zero_init:
-        largest = job.element * largest_parameter(job.whole)
         arrived = Line(Kind.PARAMETERS, largest, "largest parameter before it is split", "", f"{_GATHER}, Init")
         model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
     else:
         whole = Line(Kind.PARAMETERS, job.element * job.whole.n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
-        model = Moment("initialisation: model arrives whole", Phase.INIT, (whole,))
+        first = job.whole.placed[0].end
+        split = job.element * where(job.n_ranks > 1, ceil_div(first, job.n_ranks), largest_parameter(job.whole))
+        share_of_one = Line(Kind.PARAMETERS, split, "first share split off", "", f"{_GATHER}, _partition_param")
+        model = Moment("initialisation: model arrives whole", Phase.INIT, (whole, share_of_one))
     zeros = Line(
         Kind.GRADIENTS, job.master * share, "zero gradients of the share", "", f"{_STAGE3}, initialize_optimizer_states"
     )
-    one = _gathered_line(job, largest_parameter(job.whole))
+    one = Line(Kind.GATHER, largest, "largest parameter, gathered to hook its gradient", "", f"{_STAGE3}, __init__")
     return (
         model,
         Moment("initialisation: optimizer", Phase.INIT, (*states[:2], zeros)),
@@ -327,11 +352,14 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
+    several = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute)[-1]
+    forward = where(micro > 1, several.forward_elements, trace.forward_elements)
+    backward = where(micro > 1, several.backward_elements, trace.backward_elements)
     flushes = len(job.buckets.flushes)
     psi = job.whole.n_elements
     return (
-        _all_gather(job, ("parameters", "in every forward"), trace.forward_elements, trace.forward_calls, micro),
-        _all_gather(job, ("parameters", "in every backward"), trace.backward_elements, trace.backward_calls, micro),
+        _all_gather(job, ("parameters", "in every forward"), forward, trace.forward_calls, micro),
+        _all_gather(job, ("parameters", "in every backward"), backward, trace.backward_calls, micro),
         _all_gather(job, ("persistent parameters", "after the optimizer step"), trace.persistent, trace.n_persistent, 1),
         Collective(
             "reduce-scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
@@ -340,7 +368,7 @@ def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     )  # fmt: skip
 
 
-def _all_gather(job: _Job, names: tuple[str, str], elements: int, calls: int, times: Int) -> Collective:
+def _all_gather(job: _Job, names: tuple[str, str], elements: Int, calls: int, times: Int) -> Collective:
     payload = job.element * -(-elements // max(calls, 1))
     sent = (job.n_ranks - 1) * job.element * elements // job.n_ranks * times
     return Collective("all-gather", *names, job.n_ranks, calls * times, payload, sent, elements * times, _COORDINATOR)

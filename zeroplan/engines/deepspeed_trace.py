@@ -6,7 +6,7 @@ the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``run
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -33,19 +33,32 @@ class Step(NamedTuple):
     """It runs forward once more, within its block's backward."""
 
 
+class Note(NamedTuple):
+    """Elements held around one module's backward."""
+
+    made: int
+    """Elements of the block's gradients made when it is done."""
+    gathering: int
+    """Most while its parameters are gathered."""
+    during: int
+    after: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Gathered:
     """Elements gathered in the course of one pass, copies and all; one object per model and options."""
 
     forward: tuple[int, ...]
     """Most during the forward of each block."""
+    head_forward: int
     loss: int
     head: tuple[int, ...]
     """In the backward: at the loss, the head, the final norm."""
-    backward: tuple[tuple[tuple[int, int, int], ...], ...]
-    """Of each block: gradients made, elements held while its last one is made, elements held after that."""
+    backward: tuple[tuple[Note, ...], ...]
+    """Of each block, in the order of its gradients."""
+    embedding: int
     end: int
-    """At the embedding's backward."""
+    """Most while the embedding is gathered for its backward, and from then on."""
     forward_elements: int
     backward_elements: int
     """Elements all-gathered in each direction."""
@@ -57,10 +70,19 @@ class Gathered:
 
 
 @lru_cache(maxsize=64)
-def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute) -> Gathered:
-    """Replay one pass of the model."""
-    replay = _Replay(whole, options, trace(whole, again=recompute == "full"))
-    return replay.run()
+def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute) -> tuple[Gathered, ...]:
+    """Replay one pass of the model: with one micro-batch per step, and with several where that differs.
+
+    The coordinator decides once, in the first pass with a complete trace, which parameters to release where
+    (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
+    step, before the first step has gathered the persistent parameters.
+    """
+    steps = trace(whole, again=recompute == "full")
+    single = _Replay(whole, options, steps).run()
+    first = _Replay(whole, options, steps, persistent_missing=True)
+    first.run()
+    several = _Replay(whole, options, steps, decided=first.decided).run()
+    return (single,) if astuple(single) == astuple(several) else (single, several)
 
 
 class _Module(NamedTuple):
@@ -148,12 +170,23 @@ class _Handle:
 class _Replay:
     """The coordinator's state while a complete trace is run."""
 
-    def __init__(self, whole: Row, options: DeepSpeedOptions, steps: tuple[Step, ...]) -> None:
+    def __init__(
+        self,
+        whole: Row,
+        options: DeepSpeedOptions,
+        steps: tuple[Step, ...],
+        *,
+        persistent_missing: bool = False,
+        decided: set[tuple[int, int]] | None = None,
+    ) -> None:
         self.numel = [each.end - each.start for each in whole.placed]
         self.options = options
         self.n_blocks = whole.n_blocks
         self.steps = steps
         self.persistent = _persistent(self.numel, options)
+        self.resident = frozenset() if persistent_missing else self.persistent
+        self.decided = set() if decided is None else decided
+        self.decides = decided is None
         self.uses = _uses(steps)
         per_step = (sum(self.numel[index] for index in step.parameters) for step in steps)
         self.traversed = (0, *accumulate(per_step))
@@ -171,25 +204,28 @@ class _Replay:
     def run(self) -> Gathered:
         """Go through all steps and note what is held."""
         forward, head = [0] * self.n_blocks, list[int]()
-        backward: dict[int, list[tuple[int, int, int]]] = {block: [] for block in range(self.n_blocks)}
-        loss, end, turned = 0, 0, False
+        backward: dict[int, list[Note]] = {block: [] for block in range(self.n_blocks)}
+        head_forward, loss, embedding, turned = 0, 0, 0, False
         for at, step in enumerate(self.steps):
             if step.direction == _BACKWARD and not turned:
                 loss, turned = self.elements, True
-            during = self._fetch(at, step, turned=turned)
+            gathering = self._fetch(at, step, turned=turned)
+            during = self.elements
             if step.releases:
                 self._release(at, step)
             if not turned and 0 <= step.block < self.n_blocks:
-                forward[step.block] = max(forward[step.block], during)
+                forward[step.block] = max(forward[step.block], gathering)
+            elif not turned and step.block == self.n_blocks:
+                head_forward = max(head_forward, gathering)
             elif turned and step.block == self.n_blocks:
-                head.append(during)
+                head.append(gathering)
             elif turned and step.block >= 0:
-                backward[step.block].append((step.made, during, self.elements))
+                backward[step.block].append(Note(step.made, gathering, during, self.elements))
             elif turned:
-                end = max(end, during)
+                embedding = max(embedding, gathering)
         notes = tuple(_per_gradient(backward[block]) for block in range(self.n_blocks))
         return Gathered(
-            tuple(forward), loss, (head[0], head[1], max(head[2:])), notes, end,
+            tuple(forward), head_forward, loss, (head[0], head[1], max(head[2:])), notes, embedding, self.elements,
             self.sent[_FORWARD], self.sent[_BACKWARD], self.calls[_FORWARD], self.calls[_BACKWARD],
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
         )  # fmt: skip
@@ -210,7 +246,7 @@ class _Replay:
         return self.peak
 
     def _missing(self, index: int) -> bool:
-        return index not in self.available and index not in self.in_flight and index not in self.persistent
+        return index not in self.available and index not in self.in_flight and index not in self.resident
 
     def _gather(self, indices: list[int], direction: str) -> None:
         if not indices:
@@ -252,9 +288,9 @@ class _Replay:
 
     def _release(self, at: int, step: Step) -> None:
         for index in step.parameters:
-            if index in self.persistent or index not in self.available:
-                continue
-            if self.fetched_for.get(index, -1) > at + 1 or self._is_used_soon(index, at + 1):
+            if self.decides and not (self.fetched_for.get(index, -1) > at + 1 or self._is_used_soon(index, at + 1)):
+                self.decided.add((at, index))
+            if index in self.persistent or index not in self.available or (at, index) not in self.decided:
                 continue
             self.available.discard(index)
             self.counted -= self.numel[index]
@@ -296,9 +332,11 @@ def _persistent(numels: list[int], options: DeepSpeedOptions) -> frozenset[int]:
     return frozenset(kept)
 
 
-def _per_gradient(notes: list[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """One entry per number of gradients made: the most held while they are made, and what is held after."""
-    merged: dict[int, tuple[int, int]] = {}
-    for made, during, after in notes:
-        merged[made] = (max(during, merged.get(made, (0, 0))[0]), after)
-    return tuple((made, during, after) for made, (during, after) in sorted(merged.items()))
+def _per_gradient(notes: list[Note]) -> tuple[Note, ...]:
+    """Merge the notes of modules that make no gradient into one per number of gradients made."""
+    merged: dict[int, Note] = {}
+    for note in notes:
+        before = merged.get(note.made, note)
+        most = max(note.gathering, before.gathering), max(note.during, before.during)
+        merged[note.made] = Note(note.made, *most, note.after)
+    return tuple(merged[made] for made in sorted(merged))
