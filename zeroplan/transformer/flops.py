@@ -1,7 +1,5 @@
 """How many floating-point operations does a training step take, by the usual model count?"""
 
-from __future__ import annotations
-
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.parameters import Layout, Parameter
