@@ -15,7 +15,7 @@ from zeroplan.catalog.model import model as find_model
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.spec.base import Count, Degree, Spec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -50,12 +50,12 @@ _NEAR = 1.5
 class Request(Spec):
     """What a user says about a job: the command line's flags, and the keys of a job file, one to one."""
 
-    model: str | None = None
+    model: str | ModelSpec | None = None
     params: str | int | float | None = None
     config: str | None = None
     treat_as: str | None = None
     gpus: Degree | None = None
-    gpu: str | None = None
+    gpu: str | GpuSpec | None = None
     gpus_per_node: Count | None = None
     replicas: Degree | None = None
     tensor_parallel: Degree | None = None
@@ -94,6 +94,36 @@ class Resolved(NamedTuple):
     notes: tuple[str, ...]
 
 
+def request_of(complete: JobSpec) -> Request:
+    """Say a complete job as a request, so that flags can override any part of it."""
+    recipe, mesh, batch = complete.recipe, complete.mesh, complete.batch
+    return Request(
+        model=complete.model,
+        gpus=mesh.world_size,
+        gpu=complete.cluster.gpu,
+        gpus_per_node=complete.cluster.gpus_per_node,
+        replicas=mesh.dp_replicate,
+        tensor_parallel=mesh.tp,
+        stage=recipe.zero_stage,
+        engine=recipe.engine,
+        precision=recipe.precision,
+        optimizer=recipe.optimizer,
+        optimizer_impl=recipe.optimizer_impl,
+        recompute=recipe.recompute,
+        attention=recipe.attention,
+        activations=recipe.activation_model,
+        sequence_parallel=recipe.sequence_parallel,
+        keep_logits=recipe.keep_logits,
+        sync_every_micro_batch=recipe.sync_every_micro_batch,
+        ddp=recipe.ddp,
+        fsdp2=recipe.fsdp2,
+        deepspeed=recipe.deepspeed,
+        seq_len=batch.seq_len,
+        micro_batch=batch.micro_batch_size,
+        grad_accum=batch.grad_accum_steps,
+    )
+
+
 def job(**said: object) -> JobSpec:
     """Build a complete job from what a user would say; the keywords are the fields of :class:`Request`.
 
@@ -108,6 +138,7 @@ def resolve(request: Request, *, extra: Path | None = None) -> Resolved:
 
     Raises :class:`~zeroplan.errors.SpecError` or :class:`~zeroplan.errors.UnknownNameError`, one line each.
     """
+    own_folder(extra, "models")  # a catalogue that is none is refused even where nothing is looked up in it
     model, model_note = _model(request, extra)
     gpus = request.gpus or 1
     stage: Stage = request.stage if request.stage is not None else (3 if gpus > 1 else 0)
@@ -132,6 +163,8 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
         raise SpecError(f"a job has one model, but {said}; use one of --params 7e9, --model NAME, --config PATH")
     if request.config is not None:
         return read_config(Path(request.config), treat_as=request.treat_as), _treated(request)
+    if isinstance(request.model, ModelSpec):
+        return request.model, ""
     if request.model is not None:
         return _named_model(request.model, request.treat_as, extra), ""
     return infer_model(_parameters(request.params))
@@ -228,7 +261,7 @@ def _with_mlp_for(shape: ModelSpec, parameters: int) -> ModelSpec:
 
 
 def _cluster(request: Request, extra: Path | None) -> ClusterSpec:
-    gpu = None if request.gpu is None else find_gpu(request.gpu, extra=own_folder(extra, "gpus"))
+    gpu = find_gpu(request.gpu, extra=own_folder(extra, "gpus")) if isinstance(request.gpu, str) else request.gpu
     return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node)
 
 

@@ -18,7 +18,6 @@ app = typer.Typer(
     name="zeroplan",
     cls=QuickGroup,
     help="Per-GPU memory of ZeRO and FSDP training, byte by byte, before you rent the GPU.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 app.command("estimate", cls=QuickCommand)(estimate_command)

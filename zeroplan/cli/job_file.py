@@ -7,8 +7,9 @@ from pathlib import Path
 
 from zeroplan.catalog.text import one_line, read_text
 from zeroplan.errors import SpecError
-from zeroplan.resolve import Request
+from zeroplan.resolve import Request, request_of
 from zeroplan.spec.base import read
+from zeroplan.spec.job import JobSpec
 
 
 def read_job_file(path: Path) -> Request:
@@ -19,7 +20,10 @@ def read_job_file(path: Path) -> Request:
     data = _parsed(path, read_text(path, what="job file"))
     if not isinstance(data, dict):
         raise SpecError(f"job file {str(path)!r} holds a {type(data).__name__}, not keys and values; write params = 7e9, say")
-    request = read(Request, _keys_of_flags(data), where=f"job file {str(path)!r}")
+    where = f"job file {str(path)!r}"
+    if isinstance(data.get("model"), dict):
+        return request_of(read(JobSpec, data, where=where))
+    request = read(Request, _keys_of_flags(data), where=where)
     if request.config is None or Path(request.config).is_absolute():
         return request
     return request.overridden_by(Request(config=str(path.parent / request.config), treat_as=request.treat_as))

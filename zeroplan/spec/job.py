@@ -49,6 +49,12 @@ class JobSpec(Spec):
                 f"engine {engine!r} has no ZeRO stage {stage} (it has {', '.join(map(str, offered))}); "
                 f"for stage {stage} use {others}"
             )
+        longest = self.model.max_position_embeddings
+        if self.model.positions and self.batch.seq_len > longest:
+            raise SpecError(
+                f"seq_len={self.batch.seq_len:,} is beyond the {longest:,} positions that this {self.model.family} model has learned; "
+                "shorten it"
+            )
         if self.mesh.dp_replicate > 1 and engine not in ("fsdp2", "paper"):
             raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"

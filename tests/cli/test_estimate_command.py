@@ -1,0 +1,330 @@
+"""The command as a user meets it: what it prints, what it refuses, how it exits."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zeroplan.cli.app import main
+
+Run = Callable[..., tuple[int, str, str]]
+SEVEN = ("estimate", "--params", "7e9", "--gpus", "8", "--stage", "3")
+TINY = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+def test_the_first_command_says_sixteen_psi_over_eight(run: Run):
+    code, out, err = run(*SEVEN)
+    assert (code, err) == (0, "")
+    assert "14.00     13.04  16 x Ψ before sharding, 2 x Ψ on this GPU" in out
+    assert "shape inferred from llama-2-7b" in out
+
+
+KEYS = {
+    "schema_version": int, "job": dict, "parameters": int, "active_parameters": int, "states": dict, "peak": dict,
+    "moments": list, "reserved": dict, "outside_allocator": dict, "host_bytes": int, "fits": type(None), "verdict": str,
+    "capacity_bytes": type(None), "room_bytes": type(None), "changes": list, "communication": dict, "approximate": str,
+    "notes": list,
+}  # fmt: skip
+
+
+def test_the_json_has_the_keys_that_scripts_rely_on(run: Run):
+    code, out, _ = run(*SEVEN, "--json")
+    payload = json.loads(out)
+    assert code == 0
+    assert {key: type(value) for key, value in payload.items()} == KEYS
+    assert payload["schema_version"] == 1
+    assert payload["parameters"] == 7_000_000_000
+    states = payload["states"]
+    assert states["total_bytes"] == states["parameters_bytes"] + states["gradients_bytes"] + states["optimizer_bytes"]
+    assert round(states["total_bytes"] / 1e9, 2) == 14.00
+    assert sum(line["bytes"] for line in payload["peak"]["lines"]) == payload["peak"]["allocated_bytes"]
+    assert max(moment["allocated_bytes"] for moment in payload["moments"]) == payload["peak"]["allocated_bytes"]
+    assert payload["reserved"].keys() == {"low_bytes", "expected_bytes", "high_bytes"}
+    assert payload["outside_allocator"].keys() >= {"low_bytes", "expected_bytes", "high_bytes"}
+    assert payload["communication"].keys() >= {"total_bytes", "relative_to_ddp", "collectives"}
+
+
+@pytest.mark.parametrize("rendering", ["--json", "--markdown", "--explain"])
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("--model", "llama-3.1-8b", "--gpu", "h100-sxm-80gb", "--gpus", "8", "--recompute", "full", "--seq-len", "8192"),
+        ("--model", "mixtral-8x7b", "--gpus", "16", "--stage", "3", "--engine", "fsdp2", "--gpu", "a100-sxm-40gb"),
+        ("--model", "gpt2-xl", "--gpus", "4", "--stage", "1"),
+        ("--model", "deepseek-v3", "--gpus", "512", "--stage", "3", "--engine", "deepspeed", "--gpu", "h200"),
+        ("--model", "qwen3-30b-a3b", "--gpus", "8", "--stage", "2", "--replicas", "2"),
+        ("--params", "70b", "--gpus", "64", "--stage", "3", "--engine", "paper", "--tensor-parallel", "8"),
+    ],
+)
+def test_every_rendering_of_every_engine(run: Run, job: tuple[str, ...], rendering: str):
+    code, out, err = run("estimate", *job, rendering)
+    assert (code, err) == (0, "")
+    assert "nan" not in out.lower().replace("nanotron", "")
+
+
+def test_explain_gives_formula_numbers_and_source(run: Run):
+    out = run(*SEVEN, "--explain")[1]
+    assert "= 4·P/N = 4·7" in out
+    assert "source: torch 2.13 _fsdp_param.py" in out
+    assert "Symbols" in out
+
+
+# Does it fit?
+
+
+def test_what_does_not_fit_gets_the_nearest_changes(run: Run):
+    code, out, _ = run("estimate", "--model", "llama-2-7b", "--gpu", "rtx-4090", "--gpus", "8", "--stage", "3")
+    assert code == 0
+    assert "It does not fit NVIDIA GeForce RTX 4090" in out
+    assert "--recompute full" in out
+
+
+def test_check_makes_the_answer_count(run: Run):
+    small = ("estimate", "--model", "gpt2", "--gpu", "h100", "--check")
+    large = ("estimate", "--model", "llama-3.1-70b", "--gpu", "h100", "--check")
+    assert run(*small)[0] == 0
+    assert run(*large)[0] == 1
+    code, _, err = run("estimate", "--model", "gpt2", "--check")
+    assert code == 2
+    assert "--gpu" in err
+
+
+def test_suggested_changes_do_make_it_fit(run: Run):
+    base = (
+        "estimate",
+        "--model",
+        "llama-3.1-8b",
+        "--gpu",
+        "a100-40gb",
+        "--gpus",
+        "8",
+        "--stage",
+        "3",
+        "--seq-len",
+        "8192",
+        "--json",
+    )
+    payload = json.loads(run(*base)[1])
+    assert payload["fits"] is False
+    assert payload["changes"]
+    for change in payload["changes"]:
+        changed = json.loads(run(*base, *change["flags"].split())[1])
+        assert changed["fits"] is True, change
+        assert changed["room_bytes"] == change["room_bytes"]
+
+
+# A job as a file
+
+
+def test_a_job_file_says_what_the_flags_say(run: Run, tmp_path: Path):
+    file = tmp_path / "job.toml"
+    file.write_text('params = "7e9"\ngpus = 8\nstage = 3\nseq-len = 2048\n[deepspeed]\nreduce_bucket_size = 50_000_000\n')
+    from_file = json.loads(run("estimate", str(file), "--json")[1])
+    from_flags = json.loads(run(*SEVEN, "--seq-len", "2048", "--set", "deepspeed.reduce_bucket_size=5e7", "--json")[1])
+    assert from_file == from_flags
+
+
+def test_flags_override_the_file(run: Run, tmp_path: Path):
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps({"model": "gpt2", "gpus": 8, "stage": 3}))
+    payload = json.loads(run("estimate", str(file), "--params", "1b", "--gpus", "4", "--json")[1])
+    assert payload["parameters"] == 1_000_000_000
+    assert payload["job"]["mesh"]["dp_shard"] == 4
+    assert payload["job"]["recipe"]["zero_stage"] == 3
+
+
+def test_the_job_of_an_answer_is_a_job_file(run: Run, tmp_path: Path):
+    answer = json.loads(run(*SEVEN, "--gpu", "h100", "--json")[1])
+    file = tmp_path / "answered.json"
+    file.write_text(json.dumps(answer["job"]))
+    again = json.loads(run("estimate", str(file), "--json")[1])
+    assert {**again, "notes": []} == {**answer, "notes": []}
+
+
+def test_a_config_in_a_job_file_is_meant_beside_it(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "job.toml").write_text('config = "model"\n')
+    monkeypatch.chdir("/")
+    assert json.loads(run("estimate", str(tmp_path / "job.toml"), "--json")[1])["job"]["model"]["hidden_size"] == 64
+
+
+def test_a_catalogue_of_ones_own(run: Run, tmp_path: Path):
+    (tmp_path / "models").mkdir()
+    entry = "\n".join(f"{key} = {value}" for key, value in TINY.items() if key != "model_type")
+    (tmp_path / "models" / "mine.toml").write_text(f'model_type = "llama"\nreleased = 2026\nsource = "me"\n[config]\n{entry}\n')
+    assert (
+        json.loads(run("estimate", "--model", "mine", "--catalog", str(tmp_path), "--json")[1])["job"]["model"]["name"]
+        == "mine"
+    )
+
+
+# Bad input: one line on stderr, exit code 2, nothing on stdout
+
+BAD = [
+    (("--params", "7x"), "7x"),
+    (("--params", "-7e9"), "-7e9"),
+    (("--params", "0"), "'0'"),
+    (("--params", "1e30"), "1e30"),
+    (("--params", "12"), "too small"),
+    (("--params", "7e9", "--gpus", "0"), "--gpus"),
+    (("--params", "7e9", "--gpus", "-8"), "-8"),
+    (("--params", "7e9", "--gpus", "eight"), "eight"),
+    (("--params", "7e9", "--gpus", "1e12"), "gpus=1000000000000"),
+    (("--params", "7e9", "--gpus", "10", "--replicas", "3"), "--replicas 3"),
+    (("--params", "7e9", "--stage", "4"), "stage='4'"),
+    (("--params", "7e9", "--stage", "three"), "three"),
+    (("--params", "7e9", "--engine", "ddp", "--stage", "3", "--gpus", "8"), "no ZeRO stage 3"),
+    (("--params", "7e9", "--engine", "horovod"), "horovod"),
+    (("--params", "7e9", "--precision", "fp8"), "fp8"),
+    (("--params", "7e9", "--optimizer", "adamx"), "adamx"),
+    (("--params", "7e9", "--optimizer", "lion", "--optimizer-impl", "fused"), "no fused implementation"),
+    (("--params", "7e9", "--recompute", "some"), "some"),
+    (("--params", "7e9", "--seq-len", "0"), "--seq-len"),
+    (("--params", "7e9", "--micro-batch", "1.5"), "1.5"),
+    (("--params", "7e9", "--seq-len", "1e18"), "seq_len"),
+    (("--params", "7e9", "--gpu", "h10000"), "h10000"),
+    (("--params", "7e9", "--set", "deepspeed"), "engine.option=value"),
+    (("--params", "7e9", "--set", "deepspeed.foo=1"), "foo"),
+    (("--params", "7e9", "--set", "fsdp2.reshard_after_forward=maybe"), "maybe"),
+    (("--params", "7e9", "--model", "gpt2"), "one model"),
+    ((), "one model"),
+    (("--model", "lama-3.1-8b"), "llama-3.1-8b"),
+    (("--model", ""), "unknown model"),
+    (("--model", "gpt2", "--seq-len", "2048"), "1,024"),
+    (("--params", "7e9", "--bogus"), "--bogus"),
+    (("--params",), "--params"),
+    (("--params", "7e9", "--catalog", "/nowhere"), "/nowhere"),
+    (("/nowhere/job.toml",), "/nowhere/job.toml"),
+    (("--config", "/nowhere"), "/nowhere"),
+    (("--params", "7e9", "--tensor-parallel", "2", "--gpus", "8", "--stage", "3"), "tp=2"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "says"), BAD, ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+def test_bad_input_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], says: str):
+    code, out, err = run("estimate", *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("zeroplan: ")
+    assert err.count("\n") == 1
+    assert says in err
+    assert "Traceback" not in err
+
+
+BAD_FILES = {
+    "not JSON": ("config.json", b"{'model_type': 'llama'}", "is not JSON"),
+    "not an object": ("config.json", b"[1, 2]", "not a JSON object"),
+    "not UTF-8": ("config.json", b"\xff\xfe{}", "UTF-8"),
+    "no transformer": ("config.json", b'{"model_type": "resnet"}', "resnet"),
+    "an encoder-decoder": ("config.json", b'{"model_type": "t5"}', "t5"),
+    "unknown": ("config.json", b'{"model_type": "newlm", "hidden_size": 64}', "--treat-as llama"),
+    "lacks fields": ("config.json", b'{"model_type": "llama", "hidden_size": 64}', "lacks"),
+    "contradictory": ("config.json", json.dumps({**TINY, "num_attention_heads": 5}).encode(), "does not divide"),
+    "nested": ("config.json", b'{"a":' * 100_000, "nested too deep"),
+    "negative": ("config.json", json.dumps({**TINY, "hidden_size": -64}).encode(), "hidden_size=-64"),
+    "a job that is no TOML": ("job.toml", b"params = ", "is not TOML"),
+    "a job with an unknown key": ("job.toml", b"paramz = 7", "paramz"),
+    "a job with a wrong type": ("job.toml", b'params = 7e9\ngpus = "8"', "gpus"),
+    "a job that is a list": ("job.json", b"[]", "holds a list"),
+    "a job with a contradiction": ("job.json", b'{"params": 7e9, "model": "gpt2"}', "one model"),
+    "a job that is not UTF-8": ("job.toml", b"\xff", "UTF-8"),
+    "an escape sequence": ("job.toml", b'"a\\u001b[31m" = 1', "a\\x1b[31m"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_one_line_and_exit_code_2(run: Run, tmp_path: Path, case: str):
+    name, content, says = BAD_FILES[case]
+    (tmp_path / name).write_bytes(content)
+    arguments = ("--config", str(tmp_path)) if name == "config.json" else (str(tmp_path / name),)
+    code, out, err = run("estimate", *arguments)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert says in err
+    assert "\x1b" not in err
+
+
+def test_two_gigabytes_of_zeros_are_refused_at_once(run: Run, tmp_path: Path):
+    file = tmp_path / "config.json"
+    with file.open("wb") as sparse:
+        sparse.truncate(2 * 2**30)
+    code, _, err = run("estimate", "--config", str(file))
+    assert code == 2
+    assert "16 MiB" in err
+
+
+def test_an_unknown_architecture_is_treated_as_asked(run: Run, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "model_type": "newlm"}))
+    code, out, _ = run("estimate", "--config", str(tmp_path), "--treat-as", "llama")
+    assert code == 0
+    assert "read as a llama model" in out
+
+
+# The process
+
+
+def test_a_closed_pipe_is_silent():
+    command = f"{sys.executable} -m zeroplan estimate --params 7e9 --explain | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.count("\n") == 1
+
+
+def test_a_terminal_without_unicode_still_gets_the_numbers():
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroplan", *SEVEN],
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert "14.00" in done.stdout
+
+
+HEAVY = ("torch", "transformers", "numpy", "matplotlib", "pydantic", "rich", "huggingface_hub")
+
+
+def test_an_answer_loads_nothing_heavy():
+    """Start-up is guarded by what is loaded, not by the clock."""
+    code = (
+        "import sys\nfrom zeroplan.cli.app import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        f"print(sorted(set({HEAVY}) & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *SEVEN, "--json"], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_importing_the_library_loads_neither_numpy_nor_typer():
+    code = f"import sys, zeroplan\nprint(sorted({{*{HEAVY}, 'typer'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_version_is_printed(run: Run):
+    code, out, _ = run("--version")
+    assert code == 0
+    assert out.strip().count(".") == 2
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("estimate", "--help"), ("models", "--help"), ("gpus", "--help")])
+def test_every_command_has_help(run: Run, arguments: tuple[str, ...]):
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    assert "Usage" in out
