@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.ledger import Line
+from zeroplan.numeric import Int
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
@@ -16,51 +17,78 @@ FP32_ON_CUDA = "fp32 under CUDA's autocast"
 
 def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    if x.autocast:
+        return _gated_mlp_autocast(x, ffn, bias=bias)
     size, inner = x.element * x.tokens * x.hidden, x.element * x.tokens * ffn
-    one_input = Line(SAVED, size, "input of the gate projection", "e·T·h", LLAMA)
-    inputs = (
-        Line(SAVED, 2 * size, "inputs of the gate and up projections, cast", "2·e·T·h", LLAMA)
-        if x.autocast
-        else Line(SAVED, size, "input of the gate and up projections", "e·T·h", LLAMA)
+    made = Line(SAVED, size, "input of the gate and up projections", "e·T·h", LLAMA)
+    kept = (made, *_gate_and_up(inner))
+    matrix = x.hidden * ffn
+    down, weights = _weights(x, ffn, bias=bias)
+    at_gate = (
+        made,
+        Line(GRADIENT, inner, "gradient of the gate", "e·T·f", LLAMA),
+        Line(GRADIENT, 2 * size, "gradients through the up and gate projections", "2·e·T·h", LLAMA),
     )
-    gate = Line(SAVED, inner, "gate projection's output", "e·T·f", LLAMA)
-    kept = (
-        inputs,
-        gate,
+    points = (
+        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, matrix, 0),
+        BackwardPoint("gate projection", at_gate, weights, matrix, 0),
+    )
+    return Part((*kept, _product(inner)), points, weights, 3 * matrix)
+
+
+def _gated_mlp_autocast(x: Widths, ffn: int, *, bias: bool) -> Part:
+    e, hidden, inner = x.element, x.tokens * x.hidden, x.element * x.tokens * ffn
+    gate_and_up = _gate_and_up(inner)
+    kept = (Line(SAVED, 2 * e * hidden, "inputs of the gate and up projections, cast", "2·e·T·h", LLAMA), *gate_and_up)
+    saved = (*kept, _product(inner))
+    matrix = x.hidden * ffn
+    down, weights = _weights(x, ffn, bias=bias)
+    uncast = Line(TEMPORARY, e * matrix, "weight gradient before it is cast", "e·h·f", LLAMA)
+    through_up = Line(GRADIENT, 4 * hidden, "gradient through the up projection, fp32", "4·T·h", LLAMA)
+    at_down = (
+        Line(GRADIENT, e * hidden + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA),
+        uncast,
+    )
+    at_up = (
+        Line(SAVED, e * hidden, "input of the gate projection, cast", "e·T·h", LLAMA),
+        gate_and_up[0],
+        Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA),
+    )
+    points = (
+        BackwardPoint("down projection", (*saved, output, uncast), 0, 0, 3 * matrix),
+        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, matrix, 2 * matrix),
+        BackwardPoint(
+            "up projection: cast of the weight gradient",
+            (*at_up, through_up, uncast),
+            down + (weights - down) // 2,
+            matrix,
+            matrix,
+        ),
+        BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
+    )
+    return Part(saved, points, weights, 3 * matrix)
+
+
+def _gate_and_up(inner: Int) -> tuple[Line, Line, Line]:
+    return (
+        Line(SAVED, inner, "gate projection's output", "e·T·f", LLAMA),
         Line(SAVED, inner, "silu of the gate", "e·T·f", LLAMA),
         Line(SAVED, inner, "up projection's output", "e·T·f", LLAMA),
     )
-    saved = (*kept, Line(SAVED, inner, "gated product, input of the down projection", "e·T·f", LLAMA))
-    product = (*kept, Line(GRADIENT, 3 * inner, "gradients of the product, of silu and of up", "3·e·T·f", LLAMA))
-    gate_gradient = Line(GRADIENT, inner, "gradient of the gate", "e·T·f", LLAMA)
-    through_up = Line(GRADIENT, x.residual * x.tokens * x.hidden, "gradient through the up projection", "r·T·h", LLAMA)
-    matrix = x.hidden * ffn
-    down, wide = matrix + (x.hidden if bias else 0), matrix + (ffn if bias else 0)
-    weights = down + 2 * wide
-    at_product = BackwardPoint("gated product", product, down, down, 2 * matrix)
-    if not x.autocast:
-        through_gate = Line(GRADIENT, size, "gradient through the gate projection", "e·T·h", LLAMA)
-        at_gate = BackwardPoint("gate projection", (inputs, gate_gradient, through_up, through_gate), weights, matrix, 0)
-        return Part(saved, (at_product, at_gate), weights, 3 * matrix)
-    uncast = Line(TEMPORARY, x.element * matrix, "weight gradient before it is cast", "e·h·f", LLAMA)
-    silu_gradient = Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA)
-    up_cast = (one_input, gate, silu_gradient, through_up, uncast)
-    at_down = (
-        *saved,
-        Line(GRADIENT, size + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA),
-        uncast,
-    )
-    return Part(
-        saved,
-        (
-            BackwardPoint("down projection", at_down, 0, 0, 3 * matrix),
-            at_product,
-            BackwardPoint("up projection: cast of the weight gradient", up_cast, down + wide, matrix, matrix),
-            BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
-        ),
-        weights,
-        3 * matrix,
-    )
+
+
+def _product(inner: Int) -> Line:
+    return Line(SAVED, inner, "gated product, input of the down projection", "e·T·f", LLAMA)
+
+
+def _product_gradients(inner: Int) -> Line:
+    return Line(GRADIENT, 3 * inner, "gradients of the product, of silu and of up", "3·e·T·f", LLAMA)
+
+
+def _weights(x: Widths, ffn: int, *, bias: bool) -> tuple[int, int]:
+    """Elements of the down projection, and of all three, biases included."""
+    down = x.hidden * ffn + (x.hidden if bias else 0)
+    return down, down + 2 * (x.hidden * ffn + (ffn if bias else 0))
 
 
 def gelu_mlp(x: Widths, ffn: int) -> Part:
