@@ -45,25 +45,19 @@ def _gated_mlp_autocast(x: Widths, ffn: int, *, bias: bool) -> Part:
     down, weights = _weights(x, ffn, bias=bias)
     uncast = Line(TEMPORARY, e * matrix, "weight gradient before it is cast", "e·h·f", LLAMA)
     through_up = Line(GRADIENT, 4 * hidden, "gradient through the up projection, fp32", "4·T·h", LLAMA)
-    at_down = (
-        Line(GRADIENT, e * hidden + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA),
-        uncast,
-    )
+    output = Line(GRADIENT, e * hidden + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA)
     at_up = (
         Line(SAVED, e * hidden, "input of the gate projection, cast", "e·T·h", LLAMA),
         gate_and_up[0],
         Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA),
+        through_up,
+        uncast,
     )
+    down_and_up = (down + weights) // 2
     points = (
         BackwardPoint("down projection", (*saved, output, uncast), 0, 0, 3 * matrix),
         BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, matrix, 2 * matrix),
-        BackwardPoint(
-            "up projection: cast of the weight gradient",
-            (*at_up, through_up, uncast),
-            down + (weights - down) // 2,
-            matrix,
-            matrix,
-        ),
+        BackwardPoint("up projection: cast of the weight gradient", at_up, down_and_up, matrix, matrix),
         BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
     )
     return Part(saved, points, weights, 3 * matrix)
