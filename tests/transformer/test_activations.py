@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.autograd_runs import saved_bytes, step_timeline
-from tests.causal_models import tiny_spec
+from tests.causal_models import causal_model, tiny_spec
 from tests.cpu_view import cpu_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
@@ -199,3 +199,12 @@ def _expert_outputs(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> int:
         return 0
     pairs = batch.micro_batch_size * batch.seq_len * spec.moe.num_experts_per_tok
     return (4 if compute.autocast else compute.element_bytes) * pairs * spec.hidden_size
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_point_has_made_every_gradient_of_the_block(family: str) -> None:
+    spec, compute, batch = _case(family, "bf16", "sdpa", SHAPES["grouped heads"])
+    decoder = causal_model(spec, compute).get_decoder()
+    block = (decoder.h if hasattr(decoder, "h") else decoder.layers)[0]
+    elements = sum(parameter.numel() for parameter in block.parameters())
+    assert _passes(spec, compute, batch)[0].points[-1].gradients == elements

@@ -47,19 +47,20 @@ class BlockPass(NamedTuple):
     ``forward_recompute``: what is alive beyond ``checkpoint`` then, under full recomputation; ``cast_elements``: elements
     of the weights whose autocast copy is kept until their backward (matrices; the copies of biases die with the forward).
 
-    Without recomputation, block i of L (counted from 0) in an engine without other memory:
+    An engine adds, for block i (counted from 0), beside its own memory and what ``HeadPass`` says:
 
-    - forward: saved of blocks 0..i, plus ``forward``;
-    - backward at a point p: saved of blocks 0..i-1, plus ``p.lines``, plus weight gradients.
+    - without recomputation, forward: ``saved`` of blocks 0..i, plus ``forward``; backward at a point p: ``saved`` of blocks
+      0..i-1, plus ``p.lines``;
+    - under full recomputation, forward: ``checkpoint`` of blocks 0..i, plus ``forward_recompute``; backward at p:
+      ``checkpoint`` of blocks 0..i-1, plus ``checkpoint_in_backward``, plus ``p.lines``. The recomputation itself is never
+      higher than the highest point. ``checkpoint_in_backward`` is the block's input, or nothing where the first norm saves
+      that very tensor, so that ``p.lines`` has it already;
+    - under selective recomputation, as under full with ``selective`` in place of ``checkpoint`` and of blocks 0..i-1 only.
 
-    Under full recomputation:
-
-    - forward: ``checkpoint`` of blocks 0..i, plus ``forward_recompute``;
-    - backward at p: ``checkpoint`` of blocks 0..i-1, plus ``checkpoint_in_backward``, plus ``p.lines``, plus weight
-      gradients. (The block is recomputed first, which is never higher than its points. ``checkpoint_in_backward`` is its
-      input, or nothing where the first norm saves that very tensor, so that ``p.lines`` has it already.)
-
-    The gradient that came in from the block above is one of ``p.lines``.
+    In a backward come the weight gradients that p counts, and under autocast ``p.live_casts`` and the ``cast_elements`` of
+    blocks 0..i-1, at 2 bytes; in a forward the ``cast_elements`` of blocks 0..i, also under recomputation, since autocast
+    drops its copies only when its context ends (then full recomputation keeps none of them for the backward). The gradient
+    that came in from the block above is one of ``p.lines``.
     """
 
     saved: tuple[Line, ...]
@@ -76,8 +77,10 @@ class HeadPass(NamedTuple):
     """What the part outside the blocks costs: embedding, rotary tables, final norm, head, loss.
 
     ``shared``: tables alive through the whole pass (rotary cos and sin, input ids);
-    ``forward``: alive beside the blocks while they run forward, gone before the loss (an eager attention mask, the embedding
-    output that the model's forward still holds by name);
+    ``forward``: alive beside the blocks while they run forward, gone before the loss: an eager attention mask (which
+    recomputation keeps until the backward ends), and what the model's forward holds by name of the embedding. The token
+    embeddings of a model with rotary positions are block 0's input: add them from block 1 on, and not under recomputation,
+    which keeps them as block 0's ``checkpoint``;
     ``saved``: kept from the forward of the final norm and head until their backward, the loss's own tensors apart;
     ``loss``: what the loss keeps from its forward to its backward;
     ``loss_forward`` and ``loss_backward``: logits and the loss's own tensors at the highest point of each, beyond ``saved``

@@ -1,6 +1,7 @@
 """Dense MLPs between their norm and the residual addition."""
 
 from zeroplan.ledger import Line
+from zeroplan.numeric import Int
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
@@ -14,17 +15,55 @@ FP32_ON_CUDA = "fp32 under CUDA's autocast"
 
 def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    if x.autocast:
+        return _gated_mlp_autocast(x, ffn, bias=bias)
     size, inner = x.element * x.tokens * x.hidden, x.element * x.tokens * ffn
-    one_input = Line(SAVED, size, "input of the gate projection", "e·T·h", LLAMA)
-    inputs = (
-        Line(SAVED, 2 * size, "inputs of the gate and up projections, cast", "2·e·T·h", LLAMA)
-        if x.autocast
-        else Line(SAVED, size, "input of the gate and up projections", "e·T·h", LLAMA)
+    made = Line(SAVED, size, "input of the gate and up projections", "e·T·h", LLAMA)
+    kept = (made, *_gate_and_up(inner))
+    matrix = x.hidden * ffn
+    down, weights = _weights(x, ffn, bias=bias)
+    at_gate = (
+        made,
+        Line(GRADIENT, inner, "gradient of the gate", "e·T·f", LLAMA),
+        Line(GRADIENT, 2 * size, "gradients through the up and gate projections", "2·e·T·h", LLAMA),
     )
-    gate = Line(SAVED, inner, "gate projection's output", "e·T·f", LLAMA)
-    kept = (
-        inputs,
-        gate,
+    points = (
+        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, matrix, 0),
+        BackwardPoint("gate projection", at_gate, weights, matrix, 0),
+    )
+    return Part((*kept, _product(inner)), points, weights, 3 * matrix)
+
+
+def _gated_mlp_autocast(x: Widths, ffn: int, *, bias: bool) -> Part:
+    e, hidden, inner = x.element, x.tokens * x.hidden, x.element * x.tokens * ffn
+    gate_and_up = _gate_and_up(inner)
+    kept = (Line(SAVED, 2 * e * hidden, "inputs of the gate and up projections, cast", "2·e·T·h", LLAMA), *gate_and_up)
+    saved = (*kept, _product(inner))
+    matrix = x.hidden * ffn
+    down, weights = _weights(x, ffn, bias=bias)
+    uncast = Line(TEMPORARY, e * matrix, "weight gradient before it is cast", "e·h·f", LLAMA)
+    through_up = Line(GRADIENT, 4 * hidden, "gradient through the up projection, fp32", "4·T·h", LLAMA)
+    output = Line(GRADIENT, e * hidden + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA)
+    at_up = (
+        Line(SAVED, e * hidden, "input of the gate projection, cast", "e·T·h", LLAMA),
+        gate_and_up[0],
+        Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA),
+        through_up,
+        uncast,
+    )
+    down_and_up = (down + weights) // 2
+    points = (
+        BackwardPoint("down projection", (*saved, output, uncast), 0, 0, 3 * matrix),
+        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, matrix, 2 * matrix),
+        BackwardPoint("up projection: cast of the weight gradient", at_up, down_and_up, matrix, matrix),
+        BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
+    )
+    return Part(saved, points, weights, 3 * matrix)
+
+
+def _gate_and_up(inner: Int) -> tuple[Line, Line, Line]:
+    return (
+        Line(SAVED, inner, "gate projection's output", "e·T·f", LLAMA),
         Line(SAVED, inner, "silu of the gate", "e·T·f", LLAMA),
         Line(SAVED, inner, "up projection's output", "e·T·f", LLAMA),
     )

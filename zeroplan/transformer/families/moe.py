@@ -14,7 +14,8 @@ def routed_experts(x: Widths, moe: MoeSpec) -> Part:
     """Build a softmax router and SwiGLU experts; every token visits ``t`` of them, so the sums do not depend on the routing.
 
     The grouped multiplication takes no part in autocast: the experts compute in the dtype of their weights. GPUs below
-    compute capability 8.0 fall back to a loop, which is not modelled.
+    compute capability 8.0 fall back to a loop, which is not modelled. Under recomputation the expert outputs go one operation
+    earlier than the point of their weighting says.
     """
     routing = _routing(x, moe)
     pairs = x.tokens * moe.num_experts_per_tok
