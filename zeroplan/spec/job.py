@@ -52,7 +52,7 @@ class JobSpec(Spec):
         longest = self.model.max_position_embeddings
         if self.model.positions and self.batch.seq_len > longest:
             raise SpecError(
-                f"seq_len={self.batch.seq_len:,} is beyond the {longest:,} positions that this {self.model.family} model has learned; "
+                f"seq_len={self.batch.seq_len:,} is beyond the {longest:,} positions this {self.model.family} model has learned; "
                 "shorten it"
             )
         if self.mesh.dp_replicate > 1 and engine not in ("fsdp2", "paper"):

@@ -27,8 +27,10 @@ def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
         Line(GRADIENT, inner, "gradient of the gate", "e·T·f", LLAMA),
         Line(GRADIENT, 2 * size, "gradients through the up and gate projections", "2·e·T·h", LLAMA),
     )
+    product_gradient = Line(GRADIENT, inner, "gradient of the gated product", "e·T·f", LLAMA)
     points = (
-        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, matrix, 0),
+        BackwardPoint("down projection", (*kept, _product(inner), product_gradient), down, down, 0),
+        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, 0, 0),
         BackwardPoint("gate projection", at_gate, weights, matrix, 0),
     )
     return Part((*kept, _product(inner)), points, weights, 3 * matrix)
@@ -51,10 +53,12 @@ def _gated_mlp_autocast(x: Widths, ffn: int, *, bias: bool) -> Part:
         through_up,
         uncast,
     )
+    down_cast = (*kept, Line(GRADIENT, inner, "gradient of the gated product", "e·T·f", LLAMA), uncast)
     down_and_up = (down + weights) // 2
     points = (
         BackwardPoint("down projection", (*saved, output, uncast), 0, 0, 3 * matrix),
-        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, matrix, 2 * matrix),
+        BackwardPoint("down projection: cast of the weight gradient", down_cast, down, matrix, 2 * matrix),
+        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, 0, 2 * matrix),
         BackwardPoint("up projection: cast of the weight gradient", at_up, down_and_up, matrix, matrix),
         BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
     )
@@ -67,37 +71,20 @@ def _gate_and_up(inner: Int) -> tuple[Line, Line, Line]:
         Line(SAVED, inner, "silu of the gate", "e·T·f", LLAMA),
         Line(SAVED, inner, "up projection's output", "e·T·f", LLAMA),
     )
-    saved = (*kept, Line(SAVED, inner, "gated product, input of the down projection", "e·T·f", LLAMA))
-    product = (*kept, Line(GRADIENT, 3 * inner, "gradients of the product, of silu and of up", "3·e·T·f", LLAMA))
-    gate_gradient = Line(GRADIENT, inner, "gradient of the gate", "e·T·f", LLAMA)
-    through_up = Line(GRADIENT, x.residual * x.tokens * x.hidden, "gradient through the up projection", "r·T·h", LLAMA)
-    matrix = x.hidden * ffn
-    down, wide = matrix + (x.hidden if bias else 0), matrix + (ffn if bias else 0)
-    weights = down + 2 * wide
-    at_product = BackwardPoint("gated product", product, down, 0, 2 * matrix)
-    product_gradient = Line(GRADIENT, inner, "gradient of the gated product", "e·T·f", LLAMA)
-    if not x.autocast:
-        at_down = BackwardPoint("down projection", (*saved, product_gradient), down, down, 3 * matrix)
-        through_gate = Line(GRADIENT, size, "gradient through the gate projection", "e·T·h", LLAMA)
-        at_gate = BackwardPoint("gate projection", (inputs, gate_gradient, through_up, through_gate), weights, matrix, 0)
-        return Part(saved, (at_down, at_product, at_gate), weights, 3 * matrix)
-    uncast = Line(TEMPORARY, x.element * matrix, "weight gradient before it is cast", "e·h·f", LLAMA)
-    silu_gradient = Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA)
-    up_cast = (one_input, gate, silu_gradient, through_up, uncast)
-    output = Line(GRADIENT, size + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA)
-    down_cast = (*kept, product_gradient, uncast)
-    return Part(
-        saved,
-        (
-            BackwardPoint("down projection", (*saved, output, uncast), 0, 0, 3 * matrix),
-            BackwardPoint("down projection: cast of the weight gradient", down_cast, down, matrix, 2 * matrix),
-            at_product,
-            BackwardPoint("up projection: cast of the weight gradient", up_cast, down + wide, matrix, matrix),
-            BackwardPoint("gate projection: cast of the weight gradient", (through_up, uncast), weights, matrix, 0),
-        ),
-        weights,
-        3 * matrix,
-    )
+
+
+def _product(inner: Int) -> Line:
+    return Line(SAVED, inner, "gated product, input of the down projection", "e·T·f", LLAMA)
+
+
+def _product_gradients(inner: Int) -> Line:
+    return Line(GRADIENT, 3 * inner, "gradients of the product, of silu and of up", "3·e·T·f", LLAMA)
+
+
+def _weights(x: Widths, ffn: int, *, bias: bool) -> tuple[int, int]:
+    """Elements of the down projection, and of all three, biases included."""
+    down = x.hidden * ffn + (x.hidden if bias else 0)
+    return down, down + 2 * (x.hidden * ffn + (ffn if bias else 0))
 
 
 def gelu_mlp(x: Widths, ffn: int) -> Part:
@@ -147,12 +134,11 @@ def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
     gradients = Line(GRADIENT, e * (inner + hidden), "gradients of the first projection's output and input", "e·T·(f+h)", GPT2)
     through = Line(GRADIENT, 4 * hidden, "gradient of the norm's output, fp32", "4·T·h", GPT2)
     second, every = matrix + x.hidden, 2 * matrix + ffn + x.hidden
-    cast = (*kept, Line(GRADIENT, e * inner, "gradient of gelu", "e·T·f", GPT2), uncast)
+    cast = (*kept, Line(GRADIENT, 4 * inner, f"gradient of gelu, {FP32_ON_CUDA}", "4·T·f", GPT2), uncast)
     output = Line(GRADIENT, e * (hidden + inner), "gradients of the output, cast, and of gelu", "e·T·(h+f)", GPT2)
-    wide = Line(GRADIENT, 4 * inner, f"gradient of gelu, {FP32_ON_CUDA}", "4·T·f", GPT2)
     points = (
         BackwardPoint("second MLP projection", (*saved, output, uncast), 0, 0, 2 * matrix),
-        BackwardPoint("second MLP projection: cast of the weight gradient", (*kept, wide, uncast), second, matrix, matrix),
+        BackwardPoint("second MLP projection: cast of the weight gradient", cast, second, matrix, matrix),
         BackwardPoint("gelu", product, second, 0, matrix),
         BackwardPoint("first MLP projection", (made, gradients, uncast), second, 0, matrix),
         BackwardPoint("first MLP projection: cast of the weight gradient", (through, uncast), every, matrix, 0),
