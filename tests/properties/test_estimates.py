@@ -126,11 +126,11 @@ def test_twice_the_ranks_never_hold_more_states(job: JobSpec):
 
 @thorough
 @given(jobs())
-def test_recomputing_everything_never_needs_more(job: JobSpec):
-    """With a single block there is nothing to gain: its checkpoint comes on top. Two blocks already gain."""
-    assume(job.model.num_hidden_layers > 2)
+def test_recomputing_everything_needs_at_most_one_block_input_more(job: JobSpec):
+    """Where the first block's backward is the peak there is nothing left to save, and its checkpoint comes on top."""
     none, full = (replace(job, recipe=replace(job.recipe, recompute=choice)) for choice in ("none", "full"))
-    assert answered(full).peak_bytes <= answered(none).peak_bytes
+    block_input = 4 * job.batch.micro_batch_size * job.batch.seq_len * job.model.hidden_size
+    assert answered(full).peak_bytes <= answered(none).peak_bytes + block_input
 
 
 @thorough

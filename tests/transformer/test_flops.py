@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.flops import matmul_parameters, model_flops_per_token
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 
@@ -20,6 +20,7 @@ def model(*, tied: bool) -> ModelSpec:
         head_dim=16,
         vocab_size=VOCAB,
         tie_word_embeddings=tied,
+        moe=MoeSpec(num_experts=EXPERTS, num_experts_per_tok=TOP_K, moe_intermediate_size=FFN),
     )
 
 

@@ -52,7 +52,7 @@ def spec(family: str) -> ModelSpec:
             num_experts=5,
             num_experts_per_tok=3,
             moe_intermediate_size=56,
-            num_dense_layers=1,
+            num_dense_layers=1 if family in ("deepseek_v3", "qwen3_moe") else 0,
             num_shared_experts=2 if family == "deepseek_v3" else 0,
         )
         if moe
