@@ -84,7 +84,7 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """Return the model arrives in the compute dtype, is laid flat, and the share's weights are made, with gradients once."""
+    """Return the moments of construction: the model is laid flat, then the share's weights are made, with gradients once."""
     psi, share = job.whole.n_elements, job.partition
     arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", _FILE)
     copied = (arrived, weights[0]) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0],)

@@ -18,12 +18,10 @@ from zeroplan.engines.deepspeed_passes import (
     RunPass,
     after_head_bytes,
     backward_instant,
-    checkpoint_beside,
     element_bytes,
     embedding_instant,
     head_instants,
     kept_before,
-    settled_bytes,
 )
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, minimum, where
@@ -250,7 +248,7 @@ def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Lin
 
 
 def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:
-    """Return the first time each point is passed after a bucket reached into this rank's share, when its gradients are kept."""
+    """Return each point as it is passed first after a bucket reached into this rank's share, when its gradients are kept."""
     index = flush_over(job.buckets, job.partition)
     at, made, own = pick(job.buckets.blocks, index), pick(job.buckets.made, index), own_gradients(job)
     for run in these.runs:
@@ -301,7 +299,7 @@ def _oversize_copy(job: Job, low: Int, fill: Int) -> Int:
 
 
 def _flush_moment(job: Job, these: Passes, always: tuple[Line, ...], index: Int, name: str) -> Moment:
-    """Return a bucket is reduced because a gradient does not fit into it any more."""
+    """Return the moment at which a bucket is reduced because a gradient does not fit into it any more."""
     buckets = job.buckets
     block, held = pick(buckets.blocks, index), pick(buckets.held, index)
     if not job.recipe.deepspeed.contiguous_gradients:
@@ -335,22 +333,22 @@ def _at_flush(these: Passes, block: Int, made: Int) -> Int:
     """Activations of the block that runs when ``made`` elements of its gradients exist. [bytes]"""
     n_bytes = where(block < 0, these.head.hidden_bytes, where(block < these.n_blocks, 0, after_head_bytes(these)))
     for run in these.runs:
-        inside = _at_point(run.block.points, made) + total_bytes(checkpoint_beside(these, run))
+        inside = _at_point(run, made)
         here = (block >= run.first) & (block < run.first + run.n_blocks)
         n_bytes = n_bytes + where(here, inside, 0)
     return n_bytes
 
 
-def _at_point(points: tuple[BackwardPoint, ...], made: Int) -> Int:
-    """Activations at the first point that comes after so many gradients. [bytes]"""
-    n_bytes = settled_bytes(points[-1])
-    for point in reversed(points[:-1]):
-        n_bytes = where(made <= point.gradients, settled_bytes(point), n_bytes)
+def _at_point(run: RunPass, made: Int) -> Int:
+    """Return the activations at the first point of a block that comes after so many gradients. [bytes]"""
+    n_bytes = run.settled[-1]
+    for point, settled in zip(reversed(run.block.points[:-1]), reversed(run.settled[:-1]), strict=True):
+        n_bytes = where(made <= point.gradients, settled, n_bytes)
     return n_bytes
 
 
 def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """Return the embedding's gradient, and the bucket that is left."""
+    """Return the moments of the embedding's gradient, and of the bucket that is left."""
     at, last = embedding_instant(these), job.buckets.flushes[0]
     own = own_gradients(job)
     before = _kept_after(job, flush_over(job.buckets, job.partition))
@@ -370,7 +368,7 @@ def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Mom
 
 
 def collecting_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
-    """Return the backward pass where every gradient stays until its end; the end itself is left out."""
+    """Return the moments of a backward pass where every gradient stays until its end, the end itself left out."""
     return (
         *_collected_head(job, these),
         *(moment for run in these.runs for moment in _collected_block(job, these, run)),

@@ -139,7 +139,7 @@ def _forward_and_backward(job: Job, batch: Batch) -> tuple[Moment, ...]:
 
 @lru_cache(maxsize=256)
 def _all_reduces(whole: Row) -> tuple[int, int]:
-    """Return number of all-reduces and elements of the largest; a bucket closes when it has grown beyond the limit."""
+    """Return how many all-reduces there are, and the elements of the largest: one closes when it has outgrown the limit."""
     count, fill, largest = 0, 0, 0
     for each in whole.placed:
         fill += each.end - each.start
