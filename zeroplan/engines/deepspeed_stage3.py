@@ -28,7 +28,7 @@ from zeroplan.engines.deepspeed_passes import (
     loss_instant,
     passes,
 )
-from zeroplan.engines.deepspeed_stage12_backward import waiting
+from zeroplan.engines.deepspeed_stage12_lines import waiting
 from zeroplan.engines.deepspeed_trace import Gathered, gathered
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase

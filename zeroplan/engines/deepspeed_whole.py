@@ -10,7 +10,8 @@ from functools import lru_cache
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed_flat import Row, largest_parameter
 from zeroplan.engines.deepspeed_passes import embedding_instant, forward_instant, loss_instant, passes
-from zeroplan.engines.deepspeed_stage12_backward import Job, collecting_moments, job_of, window
+from zeroplan.engines.deepspeed_stage12_collecting import collecting_moments
+from zeroplan.engines.deepspeed_stage12_lines import Job, job_of, window
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, where
