@@ -54,6 +54,7 @@ def reducing_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
         *_head_moments(job, these),
         *(moment for run in these.runs for moment in _last_block_moments(job, these, run, (*always, *_unreduced(job, run)))),
         *_own_block_moments(job, these, always),
+        *_first_block_moments(job, these, always),
         _flush_moment(job, these, always, top, "bucket reduced: the first that spans two ranks"),
         _flush_moment(job, these, always, own, "bucket reduced: the first that reaches into this rank's share"),
         _flush_moment(job, these, (*always, _kept_after(job, own)), maximum(own - 1, 0), "bucket reduced: the next"),
@@ -135,6 +136,17 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
             name = f"backward of a block of this rank: {point.name}"
             now = backward_instant(these, run, inside, point, name)
             yield Moment(name, now.phase, (*now.lines, *always, kept, _waiting(job, run.first, point)))
+
+
+def _first_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:
+    """Return the points of the first block at stage 1, where gradients above the bucket pile up until then."""
+    if job.recipe.zero_stage == 2:
+        return
+    around = (*always, own_gradients(job))
+    yield from block_moments(
+        these, these.runs[0], 0, "backward of the first block",
+        lambda point: (*around, *_staying(job, 0, point.gradients), _waiting(job, 0, point)),
+    )  # fmt: skip
 
 
 def _kept_after(job: Job, index: Int, now: int = 0) -> Line:
