@@ -30,6 +30,8 @@ pytestmark = [pytest.mark.torch, pytest.mark.deepspeed]
 
 LLAMA = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=352, vocab=300, layers=6)
 WIDE = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=352, vocab=2000, layers=4)
+FLAT = tiny_spec("llama", heads=1, kv_heads=1, head_dim=32, ffn=500, vocab=5000, layers=3)
+MOE = tiny_spec("mixtral", heads=4, kv_heads=2, head_dim=32, ffn=96, vocab=300, layers=3)
 GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=32, ffn=512, vocab=300, layers=4)
 LONGER = BatchSpec(micro_batch_size=4, seq_len=64)
 BUCKET = 300_000
@@ -54,13 +56,17 @@ PHASES = {
 
 
 class Case(NamedTuple):
-    """A run; ``excess`` bounds by how much the peaks of single phases may be predicted too high, where they are bounds."""
+    """A run; ``excess`` bounds by how much the peaks of single phases may be predicted too high, where they are bounds.
+
+    ``peak_excess`` does so for the step's peak: the order of an expert block's gradients is not followed to the last bucket.
+    """
 
     model: ModelSpec
     recipe: RecipeSpec
     n_ranks: int = 4
     batch: BatchSpec = BatchSpec(micro_batch_size=2, seq_len=32)
     excess: float = 0.005
+    peak_excess: float = 0.005
 
 
 def recipe(stage: int, options: dict[str, Any] | None = None, **fields: Any) -> RecipeSpec:
@@ -81,6 +87,12 @@ CASES = {
     "stage 1, accumulating": Case(LLAMA, recipe(1), batch=twice()),
     "stage 1, overlapping": Case(LLAMA, recipe(1, {"overlap_comm": True})),
     "stage 1, fp32 accumulation": Case(LLAMA, recipe(1, {"grad_accum_dtype": "fp32"}), batch=twice()),
+    "stage 1, recomputed, many ranks": Case(
+        LLAMA, recipe(1, {"reduce_bucket_size": 200_000}, recompute="full", optimizer_impl="foreach"), n_ranks=13
+    ),
+    "stage 1, overlapping, weights above the bucket": Case(
+        LLAMA, recipe(1, {"overlap_comm": True, "reduce_bucket_size": 10_000})
+    ),
     "stage 1, default bucket": Case(WIDE, recipe(1, {"reduce_bucket_size": 500_000_000})),
     "stage 1, GPT-2": Case(GPT2, recipe(1), batch=LONGER),
     "stage 2": Case(LLAMA, recipe(2)),
@@ -88,6 +100,10 @@ CASES = {
     "stage 2, three ranks, few tokens": Case(LLAMA, recipe(2), n_ranks=3, batch=BatchSpec(seq_len=8)),
     "stage 2, eight ranks, wide vocabulary": Case(WIDE, recipe(2), n_ranks=8),
     "stage 2, weights above the bucket": Case(LLAMA, recipe(2, {"reduce_bucket_size": 20_000}), batch=BatchSpec(seq_len=8)),
+    "stage 2, vocabulary above all else": Case(
+        FLAT, recipe(2, {"reduce_bucket_size": 200_000}), n_ranks=8, batch=BatchSpec(micro_batch_size=2, seq_len=4)
+    ),
+    "stage 2, experts": Case(MOE, recipe(2), excess=0.02, peak_excess=0.02),
     "stage 2, default bucket": Case(LLAMA, recipe(2, {"reduce_bucket_size": 500_000_000})),
     "stage 2, accumulating": Case(LLAMA, recipe(2), batch=twice()),
     "stage 2, overlapping": Case(LLAMA, recipe(2, {"overlap_comm": True})),
@@ -105,6 +121,10 @@ CASES = {
     "stage 3, three ranks, default bucket": Case(LLAMA, recipe(3, {"reduce_bucket_size": 500_000_000}), n_ranks=3),
     "stage 3, nothing kept": Case(LLAMA, recipe(3, IDEAL)),
     "stage 3, nothing kept, recomputed": Case(LLAMA, recipe(3, IDEAL, recompute="full"), excess=0.02),
+    "stage 3, some persistent, accumulating": Case(
+        WIDE, recipe(3, STREAMING | {"stage3_param_persistence_threshold": 40_000}), batch=twice(seq_len=4), excess=0.02
+    ),
+    "stage 3, experts": Case(MOE, recipe(3, STREAMING), excess=0.02, peak_excess=0.02),
     "stage 3, streaming": Case(LLAMA, recipe(3, STREAMING)),
     "stage 3, streaming, few tokens": Case(LLAMA, recipe(3, STREAMING), batch=BatchSpec(seq_len=8), excess=0.02),
     "stage 3, streaming, recomputed": Case(LLAMA, recipe(3, STREAMING, recompute="full"), excess=0.02),
@@ -167,7 +187,7 @@ def test_agrees_with_deepspeed(name: str, measured: dict[str, dict[str, Any]]) -
     predicted = account(case.model, case.recipe, MeshSpec(dp_shard=case.n_ranks), case.batch)
     peaks = {phase: _peak(predicted.moments, phases) for phase, phases in PHASES.items()}
     highest = max(run[phase] for phase in ("forward", "backward", "step"))
-    assert max(peaks["forward"], peaks["backward"], peaks["step"]) == pytest.approx(highest, rel=0.005)
+    assert 0.995 <= max(peaks["forward"], peaks["backward"], peaks["step"]) / highest <= 1 + case.peak_excess
     for phase, peak in peaks.items():
         assert 0.995 <= peak / run[phase] <= 1 + case.excess, phase
 

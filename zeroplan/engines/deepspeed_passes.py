@@ -24,6 +24,12 @@ class RunPass(NamedTuple):
     block: BlockPass
     kept: tuple[Line, ...]
     kept_bytes: Int
+    settled: tuple[Int, ...]
+    """For each point of its backward, the activations without the temporaries of the operator that runs there. [bytes]
+
+    That is about what is alive when the gradient made last is handed on, between two points; under recomputation with the
+    block's input.
+    """
 
 
 class Passes(NamedTuple):
@@ -67,7 +73,9 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     for run in layout(model).runs:
         block = block_pass(model, run.kind, compute, batch)
         kept = {"none": block.saved, "selective": block.selective, "full": block.checkpoint}[recipe.recompute]
-        runs.append(RunPass(first, run.layers, block, kept, total_bytes(kept)))
+        beside = total_bytes(block.checkpoint_in_backward) if recipe.recompute == "full" else 0
+        settled = tuple(beside + _settled_bytes(point) for point in block.points)
+        runs.append(RunPass(first, run.layers, block, kept, total_bytes(kept), settled))
         first += run.layers
     head = head_pass(model, compute, batch)
     return Passes(tuple(runs), head, recipe.recompute, head.output if recipe.keep_logits else ())
@@ -96,13 +104,13 @@ def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
 
 
 def loss_instant(these: Passes) -> Instant:
-    """Return the loss, forward."""
+    """Return the instant of the loss, forward."""
     lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.loss_forward)
     return Instant("loss forward", Phase.LOSS, lines, these.n_blocks, _NOWHERE)
 
 
 def head_instants(these: Passes) -> tuple[Instant, ...]:
-    """Return the backward of loss, head and final norm."""
+    """Return the instants of the backward of loss, head and final norm."""
     around = (*these.head.shared, *these.output, *kept_by_all(these))
     return tuple(
         Instant(f"backward: {point.name}", Phase.BACKWARD, around + point.lines, these.n_blocks, point)
@@ -121,19 +129,15 @@ def after_head_bytes(these: Passes) -> Int:
 
 
 def head_forward_instant(these: Passes) -> Instant:
-    """Return the head's multiplication, forward: its input and the logits."""
+    """Return the instant of the head's multiplication, forward: its input and the logits."""
     lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.output)
     return Instant("forward of the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
 
 
-def settled_bytes(point: BackwardPoint) -> Int:
-    """Return the activations at a point without the temporaries of the operator that runs there. [bytes]
-
-    That is about what is alive when the gradient made last is handed on, between two points.
-    """
+def _settled_bytes(point: BackwardPoint) -> Int:
     total: Int = 0
     for line in point.lines:
-        if line.kind not in (Kind.TEMPORARY, Kind.WORKSPACE):
+        if line.kind is not Kind.TEMPORARY and line.kind is not Kind.WORKSPACE:
             total = total + line.n_bytes
     return total
 
@@ -146,7 +150,7 @@ def backward_instant(these: Passes, run: RunPass, block: Int, point: BackwardPoi
 
 
 def embedding_instant(these: Passes) -> Instant:
-    """Return the backward of the embedding: the gradient of its output, all blocks done."""
+    """Return the instant of the embedding's backward: the gradient of its output, all blocks done."""
     gradient = Line(Kind.ACTIVATIONS, these.head.hidden_bytes, "gradient of the embedding's output", "e·T·h")
     lines = (*these.head.shared, *these.output, gradient)
     return Instant("backward of the embedding", Phase.BACKWARD, lines, -1, _NOWHERE)

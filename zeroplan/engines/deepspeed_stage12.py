@@ -7,7 +7,9 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed_flat import largest_slice
 from zeroplan.engines.deepspeed_passes import Passes, forward_instant, loss_instant, passes
-from zeroplan.engines.deepspeed_stage12_backward import Job, backward_moments, job_of, keeps_partition, window
+from zeroplan.engines.deepspeed_stage12_collecting import collecting_moments, reduced_after_moments
+from zeroplan.engines.deepspeed_stage12_lines import Job, job_of, keeps_partition, own_gradients, reduces_in_backward, window
+from zeroplan.engines.deepspeed_stage12_reducing import reducing_moments
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, where
@@ -32,9 +34,9 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     persistent = (*weights, *state_lines(recipe.optimizer, impl, tensors, job.master, symbol=_SHARE))
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=_SHARE)
     these = passes(model, recipe, batch)
-    training = (*_forward(job, these), *backward_moments(job, these), *_step(job, temporary))
+    training = (*_forward(job, these), *_backward(job, these), *_step(job, temporary))
     alive = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
-    return Account((*persistent, _gradients(job)), (*_init(job, weights), *alive), _collectives(job, batch))
+    return Account((*persistent, own_gradients(job)), (*_init(job, weights), *alive), _collectives(job, batch))
 
 
 def _weights(job: Job) -> tuple[Line, ...]:
@@ -46,22 +48,23 @@ def _weights(job: Job) -> tuple[Line, ...]:
     )
 
 
-def _gradients(job: Job) -> Line:
-    """Gradients from the end of the backward to the step."""
-    if keeps_partition(job):
-        return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", f"4·{_SHARE}", _FILE)
-    reason = "gradients of every parameter that reaches into this rank's share, each whole"
-    return Line(Kind.GRADIENTS, job.element * job.touched, reason, "", f"{_FILE}, copy_grads_in_partition")
-
-
 def _forward(job: Job, these: Passes) -> tuple[Moment, ...]:
     instants = (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these))
     return tuple(Moment(at.name, at.phase, at.lines + window(job)) for at in instants)
 
 
+def _backward(job: Job, these: Passes) -> tuple[Moment, ...]:
+    """Every moment of the backward pass where memory can peak."""
+    return (
+        reducing_moments(job, these)
+        if reduces_in_backward(job.recipe)
+        else (*collecting_moments(job, these), *reduced_after_moments(job, these))
+    )
+
+
 def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of ``step``: norm, flattening, update."""
-    own, share = _gradients(job), job.partition
+    own, share = own_gradients(job), job.partition
     master = Line(Kind.GRADIENTS, job.master * share, "gradients of this rank's share, as the optimizer takes them",
                   f"{job.master}·{_SHARE}", f"{_FILE}, step")  # fmt: skip
     update = (own,) if keeps_partition(job) else (master,)
@@ -82,7 +85,7 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """Return the model arrives in the compute dtype, is laid flat, and the share's weights are made, with gradients once."""
+    """Return the moments of construction: the model is laid flat, then the share's weights are made, with gradients once."""
     psi, share = job.whole.n_elements, job.partition
     arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", _FILE)
     copied = (arrived, weights[0]) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0],)

@@ -17,7 +17,6 @@ from zeroplan.engines.deepspeed_passes import (
     RunPass,
     after_head_bytes,
     backward_instant,
-    checkpoint_beside,
     element_bytes,
     embedding_instant,
     forward_instant,
@@ -26,12 +25,11 @@ from zeroplan.engines.deepspeed_passes import (
     kept_before,
     loss_instant,
     passes,
-    settled_bytes,
 )
-from zeroplan.engines.deepspeed_stage12_backward import waiting
+from zeroplan.engines.deepspeed_stage12_lines import waiting
 from zeroplan.engines.deepspeed_trace import Gathered, gathered
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
-from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Bool, Int, ceil_div, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -260,7 +258,7 @@ def _gathered_at(trace: Gathered, flush: Flush) -> int:
 
 
 def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
-    """Return the bucket's copy in the order of the ranks; one gradient that divides evenly is reduced where it is."""
+    """Return what reducing a bucket takes: a copy in the order of the ranks, unless it is one gradient that divides evenly."""
     options = job.recipe.deepspeed
     held = flush.fill if flush.alone or not options.contiguous_gradients else 0
     padded = ceil_div(flush.fill, job.n_ranks) * job.n_ranks
@@ -289,13 +287,13 @@ def _at_flush(these: Passes, flush: Flush) -> Line:
     n_bytes = these.head.hidden_bytes if flush.block < 0 else after_head_bytes(these)
     for run in these.runs:
         if run.first <= flush.block < run.first + run.n_blocks:
-            later = [point for point in run.block.points if point.gradients >= flush.made]
-            n_bytes = total_bytes(checkpoint_beside(these, run)) + settled_bytes((later or run.block.points[-1:])[0])
+            points = zip(run.block.points, run.settled, strict=True)
+            n_bytes = next((settled for point, settled in points if point.gradients >= flush.made), run.settled[-1])
     return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs")
 
 
 def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
-    """Return the embedding's gradient, and the bucket that is left."""
+    """Return the moments of the embedding's gradient, and of the bucket that is left."""
     at: Instant = embedding_instant(these)
     last = job.buckets.flushes[0]
     embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
@@ -327,7 +325,7 @@ def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
 
 
 def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
-    """Return the model arrives whole, or in pieces under ``zero.Init``; then the optimizer's tensors are made."""
+    """Return the moments of construction: the model whole, or in pieces under ``zero.Init``; then the optimizer's tensors."""
     share = job.partition
     largest = job.element * largest_parameter(job.whole)
     if job.recipe.deepspeed.zero_init:

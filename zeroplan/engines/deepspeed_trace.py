@@ -29,8 +29,12 @@ class Step(NamedTuple):
     """Elements of the block's gradients made when it is done; in the forward 0."""
     releases: bool
     """Whether its end is noticed, so that its parameters can be released."""
-    again: bool = False
-    """It runs forward once more, within its block's backward."""
+    saves: bool = False
+    """Autograd saves a weight of it as it is gathered, so that it lives on when it is released, until the backward.
+
+    Checkpointing does that to what it recomputes; so does an operator other than ``linear`` that takes a view of the weight,
+    as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
+    """
 
 
 class Note(NamedTuple):
@@ -87,6 +91,8 @@ def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute) -> tup
 
 class _Module(NamedTuple):
     parameters: tuple[int, ...]
+    viewed: bool = False
+    """Its operators save views of its weights."""
 
 
 @lru_cache(maxsize=64)
@@ -102,7 +108,8 @@ def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
     steps += [Step(_FORWARD, (index,), -1, 0, releases=True) for index in before]
     steps.append(Step(_FORWARD, (), -1, 0, releases=True))
     for block, modules in enumerate(blocks):
-        steps += [Step(_FORWARD, (), block, 0, releases=True), *_forward(modules, block)]
+        viewed = [step._replace(saves=module.viewed) for step, module in zip(_forward(modules, block), modules, strict=True)]
+        steps += [Step(_FORWARD, (), block, 0, releases=True), *(_forward(modules, block) if again else viewed)]
     steps += [Step(_FORWARD, norm, n_blocks, 0, releases=True), Step(_FORWARD, tuple(head_of), n_blocks, 0, releases=True)]
     steps += [Step(_BACKWARD, (), n_blocks, 0, releases=True), Step(_BACKWARD, tuple(head_of), n_blocks, 1, releases=True)]
     steps += [Step(_BACKWARD, (), n_blocks, 1, releases=True), Step(_BACKWARD, norm, n_blocks, 2, releases=True)]
@@ -120,7 +127,7 @@ def _backward(placed: tuple[Placed, ...], modules: tuple[_Module, ...], block: i
     """Return a block's modules in reverse; the last one is waiting in its backward while the block is recomputed."""
     steps: list[Step] = [Step(_BACKWARD, (), block, 0, releases=True)] * 2
     made = 0
-    recompute = [step._replace(again=True) for step in _forward(modules, block)] if again else []
+    recompute = [step._replace(saves=True) for step in _forward(modules, block)] if again else []
     for module in reversed(modules):
         made += sum(placed[index].end - placed[index].start for index in module.parameters)
         steps.append(Step(_BACKWARD, module.parameters, block, made, releases=True))
@@ -144,7 +151,7 @@ def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[
         if "." in name and name.rpartition(".")[0] != parent:
             parent = name.rpartition(".")[0]
             modules.append(_Module(()))
-        modules.append(_Module(tuple(by_name[name])))
+        modules.append(_Module(tuple(by_name[name]), viewed=name.endswith("experts")))
         modules += [_Module(())] * _modules_after(model, name)
     return tuple(modules)
 
@@ -294,11 +301,11 @@ class _Replay:
                 continue
             self.available.discard(index)
             self.counted -= self.numel[index]
-            if step.again:  # what checkpointing recomputes, it saves as it is: a released weight lives on in the graph
+            if step.saves:
                 self.saved[index] = self.numel[index]
             else:
                 self._hold(-self.numel[index])
-        if not step.again and step.direction == _BACKWARD:
+        if step.direction == _BACKWARD:
             self._hold(-sum(self.saved.pop(index, 0) for index in step.parameters))
 
     def _is_used_soon(self, index: int, at: int) -> bool:

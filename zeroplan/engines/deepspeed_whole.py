@@ -8,7 +8,8 @@ from functools import lru_cache
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed_flat import Row, largest_parameter
 from zeroplan.engines.deepspeed_passes import embedding_instant, forward_instant, loss_instant, passes
-from zeroplan.engines.deepspeed_stage12_backward import Job, collecting_moments, job_of, window
+from zeroplan.engines.deepspeed_stage12_collecting import collecting_moments
+from zeroplan.engines.deepspeed_stage12_lines import Job, job_of, window
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, where
@@ -137,7 +138,7 @@ def _forward_and_backward(job: Job, batch: Batch) -> tuple[Moment, ...]:
 
 @lru_cache(maxsize=256)
 def _all_reduces(whole: Row) -> tuple[int, int]:
-    """Return number of all-reduces and elements of the largest; a bucket closes when it has grown beyond the limit."""
+    """Return how many all-reduces there are, and the elements of the largest: one closes when it has outgrown the limit."""
     count, fill, largest = 0, 0, 0
     for each in whole.placed:
         fill += each.end - each.start

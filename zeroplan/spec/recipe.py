@@ -41,7 +41,6 @@ class DeepSpeedOptions(Spec):
     """
 
     reduce_bucket_size: Count = 500_000_000
-    allgather_bucket_size: Count = 500_000_000
     overlap_comm: bool | None = None
     """``None``: True at stage 3, False below."""
     contiguous_gradients: bool = True

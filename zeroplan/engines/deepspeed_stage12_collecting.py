@@ -1,0 +1,89 @@
+"""When can memory peak in a backward pass under DeepSpeed where all gradients are collected first (ZeRO-1, stage 0)?"""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.deepspeed_buckets import first_bucket_elements
+from zeroplan.engines.deepspeed_passes import (
+    Passes,
+    RunPass,
+    backward_instant,
+    embedding_instant,
+    head_instants,
+)
+from zeroplan.engines.deepspeed_stage12_lines import (
+    Job,
+    bucket_lines,
+    copy_line,
+    gradient_line,
+    kept_buckets,
+    oversize_copy,
+    own_gradients,
+    tied_head,
+)
+from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.numeric import where
+from zeroplan.transformer.blocks import BackwardPoint
+
+_FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
+
+
+def collecting_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
+    """Return the moments of a backward pass where every gradient stays until its end, the end itself left out."""
+    return (
+        *_collected_head(job, these),
+        *(moment for run in these.runs for moment in _collected_block(job, these, run)),
+    )
+
+
+def _collected(job: Job, made: int, point: BackwardPoint) -> Line:
+    """All gradients made so far; once accumulating, all of them and the one about to be added."""
+    elements = where(job.accumulates, job.whole.n_elements + point.current_gradient, made)
+    return gradient_line(job, elements, "gradients made so far, or accumulated")
+
+
+def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
+    moments = []
+    for at in head_instants(these):
+        made = 0 if job.whole.model.tie_word_embeddings else at.point.gradients
+        around = (_collected(job, made, at.point), *(tied_head(job) if at.point.gradients else ()))
+        first = at.point.gradients == at.point.current_gradient
+        bucket = kept_buckets(job) if first else bucket_lines(job)
+        moments.append(Moment(at.name, at.phase, at.lines + around + bucket))
+    return tuple(moments)
+
+
+def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
+    """Each point of the last block, where most is kept, and of the first, where most gradients are: one is the highest."""
+    around = (*bucket_lines(job), *tied_head(job))
+    ends = {each.block: each.end for each in job.whole.placed}
+    for block, name in (
+        (run.first + run.n_blocks - 1, "backward of the last block"),
+        (run.first, "backward of the first block"),
+    ):
+        above = job.whole.n_elements - ends[block]
+        for point in run.block.points:
+            at = backward_instant(these, run, block, point, f"{name}: {point.name}")
+            yield Moment(at.name, at.phase, (*at.lines, *around, _collected(job, above + point.gradients, point)))
+
+
+def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
+    """All gradients are there; the first bucket is filled from the front, reduced, and what this rank owns is kept."""
+    psi, options = job.whole.n_elements, job.recipe.deepspeed
+    first = first_bucket_elements(job.buckets)
+    inside = options.contiguous_gradients and first <= options.reduce_bucket_size
+    left = psi - first if inside else psi
+    split = where(first > job.partition, first, 0) if inside else oversize_copy(job, 0, first)
+    split = split if options.contiguous_gradients else first
+    around = (*these.head.shared, *these.output, *bucket_lines(job))
+    at = embedding_instant(these)
+    embedding = job.whole.model.vocab_size * job.whole.model.hidden_size
+    all_made = gradient_line(
+        job, where(job.accumulates, psi + embedding, psi), "all gradients, and the embedding's before it is added"
+    )
+    rest = gradient_line(job, left, "gradients not yet in a bucket")
+    return (
+        Moment(at.name, at.phase, (*at.lines, *bucket_lines(job), *tied_head(job), all_made)),
+        Moment("end of backward: first bucket reduced", Phase.BACKWARD,
+               (*around, rest, copy_line(job, split if options.reduce_scatter else 0))),
+        Moment("end of backward: own gradients kept", Phase.BACKWARD, (*around, rest, own_gradients(job))),
+    )  # fmt: skip

@@ -1,0 +1,160 @@
+"""Which gradients and reduce buckets do ZeRO-1 and ZeRO-2 of DeepSpeed hold, line by line?"""
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.deepspeed_buckets import Schedule, schedule, waiting_elements
+from zeroplan.engines.deepspeed_flat import Row, partition_elements, row, touched_elements
+from zeroplan.engines.deepspeed_passes import (
+    Passes,
+    RunPass,
+    backward_instant,
+    element_bytes,
+)
+from zeroplan.ledger import Kind, Line, Moment, total_bytes
+from zeroplan.numeric import Bool, Int, minimum, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.blocks import BackwardPoint
+
+_FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
+
+
+class Job(NamedTuple):
+    """What every formula of stages 1 and 2 is made of."""
+
+    whole: Row
+    recipe: RecipeSpec
+    n_ranks: Int
+    accumulates: Bool
+    """There is more than one micro-batch per step."""
+    element: int
+    """Bytes of a weight and of a gradient."""
+    master: int
+    """Bytes of an element of the weights that the optimizer updates."""
+    partition: Int
+    """Elements of one rank's share."""
+    touched: Int
+    """Elements of all parameters that reach into rank 0's share."""
+    buckets: Schedule
+
+
+def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Job:
+    """Collect what the formulas need."""
+    element = element_bytes(recipe)
+    whole = row(model)
+    partition = partition_elements(whole, mesh.dp_shard)
+    return Job(
+        whole,
+        recipe,
+        mesh.dp_shard,
+        batch.grad_accum_steps > 1,
+        element,
+        2 if recipe.precision == "bf16" else 4,
+        partition,
+        touched_elements(whole, partition),
+        schedule(whole, recipe.deepspeed.reduce_bucket_size),
+    )
+
+
+def keeps_partition(job: Job) -> bool:
+    """Whether reduced gradients are added up in an fp32 tensor of exactly the share (``grad_accum_dtype`` fp32)."""
+    return job.recipe.deepspeed.grad_accum_dtype == "fp32" and job.element == 2
+
+
+def reduces_in_backward(recipe: RecipeSpec) -> bool:
+    """Whether buckets are reduced as they fill: at stage 2, and at stage 1 where communication overlaps."""
+    return recipe.zero_stage == 2 or bool(recipe.deepspeed.overlap_comm)
+
+
+def has_buckets(job: Job) -> bool:
+    """Whether there is a reduce bucket: not at stage 0, nor where all gradients are added up in fp32 at stage 1."""
+    return job.recipe.zero_stage == 2 or (job.recipe.zero_stage == 1 and not keeps_partition(job))
+
+
+def own_gradients(job: Job) -> Line:
+    """Return the reduced gradients that this rank keeps for the step."""
+    if keeps_partition(job):
+        return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", "8·ceil(Ψ/(2·N))", _FILE)
+    reason = "gradients of every parameter that reaches into this rank's share, each whole"
+    return Line(Kind.GRADIENTS, job.element * job.touched, reason, "", f"{_FILE}, copy_grads_in_partition")
+
+
+def window(job: Job) -> tuple[Line, ...]:
+    """Return what earlier micro-batches of the step left behind, during the forward."""
+    return (earlier_gradients(job), *kept_buckets(job))
+
+
+def earlier_gradients(job: Job) -> Line:
+    """Gradients of the micro-batches before: this rank's own at stage 2, all of them at stage 1."""
+    held = own_gradients(job).n_bytes if job.recipe.zero_stage == 2 else job.element * job.whole.n_elements
+    return Line(Kind.GRADIENTS, where(job.accumulates, held, 0), "gradients of the micro-batches before", "", _FILE)
+
+
+def bucket_lines(job: Job) -> tuple[Line, ...]:
+    """Return the reduce buckets: two where communication overlaps, none without contiguous gradients."""
+    options = job.recipe.deepspeed
+    if not options.contiguous_gradients or not has_buckets(job):
+        return ()
+    count = 2 if options.overlap_comm else 1
+    n_bytes = count * job.element * options.reduce_bucket_size
+    reason = "two reduce buckets, reduce_bucket_size each" if options.overlap_comm else "reduce bucket, reduce_bucket_size"
+    return (Line(Kind.REDUCE, n_bytes, reason, "", f"{_FILE}, setup_buckets"),)
+
+
+def kept_buckets(job: Job) -> tuple[Line, ...]:
+    """Return the bucket before the first gradient of a micro-batch: at stage 1 it stays until the last one is reduced."""
+    if job.recipe.zero_stage == 2:
+        return ()
+    bucket = where(job.accumulates, total_bytes(bucket_lines(job)), 0)
+    return (Line(Kind.REDUCE, bucket, "reduce bucket, kept between micro-batches", "", _FILE),)
+
+
+def gradient_line(job: Job, elements: Int, reason: str) -> Line:
+    """Return whole gradients of ``elements`` elements. [bytes]"""
+    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, "", _FILE)
+
+
+def copy_line(job: Job, elements: Int) -> Line:
+    """Return the copy in which a bucket of ``elements`` elements is all-reduced. [bytes]"""
+    return Line(Kind.REDUCE, job.element * elements, "copy of the bucket that is all-reduced", "", f"{_FILE}, allreduce_bucket")
+
+
+def tied_head(job: Job) -> tuple[Line, ...]:
+    """With a tied head, its gradient waits for the embedding's before either reaches the bucket."""
+    if not job.whole.model.tie_word_embeddings:
+        return ()
+    elements = job.whole.model.vocab_size * job.whole.model.hidden_size
+    return (gradient_line(job, elements, "gradient of the tied head, waiting for the embedding's"),)
+
+
+def block_moments(
+    these: Passes, run: RunPass, block: Int, name: str, extra: Callable[[BackwardPoint], tuple[Line, ...]]
+) -> Iterator[Moment]:
+    """Return the moments at each point in the backward of a block, with an engine's ``extra`` lines."""
+    for point in run.block.points:
+        at = backward_instant(these, run, block, point, f"{name}: {point.name}")
+        yield Moment(at.name, at.phase, at.lines + extra(point))
+
+
+def oversize_copy(job: Job, low: Int, fill: Int) -> Int:
+    """Return the elements copied for a gradient above the bucket: slices of ranks, taken together up to a bucket. [elements]
+
+    A slice that fills a bucket by itself is reduced where it is. Source: ``allreduce_and_scatter``.
+    """
+    share, size = job.partition, job.buckets.size
+    first = minimum(fill, share - low % share)
+    large = where(first > size, 0, where(first < fill, minimum(fill, first + share), 0))
+    return where(share > size, large, where(first < fill, minimum(fill, size + share), 0))
+
+
+@lru_cache(maxsize=4096)
+def waiting(buckets: Schedule, element: int, block: int, gradients: int, current: int) -> Line:
+    """Return the gradient being made, and one that is too large for the bucket and waits for the next to arrive. [bytes]"""
+    latest, before = waiting_elements(buckets, block, gradients)
+    elements = current + before if current else latest
+    reason = "gradient just made, and one that waits outside the bucket"
+    return Line(Kind.UNSHARDED_GRADIENTS, element * elements, reason, "", _FILE)

@@ -1,0 +1,240 @@
+"""When can memory peak in a backward pass under DeepSpeed's ZeRO-2, which reduces gradients as it goes?
+
+A reduce bucket of constant size is allocated when the first gradient is made and released at the end of the backward. A
+gradient is copied into it and freed. A full bucket is all-reduced in a copy of its own, unless all of it belongs to one
+rank; what reaches into this rank's share is then copied into a buffer that lives until the step. ZeRO-1 does the same where
+communication overlaps.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from zeroplan.engines.deepspeed_buckets import Schedule, flush_over, waiting_elements
+from zeroplan.engines.deepspeed_flat import largest_slice, pick
+from zeroplan.engines.deepspeed_passes import (
+    Passes,
+    RunPass,
+    after_head_bytes,
+    backward_instant,
+    embedding_instant,
+    head_instants,
+    kept_before,
+)
+from zeroplan.engines.deepspeed_stage12_lines import (
+    Job,
+    block_moments,
+    bucket_lines,
+    copy_line,
+    earlier_gradients,
+    gradient_line,
+    keeps_partition,
+    kept_buckets,
+    oversize_copy,
+    own_gradients,
+    tied_head,
+    waiting,
+)
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.numeric import Int, maximum, minimum, where
+from zeroplan.transformer.blocks import BackwardPoint
+
+_FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
+
+
+def reducing_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
+    """Return every moment of a backward pass that reduces buckets as they fill."""
+    always = (earlier_gradients(job), *bucket_lines(job), *tied_head(job))
+    top, own = flush_over(job.buckets, (job.n_ranks - 1) * job.partition), flush_over(job.buckets, job.partition)
+    last = min(1, len(job.buckets.flushes) - 1)
+    if not job.recipe.deepspeed.contiguous_gradients:
+        top = len(job.buckets.flushes) - 1
+    return (
+        *_head_moments(job, these),
+        *(moment for run in these.runs for moment in _last_block_moments(job, these, run, (*always, *_unreduced(job, run)))),
+        *_own_block_moments(job, these, always),
+        *_first_block_moments(job, these, always),
+        _flush_moment(job, these, always, top, "bucket reduced: the first that spans two ranks"),
+        _flush_moment(job, these, always, own, "bucket reduced: the first that reaches into this rank's share"),
+        _flush_moment(job, these, (*always, _kept_after(job, own)), maximum(own - 1, 0), "bucket reduced: the next"),
+        _flush_moment(
+            job, these, (*always, _kept_after(job, own, 1)), last, "bucket reduced: the embedding's gradient arrives"
+        ),
+        *_end_moments(job, these, always),
+    )
+
+
+def _head_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
+    """Loss, head and final norm: the head's gradient is the first that needs a bucket."""
+    earlier, moments = (earlier_gradients(job),), []
+    for at in head_instants(these):
+        made = (gradient_line(job, at.point.current_gradient, "gradient just made"),) if at.point.gradients else ()
+        first = at.point.gradients == at.point.current_gradient
+        around = (*earlier, *kept_buckets(job)) if first else (*earlier, *bucket_lines(job), *tied_head(job))
+        moments.append(Moment(at.name, at.phase, at.lines + around + made))
+        if first and made:
+            left = tuple(line for line in at.lines if line.kind is not Kind.LOGITS)
+            moments.append(Moment("backward: reduce bucket allocated", at.phase, left + earlier + bucket_lines(job) + made))
+    return tuple(moments)
+
+
+@lru_cache(maxsize=4096)
+def _oversize_elements(buckets: Schedule, block: int, gradients: int) -> int:
+    """Elements of all gradients made so far that are too large for the bucket, without the block's latest two."""
+    total, made = 0, 0
+    for each in reversed(buckets.whole.executed):
+        numel = each.end - each.start
+        made += numel if each.block == block else 0
+        if each.block < block or (each.block == block and made > gradients):
+            break
+        total += numel if numel > buckets.size else 0
+    return total - sum(waiting_elements(buckets, block, gradients))
+
+
+def _staying(job: Job, block: int, gradients: int) -> tuple[Line, ...]:
+    """At stage 1 nothing clears a gradient that is reduced where it is, outside the bucket, before the step."""
+    if job.recipe.zero_stage == 2:
+        return ()
+    elements = where(job.accumulates, 0, _oversize_elements(job.buckets, block, gradients))
+    return (gradient_line(job, elements, "gradients too large for the bucket, kept to the end"),)
+
+
+def _waiting(job: Job, block: int, point: BackwardPoint) -> Line:
+    return waiting(job.buckets, job.element, block, point.gradients, point.current_gradient)
+
+
+def _unreduced(job: Job, run: RunPass) -> tuple[Line, ...]:
+    """Without a contiguous bucket, gradients wait as they are: up to a bucket of them, one block's and the head's at least."""
+    if job.recipe.deepspeed.contiguous_gradients:
+        return ()
+    last = run.first + run.n_blocks
+    made = sum(each.end - each.start for each in job.whole.placed if each.block >= last - 1)
+    return (gradient_line(job, min(made, job.recipe.deepspeed.reduce_bucket_size), "gradients waiting to be reduced"),)
+
+
+def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Line, ...]) -> Iterator[Moment]:
+    block = run.first + run.n_blocks - 1
+    yield from block_moments(
+        these,
+        run,
+        block,
+        "backward of the last block",
+        lambda point: (*always, *_staying(job, block, point.gradients), _waiting(job, block, point)),
+    )
+
+
+def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:
+    """Return each point as it is passed first after a bucket reached into this rank's share, when its gradients are kept."""
+    index = flush_over(job.buckets, job.partition)
+    at, made, own = pick(job.buckets.blocks, index), pick(job.buckets.made, index), own_gradients(job)
+    for run in these.runs:
+        for point in run.block.points:
+            block = where(point.gradients >= made, at, at - 1)
+            kept = own._replace(n_bytes=where(block >= run.first, _not_already(job, own.n_bytes), 0), formula="")
+            inside = minimum(maximum(block, run.first), run.first + run.n_blocks - 1)
+            name = f"backward of a block of this rank: {point.name}"
+            now = backward_instant(these, run, inside, point, name)
+            yield Moment(name, now.phase, (*now.lines, *always, kept, _waiting(job, run.first, point)))
+
+
+def _first_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:
+    """Return the points of the first block at stage 1, where gradients above the bucket pile up until then."""
+    if job.recipe.zero_stage == 2:
+        return
+    around = (*always, own_gradients(job))
+    yield from block_moments(
+        these, these.runs[0], 0, "backward of the first block",
+        lambda point: (*around, *_staying(job, 0, point.gradients), _waiting(job, 0, point)),
+    )  # fmt: skip
+
+
+def _kept_after(job: Job, index: Int, now: int = 0) -> Line:
+    """Return this rank's gradients at bucket ``now``, if bucket ``index``, the first that it has part in, came before."""
+    own = own_gradients(job)
+    return own._replace(n_bytes=where(index > now, _not_already(job, own.n_bytes), 0), formula="")
+
+
+def _not_already(job: Job, n_bytes: Int) -> Int:
+    """Return 0 while accumulating where all micro-batches are added into one tensor, which is there already. [bytes]"""
+    return where(job.accumulates, 0, n_bytes) if keeps_partition(job) else n_bytes
+
+
+def _reduced_copy(job: Job, index: Int) -> Int:
+    """Elements copied to all-reduce a bucket: none where all of it belongs to one rank. [elements]"""
+    low, high, fill = (pick(values, index) for values in (job.buckets.lows, job.buckets.highs, job.buckets.fills))
+    options = job.recipe.deepspeed
+    if not options.contiguous_gradients:
+        return fill
+    if not options.reduce_scatter:
+        return 0
+    split = low // job.partition != (high - 1) // job.partition
+    copied = where(pick(job.buckets.held, index) > 0, oversize_copy(job, low, fill), where(split, fill, 0))
+    if keeps_partition(job):
+        return where(low < job.partition, fill, copied)
+    return copied
+
+
+def _flush_moment(job: Job, these: Passes, always: tuple[Line, ...], index: Int, name: str) -> Moment:
+    """Return the moment at which a bucket is reduced because a gradient does not fit into it any more."""
+    buckets = job.buckets
+    block, held = pick(buckets.blocks, index), pick(buckets.held, index)
+    if not job.recipe.deepspeed.contiguous_gradients:
+        held = pick(buckets.fills, index)
+    lines = (
+        *these.head.shared,
+        *these.output,
+        kept_before(these, maximum(block, 0)),
+        Line(Kind.ACTIVATIONS, _at_flush(these, block, pick(buckets.made, index)), "activations of the block that runs"),
+        gradient_line(job, pick(buckets.arriving, index) + held, "gradient that does not fit into the bucket"),
+        copy_line(job, _reduced_copy(job, index)),
+        *always,
+        *_partition_at(job, pick(buckets.lows, index)),
+    )
+    return Moment(name, Phase.BACKWARD, lines)
+
+
+def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
+    """Return the fp32 gradients of the share, with the cast that adds to them, once a bucket reaches into it."""
+    if not keeps_partition(job):
+        return ()
+    reached = low < job.partition
+    cast = where(reached, 4 * largest_slice(job.whole, job.partition), 0)
+    return (
+        own_gradients(job)._replace(n_bytes=where(reached, _not_already(job, 4 * job.partition), 0), formula=""),
+        Line(Kind.TEMPORARY, cast, "reduced gradient cast to fp32", "", f"{_FILE}, _add_to_grad_partition_buffer"),
+    )
+
+
+def _at_flush(these: Passes, block: Int, made: Int) -> Int:
+    """Activations of the block that runs when ``made`` elements of its gradients exist. [bytes]"""
+    n_bytes = where(block < 0, these.head.hidden_bytes, where(block < these.n_blocks, 0, after_head_bytes(these)))
+    for run in these.runs:
+        inside = _at_point(run, made)
+        here = (block >= run.first) & (block < run.first + run.n_blocks)
+        n_bytes = n_bytes + where(here, inside, 0)
+    return n_bytes
+
+
+def _at_point(run: RunPass, made: Int) -> Int:
+    """Return the activations at the first point of a block that comes after so many gradients. [bytes]"""
+    n_bytes = run.settled[-1]
+    for point, settled in zip(reversed(run.block.points[:-1]), reversed(run.settled[:-1]), strict=True):
+        n_bytes = where(made <= point.gradients, settled, n_bytes)
+    return n_bytes
+
+
+def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """Return the moments of the embedding's gradient, and of the bucket that is left."""
+    at, last = embedding_instant(these), job.buckets.flushes[0]
+    own = own_gradients(job)
+    before = _kept_after(job, flush_over(job.buckets, job.partition))
+    held = last.fill if last.alone or not job.recipe.deepspeed.contiguous_gradients else 0
+    outside = (gradient_line(job, held, "gradients outside the bucket"), *_staying(job, -1, 0))
+    around = (*these.head.shared, *these.output, *always, *outside)
+    copied = copy_line(job, _reduced_copy(job, 0))
+    embedding = gradient_line(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
+    return (
+        Moment(at.name, at.phase, (*at.lines, *always, before, embedding)),
+        Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, before, copied)),
+        Moment("end of backward: own gradients kept", Phase.BACKWARD,
+               (*around, own._replace(n_bytes=_not_already(job, own.n_bytes), formula=""))),
+    )  # fmt: skip
