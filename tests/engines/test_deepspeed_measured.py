@@ -124,7 +124,7 @@ CASES = {
     "stage 3, some persistent, accumulating": Case(
         WIDE, recipe(3, STREAMING | {"stage3_param_persistence_threshold": 40_000}), batch=twice(seq_len=4), excess=0.02
     ),
-    "stage 3, experts": Case(MOE, recipe(3, STREAMING), excess=0.02, peak_excess=0.02),
+    "stage 3, experts": Case(MOE, recipe(3, {"stage3_param_persistence_threshold": 1000})),
     "stage 3, streaming": Case(LLAMA, recipe(3, STREAMING)),
     "stage 3, streaming, few tokens": Case(LLAMA, recipe(3, STREAMING), batch=BatchSpec(seq_len=8), excess=0.02),
     "stage 3, streaming, recomputed": Case(LLAMA, recipe(3, STREAMING, recompute="full"), excess=0.02),

@@ -18,6 +18,9 @@ from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 _FORWARD, _BACKWARD = "forward", "backward"
 _NEVER = 10**18
 
+#: Families whose expert layer DeepSpeed gathers and releases as one module, router and all (``leaf_module_config.py``).
+LEAF_FAMILIES = ("mixtral", "qwen3_moe")
+
 
 class Step(NamedTuple):
     """One module that starts, forward or backward, and the parameters it owns (their places in the row)."""
@@ -141,9 +144,10 @@ def _backward(placed: tuple[Placed, ...], modules: tuple[_Module, ...], block: i
 def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[_Module, ...]:
     """Return the modules of a block in the order in which they run forward, those without parameters too."""
     by_name: dict[str, list[int]] = {}
-    for index, each in enumerate(placed):
-        if each.block == block:
-            by_name.setdefault(each.parameter.name.rpartition(".")[0], []).append(index)
+    inside = [(index, each.parameter.name.rpartition(".")[0]) for index, each in enumerate(placed) if each.block == block]
+    leaf = model.family in LEAF_FAMILIES and any(name.endswith("experts") for _, name in inside)
+    for index, name in inside:
+        by_name.setdefault("mlp" if leaf and name.startswith("mlp.") else name, []).append(index)
     names = in_order(list(by_name))
     modules: list[_Module] = []
     parent = ""
@@ -151,7 +155,7 @@ def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[
         if "." in name and name.rpartition(".")[0] != parent:
             parent = name.rpartition(".")[0]
             modules.append(_Module(()))
-        modules.append(_Module(tuple(by_name[name]), viewed=name.endswith("experts")))
+        modules.append(_Module(tuple(by_name[name]), viewed=(leaf and name == "mlp") or name.endswith("experts")))
         modules += [_Module(())] * _modules_after(model, name)
     return tuple(modules)
 
