@@ -13,6 +13,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ import torch
 
 from tests.allocations import Timeline, mark, recorded
 from tests.causal_models import causal_model
+from zeroplan.spec.base import read
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -37,7 +39,7 @@ STEPS = 3
 def zero_optimization(recipe: RecipeSpec) -> dict[str, object]:
     """Return the ``zero_optimization`` section that a recipe describes."""
     ours = {"grad_accum_dtype", "zero_init", "flatten_on_accelerator"}
-    return {"stage": recipe.zero_stage, **recipe.deepspeed.model_dump(exclude=ours)}
+    return {"stage": recipe.zero_stage, **{key: value for key, value in asdict(recipe.deepspeed).items() if key not in ours}}
 
 
 def configuration(recipe: RecipeSpec, grad_accum_steps: int) -> dict[str, object]:
@@ -113,7 +115,7 @@ def train(engine: DeepSpeedEngine, recipe: RecipeSpec, ids: torch.Tensor, steps:
 
 def measure(case: dict[str, object]) -> dict[str, object]:
     """Bytes alive: after construction, and at the peaks of the last training step."""
-    spec, recipe = ModelSpec.model_validate(case["model"]), RecipeSpec.model_validate(case["recipe"])
+    spec, recipe = read(ModelSpec, case["model"], where="case"), read(RecipeSpec, case["recipe"], where="case")
     join_fake_group(int(case["n_ranks"]))
     accumulate = int(case["grad_accum_steps"])
     torch.manual_seed(0)

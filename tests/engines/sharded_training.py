@@ -1,4 +1,7 @@
-"""Trains a small model under real FSDP2 on a CPU, as rank 0 of a fake process group, and records the second step, the first with optimizer state."""
+"""Trains a small model under real FSDP2 on a CPU, as rank 0 of a fake process group, and records its second step.
+
+The second step is the first that begins with optimizer state; later ones are like it.
+"""
 
 from __future__ import annotations
 

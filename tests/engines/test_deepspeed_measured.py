@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -166,10 +167,10 @@ def _measure(names: list[str]) -> list[dict[str, Any]]:
 
 def _question(case: Case) -> dict[str, Any]:
     return {
-        "model": case.model.model_dump(),
-        "recipe": case.recipe.model_dump(),
+        "model": asdict(case.model),
+        "recipe": asdict(case.recipe),
         "n_ranks": case.n_ranks,
-        **case.batch.model_dump(),
+        **asdict(case.batch),
     }
 
 

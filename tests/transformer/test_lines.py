@@ -73,7 +73,16 @@ def block_lines(block: BlockPass) -> list[tuple[Line, ...]]:
 
 
 def head_lines(head: HeadPass) -> list[tuple[Line, ...]]:
-    lists = [head.shared, head.saved, head.loss_forward, head.loss_backward, head.norm_backward, head.output, head.forward]
+    lists = [
+        head.shared,
+        head.saved,
+        head.loss_forward,
+        head.loss_backward,
+        head.norm_backward,
+        head.output,
+        head.forward,
+        head.first_input,
+    ]
     return [*lists, head.loss, *(point.lines for point in head.points)]
 
 

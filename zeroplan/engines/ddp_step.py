@@ -90,7 +90,7 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch) -> tuple[Moment, ..
     """Forward, loss and backward of one micro-batch; the later one where there are several."""
     recipe = step.recipe
     compute = Compute(4 if recipe.precision == "fp32" else 2, step.autocast, recipe.attention)
-    head = head_pass(model, compute, batch)
+    head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
     stacks = _stacks(step.weights, recipe, [block_pass(model, run.kind, compute, batch) for run in step.weights.runs])
     top = stacks[-1]
     whole = (*head.shared, *top.beneath, *top.every)
@@ -142,9 +142,9 @@ def _kept_casts(recipe: RecipeSpec, block: BlockPass) -> int:
 
 def _forward(step: Step, head: HeadPass, stack: _Stack) -> Moment:
     layers = stack.run.layers
-    whole = step.recipe.recompute == "none"
-    # A recomputed first block's checkpoint is the embedding output that the model's forward holds by name.
-    extra = (*head.forward, *stack.block.forward) if whole else stack.block.forward_recompute
+    recomputed = step.recipe.recompute != "none"
+    beside = head.forward if layers == 1 and not stack.beneath else (*head.forward, *head.first_input)
+    extra = (*beside, *(stack.block.forward_recompute if recomputed else stack.block.forward))
     lines = (
         *step.base,
         _gradients(step, 0, 0, 0),

@@ -77,7 +77,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
         settled = tuple(beside + _settled_bytes(point) for point in block.points)
         runs.append(RunPass(first, run.layers, block, kept, total_bytes(kept), settled))
         first += run.layers
-    head = head_pass(model, compute, batch)
+    head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
     return Passes(tuple(runs), head, recipe.recompute, head.output if recipe.keep_logits else ())
 
 
@@ -99,7 +99,7 @@ def kept_by_all(these: Passes) -> tuple[Line, ...]:
 def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
     """Return the highest moment in the forward of a block."""
     own = (*run.kept, *(run.block.forward if these.recompute == "none" else run.block.forward_recompute))
-    lines = (*these.head.shared, *these.head.forward, kept_before(these, block), *own)
+    lines = (*these.head.shared, *these.head.forward, *these.head.first_input, kept_before(these, block), *own)
     return Instant("forward of a block", Phase.FORWARD, lines, block, _NOWHERE)
 
 

@@ -85,7 +85,7 @@ def _formula(width: int, recipe: RecipeSpec, from_stage: int) -> str:
 
 def _moments(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]) -> tuple[Moment, ...]:
     compute = compute_of(recipe)
-    head = head_pass(model, compute, batch)
+    head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
     kept: Int = 0
     for run in layout(model).runs:
         kept = kept + run.layers * total_bytes(_kept(model, run.kind, recipe, mesh, compute, batch))

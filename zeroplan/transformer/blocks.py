@@ -76,11 +76,11 @@ class BlockPass(NamedTuple):
 class HeadPass(NamedTuple):
     """What the part outside the blocks costs: embedding, rotary tables, final norm, head, loss.
 
-    ``shared``: tables alive through the whole pass (rotary cos and sin, input ids);
-    ``forward``: alive beside the blocks while they run forward, gone before the loss: an eager attention mask (which
-    recomputation keeps until the backward ends), and what the model's forward holds by name of the embedding. The token
-    embeddings of a model with rotary positions are block 0's input: add them from block 1 on, and not under recomputation,
-    which keeps them as block 0's ``checkpoint``;
+    ``shared``: tables alive through the whole pass (rotary cos and sin, input ids; an eager attention mask where blocks are
+    recomputed);
+    ``forward``: alive beside the blocks while they run forward, gone before the loss (an eager attention mask, embeddings
+    that the model's forward holds by name and that are no block's input);
+    ``first_input``: held by name likewise, but block 0's input: it counts from block 1 on;
     ``saved``: kept from the forward of the final norm and head until their backward, the loss's own tensors apart;
     ``loss``: what the loss keeps from its forward to its backward;
     ``loss_forward`` and ``loss_backward``: logits and the loss's own tensors at the highest point of each, beyond ``saved``
@@ -99,5 +99,6 @@ class HeadPass(NamedTuple):
     hidden_bytes: Int
     """Bytes of one hidden-state tensor (b, s, h), the gradient that flows between blocks."""
     forward: tuple[Line, ...] = ()
+    first_input: tuple[Line, ...] = ()
     loss: tuple[Line, ...] = ()
     points: tuple[BackwardPoint, ...] = ()

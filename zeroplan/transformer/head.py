@@ -18,11 +18,12 @@ LOSS = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
 LOGITS = Kind.LOGITS
 
 
-def head_pass(model: ModelSpec, compute: Compute, batch: Batch) -> HeadPass:
+def head_pass(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> HeadPass:
     """Return what the model holds outside its blocks, with the causal-LM loss that transformers computes.
 
-    The logits are upcast to fp32 and the labels shifted by padding. Leaves out: a chunked or fused loss, dropout after the
-    embedding, the loss itself and the sum of label weights (4 bytes each).
+    ``recomputed`` says that blocks are recomputed in backward: they need an eager attention mask until the end, and keep the
+    first block's input themselves. The logits are upcast to fp32 and the labels shifted by padding. Leaves out: a chunked or
+    fused loss, dropout after the embedding, the loss itself and the sum of label weights (4 bytes each).
     """
     x = widths(model, compute, batch)
     norm = layer_norm(x, LAYER_FINAL) if x.fused_projection else rms_norm(x, FINAL)
@@ -32,15 +33,17 @@ def head_pass(model: ModelSpec, compute: Compute, batch: Batch) -> HeadPass:
     kept = _kept_by_the_loss(x, model.vocab_size)
     gradients = Line(LOGITS, 8 * x.tokens * model.vocab_size, "gradients of log-softmax and of the fp32 logits", "8·T·V", LOSS)
     loss_backward = (kept[0], gradients)
+    (named, first_input), mask = _embedding_by_name(x), _mask(x)
     return HeadPass(
-        _shared(model, x),
+        (*_shared(model, x), *(mask if recomputed else ())),
         saved,
         (output, *kept, *_loss_temporaries(x, model.vocab_size)),
         loss_backward,
         _norm_backward(x, norm),
         (output,),
         x.residual * x.tokens * x.hidden,
-        _beside_the_blocks(x),
+        (*named, *(() if recomputed else mask)),
+        () if recomputed else first_input,
         kept,
         _points(x, model.vocab_size, saved=saved, loss=loss_backward, norm=norm),
     )
@@ -53,22 +56,24 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     return ids, Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY)
 
 
-def _beside_the_blocks(x: Widths) -> tuple[Line, ...]:
-    """List what the model's forward holds by name while its blocks run.
+def _embedding_by_name(x: Widths) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """What the model's forward holds by name of the embedding: tensors of their own, and the one that is block 0's input.
 
-    The embedding output is block 0's input, so it counts from block 1 on; where block 0 saves it, or recomputation keeps it,
-    it counts nowhere, unless it is a tensor of its own before positions are added.
+    Learned positions are added to the token embeddings, so that block 0's input is another tensor; where block 0's first norm
+    saves its input as it is, it counts there.
     """
-    lines: tuple[Line, ...] = ()
     embedded = Line(TEMPORARY, x.residual * x.tokens * x.hidden, "token embeddings, held by name", "r·T·h", MODEL)
     if x.fused_projection:
-        lines = (embedded, Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings", "r·s·h", GPT2))
-    elif x.residual != 4:
-        lines = (embedded,)
-    if x.attention == "eager":
-        mask = x.residual * x.micro_batch * x.seq_len * x.seq_len
-        lines = (*lines, Line(TEMPORARY, mask, "attention mask of eager attention", "r·b·s²", MASK))
-    return lines
+        positions = Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings, held by name", "r·s·h", GPT2)
+        return (embedded, positions), ()
+    return (), () if x.residual == 4 else (embedded,)
+
+
+def _mask(x: Widths) -> tuple[Line, ...]:
+    if x.attention != "eager":
+        return ()
+    n_bytes = x.residual * x.micro_batch * x.seq_len * x.seq_len
+    return (Line(TEMPORARY, n_bytes, "attention mask of eager attention", "r·b·s²", MASK),)
 
 
 def _kept_by_the_loss(x: Widths, vocab: int) -> tuple[Line, Line]:

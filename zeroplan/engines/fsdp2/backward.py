@@ -119,7 +119,7 @@ def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> t
 
 
 def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
-    return () if plan.recipe.recompute == "none" else plan.passes[position.run].checkpoint_in_backward
+    return plan.passes[position.run].checkpoint_in_backward if plan.recomputed else ()
 
 
 def _inside(plan: Plan, position: Position, point: BackwardPoint, alive: tuple[Line, ...]) -> Moment:
@@ -136,7 +136,7 @@ def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment
         reduce_input(plan, group, "reduce-scatter input of this block"),
         _copied_in_or_reduced(plan, group),
         flowing(plan, "gradient that flows out of this block"),
-        *(() if plan.recipe.recompute == "none" else plan.passes[position.run].checkpoint),
+        *(plan.passes[position.run].checkpoint if plan.recomputed else ()),
     )
     return Moment(f"backward: reducing {position.name}", Phase.BACKWARD, lines)
 

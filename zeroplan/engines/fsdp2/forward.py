@@ -18,7 +18,7 @@ def left_by_earlier(plan: Plan) -> tuple[Line, ...]:
 def forward(plan: Plan) -> Iterator[Moment]:
     """Each block where memory can peak: while it is unsharded, and while it computes."""
     left = left_by_earlier(plan)
-    recomputed = plan.recipe.recompute != "none"
+    recomputed = plan.recomputed
     for position in plan.corners:
         group, one = plan.blocks[position.run], plan.passes[position.run]
         below = plan.root if position.previous_run is None else plan.blocks[position.previous_run]
@@ -30,7 +30,8 @@ def forward(plan: Plan) -> Iterator[Moment]:
             *still_unsharded(plan, position.before),
             unsharded(plan, group),
             gathered(plan, group, "this block's, parked until the next copy-out", PARKED),
-            *(() if position.layer == 0 or recomputed else plan.head.forward),
+            *plan.head.forward,
+            *(plan.head.first_input if position.layer else ()),
         )
         entering = gathered(plan, below, "the one before, freed at the end of the copy-out", PARKED)
         yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))

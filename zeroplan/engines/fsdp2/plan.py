@@ -68,6 +68,11 @@ class Plan(NamedTuple):
     persistent: tuple[Line, ...]
 
     @property
+    def recomputed(self) -> bool:
+        """Whether blocks are recomputed in backward, in part or whole."""
+        return self.recipe.recompute != "none"
+
+    @property
     def every_layer(self) -> tuple[int, ...]:
         """Layers of each run."""
         return tuple(run.layers for run in self.runs)
@@ -139,7 +144,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         tied_head_elements=0 if tree.tied_head is None else tree.tied_head.numel,
         last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
         passes=passes,
-        head=head_pass(model, compute, batch),
+        head=head_pass(model, compute, batch, recomputed=recipe.recompute != "none"),
         kept=tuple(total_bytes(kept_lines(one, recipe)) for one in passes),
         persistent=(_parameter_line(tree, root, blocks, width.stored), *state_lines(
             recipe.optimizer, impl, tensors, width.stored, symbol="P/N")),
