@@ -1,0 +1,59 @@
+"""Every command, output and snippet on a page is run."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, README, ROOT, blocks, commands, first_arguments, printed, shown_output
+from zeroplan.cli.app import main
+
+COMMANDS = [pytest.param(command, id=f"{page.name}: {command}") for page in PAGES for command in commands(page)]
+SNIPPETS = [pytest.param(block, id=f"{page.name} {at}") for page in PAGES for at, block in enumerate(blocks(page, "python"))]
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+def test_the_readme_shows_what_the_first_command_prints():
+    """`python -m tests.docs.pages` writes it anew."""
+    assert shown_output() == printed(first_arguments())
+
+
+@pytest.fixture
+def a_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "path" / "to").mkdir(parents=True)
+    (tmp_path / "path" / "to" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.usefixtures("a_users_folder")
+def test_every_command_on_a_page_answers(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(command)[1:])
+    assert (ended.value.code or 0) in (0, 1), capsys.readouterr().err
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_every_python_snippet_runs(snippet: str, capsys: pytest.CaptureFixture[str]):
+    exec(compile(snippet, "<page>", "exec"), {})  # noqa: S102  our own pages
+    assert capsys.readouterr().out
+
+
+def test_every_link_to_a_file_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_ci_script_finds_the_test_command():
+    text = README.read_text(encoding="utf-8")
+    assert "<!-- test command -->\n```sh\n" in text
+    assert "pytest" in text
+    assert (ROOT / ".ci" / "run").exists()
