@@ -1,4 +1,4 @@
-"""What the README and the pages of docs/ claim: their commands, their output, their Python. Run as a script to refresh the output."""
+"""What the README and the pages of docs/ claim: commands, output, Python. Run as a script to write the output anew."""
 
 from __future__ import annotations
 

@@ -127,8 +127,9 @@ def test_twice_the_ranks_never_hold_more_states(job: JobSpec):
 @thorough
 @given(jobs())
 def test_recomputing_everything_needs_at_most_a_block_input_and_a_mask_more(job: JobSpec):
-    """Where the first block's backward is the peak there is nothing left to save: its checkpoint comes on top, and the mask of
-    eager attention, which only recomputation needs so late.
+    """Where the first block's backward is the peak there is nothing left to save.
+
+    Its checkpoint comes on top, and the mask of eager attention, which only recomputation needs so late.
     """
     none, full = (replace(job, recipe=replace(job.recipe, recompute=choice)) for choice in ("none", "full"))
     batch = job.batch

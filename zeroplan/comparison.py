@@ -1,0 +1,110 @@
+"""Does the estimate agree with what was measured, and where not? Needs no torch: records are replayed anywhere."""
+
+from typing import NamedTuple
+
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Kind, Moment, Phase, bytes_by_kind, total_bytes
+from zeroplan.measurement import Measurement, StepMeasured
+
+#: Library workspaces come with CUDA's kernels; a run on other tensors has none.
+_ONLY_ON_CUDA = (Kind.WORKSPACE,)
+
+
+class Compared(NamedTuple):
+    """One figure, predicted and measured. [bytes]"""
+
+    what: str
+    predicted: int
+    measured: int
+
+    @property
+    def difference(self) -> int:
+        """Predicted minus measured."""
+        return self.predicted - self.measured
+
+    @property
+    def error(self) -> float:
+        """Difference over measured; infinite where something was predicted and nothing measured."""
+        if self.measured:
+            return self.difference / self.measured
+        return 0.0 if not self.predicted else float("inf")
+
+
+class Comparison(NamedTuple):
+    """An estimate held against a measurement: the peak, each phase, what is held, each kind at the peak, each collective."""
+
+    peak: Compared
+    phases: tuple[Compared, ...]
+    held: Compared
+    kinds: tuple[Compared, ...]
+    collectives: tuple[Compared, ...]
+
+    def agrees(self, tolerance: float) -> bool:
+        """Whether peak, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %)."""
+        return all(abs(row.error) <= tolerance for row in (self.peak, self.held, *self.collectives))
+
+
+def compare(answer: Estimate, measured: Measurement) -> Comparison:
+    """Hold an estimate against the steady state of a measurement.
+
+    On tensors that are not CUDA's, what only CUDA's kernels take (workspaces, the attention kernel's scratch) is left out of the
+    prediction. Kinds are compared at each side's own peak.
+    """
+    steady, on_cuda = measured.steady, measured.tensors == "cuda"
+    totals = {moment: _predicted(moment, on_cuda=on_cuda) for moment in answer.moments if moment.phase is not Phase.INIT}
+    highest = max(totals, key=lambda moment: totals[moment])
+    return Comparison(
+        peak=Compared("peak allocated", totals[highest], steady.peak.peak_bytes),
+        phases=tuple(_phases(totals, steady)),
+        held=Compared("held between steps", _held(answer), steady.held_bytes),
+        kinds=tuple(_kinds(highest, steady, on_cuda=on_cuda)),
+        collectives=tuple(_collectives(answer, measured)),
+    )
+
+
+def _predicted(moment: Moment, *, on_cuda: bool) -> int:
+    return int(total_bytes(tuple(line for line in moment.lines if on_cuda or not _is_cudas(line.kind, line.reason))))
+
+
+def _is_cudas(kind: Kind, reason: str) -> bool:
+    return kind in _ONLY_ON_CUDA or reason.endswith("(CUDA)")
+
+
+def _phases(totals: dict[Moment, int], steady: StepMeasured) -> list[Compared]:
+    rows = []
+    for phase in steady.phases:
+        predicted = [n_bytes for moment, n_bytes in totals.items() if _phase_of(moment) == phase.phase]
+        if predicted:
+            rows.append(Compared(phase.phase, max(predicted), phase.peak_bytes))
+    return rows
+
+
+def _phase_of(moment: Moment) -> str:
+    """The loss's own moments belong to the pass they happen in, as a run measures them."""
+    if moment.phase is Phase.LOSS:
+        return Phase.FORWARD.value if "forward" in moment.name else Phase.BACKWARD.value
+    return moment.phase.value
+
+
+def _held(answer: Estimate) -> int:
+    """Between steps gradients are gone and what the engine holds at every moment stays."""
+    return int(min(total_bytes(moment.lines) for moment in answer.engine_moments if moment.phase is Phase.STEP))
+
+
+def _kinds(highest: Moment, steady: StepMeasured, *, on_cuda: bool) -> list[Compared]:
+    lines = tuple(line for line in highest.lines if on_cuda or not _is_cudas(line.kind, line.reason))
+    predicted = {kind.value: int(n_bytes) for kind, n_bytes in bytes_by_kind(lines).items()}
+    measured = steady.peak.kinds
+    rows = [Compared(kind, predicted.get(kind, 0), measured.get(kind, 0)) for kind in {**predicted, **measured}]
+    return sorted(rows, key=lambda row: -abs(row.difference))
+
+
+def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
+    predicted: dict[str, int] = {}
+    for call in answer.traffic.collectives:
+        if call.sent_bytes:
+            predicted[call.operation] = predicted.get(call.operation, 0) + int(call.calls) * int(call.n_bytes)
+    found: dict[str, int] = {}
+    for seen in measured.collectives:
+        found[seen.operation] = found.get(seen.operation, 0) + seen.n_bytes
+    return [Compared(name, predicted.get(name, 0), found.get(name, 0)) for name in {**predicted, **found}]

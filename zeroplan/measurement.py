@@ -1,0 +1,101 @@
+"""What a run of the real engine measured. Estimating and measuring meet only in this data, and reading it needs no torch.
+
+A record is one JSON object; within a schema version keys are added, never renamed or removed.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from zeroplan.errors import MeasurementError
+from zeroplan.spec.base import Count, CountOrZero, Range, Spec
+from zeroplan.spec.job import JobSpec
+
+SCHEMA_VERSION = 1
+
+Backend = Literal["simulate", "cpu", "cuda"]
+Tensors = Literal["fake", "cpu", "cuda"]
+ProcessGroup = Literal["fake", "gloo", "nccl", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment(Spec):
+    """Where it ran: versions by package, and the machine in words."""
+
+    python: str
+    platform: str
+    packages: dict[str, str]
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseMeasured(Spec):
+    """The highest moment of one phase of one step.
+
+    ``kinds`` is the ledger of what was alive then, by :class:`zeroplan.ledger.Kind`; ``module`` and ``operation`` say where in
+    the program it was. ``counted_bytes`` is what ``memory_allocated`` would count (blocks, not requests), where known.
+    """
+
+    phase: str
+    peak_bytes: CountOrZero
+    kinds: dict[str, int]
+    module: str = ""
+    operation: str = ""
+    counted_bytes: CountOrZero | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeasured(Spec):
+    """One optimizer step: its phases in order, and what is held when it ends, by kind."""
+
+    phases: tuple[PhaseMeasured, ...]
+    held_bytes: CountOrZero
+    held_kinds: dict[str, int]
+
+    @property
+    def peak(self) -> PhaseMeasured:
+        """The phase with the highest moment; the earliest of equals."""
+        return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveMeasured(Spec):
+    """Collectives of one kind in one step: how many calls on how many ranks, and the bytes of their largest buffers together."""
+
+    operation: str
+    dtype: str
+    phase: str
+    group: Count
+    calls: Count
+    n_bytes: CountOrZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement(Spec):
+    """One run: the job, how and where it ran, every step, and the collectives of the last one.
+
+    The last step is the steady state: the first creates the optimizer state, and some engines settle only in the third.
+    ``remarks`` say what a reader must know to judge the figures (collectives that moved no data, layers that were extended).
+    """
+
+    schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
+    job: JobSpec
+    backend: Backend
+    tensors: Tensors
+    process_group: ProcessGroup
+    rank: CountOrZero
+    environment: Environment
+    initialisation: PhaseMeasured | None = None
+    steps: tuple[StepMeasured, ...]
+    collectives: tuple[CollectiveMeasured, ...] = ()
+    remarks: tuple[str, ...] = ()
+    seconds: Annotated[float, Range(0, 1e9)] = 0.0
+
+    def check_rules(self) -> None:
+        """Refuse a record without a step."""
+        if not self.steps:
+            raise MeasurementError("the record holds no step; measure at least one")
+
+    @property
+    def steady(self) -> StepMeasured:
+        """The last step."""
+        return self.steps[-1]
