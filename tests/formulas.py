@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _SYMBOL = re.compile(r"[A-Za-zΨ][A-Za-z_0-9]*")
-_FUNCTIONS = {"ceil": ceil, "max": max, "min": min}
+_FUNCTIONS = {"ceil": ceil, "max": max, "min": min, "pow2": lambda value: 1 << (int(value) - 1).bit_length()}
 
 
 def evaluate(formula: str, legend: Mapping[str, int]) -> Fraction:

@@ -36,6 +36,20 @@ def round_up(a: Int, multiple: Int) -> Int:
     return ceil_div(a, multiple) * multiple
 
 
+def next_power_of_2(a: Int) -> Int:
+    """Smallest power of two not below ``a``, which is at least 1; exact for ints and for int64 columns up to 2^62.
+
+    >>> next_power_of_2(1), next_power_of_2(5), next_power_of_2(8)
+    (1, 8, 8)
+    """
+    if isinstance(a, int):
+        return 1 << (a - 1).bit_length()
+    below = a - 1
+    for shift in (1, 2, 4, 8, 16, 32):
+        below = below | (below >> shift)
+    return below + 1
+
+
 def maximum(first: Int, *others: Int) -> Int:
     """Largest of several values, element by element where one is a column.
 

@@ -7,7 +7,7 @@ shape where only a parameter count is known, and applies the defaults a PyTorch 
 import math
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from zeroplan.catalog.config import read_config
 from zeroplan.catalog.gpu import gpu as find_gpu
@@ -26,6 +26,7 @@ from zeroplan.spec.recipe import (
     DeepSpeedOptions,
     Engine,
     Fsdp2Options,
+    Loss,
     Optimizer,
     OptimizerImpl,
     Precision,
@@ -71,7 +72,8 @@ class Request(Spec):
     seq_len: Count | None = None
     micro_batch: Count | None = None
     grad_accum: Count | None = None
-    keep_logits: bool | None = None
+    loss: Loss | None = None
+    keep_logits: bool | Literal["fp32"] | None = None
     sync_every_micro_batch: bool | None = None
     ddp: DdpOptions | None = None
     fsdp2: Fsdp2Options | None = None
@@ -113,6 +115,7 @@ def request_of(complete: JobSpec) -> Request:
         attention=recipe.attention,
         activations=recipe.activation_model,
         sequence_parallel=recipe.sequence_parallel,
+        loss=recipe.loss,
         keep_logits=recipe.keep_logits,
         sync_every_micro_batch=recipe.sync_every_micro_batch,
         ddp=recipe.ddp,
@@ -284,6 +287,7 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "attention": request.attention,
         "activation_model": request.activations,
         "sequence_parallel": request.sequence_parallel,
+        "loss": request.loss,
         "keep_logits": request.keep_logits,
         "sync_every_micro_batch": request.sync_every_micro_batch,
         "ddp": request.ddp,

@@ -5,7 +5,7 @@ import re
 from zeroplan.estimator import Estimate
 
 _SYMBOL = re.compile(r"[A-Za-zΨ][A-Za-z_0-9]*")
-_WORDS = {"ceil", "max", "min"}
+_WORDS = {"ceil", "max", "min", "pow2"}
 
 
 def with_numbers(formula: str, answer: Estimate) -> str:

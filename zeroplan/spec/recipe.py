@@ -12,6 +12,7 @@ Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop"
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
+Loss = Literal["full", "chunked", "fused"]
 ActivationModel = Literal["module", "megatron"]
 
 
@@ -80,8 +81,10 @@ class RecipeSpec(Spec):
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False
     """Megatron's activation formula only: norms and dropouts are split over the tensor-parallel ranks too."""
-    keep_logits: bool = False
-    """The training loop holds the model's output (the logits) while it calls backward."""
+    loss: Loss = "full"
+    """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's."""
+    keep_logits: bool | Literal["fp32"] = False
+    """The training loop holds the model's output (the logits) while it calls backward; ``fp32``: upcast to fp32."""
     sync_every_micro_batch: bool = True
     """Gradients are reduced after every micro-batch (plain loop) rather than after the last one (``no_sync``)."""
     ddp: DdpOptions = DdpOptions()

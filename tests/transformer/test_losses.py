@@ -1,0 +1,65 @@
+"""The three ways from hidden states to the loss, by hand and against each other."""
+
+import pytest
+
+from tests.formulas import evaluate
+from zeroplan import BatchSpec, ModelSpec
+from zeroplan.ledger import total_bytes
+from zeroplan.transformer.blocks import Compute, HeadPass
+from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.legend import legend
+
+MODEL = ModelSpec(family="llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                  num_key_value_heads=2, head_dim=16, vocab_size=1000)  # fmt: skip
+BATCH = BatchSpec(micro_batch_size=2, seq_len=40)
+BF16 = Compute(2, autocast=False, attention="sdpa")
+TOKENS, HIDDEN, VOCAB = 80, 64, 1000
+
+
+def head(loss: str, compute: Compute = BF16) -> HeadPass:
+    return head_pass(MODEL, compute, BATCH, loss=loss)
+
+
+def test_the_full_loss_by_hand():
+    """Forward: bf16 logits, fp32 logits, log-softmax; backward: log-softmax and two fp32 gradients."""
+    logits = TOKENS * VOCAB
+    labels = 8 * TOKENS + 8 * (TOKENS + 2)
+    assert total_bytes(head("full").loss_forward) == (2 + 4 + 4) * logits + labels
+    assert total_bytes(head("full").loss_backward) == (4 + 8) * logits
+
+
+def test_the_chunked_loss_by_hand():
+    """A chunk of ten tokens; labels and the fp32 buffer of the hidden gradients beside it."""
+    chunk, beside = 10 * VOCAB, 8 * TOKENS + 4 * TOKENS * HIDDEN
+    assert total_bytes(head("chunked").loss_forward) == beside + (2 + 4 + 4) * chunk
+    assert total_bytes(head("chunked").loss_backward) == beside + (4 + 8) * chunk
+    assert head("chunked").output == ()
+
+
+def test_the_fused_loss_by_hand():
+    """V/h rounds up to 16; 80/16 = 5 tokens, so chunks of 8; gradients of hidden states and weight are there already."""
+    made = 2 * TOKENS * HIDDEN + 2 * HIDDEN * VOCAB
+    assert total_bytes(head("fused").loss_forward) == made + 2 * TOKENS * HIDDEN + 2 * 8 * VOCAB + 12 * TOKENS
+    assert total_bytes(head("fused").loss_backward) == made
+    assert head("fused").points[0].gradients == HIDDEN * VOCAB
+
+
+def test_the_output_in_fp32_is_twice_that_in_bf16():
+    plain, wide = (head_pass(MODEL, BF16, BATCH, fp32_output=choice).output for choice in (False, True))
+    assert total_bytes(wide) == 2 * total_bytes(plain) == 4 * TOKENS * VOCAB
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked", "fused"])
+@pytest.mark.parametrize(
+    "compute", [BF16, Compute(4, autocast=False, attention="sdpa"), Compute(2, autocast=True, attention="sdpa")]
+)
+def test_formulas_give_their_numbers(loss: str, compute: Compute):
+    found, values = head(loss, compute), legend(MODEL, compute, BATCH)
+    for line in (
+        *found.saved,
+        *found.loss,
+        *found.loss_forward,
+        *found.loss_backward,
+        *(l for p in found.points for l in p.lines),
+    ):
+        assert evaluate(line.formula, values) == line.n_bytes, line
