@@ -60,6 +60,6 @@ def test_formulas_give_their_numbers(loss: str, compute: Compute):
         *found.loss,
         *found.loss_forward,
         *found.loss_backward,
-        *(l for p in found.points for l in p.lines),
+        *(line for point in found.points for line in point.lines),
     ):
         assert evaluate(line.formula, values) == line.n_bytes, line
