@@ -5,11 +5,11 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 """
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_flat import largest_slice
-from zeroplan.engines.deepspeed_passes import Passes, forward_instant, loss_instant, passes
-from zeroplan.engines.deepspeed_stage12_collecting import collecting_moments, reduced_after_moments
-from zeroplan.engines.deepspeed_stage12_lines import Job, job_of, keeps_partition, own_gradients, reduces_in_backward, window
-from zeroplan.engines.deepspeed_stage12_reducing import reducing_moments
+from zeroplan.engines.deepspeed.flat import largest_slice
+from zeroplan.engines.deepspeed.passes import Passes, forward_instant, loss_instant, passes
+from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments, reduced_after_moments
+from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, keeps_partition, own_gradients, reduces_in_backward, window
+from zeroplan.engines.deepspeed.stage12_reducing import reducing_moments
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, where

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.ddp_step import Run, Step, Weights, pass_moments, rebuild_moment
+from zeroplan.engines.ddp.step import Run, Step, Weights, pass_moments, rebuild_moment
+from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines, step_temporary_lines
-from zeroplan.engines.zero_redundancy import every_tensor, fullest_share
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.batch import Batch

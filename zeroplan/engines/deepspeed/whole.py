@@ -6,10 +6,10 @@ That is stage 0 in any precision, and stage 1 with 16-bit weights and fp32 gradi
 from functools import lru_cache
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_flat import Row, largest_parameter
-from zeroplan.engines.deepspeed_passes import embedding_instant, forward_instant, loss_instant, passes
-from zeroplan.engines.deepspeed_stage12_collecting import collecting_moments
-from zeroplan.engines.deepspeed_stage12_lines import Job, job_of, window
+from zeroplan.engines.deepspeed.flat import Row, largest_parameter
+from zeroplan.engines.deepspeed.passes import embedding_instant, forward_instant, loss_instant, passes
+from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
+from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, window
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, where

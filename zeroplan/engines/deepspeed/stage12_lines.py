@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed_buckets import Schedule, schedule, waiting_elements
-from zeroplan.engines.deepspeed_flat import Row, partition_elements, row, touched_elements
-from zeroplan.engines.deepspeed_passes import (
+from zeroplan.engines.deepspeed.buckets import Schedule, schedule, waiting_elements
+from zeroplan.engines.deepspeed.flat import Row, partition_elements, row, touched_elements
+from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
     backward_instant,

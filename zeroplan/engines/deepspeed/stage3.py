@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_buckets import Flush, Schedule, schedule
-from zeroplan.engines.deepspeed_flat import Row, largest_parameter, row
-from zeroplan.engines.deepspeed_passes import (
+from zeroplan.engines.deepspeed.buckets import Flush, Schedule, schedule
+from zeroplan.engines.deepspeed.flat import Row, largest_parameter, row
+from zeroplan.engines.deepspeed.passes import (
     Instant,
     Passes,
     RunPass,
@@ -26,8 +26,8 @@ from zeroplan.engines.deepspeed_passes import (
     loss_instant,
     passes,
 )
-from zeroplan.engines.deepspeed_stage12_lines import waiting
-from zeroplan.engines.deepspeed_trace import Gathered, gathered
+from zeroplan.engines.deepspeed.stage12_lines import waiting
+from zeroplan.engines.deepspeed.trace import Gathered, gathered
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Bool, Int, ceil_div, minimum, where
