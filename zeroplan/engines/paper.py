@@ -106,7 +106,7 @@ def _kept(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, compute: 
     if recipe.activation_model == "megatron":
         return megatron_layer_lines(model, mesh, batch, sequence_parallel=recipe.sequence_parallel, recompute=recipe.recompute)
     one: BlockPass = block_pass(model, kind, compute, batch)
-    return {"none": one.saved, "selective": one.selective, "full": one.checkpoint}[recipe.recompute]
+    return one.kept(recipe.recompute)
 
 
 def _collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:

@@ -16,6 +16,7 @@ from zeroplan.engines.account import Account
 from zeroplan.engines.ddp.step import Run, Step, Weights, pass_moments, rebuild_moment
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines, step_temporary_lines
+from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.batch import Batch
@@ -42,7 +43,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     With ``grad_accum_steps`` above 1 the moments of forward and backward are those of a later micro-batch, which finds
     gradients already there. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
     """
-    element_bytes = 2 if recipe.precision == "bf16" else 4
+    element_bytes = widths(recipe.precision).stored
     weights = _weights(model)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", "")
@@ -54,7 +55,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         base,
         element_bytes,
         recipe,
-        recipe.precision.endswith("mixed"),
+        compute_of(recipe).autocast,
         recipe.ddp.gradient_as_bucket_view,
         recipe.sync_every_micro_batch,
         batch.grad_accum_steps,

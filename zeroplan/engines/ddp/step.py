@@ -6,13 +6,14 @@ Over the blocks of a run everything grows or shrinks by the same amount per bloc
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.head import head_pass
 
 Lines = tuple[Line, ...]
@@ -89,7 +90,7 @@ class _Stack(NamedTuple):
 def pass_moments(step: Step, model: ModelSpec, batch: Batch) -> tuple[Moment, ...]:
     """Forward, loss and backward of one micro-batch; the later one where there are several."""
     recipe = step.recipe
-    compute = Compute(4 if recipe.precision == "fp32" else 2, step.autocast, recipe.attention)
+    compute = compute_of(recipe)
     head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
     stacks = _stacks(step.weights, recipe, [block_pass(model, run.kind, compute, batch) for run in step.weights.runs])
     top = stacks[-1]
@@ -124,7 +125,7 @@ def _stacks(weights: Weights, recipe: RecipeSpec, blocks: list[BlockPass]) -> li
     casts = cached = 0
     above = weights.total - weights.embeddings
     for run, block in zip(weights.runs, blocks, strict=True):
-        kept = {"none": block.saved, "selective": block.selective, "full": block.checkpoint}[recipe.recompute]
+        kept = block.kept(recipe.recompute)
         above -= run.layers * run.elements
         only = len(weights.runs) == 1
         every = _times(kept, run.layers, "L" if only else "")

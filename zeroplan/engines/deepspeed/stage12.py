@@ -106,13 +106,13 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
     calls = len(job.buckets.flushes)
     return (
         Collective(
-            "all-reduce", "gradients, bucket by bucket",
+            "all_reduce", "gradients, bucket by bucket",
             "in the backward of every micro-batch" if job.recipe.zero_stage == 2 else "for the last micro-batch",
             n, calls * rounds, element * -(-psi // calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
             f"{_FILE}, allreduce_and_scatter",
         ),
         Collective(
-            "all-gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), element * n * job.partition,
+            "all_gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), element * n * job.partition,
             (n - 1) * element * job.partition, n * job.partition, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups",
         ),
     )  # fmt: skip

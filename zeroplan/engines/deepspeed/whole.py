@@ -169,7 +169,7 @@ def _collectives(job: Job) -> tuple[Collective, ...]:
     calls = _all_reduces(job.whole)[0] if job.recipe.zero_stage == 0 else 1
     return (
         Collective(
-            "all-reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * -(-psi // calls),
+            "all_reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * -(-psi // calls),
             2 * (n - 1) * element * psi // n, 2 * psi, f"{_ENGINE}, allreduce_no_retain",
         ),
     )  # fmt: skip
@@ -179,5 +179,5 @@ def _weight_gather(job: Job) -> Collective:
     n, share = job.n_ranks, job.partition
     calls: Int = where(n > 1, 1, 0)
     source = "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups"
-    return Collective("all-gather", "updated weights", "after the optimizer step", n, calls, 2 * n * share, (n - 1) * 2 * share,
+    return Collective("all_gather", "updated weights", "after the optimizer step", n, calls, 2 * n * share, (n - 1) * 2 * share,
                       n * share, source)  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.fsdp2.backward import after_the_loss, backward, end_of_backward
 from zeroplan.engines.fsdp2.forward import forward, loss_forward
-from zeroplan.engines.fsdp2.plan import Plan, kept_lines, make_plan
+from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
 from zeroplan.engines.optimizers import step_temporary_lines
 from zeroplan.ledger import Moment, Phase
@@ -47,7 +47,9 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         collectives=collectives(plan, mesh, batch),
         symbols=_symbols(plan),
         notes=tuple(_notes(plan)),
-        kept=tuple((f"one {run.kind} block", kept_lines(one, recipe)) for run, one in zip(plan.runs, plan.passes, strict=True)),
+        kept=tuple(
+            (f"one {run.kind} block", one.kept(recipe.recompute)) for run, one in zip(plan.runs, plan.passes, strict=True)
+        ),
     )
 
 

@@ -17,7 +17,7 @@ from zeroplan.engines.fsdp2.buffers import (
     unsharded,
 )
 from zeroplan.engines.fsdp2.forward import left_by_earlier
-from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan, kept_lines
+from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
@@ -98,7 +98,7 @@ def _unsharding(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Mome
         *alive,
         unsharded(plan, group),
         *_own_buffer_then_the_next(plan, position, group),
-        *kept_lines(one, plan.recipe),
+        *one.kept(plan.recipe.recompute),
         flowing(plan, "gradient that flows into this block"),
     )
     return Moment(f"backward: unsharding {position.name}", Phase.BACKWARD, lines)

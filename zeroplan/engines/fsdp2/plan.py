@@ -145,17 +145,10 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
         passes=passes,
         head=head_pass(model, compute, batch, recomputed=recipe.recompute != "none"),
-        kept=tuple(total_bytes(kept_lines(one, recipe)) for one in passes),
+        kept=tuple(total_bytes(one.kept(recipe.recompute)) for one in passes),
         persistent=(_parameter_line(tree, root, blocks, width.stored), *state_lines(
             recipe.optimizer, impl, tensors, width.stored, symbol="P/N")),
     )  # fmt: skip
-
-
-def kept_lines(one: BlockPass, recipe: RecipeSpec) -> tuple[Line, ...]:
-    """What a block keeps from its forward to its backward, by the recipe's recomputation."""
-    if recipe.recompute == "none":
-        return one.saved
-    return one.selective if recipe.recompute == "selective" else one.checkpoint
 
 
 def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
