@@ -20,6 +20,16 @@ def blocks_sum(letter: str, layers: tuple[int, ...], kinds: tuple[str, ...], out
     return " + ".join([*terms, *([outside] if outside else [])]) or "0"
 
 
+@lru_cache(maxsize=1024)
+def times(width: int, symbol: str) -> str:
+    """Write bytes of an element times what a symbol counts.
+
+    >>> times(4, "Ψ")
+    '4·Ψ'
+    """
+    return f"{width}·{symbol}"
+
+
 def product(width: int, elements: Int) -> str:
     """Write bytes of an element times a count that no symbol stands for.
 

@@ -15,7 +15,7 @@ from zeroplan.engines.fsdp2.buffers import smaller_shard
 from zeroplan.engines.fsdp2.forward import forward, loss_forward
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
-from zeroplan.engines.optimizers import step_temporary_lines
+from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.ledger import Moment, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -46,7 +46,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         states=states,
         moments=moments,
         collectives=collectives(plan, mesh, batch),
-        symbols=_symbols(plan),
+        symbols=(*_symbols(plan), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
         kept=tuple(
             (f"one {run.kind} block", one.kept(recipe.recompute)) for run, one in zip(plan.runs, plan.passes, strict=True)
