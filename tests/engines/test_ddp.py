@@ -78,6 +78,7 @@ def test_formulas_are_their_sizes(spec: ModelSpec, precision: Precision, views: 
         done = account(spec, recipe_of(precision=precision, views=views, recompute=recompute), MeshSpec(dp_shard=2), BATCH)
         compute = Compute(4 if precision == "fp32" else 2, precision.endswith("mixed"), "sdpa")
         values = {**legend(spec, compute, BATCH), "Ψ": parameter_count(spec), "L": spec.num_hidden_layers, "N": 2}
+        values |= {symbol.name: symbol.value for symbol in done.symbols}
         lines = {line for one in done.moments for line in one.lines if line.formula}
         assert len(lines) > 20
         for line in (*done.states, *lines):

@@ -126,7 +126,7 @@ def test_one_rank_gathers_and_sends_nothing() -> None:
 def test_stage_2_sends_as_much_as_an_all_reduce_and_an_all_gather() -> None:
     n_ranks = 8
     gradients, weights = account(LLAMA_7B, recipe(2), MeshSpec(dp_shard=n_ranks), BATCH).collectives
-    assert (gradients.operation, weights.operation) == ("all-reduce", "all-gather")
+    assert (gradients.operation, weights.operation) == ("all_reduce", "all_gather")
     assert gradients.volume_elements == 2 * PSI
     assert gradients.sent_bytes == 2 * 2 * PSI * (n_ranks - 1) // n_ranks
     assert weights.volume_elements == n_ranks * math.ceil(PSI / (2 * n_ranks)) * 2

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.causal_models import tiny_spec
+from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share, partition
 from zeroplan.engines.optimizers import LocalTensor
-from zeroplan.engines.zero_redundancy import every_tensor, fullest_share, partition
 from zeroplan.ledger import total_bytes
 
 LLAMA = tiny_spec("llama", heads=4, kv_heads=2, head_dim=8, ffn=72, vocab=100, layers=3)

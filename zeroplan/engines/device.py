@@ -12,11 +12,12 @@ from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.units import KIB, MB, MIB
 
-_WORKSPACE_SOURCE = "torch 2.13 ATen/cuda/CublasHandlePool.cpp parseChosenWorkspaceSize"
-_WORKSPACE_BEFORE_HOPPER = (2 * 4096 + 8 * 16) * KIB
-_WORKSPACE_SINCE_HOPPER = 32 * MIB
-_WORKSPACE_ROCM = {"gfx94": 128 * MIB, "gfx95": 128 * MIB}
-_WORKSPACE_ROCM_DEFAULT = 32 * MIB
+_WORKSPACE_SOURCE = "torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize"
+#: One workspace and its formula: two blocks of 4096 KiB and eight of 16, or so many MiB.
+_WORKSPACE_BEFORE_HOPPER = (2 * 4096 + 8 * 16) * KIB, "(2·4096 + 8·16)·1024"
+_WORKSPACE_SINCE_HOPPER = 32 * MIB, "32·1024²"
+_WORKSPACE_ROCM = {"gfx94": (128 * MIB, "128·1024²"), "gfx95": (128 * MIB, "128·1024²")}
+_WORKSPACE_ROCM_DEFAULT = 32 * MIB, "32·1024²"
 #: The thread that runs the forward pass and autograd's own thread each have a handle, and each handle a workspace.
 _HANDLES = 2
 
@@ -51,10 +52,11 @@ def workspace_line(gpu: GpuSpec | None) -> Line:
     True
     """
     reason = "cuBLAS workspaces, one for the forward thread and one for autograd's"
-    return Line(Kind.WORKSPACE, _HANDLES * _workspace_bytes(gpu), reason, "", _WORKSPACE_SOURCE)
+    n_bytes, formula = _workspace(gpu)
+    return Line(Kind.WORKSPACE, _HANDLES * n_bytes, reason, f"{_HANDLES}·{formula}", _WORKSPACE_SOURCE)
 
 
-def _workspace_bytes(gpu: GpuSpec | None) -> int:
+def _workspace(gpu: GpuSpec | None) -> tuple[int, str]:
     if gpu is None:
         return _WORKSPACE_SINCE_HOPPER
     if gpu.vendor == "amd":

@@ -3,11 +3,16 @@
 Figures are those of torch 2.13 (``torch/optim``) with each optimizer's default arguments: no weight decay where it would copy
 gradients (Adam, SGD, RMSprop, Adagrad), no ``amsgrad``, no ``nesterov``, one parameter group. Lion is the implementation
 published with its paper, ``adamw-8bit`` is ``bitsandbytes.optim.AdamW8bit``. Gradients are in the dtype of the tensors.
+
+What is a sum over tensors that no symbol of the model expresses is written with a symbol of its own, a count named ``U_...``;
+``counted`` reads the counts off the lines.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from zeroplan.engines.account import Symbol
+from zeroplan.engines.formulas import times
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
@@ -93,6 +98,36 @@ _SOURCE = "torch 2.13, torch/optim"
 _BNB_SOURCE = "bitsandbytes 0.50, optim/optimizer.py, Optimizer2State.init_state"
 
 
+#: What the formulas of this module count, where the caller names no symbol of his own: a line is a width times one of these.
+_COUNTS: dict[str, str] = {
+    "U": "elements of the tensors that this rank updates",
+    "U_n": "tensors that this rank updates",
+    "U_q": "elements of the tensors whose states are kept in 8 bits",
+    "U_s": "elements of the tensors too small for that",
+    "U_256": "blocks of 256 elements in the tensors whose states are kept in 8 bits",
+    "U_f": "rows and columns of the matrices that this rank updates",
+    "U_v": "elements of the vectors that this rank updates",
+    "U_m": "elements of the matrices that Muon updates",
+    "U_o": "elements of the tensors that AdamW updates beside Muon",
+    "U_t": "elements of the temporaries of one step at their highest point",
+    "U_z": "bytes of the temporaries of one step at their highest point",
+}
+
+
+def counted(*lines: Line) -> tuple[Symbol, ...]:
+    """Return the symbols that these lines of states and temporaries are written in, with their numbers.
+
+    >>> counted(*state_lines("adamw", "fused", (LocalTensor((64, 32)),), 4))[-1]
+    Symbol(name='U_n', value=1, meaning='tensors that this rank updates')
+    """
+    symbols: dict[str, Symbol] = {}
+    for line in lines:
+        width, _, name = line.formula.partition("·")
+        if name in _COUNTS and name not in symbols:
+            symbols[name] = Symbol(name, line.n_bytes // int(width), _COUNTS[name])
+    return tuple(symbols.values())
+
+
 def implementation(optimizer: Optimizer, impl: OptimizerImpl | None) -> OptimizerImpl:
     """How the step is carried out: what was asked for, or torch's default on CUDA.
 
@@ -137,12 +172,12 @@ def state_lines(
     tensors: Sequence[LocalTensor],
     element_bytes: int,
     *,
-    symbol: str = "",
+    symbol: str = "U",
 ) -> tuple[Line, ...]:
     """Return what the optimizer keeps between steps on this rank. [bytes]
 
-    ``symbol`` names the updated elements in the formula (``Ψ``). Leaves out step counters in host memory (4 B per tensor with
-    foreach and for-loop). Source: torch 2.13, ``torch/optim``, each optimizer's ``_init_group``.
+    ``symbol`` names the updated elements in the formula (``Ψ``), by default as ``counted`` has them. Leaves out step counters in
+    host memory (4 B per tensor with foreach and for-loop). Source: torch 2.13, ``torch/optim``, each optimizer's ``_init_group``.
 
     >>> [line.n_bytes for line in state_lines("adamw", "foreach", (LocalTensor((64, 32)),), 4)]
     [8192, 8192]
@@ -154,7 +189,7 @@ def state_lines(
     if optimizer == "muon":
         return _muon_lines(tensors, element_bytes)
     n_bytes = element_bytes * total_elements(tensors)
-    formula = f"{element_bytes}·{symbol}" if symbol else ""
+    formula = times(element_bytes, symbol)
     lines = tuple(Line(Kind.OPTIMIZER_STATE, n_bytes, state, formula, _SOURCE) for state in _ELEMENTWISE_STATES[optimizer])
     return (*lines, *_step_counter_lines(optimizer, impl, tensors))
 
@@ -165,7 +200,7 @@ def step_temporary_lines(
     tensors: Sequence[LocalTensor],
     element_bytes: int,
     *,
-    symbol: str = "",
+    symbol: str = "U",
 ) -> tuple[Line, ...]:
     """Return what ``optimizer.step()`` allocates and frees again, at its highest point. [bytes]
 
@@ -187,7 +222,8 @@ def step_temporary_lines(
     if not current:
         return ()
     n_bytes = element_bytes * _largest_in_turn(tensors, before=before, current=current)
-    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, "for-loop step: temporaries of two tensors in turn", "", _SOURCE),)
+    formula = times(element_bytes, "U_t")
+    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, "for-loop step: temporaries of two tensors in turn", formula, _SOURCE),)
 
 
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
@@ -203,7 +239,7 @@ def _step_counter_lines(optimizer: Optimizer, impl: OptimizerImpl, tensors: Sequ
         return ()
     count = sum(tensor.repeat for tensor in tensors)
     reason = "step counters on the GPU, one per tensor (the allocator rounds each to a block of 512)"
-    return (Line(Kind.OPTIMIZER_STATE, 4 * count, reason, "", _SOURCE),)
+    return (Line(Kind.OPTIMIZER_STATE, 4 * count, reason, "4·U_n", _SOURCE),)
 
 
 def _eight_bit_lines(tensors: Sequence[LocalTensor]) -> tuple[Line, ...]:
@@ -217,10 +253,12 @@ def _eight_bit_lines(tensors: Sequence[LocalTensor]) -> tuple[Line, ...]:
         scales = scales + tensor.repeat * where(quantized, 8 * ceil_div(numel, _BNB_BLOCK), 0)
         small = small + tensor.repeat * where(quantized, 0, 8 * numel)
     return (
-        Line(Kind.OPTIMIZER_STATE, states, "momentum and variance, 8 bits each", "", _BNB_SOURCE),
-        Line(Kind.OPTIMIZER_STATE, scales, "fp32 scale per block of 256, for momentum and variance", "", _BNB_SOURCE),
-        Line(Kind.OPTIMIZER_STATE, small, "momentum and variance in fp32 for tensors below 4096 elements", "", _BNB_SOURCE),
-        Line(Kind.OPTIMIZER_STATE, where(states > 0, _BNB_MAPS_BYTES, 0), "quantization maps", "", _BNB_SOURCE),
+        Line(Kind.OPTIMIZER_STATE, states, "momentum and variance, 8 bits each", "2·U_q", _BNB_SOURCE),
+        Line(Kind.OPTIMIZER_STATE, scales, "fp32 scale per block of 256, for momentum and variance", "8·U_256", _BNB_SOURCE),
+        Line(
+            Kind.OPTIMIZER_STATE, small, "momentum and variance in fp32 for tensors below 4096 elements", "8·U_s", _BNB_SOURCE
+        ),
+        Line(Kind.OPTIMIZER_STATE, where(states > 0, _BNB_MAPS_BYTES, 0), "quantization maps", "2048·min(1, U_q)", _BNB_SOURCE),
     )
 
 
@@ -243,8 +281,14 @@ def _adafactor_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tupl
             vectors = vectors + tensor.repeat * tensor.numel
     source = "torch 2.13, torch/optim/_adafactor.py, _init_group"
     return (
-        Line(Kind.OPTIMIZER_STATE, element_bytes * factors, "row and column factors of the matrices' variance", "", source),
-        Line(Kind.OPTIMIZER_STATE, element_bytes * vectors, "variance of the vectors", "", source),
+        Line(
+            Kind.OPTIMIZER_STATE,
+            element_bytes * factors,
+            "row and column factors of the matrices' variance",
+            times(element_bytes, "U_f"),
+            source,
+        ),
+        Line(Kind.OPTIMIZER_STATE, element_bytes * vectors, "variance of the vectors", times(element_bytes, "U_v"), source),
     )
 
 
@@ -258,8 +302,14 @@ def _muon_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Lin
     others = 2 * element_bytes * total_elements([tensor for tensor in tensors if not updated_by_muon(tensor)])
     source = "torch 2.13, torch/optim/_muon.py, _init_group"
     return (
-        Line(Kind.OPTIMIZER_STATE, momentum, "Muon's momentum of the blocks' matrices", "", source),
-        Line(Kind.OPTIMIZER_STATE, others, "AdamW's momentum and variance of all other tensors", "", _SOURCE),
+        Line(Kind.OPTIMIZER_STATE, momentum, "Muon's momentum of the blocks' matrices", times(element_bytes, "U_m"), source),
+        Line(
+            Kind.OPTIMIZER_STATE,
+            others,
+            "AdamW's momentum and variance of all other tensors",
+            times(2 * element_bytes, "U_o"),
+            _SOURCE,
+        ),
     )
 
 
@@ -269,7 +319,7 @@ def _foreach_temporary(
     copies, reason = _FOREACH_COPIES[optimizer]
     if not copies:
         return ()
-    formula = f"{copies * element_bytes}·{symbol}" if symbol else ""
+    formula = times(copies * element_bytes, symbol)
     n_bytes = copies * element_bytes * total_elements(tensors)
     return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, reason, formula, _SOURCE),)
 
@@ -314,7 +364,8 @@ def _adafactor_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> 
             square = tensor.numel
         largest = maximum(largest, previous + tensor.numel + means + square)
     reason = "for-loop step: variance estimates of two tensors in turn"
-    return Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, "", "torch 2.13, _single_tensor_adafactor")
+    source = "torch 2.13, torch/optim/_adafactor.py, _single_tensor_adafactor"
+    return Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, times(element_bytes, "U_t"), source)
 
 
 def _muon_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
@@ -330,4 +381,5 @@ def _muon_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
             smaller = minimum(*tensor.shape)
             largest = maximum(largest, (element_bytes + iterates) * tensor.numel + 4 * smaller * smaller)
     reason = "step: Newton-Schulz iterates of one matrix, or AdamW's denominators"
-    return Line(Kind.OPTIMIZER_TEMPORARY, largest, reason, "", "torch 2.13, torch/optim/_muon.py, _zeropower_via_newtonschulz")
+    source = "torch 2.13, torch/optim/_muon.py, _zeropower_via_newtonschulz"
+    return Line(Kind.OPTIMIZER_TEMPORARY, largest, reason, "1·U_z", source)

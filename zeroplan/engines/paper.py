@@ -9,8 +9,10 @@ the loss; no buffer, no padding beyond whole elements, no temporary of an optimi
 from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.optimizers import LocalTensor, state_lines
+from zeroplan.engines.formulas import blocks_sum
+from zeroplan.engines.optimizers import LocalTensor, counted, state_lines
 from zeroplan.engines.precisions import compute_of, widths
+from zeroplan.engines.sources import KEPT
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
@@ -18,13 +20,16 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.params import layout, parameter_count
-from zeroplan.transformer.published import megatron_layer_lines
+from zeroplan.transformer.published import KORTHIKANTI, megatron_layer_lines
 
 _STATES = "arXiv:1910.02054, sections 3.1 and 5"
 _VOLUME = "arXiv:1910.02054, section 7"
+_KEEPS = "bytes one {} block keeps from its forward to its backward"
+
+Lines = tuple[Line, ...]
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
@@ -32,15 +37,25 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 3, 5 and 7.
     """
-    states = _states(model, recipe, mesh)
-    return Account(states, _moments(model, recipe, mesh, batch, states), _collectives(model, recipe, mesh, batch), (), (
-        Symbol("Ψ", parameter_count(model), "parameters"),
-        Symbol("N", mesh.dp_shard, "ranks that share what the stage shards"),
-        Symbol("p", mesh.tp, "tensor-parallel ranks"),
-    ))  # fmt: skip
+    whole = state_lines(recipe.optimizer, "foreach", _whole_tensors(model), widths(recipe.precision).stored, symbol="Ψ")
+    states = _states(model, recipe, mesh, whole)
+    kept = tuple((run, _kept(model, run.kind, recipe, mesh, batch)) for run in layout(model).runs)
+    return Account(
+        states,
+        _moments(model, recipe, batch, states, kept),
+        _collectives(model, recipe, mesh, batch),
+        symbols=(
+            Symbol("Ψ", parameter_count(model), "parameters"),
+            Symbol("N", mesh.dp_shard, "ranks that share what the stage shards"),
+            Symbol("p", mesh.tp, "tensor-parallel ranks"),
+            *(Symbol(f"S_{run.kind}", total_bytes(lines), _KEEPS.format(run.kind)) for run, lines in kept),
+            *counted(*whole),
+        ),
+        kept=tuple((f"one {run.kind} block", lines) for run, lines in kept),
+    )
 
 
-def _states(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...]:
+def _states(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, whole: tuple[Line, ...]) -> tuple[Line, ...]:
     width, local = widths(recipe.precision), ceil_div(parameter_count(model), mesh.tp)
     parameters, gradients, updated = (_sharded(local, recipe, mesh, from_stage=stage) for stage in (3, 2, 1))
     lines = [
@@ -54,7 +69,6 @@ def _states(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> tuple[Line, ...
         lines.append(
             Line(Kind.OPTIMIZER_STATE, master, "fp32 copy of the parameters", _formula(width.stored, recipe, 1), _STATES)
         )
-    whole = state_lines(recipe.optimizer, "foreach", _whole_tensors(model), width.stored, symbol="Ψ")
     return (*lines, *(_divided(line, recipe, mesh) for line in whole))
 
 
@@ -72,7 +86,7 @@ def _divided(line: Line, recipe: RecipeSpec, mesh: Mesh) -> Line:
     n_bytes = _sharded(ceil_div(line.n_bytes, mesh.tp), recipe, mesh, from_stage=1)
     split = f"ceil(({line.formula})/p)"
     formula = f"ceil({split}/N)" if recipe.zero_stage >= 1 else split
-    return line._replace(n_bytes=n_bytes, formula=formula if line.formula else "")
+    return line._replace(n_bytes=n_bytes, formula=formula)
 
 
 def _sharded(elements: Int, recipe: RecipeSpec, mesh: Mesh, *, from_stage: int) -> Int:
@@ -83,14 +97,12 @@ def _formula(width: int, recipe: RecipeSpec, from_stage: int) -> str:
     return f"{width}·ceil(ceil(Ψ/p)/N)" if recipe.zero_stage >= from_stage else f"{width}·ceil(Ψ/p)"
 
 
-def _moments(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]) -> tuple[Moment, ...]:
+def _moments(
+    model: ModelSpec, recipe: RecipeSpec, batch: Batch, states: tuple[Line, ...], kept: tuple[tuple[BlockRun, Lines], ...]
+) -> tuple[Moment, ...]:
     compute = compute_of(recipe)
     head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
-    kept: Int = 0
-    for run in layout(model).runs:
-        kept = kept + run.layers * total_bytes(_kept(model, run.kind, recipe, mesh, compute, batch))
-    activations = Line(Kind.ACTIVATIONS, kept, "tensors that the blocks keep from forward to backward")
-    alive = (*states, activations)
+    alive = (*states, _activations(recipe, kept))
     moments = [
         Moment("loss, forward", Phase.LOSS, (*alive, *head.shared, *head.saved, *head.loss_forward)),
         Moment("loss, backward", Phase.LOSS, (*alive, *head.shared, *head.saved, *head.loss_backward)),
@@ -102,11 +114,19 @@ def _moments(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, sta
     return tuple(moments)
 
 
-def _kept(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, compute: Compute, batch: Batch) -> tuple[Line, ...]:
+def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...]) -> Line:
+    n_bytes: Int = 0
+    for run, lines in kept:
+        n_bytes = n_bytes + run.layers * total_bytes(lines)
+    formula = blocks_sum("S", tuple(run.layers for run, _ in kept), tuple(run.kind for run, _ in kept))
+    source = KORTHIKANTI if recipe.activation_model == "megatron" else KEPT[recipe.recompute]
+    return Line(Kind.ACTIVATIONS, n_bytes, "tensors that the blocks keep from forward to backward", formula, source)
+
+
+def _kept(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
     if recipe.activation_model == "megatron":
         return megatron_layer_lines(model, mesh, batch, sequence_parallel=recipe.sequence_parallel, recompute=recipe.recompute)
-    one: BlockPass = block_pass(model, kind, compute, batch)
-    return {"none": one.saved, "selective": one.selective, "full": one.checkpoint}[recipe.recompute]
+    return block_pass(model, kind, compute_of(recipe), batch).kept(recipe.recompute)
 
 
 def _collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:

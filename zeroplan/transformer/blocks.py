@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from zeroplan.ledger import Line
 from zeroplan.numeric import Int
+from zeroplan.spec.recipe import Recompute
 
 
 class Compute(NamedTuple):
@@ -71,6 +72,12 @@ class BlockPass(NamedTuple):
     points: tuple[BackwardPoint, ...]
     cast_elements: int
     checkpoint_in_backward: tuple[Line, ...] = ()
+
+    def kept(self, recompute: Recompute) -> tuple[Line, ...]:
+        """Return what the block keeps from its forward to its backward under this kind of recomputation."""
+        if recompute == "none":
+            return self.saved
+        return self.selective if recompute == "selective" else self.checkpoint
 
 
 class HeadPass(NamedTuple):

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.fsdp2.backward import after_the_loss, backward, end_of_backward
+from zeroplan.engines.fsdp2.buffers import smaller_shard
 from zeroplan.engines.fsdp2.forward import forward, loss_forward
-from zeroplan.engines.fsdp2.plan import Plan, kept_lines, make_plan
+from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
-from zeroplan.engines.optimizers import step_temporary_lines
+from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.ledger import Moment, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -45,9 +46,11 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         states=states,
         moments=moments,
         collectives=collectives(plan, mesh, batch),
-        symbols=_symbols(plan),
+        symbols=(*_symbols(plan), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
-        kept=tuple((f"one {run.kind} block", kept_lines(one, recipe)) for run, one in zip(plan.runs, plan.passes, strict=True)),
+        kept=tuple(
+            (f"one {run.kind} block", one.kept(recipe.recompute)) for run, one in zip(plan.runs, plan.passes, strict=True)
+        ),
     )
 
 
@@ -60,6 +63,7 @@ def _symbols(plan: Plan) -> tuple[Symbol, ...]:
     return (
         Symbol("N", plan.n, "ranks that share one copy"),
         Symbol("M", plan.several, "1 where earlier micro-batches of the step left gradients, else 0"),
+        Symbol("R", plan.replicated, "1 with replicas, whose gradients are all-reduced on top, else 0"),
         Symbol("P", plan.padded, "parameters, each one's dim 0 padded to a multiple of N"),
         Symbol("P_root", plan.root.padded, "of them in the root group (embedding, final norm, head)"),
         Symbol("G_root", plan.root.numel, "parameters of the root group without padding"),
@@ -72,7 +76,16 @@ def _symbols(plan: Plan) -> tuple[Symbol, ...]:
                 Symbol(f"S_{group.symbol}", kept, f"bytes one {group.symbol} block keeps from its forward to its backward"),
             )
         ),
+        *_smaller_shards(plan),
     )
+
+
+def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
+    if isinstance(plan.reshard, bool):
+        return
+    for group in plan.blocks:
+        meaning = f"elements of the smaller shard of one {group.symbol} block between its forward and its backward"
+        yield Symbol(f"Q_{group.symbol}", smaller_shard(plan, group), meaning)
 
 
 def _notes(plan: Plan) -> Iterator[str]:

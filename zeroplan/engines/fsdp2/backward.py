@@ -1,7 +1,9 @@
 """FSDP2 going backward: the next block gathered ahead, each block's gradients reduced while the one below computes."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
+from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import (
     GATHER,
     flowing,
@@ -11,19 +13,21 @@ from zeroplan.engines.fsdp2.buffers import (
     output,
     reduce_input,
     reduce_output_bytes,
+    reduce_output_width,
     root_gradients,
     root_unsharded,
     still_unsharded,
     unsharded,
 )
 from zeroplan.engines.fsdp2.forward import left_by_earlier
-from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan, kept_lines
+from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan, shards_formula
 from zeroplan.engines.positions import Position
+from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
 from zeroplan.transformer.blocks import BackwardPoint
 
-_REPLICAS = "torch 2.13 _fsdp_param_group.py FSDPParamGroup._all_reduce_state"
+_REPLICAS = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup._all_reduce_state"
 
 
 def after_the_loss(plan: Plan) -> Iterator[Moment]:
@@ -78,7 +82,13 @@ def _reduced(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
     if plan.reduce_bytes == plan.width.stored:
         return (shards,)
     held = plan.replicated * plan.reduce_bytes * plan.shards(layers)
-    return (shards, Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", "", _REPLICAS))
+    formula = _replicas_formula(plan.reduce_bytes, layers, plan.kinds)
+    return (shards, Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", formula, _REPLICAS))
+
+
+@lru_cache(maxsize=4096)
+def _replicas_formula(width: int, layers: tuple[int, ...], kinds: tuple[str, ...]) -> str:
+    return f"R·{shards_formula(width, layers, kinds, root=False)}"
 
 
 def _waiting_reduce(plan: Plan, position: Position) -> tuple[Line, ...]:
@@ -98,7 +108,7 @@ def _unsharding(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Mome
         *alive,
         unsharded(plan, group),
         *_own_buffer_then_the_next(plan, position, group),
-        *kept_lines(one, plan.recipe),
+        *one.kept(plan.recipe.recompute),
         flowing(plan, "gradient that flows into this block"),
     )
     return Moment(f"backward: unsharding {position.name}", Phase.BACKWARD, lines)
@@ -124,7 +134,8 @@ def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
 
 def _inside(plan: Plan, position: Position, point: BackwardPoint, alive: tuple[Line, ...]) -> Moment:
     width = plan.width.compute
-    made = Line(Kind.UNSHARDED_GRADIENTS, width * point.gradients, "this block's, made so far", f"{width}·{point.gradients}")
+    elements = point.gradients
+    made = Line(Kind.UNSHARDED_GRADIENTS, width * elements, "this block's, made so far", product(width, elements), ACCUMULATE)
     return Moment(f"backward of {position.name}: {point.name}", Phase.BACKWARD, (*alive, *point.lines, made))
 
 
@@ -143,7 +154,32 @@ def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment
 
 def _copied_in_or_reduced(plan: Plan, group: Group) -> Line:
     made = maximum(_gradients_to_copy(plan, group), reduce_output_bytes(plan, group))
-    return Line(Kind.UNSHARDED_GRADIENTS, made, "this block's while copied in, or the reduce-scatter output", "", REDUCE)
+    formula = _larger(_to_copy_formula(plan, group), _output_formula(plan, group))
+    return Line(Kind.UNSHARDED_GRADIENTS, made, "this block's while copied in, or the reduce-scatter output", formula, REDUCE)
+
+
+@lru_cache(maxsize=256)
+def _larger(one: str, other: str) -> str:
+    return f"max({one}, {other})"
+
+
+def _output_formula(plan: Plan, group: Group) -> str:
+    return _per_rank(reduce_output_width(plan), group.symbol)
+
+
+@lru_cache(maxsize=256)
+def _per_rank(width: int, symbol: str) -> str:
+    return f"{width}·P_{symbol}/N"
+
+
+def _to_copy_formula(plan: Plan, group: Group) -> str:
+    accumulated = None if plan.recipe.sync_every_micro_batch else plan.reduce_bytes
+    return _gradients_formula(plan.width.compute, accumulated, group.symbol)
+
+
+@lru_cache(maxsize=256)
+def _gradients_formula(width: int, accumulated: int | None, symbol: str) -> str:
+    return f"{width}·G_{symbol}" if accumulated in (None, width) else f"({accumulated}·M + {width}·(1-M))·G_{symbol}"
 
 
 def _gradients_to_copy(plan: Plan, group: Group) -> Int:
@@ -159,7 +195,14 @@ def end_of_backward(plan: Plan) -> Iterator[Moment]:
     none = tuple(0 for _ in plan.blocks)
     common = (*plan.persistent, *_reduced(plan, plan.every_layer))
     width = plan.width.compute
-    tied = Line(Kind.UNSHARDED_GRADIENTS, width * plan.tied_head_elements, "the tied head's beside the embedding's")
+    elements = plan.tied_head_elements
+    tied = Line(
+        Kind.UNSHARDED_GRADIENTS,
+        width * elements,
+        "the tied head's beside the embedding's",
+        product(width, elements),
+        ACCUMULATE,
+    )
     at_embedding = (
         *common,
         root_gradients(plan, root.numel),
@@ -171,8 +214,15 @@ def end_of_backward(plan: Plan) -> Iterator[Moment]:
     )
     yield Moment("backward of the embedding", Phase.BACKWARD, at_embedding)
     copy = reduce_input(plan, root, "reduce-scatter input of the root group")
-    made = Line(Kind.UNSHARDED_GRADIENTS, _gradients_to_copy(plan, root), "root group's while copied in", "", REDUCE)
+    made = Line(
+        Kind.UNSHARDED_GRADIENTS,
+        _gradients_to_copy(plan, root),
+        "root group's while copied in",
+        _to_copy_formula(plan, root),
+        REDUCE,
+    )
     yield Moment("backward: reducing the root group", Phase.BACKWARD, (*common, made, copy))
-    last = Line(Kind.UNSHARDED_GRADIENTS, width * plan.last_root_elements, "root group's last one, still named", "", REDUCE)
-    reduced = Line(Kind.REDUCE, reduce_output_bytes(plan, root), "reduce-scatter output of the root group", "", REDUCE)
+    named, out = plan.last_root_elements, _output_formula(plan, root)
+    last = Line(Kind.UNSHARDED_GRADIENTS, width * named, "root group's last one, still named", product(width, named), REDUCE)
+    reduced = Line(Kind.REDUCE, reduce_output_bytes(plan, root), "reduce-scatter output of the root group", out, REDUCE)
     yield Moment("backward: root group reduced", Phase.BACKWARD, (*common, last, copy, reduced))

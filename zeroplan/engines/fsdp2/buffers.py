@@ -1,14 +1,18 @@
 """The buffers of FSDP2, one line each: gathered and unsharded parameters, kept activations, reduce-scatter inputs and outputs."""
 
-from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan, kept_formula
+from functools import lru_cache
+
+from zeroplan.engines.formulas import blocks_sum, product
+from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan
 from zeroplan.engines.positions import Position
+from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int
 
-GATHER = "torch 2.13 _fsdp_collectives.py foreach_all_gather"
-COPY_OUT = "torch 2.13 _fsdp_collectives.py foreach_all_gather_copy_out"
-PARKED = "torch 2.13 _fsdp_param_group.py FSDPParamGroup.wait_for_unshard"
-POST_FORWARD = "torch 2.13 _fsdp_param.py FSDPParam.to_sharded_post_forward"
+GATHER = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather"
+COPY_OUT = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out"
+PARKED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard"
+POST_FORWARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_sharded_post_forward"
 
 _KEPT = {
     "none": ("saved by the blocks before this one", "saved by all blocks"),
@@ -54,9 +58,20 @@ def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
         return ()
     elements: Int = 0
     for count, group in zip(layers, plan.blocks, strict=True):
-        elements = elements + count * (group.padded if plan.reshard is False else group.padded // plan.reshard)
+        elements = elements + count * (group.padded if plan.reshard is False else smaller_shard(plan, group))
     reason = "blocks unsharded until their backward" if plan.reshard is False else "blocks' smaller shards until their backward"
-    return (Line(Kind.UNSHARDED_PARAMETERS, plan.width.compute * elements, reason, "", POST_FORWARD),)
+    formula = _still_formula(plan.width.compute, "P" if plan.reshard is False else "Q", layers, plan.kinds)
+    return (Line(Kind.UNSHARDED_PARAMETERS, plan.width.compute * elements, reason, formula, POST_FORWARD),)
+
+
+@lru_cache(maxsize=4096)
+def _still_formula(width: int, letter: str, layers: tuple[int, ...], kinds: tuple[str, ...]) -> str:
+    return f"{width}·({blocks_sum(letter, layers, kinds)})"
+
+
+def smaller_shard(plan: Plan, group: Group) -> Int:
+    """One of ``reshard_after_forward`` shards of a block, where that is a number. [elements]"""
+    return group.padded // int(plan.reshard)
 
 
 def kept(plan: Plan, layers: tuple[int, ...], *, every: bool = False) -> tuple[Line, ...]:
@@ -64,8 +79,9 @@ def kept(plan: Plan, layers: tuple[int, ...], *, every: bool = False) -> tuple[L
     n_bytes: Int = 0
     for count, one in zip(layers, plan.kept, strict=True):
         n_bytes = n_bytes + count * one
-    formula = kept_formula(layers, tuple(group.symbol for group in plan.blocks))
-    return (Line(Kind.ACTIVATIONS, n_bytes, _KEPT[plan.recipe.recompute][every], formula), *plan.head.shared)
+    recompute = plan.recipe.recompute
+    formula = blocks_sum("S", layers, plan.kinds)
+    return (Line(Kind.ACTIVATIONS, n_bytes, _KEPT[recompute][every], formula, KEPT[recompute]), *plan.head.shared)
 
 
 def output(plan: Plan) -> tuple[Line, ...]:
@@ -77,7 +93,7 @@ def root_gradients(plan: Plan, elements: int) -> Line:
     """Gradients of the root group, kept whole until it is reduced at the very end."""
     width = plan.width.compute
     return Line(
-        Kind.UNSHARDED_GRADIENTS, width * elements, "root group's, kept until the very end", f"{width}·{elements}", REDUCE
+        Kind.UNSHARDED_GRADIENTS, width * elements, "root group's, kept until the very end", product(width, elements), REDUCE
     )
 
 
@@ -89,10 +105,14 @@ def reduce_input(plan: Plan, group: Group, reason: str) -> Line:
 
 def reduce_output_bytes(plan: Plan, group: Group) -> Int:
     """The reduce-scatter output and, where it is in another dtype than the parameters, its cast. [bytes]"""
-    cast = 0 if plan.reduce_bytes == plan.width.stored else plan.width.stored
-    return group.shard * (plan.reduce_bytes + cast)
+    return group.shard * reduce_output_width(plan)
+
+
+def reduce_output_width(plan: Plan) -> int:
+    """Bytes of one element of the reduce-scatter output, with its cast where there is one."""
+    return plan.reduce_bytes + (0 if plan.reduce_bytes == plan.width.stored else plan.width.stored)
 
 
 def flowing(plan: Plan, reason: str) -> Line:
     """One gradient of the hidden state."""
-    return Line(Kind.ACTIVATIONS, plan.head.hidden_bytes, reason, "e·T·h")
+    return Line(Kind.ACTIVATIONS, plan.head.hidden_bytes, reason, "r·T·h", FLOWING)

@@ -3,6 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.formulas import blocks_sum
 from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines
 from zeroplan.engines.positions import Position, corners
 from zeroplan.engines.precisions import Widths, compute_of, widths
@@ -18,9 +19,9 @@ from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import layout
 
-SHARD = "torch 2.13 _fsdp_param.py FSDPParam._init_sharded_param"
-REDUCE = "torch 2.13 _fsdp_collectives.py foreach_reduce"
-ACCUMULATE = "torch 2.13 _fsdp_param.py FSDPParam.to_accumulated_grad_if_needed"
+SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param"
+REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
+ACCUMULATE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_accumulated_grad_if_needed"
 
 
 class Group(NamedTuple):
@@ -78,6 +79,11 @@ class Plan(NamedTuple):
         return tuple(run.layers for run in self.runs)
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of each run, as symbols have it."""
+        return tuple(group.symbol for group in self.blocks)
+
+    @property
     def padded(self) -> Int:
         """All parameters with their padding. [elements]"""
         return self.n * self.shards(self.every_layer, root=True)
@@ -100,7 +106,7 @@ class Plan(NamedTuple):
         now = self.shards(layers, root=root)
         if self.recipe.sync_every_micro_batch:
             now = maximum(now, self.several * self.shards(self.every_layer, root=True))
-        formula = shards_formula(stored, layers, tuple(group.symbol for group in self.blocks), root=root)
+        formula = shards_formula(stored, layers, self.kinds, root=root)
         if self.recipe.sync_every_micro_batch:
             formula = f"max({formula}, {stored}·M·P/N)"
         return Line(Kind.GRADIENTS, stored * now, f"this rank's chunk of the gradients, {when}", formula, REDUCE)
@@ -112,8 +118,9 @@ class Plan(NamedTuple):
         elements = self.root.numel if root else 0
         for count, group in zip(layers, self.blocks, strict=True):
             elements += count * group.numel
+        formula = left_formula(self.reduce_bytes, layers, self.kinds, root=root)
         reason = "whole gradients accumulated by earlier micro-batches"
-        return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, "", ACCUMULATE),)
+        return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
 
 
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Plan:
@@ -145,17 +152,10 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
         passes=passes,
         head=head_pass(model, compute, batch, recomputed=recipe.recompute != "none"),
-        kept=tuple(total_bytes(kept_lines(one, recipe)) for one in passes),
+        kept=tuple(total_bytes(one.kept(recipe.recompute)) for one in passes),
         persistent=(_parameter_line(tree, root, blocks, width.stored), *state_lines(
             recipe.optimizer, impl, tensors, width.stored, symbol="P/N")),
     )  # fmt: skip
-
-
-def kept_lines(one: BlockPass, recipe: RecipeSpec) -> tuple[Line, ...]:
-    """What a block keeps from its forward to its backward, by the recipe's recomputation."""
-    if recipe.recompute == "none":
-        return one.saved
-    return one.selective if recipe.recompute == "selective" else one.checkpoint
 
 
 def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
@@ -201,19 +201,14 @@ def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...]
     >>> shards_formula(4, (31,), ("dense",), root=True)
     '4·(31·P_dense + P_root)/N'
     """
-    return f"{width}·({_sum('P', layers, symbols, root=root)})/N"
+    return f"{width}·({blocks_sum('P', layers, symbols, 'P_root' if root else '')})/N"
 
 
 @lru_cache(maxsize=4096)
-def kept_formula(layers: tuple[int, ...], symbols: tuple[str, ...]) -> str:
-    """What so many layers of each run keep, in symbols.
+def left_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: bool) -> str:
+    """Whole gradients that earlier micro-batches left, in symbols.
 
-    >>> kept_formula((3, 28), ("dense", "moe"))
-    '3·S_dense + 28·S_moe'
+    >>> left_formula(4, (31,), ("dense",), root=True)
+    '4·M·(31·G_dense + G_root)'
     """
-    return _sum("S", layers, symbols, root=False)
-
-
-def _sum(letter: str, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: bool) -> str:
-    terms = [f"{count}·{letter}_{symbol}" for count, symbol in zip(layers, symbols, strict=True) if count]
-    return " + ".join([*terms, *([f"{letter}_root"] if root else [])]) or "0"
+    return f"{width}·M·({blocks_sum('G', layers, symbols, 'G_root' if root else '')})"

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed_flat import Placed, Row, in_order
+from zeroplan.engines.deepspeed.flat import Placed, Row, in_order
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 

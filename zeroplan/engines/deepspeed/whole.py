@@ -6,10 +6,10 @@ That is stage 0 in any precision, and stage 1 with 16-bit weights and fp32 gradi
 from functools import lru_cache
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_flat import Row, largest_parameter
-from zeroplan.engines.deepspeed_passes import embedding_instant, forward_instant, loss_instant, passes
-from zeroplan.engines.deepspeed_stage12_collecting import collecting_moments
-from zeroplan.engines.deepspeed_stage12_lines import Job, job_of, window
+from zeroplan.engines.deepspeed.flat import Row, largest_parameter
+from zeroplan.engines.deepspeed.passes import embedding_instant, forward_instant, loss_instant, passes
+from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
+from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, window
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, where
@@ -169,7 +169,7 @@ def _collectives(job: Job) -> tuple[Collective, ...]:
     calls = _all_reduces(job.whole)[0] if job.recipe.zero_stage == 0 else 1
     return (
         Collective(
-            "all-reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * -(-psi // calls),
+            "all_reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * -(-psi // calls),
             2 * (n - 1) * element * psi // n, 2 * psi, f"{_ENGINE}, allreduce_no_retain",
         ),
     )  # fmt: skip
@@ -179,5 +179,5 @@ def _weight_gather(job: Job) -> Collective:
     n, share = job.n_ranks, job.partition
     calls: Int = where(n > 1, 1, 0)
     source = "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups"
-    return Collective("all-gather", "updated weights", "after the optimizer step", n, calls, 2 * n * share, (n - 1) * 2 * share,
+    return Collective("all_gather", "updated weights", "after the optimizer step", n, calls, 2 * n * share, (n - 1) * 2 * share,
                       n * share, source)  # fmt: skip

@@ -12,16 +12,19 @@ training loop itself.
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from zeroplan.engines.account import Account
-from zeroplan.engines.ddp_step import Run, Step, Weights, pass_moments, rebuild_moment
-from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines, step_temporary_lines
-from zeroplan.engines.zero_redundancy import every_tensor, fullest_share
+from zeroplan.engines.account import Account, Symbol
+from zeroplan.engines.ddp.step import Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
+from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
+from zeroplan.engines.optimizers import LocalTensor, counted, implementation, state_lines, step_temporary_lines
+from zeroplan.engines.precisions import compute_of, widths
+from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
+from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.params import layout
 
 Lines = tuple[Line, ...]
@@ -29,7 +32,7 @@ Lines = tuple[Line, ...]
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
 _ALL_REDUCE = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::all_reduce_bucket"
 _BROADCAST = "torch 2.13, torch/distributed/optim/zero_redundancy_optimizer.py, _sync_params"
-_ACCUMULATE = "torch 2.13, torch/csrc/autograd/functions/accumulate_grad.h"
+_REDUCER_OF = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel._ddp_init_helper"
 _SCALER = "torch 2.13, torch/amp/grad_scaler.py, GradScaler._lazy_init_scale_growth_tracker"
 
 _FIRST_BUCKET_BYTES = 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultFirstBucketBytes
@@ -42,10 +45,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     With ``grad_accum_steps`` above 1 the moments of forward and backward are those of a later micro-batch, which finds
     gradients already there. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
     """
-    element_bytes = 2 if recipe.precision == "bf16" else 4
+    element_bytes = widths(recipe.precision).stored
     weights = _weights(model)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
-    parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", "")
+    parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", _REDUCER_OF)
     buckets, gradients = _gradient_states(recipe, element_bytes, weights.total, mesh.dp_shard)
     base = (parameters, buckets, *held, *_scaler(recipe))
     states = (*base, *gradients)
@@ -54,18 +57,46 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         base,
         element_bytes,
         recipe,
-        recipe.precision.endswith("mixed"),
+        compute_of(recipe).autocast,
         recipe.ddp.gradient_as_bucket_view,
         recipe.sync_every_micro_batch,
         batch.grad_accum_steps,
     )
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
-    moments = (*pass_moments(step, model, batch), at_step, *rebuild_moment(step, parameters))
-    return Account(states, moments, _collectives(step, model, mesh.dp_shard), ())
+    blocks = tuple(block_pass(model, run.kind, compute_of(recipe), batch) for run in weights.runs)
+    moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, parameters))
+    symbols = (*_symbols(step, tuple(kept_casts(recipe, block) for block in blocks)), *counted(*held, *temporary))
+    return Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols)
+
+
+def _symbols(step: Step, kept: tuple[int, ...]) -> tuple[Symbol, ...]:
+    """What the formulas count: micro-batches that came before, and the parts of the model."""
+    several, more = where(step.accum > 1, 1, 0), where(step.accum > 2, 1, 0)
+    return (
+        Symbol("M", several, "1 where an earlier micro-batch of the step left gradients, else 0"),
+        Symbol("M_2", more, "1 where at least two did, else 0"),
+        *_parts(step.weights, kept),
+    )
+
+
+@lru_cache(maxsize=256)
+def _parts(weights: Weights, kept: tuple[int, ...]) -> tuple[Symbol, ...]:
+    return (
+        Symbol("G_tail", weights.tail, "parameters of the final norm and, where it is not the embedding, the head"),
+        *(Symbol(f"G_{run.kind}", run.elements, f"parameters of one {run.kind} block") for run in weights.runs),
+        *(
+            Symbol(f"C_{run.kind}", run.casts, f"elements that autocast copies in the forward of one {run.kind} block")
+            for run in weights.runs
+        ),
+        *(
+            Symbol(f"K_{run.kind}", one, f"of them, kept by one {run.kind} block until its backward")
+            for run, one in zip(weights.runs, kept, strict=True)
+        ),
+    )
 
 
 def _whole(kind: Kind, element_bytes: int, elements: int, reason: str, source: str) -> Line:
-    return Line(kind, element_bytes * elements, reason, "4·Ψ" if element_bytes == 4 else "2·Ψ", source)
+    return Line(kind, element_bytes * elements, reason, psi(element_bytes), source)
 
 
 def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: Int) -> tuple[Line, Lines]:
@@ -79,7 +110,7 @@ def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: 
     buckets = Line(
         Kind.REDUCE, size, "the reducer's buckets, room for all gradients", f"{element_bytes}·Ψ·min(1, N-1)", _REDUCER
     )
-    return buckets, (_whole(Kind.GRADIENTS, element_bytes, total, "gradients", _ACCUMULATE),)
+    return buckets, (_whole(Kind.GRADIENTS, element_bytes, total, "gradients", ACCUMULATE),)
 
 
 def _scaler(recipe: RecipeSpec) -> Lines:

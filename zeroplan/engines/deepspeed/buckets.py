@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed_flat import Placed, Row, count_below
+from zeroplan.engines.deepspeed.flat import Placed, Row, count_below
 from zeroplan.numeric import Int
 
 
@@ -54,7 +54,7 @@ def schedule(whole: Row, size: int) -> Schedule:
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``reduce_independent_p_g_buckets_and_remove_grads``.
 
-    >>> from zeroplan.engines.deepspeed_flat import row
+    >>> from zeroplan.engines.deepspeed.flat import row
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed_buckets import Schedule, schedule, waiting_elements
-from zeroplan.engines.deepspeed_flat import Row, partition_elements, row, touched_elements
-from zeroplan.engines.deepspeed_passes import (
+from zeroplan.engines.deepspeed.buckets import Schedule, schedule, waiting_elements
+from zeroplan.engines.deepspeed.flat import Row, partition_elements, row, touched_elements
+from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
     backward_instant,
-    element_bytes,
 )
+from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Kind, Line, Moment, total_bytes
 from zeroplan.numeric import Bool, Int, minimum, where
 from zeroplan.spec.batch import Batch
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
 def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Job:
     """Collect what the formulas need."""
-    element = element_bytes(recipe)
+    width = widths(recipe.precision)
     whole = row(model)
     partition = partition_elements(whole, mesh.dp_shard)
     return Job(
@@ -52,8 +52,8 @@ def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Jo
         recipe,
         mesh.dp_shard,
         batch.grad_accum_steps > 1,
-        element,
-        2 if recipe.precision == "bf16" else 4,
+        width.compute,
+        width.stored,
         partition,
         touched_elements(whole, partition),
         schedule(whole, recipe.deepspeed.reduce_bucket_size),

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_stage3 import sharded_account
-from zeroplan.engines.deepspeed_stage12 import partitioned_account
-from zeroplan.engines.deepspeed_whole import bf16_optimizer_account, unpartitioned_account
+from zeroplan.engines.deepspeed.stage3 import sharded_account
+from zeroplan.engines.deepspeed.stage12 import partitioned_account
+from zeroplan.engines.deepspeed.whole import bf16_optimizer_account, unpartitioned_account
 from zeroplan.engines.optimizers import implementation
 from zeroplan.errors import SpecError
 from zeroplan.spec.batch import Batch

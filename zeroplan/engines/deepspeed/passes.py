@@ -5,13 +5,14 @@ Each instant holds the activations alive then and says which block runs; an engi
 
 from typing import NamedTuple
 
+from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.params import layout
 
@@ -60,19 +61,14 @@ class Instant(NamedTuple):
 _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 
 
-def element_bytes(recipe: RecipeSpec) -> int:
-    """Bytes of a weight, a gradient and an activation in the dtype DeepSpeed casts the model to."""
-    return 4 if recipe.precision == "fp32" else 2
-
-
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     """Work out what each kind of block, and the part outside the blocks, costs."""
-    compute = Compute(element_bytes(recipe), autocast=False, attention=recipe.attention)
+    compute = compute_of(recipe)
     runs: list[RunPass] = []
     first = 0
     for run in layout(model).runs:
         block = block_pass(model, run.kind, compute, batch)
-        kept = {"none": block.saved, "selective": block.selective, "full": block.checkpoint}[recipe.recompute]
+        kept = block.kept(recipe.recompute)
         beside = total_bytes(block.checkpoint_in_backward) if recipe.recompute == "full" else 0
         settled = tuple(beside + _settled_bytes(point) for point in block.points)
         runs.append(RunPass(first, run.layers, block, kept, total_bytes(kept), settled))

@@ -6,19 +6,20 @@ Over the blocks of a run everything grows or shrinks by the same amount per bloc
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.formulas import blocks_sum, product
+from zeroplan.engines.precisions import compute_of
+from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.head import head_pass
 
 Lines = tuple[Line, ...]
 
 _AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
-_ACCUMULATE = "torch 2.13, torch/csrc/autograd/functions/accumulate_grad.h"
 _REBUILD = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::rebuild_buckets"
 _EMBEDDING = "torch 2.13, aten::embedding_dense_backward"
 
@@ -45,6 +46,26 @@ class Weights(NamedTuple):
     tied_head: int
     """Elements of the embedding where the head is that embedding, whose gradient then comes in two parts."""
     head_casts: int
+
+    @property
+    def tail(self) -> int:
+        """Parameters of the final norm and, where it is not the embedding, the head."""
+        return self.total - self.embeddings - sum(run.layers * run.elements for run in self.runs)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kind of each run, as symbols have it."""
+        return tuple(run.kind for run in self.runs)
+
+
+class _Sum(NamedTuple):
+    """Elements of several blocks and what is outside them, and how a formula writes them."""
+
+    elements: int
+    formula: str
+
+
+_NOTHING = _Sum(0, "0")
 
 
 class Step(NamedTuple):
@@ -76,22 +97,19 @@ class _Stack(NamedTuple):
     """What all blocks of the run keep."""
     beneath: Lines
     """What all blocks of the runs before keep."""
-    casts_beneath: int
-    """Elements of the casts that the runs before keep until their backward."""
-    cached_beneath: int
-    """Elements of the casts that the runs before put into autocast's cache."""
-    gradients_above: int
-    """Elements of the gradients made before this run's backward."""
+    place: int
+    """Of the run among all."""
+    kept_casts: tuple[int, ...]
+    """Elements of the casts that autograd keeps of one block of each run."""
     symbol: bool
     """All blocks are of this run, so L counts them."""
 
 
-def pass_moments(step: Step, model: ModelSpec, batch: Batch) -> tuple[Moment, ...]:
+def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[BlockPass, ...]) -> tuple[Moment, ...]:
     """Forward, loss and backward of one micro-batch; the later one where there are several."""
     recipe = step.recipe
-    compute = Compute(4 if recipe.precision == "fp32" else 2, step.autocast, recipe.attention)
-    head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
-    stacks = _stacks(step.weights, recipe, [block_pass(model, run.kind, compute, batch) for run in step.weights.runs])
+    head = head_pass(model, compute_of(recipe), batch, recomputed=recipe.recompute != "none")
+    stacks = _stacks(step.weights, recipe, blocks)
     top = stacks[-1]
     whole = (*head.shared, *top.beneath, *top.every)
     held = (*head.shared, *head.output) if recipe.keep_logits else head.shared
@@ -113,31 +131,54 @@ def rebuild_moment(step: Step, parameters: Line) -> tuple[Moment, ...]:
     if not step.views or not step.sync_every:
         return ()
     total = step.element_bytes * step.weights.total
-    first = Line(Kind.GRADIENTS, total, "gradients, views of the first bucket", _psi(step.element_bytes), _REBUILD)
-    final = Line(Kind.REDUCE, where(step.accum > 1, total, 0), "the reducer's final buckets", "", _REBUILD)
+    first = Line(Kind.GRADIENTS, total, "gradients, views of the first bucket", psi(step.element_bytes), _REBUILD)
+    formula = "4·Ψ·M" if step.element_bytes == 4 else "2·Ψ·M"
+    final = Line(Kind.REDUCE, where(step.accum > 1, total, 0), "the reducer's final buckets", formula, _REBUILD)
     return (Moment("second forward: buckets rebuilt", Phase.INIT, (parameters, first, final)),)
 
 
-def _stacks(weights: Weights, recipe: RecipeSpec, blocks: list[BlockPass]) -> list[_Stack]:
+def _stacks(weights: Weights, recipe: RecipeSpec, blocks: tuple[BlockPass, ...]) -> list[_Stack]:
+    casts = tuple(kept_casts(recipe, block) for block in blocks)
     stacks: list[_Stack] = []
     beneath: Lines = ()
-    casts = cached = 0
-    above = weights.total - weights.embeddings
     for run, block in zip(weights.runs, blocks, strict=True):
-        kept = {"none": block.saved, "selective": block.selective, "full": block.checkpoint}[recipe.recompute]
-        above -= run.layers * run.elements
+        kept = block.kept(recipe.recompute)
         only = len(weights.runs) == 1
-        every = _times(kept, run.layers, "L" if only else "")
-        stacks.append(_Stack(run, block, kept, every, beneath, casts, cached, above, only))
+        every = _times(kept, run.layers, "L" if only else str(run.layers))
+        stacks.append(_Stack(run, block, kept, every, beneath, len(stacks), casts, only))
         beneath = (*beneath, *every)
-        casts += run.layers * _kept_casts(recipe, block)
-        cached += run.layers * run.casts
     return stacks
 
 
-def _kept_casts(recipe: RecipeSpec, block: BlockPass) -> int:
+def kept_casts(recipe: RecipeSpec, block: BlockPass) -> int:
     """Elements of one block's casts that autograd keeps: none where the block is recomputed."""
     return block.cast_elements if recipe.recompute == "none" else 0
+
+
+@lru_cache(maxsize=4096)
+def _cached(weights: Weights, index: int) -> _Sum:
+    """What the runs up to ``index`` have put into autocast's cache by the end of their forward."""
+    counts = tuple(run.layers if at <= index else 0 for at, run in enumerate(weights.runs))
+    elements = sum(count * run.casts for count, run in zip(counts, weights.runs, strict=True))
+    return _Sum(elements, blocks_sum("C", counts, weights.kinds))
+
+
+@lru_cache(maxsize=4096)
+def _kept(weights: Weights, index: int, layers: int, kept: tuple[int, ...]) -> _Sum:
+    """Casts that all runs below run ``index``, and so many of its blocks, keep until their backward."""
+    counts = tuple(run.layers if at < index else layers if at == index else 0 for at, run in enumerate(weights.runs))
+    elements = sum(count * one for count, one in zip(counts, kept, strict=True))
+    return _Sum(elements, blocks_sum("K", counts, weights.kinds))
+
+
+@lru_cache(maxsize=4096)
+def _made_above(weights: Weights, index: int, layers: int) -> _Sum:
+    """Gradients made before the backward of block ``layers`` (from 0) of run ``index``: head, final norm, blocks above."""
+    counts = tuple(
+        run.layers if at > index else run.layers - 1 - layers if at == index else 0 for at, run in enumerate(weights.runs)
+    )
+    elements = weights.tail + sum(count * run.elements for count, run in zip(counts, weights.runs, strict=True))
+    return _Sum(elements, blocks_sum("G", counts, weights.kinds, "G_tail"))
 
 
 def _forward(step: Step, head: HeadPass, stack: _Stack) -> Moment:
@@ -147,8 +188,8 @@ def _forward(step: Step, head: HeadPass, stack: _Stack) -> Moment:
     extra = (*beside, *(stack.block.forward_recompute if recomputed else stack.block.forward))
     lines = (
         *step.base,
-        _gradients(step, 0, 0, 0),
-        *_casts(step, stack.cached_beneath + layers * stack.run.casts),
+        _gradients(step, _NOTHING, 0),
+        *_casts(step, _cached(step.weights, stack.place), 0),
         *head.shared,
         *stack.beneath,
         *stack.every,
@@ -158,19 +199,17 @@ def _forward(step: Step, head: HeadPass, stack: _Stack) -> Moment:
 
 
 def _loss_forward(step: Step, head: HeadPass, top: _Stack, whole: Lines) -> Moment:
-    cached = top.cached_beneath + top.run.layers * top.run.casts + step.weights.head_casts
-    lines = (*step.base, _gradients(step, 0, 0, 0), *_casts(step, cached), *whole, *head.saved, *head.loss_forward)
+    casts = _casts(step, _cached(step.weights, top.place), step.weights.head_casts)
+    lines = (*step.base, _gradients(step, _NOTHING, 0), *casts, *whole, *head.saved, *head.loss_forward)
     return Moment("forward of the loss", Phase.LOSS, lines)
 
 
 def _head_backward(step: Step, point: BackwardPoint, top: _Stack, above: Lines) -> Moment:
-    casts = top.casts_beneath + top.run.layers * _kept_casts(step.recipe, top.block) + point.live_casts
+    casts = _casts(step, _kept(step.weights, top.place, top.run.layers, top.kept_casts), point.live_casts)
     waiting = step.weights.tied_head if point.gradients else 0
     current = 0 if waiting else point.current_gradient
-    gradients = _gradients(step, point.gradients - waiting, current, waiting)
-    return Moment(
-        _join("backward", point.name), Phase.LOSS, (*step.base, gradients, *_casts(step, casts), *above, *point.lines)
-    )
+    gradients = _gradients(step, _NOTHING, point.gradients - waiting, current=current, waiting=waiting)
+    return Moment(_join("backward", point.name), Phase.LOSS, (*step.base, gradients, *casts, *above, *point.lines))
 
 
 def _block_backward(step: Step, stack: _Stack, held: Lines) -> list[Moment]:
@@ -182,13 +221,13 @@ def _block_backward(step: Step, stack: _Stack, held: Lines) -> list[Moment]:
     tied = step.weights.tied_head
     moments: list[Moment] = []
     for position, layers in positions:
-        below = stack.beneath + _times(stack.kept, layers, "(L-1)" if stack.symbol else "")
+        below = stack.beneath + _times(stack.kept, layers, "(L-1)" if stack.symbol else str(layers))
         alive = step.base + held + below + own
-        casts = stack.casts_beneath + layers * _kept_casts(step.recipe, stack.block)
-        made = stack.gradients_above + (beneath - layers) * stack.run.elements
+        kept = _kept(step.weights, stack.place, layers, stack.kept_casts)
+        above = _made_above(step.weights, stack.place, layers)
         for point in stack.block.points:
-            gradients = _gradients(step, made + point.gradients, point.current_gradient, tied)
-            lines = (*alive, gradients, *_casts(step, casts + point.live_casts), *point.lines)
+            gradients = _gradients(step, above, point.gradients, current=point.current_gradient, waiting=tied)
+            lines = (*alive, gradients, *_casts(step, kept, point.live_casts), *point.lines)
             moments.append(Moment(_named(position, kind, point.name), Phase.BACKWARD, lines))
     return moments
 
@@ -200,39 +239,68 @@ def _embedding_backward(step: Step, held: Lines, hidden_bytes: Int) -> tuple[Mom
     under autocast, where the cast to fp32 has made a tensor of it.
     """
     weights = step.weights
-    tied, embedding = weights.tied_head, weights.largest_embedding
-    flowing = Line(Kind.ACTIVATIONS, hidden_bytes, "gradient of the embedding's output", "", _EMBEDDING)
-    parts = (*step.base, _gradients(step, weights.total, embedding, tied), *held, flowing)
+    tied, embedding, everything = weights.tied_head, weights.largest_embedding, _Sum(weights.total, "Ψ")
+    flowing = Line(Kind.ACTIVATIONS, hidden_bytes, "gradient of the embedding's output", "r·T·h", _EMBEDDING)
+    parts = (*step.base, _gradients(step, everything, 0, current=embedding, waiting=tied), *held, flowing)
     moments = (Moment("backward of the embedding", Phase.BACKWARD, parts),)
     if step.autocast or not tied:
         return moments
-    added = (*step.base, _gradients(step, weights.total, embedding, 2 * tied), *held)
+    added = (*step.base, _gradients(step, everything, 0, current=embedding, waiting=2 * tied), *held)
     return (*moments, Moment("sum of the embedding's and the tied head's gradient", Phase.BACKWARD, added))
 
 
-def _gradients(step: Step, made: int, current: int, waiting: int) -> Line:
-    """Gradients alive beside the buckets, once ``made`` elements exist, ``current`` of them just being made.
+def _gradients(step: Step, above: _Sum, own: int, *, current: int = 0, waiting: int = 0) -> Line:
+    """Gradients alive beside the buckets, once those ``above`` and ``own`` elements exist, ``current`` just being made.
 
     ``waiting`` elements lie outside their parameter until the embedding's part of a tied head's gradient arrives. A gradient
     stays with its parameter, or moves into the bucket that it then views; one that finds another there is added to it and
     freed.
     """
-    loose = current + waiting
-    total = step.weights.total
+    width, total = step.element_bytes, step.weights.total
+    made, loose = above.elements + own, current + waiting
     if not step.views:
         elements = where(step.accum > 1, total + loose, made + waiting)
-        return Line(Kind.GRADIENTS, step.element_bytes * elements, "gradients made so far", "", _ACCUMULATE)
-    elements = loose
-    if not step.sync_every:
-        last_of_two = maximum(made + waiting, total - made + current + loose)
-        elements = where(step.accum > 2, total + loose, where(step.accum > 1, last_of_two, loose))
-    return Line(Kind.UNSHARDED_GRADIENTS, step.element_bytes * elements, "gradients not in their buckets", "", _ACCUMULATE)
+        formula = _made_formula(width, above.formula, own + waiting, loose)
+        return Line(Kind.GRADIENTS, width * elements, "gradients made so far", formula, ACCUMULATE)
+    if step.sync_every:
+        formula = product(width, loose)
+        return Line(Kind.UNSHARDED_GRADIENTS, width * loose, "gradients not in their buckets", formula, ACCUMULATE)
+    last_of_two = maximum(made + waiting, total - made + current + loose)
+    elements = where(step.accum > 2, total + loose, where(step.accum > 1, last_of_two, loose))
+    formula = _loose_formula(width, above.formula, own, current, waiting)
+    return Line(Kind.UNSHARDED_GRADIENTS, width * elements, "gradients not in their buckets", formula, ACCUMULATE)
 
 
-def _casts(step: Step, elements: int) -> Lines:
+@lru_cache(maxsize=4096)
+def _made_formula(width: int, above: str, own: int, loose: int) -> str:
+    """Write the gradients so far or, with earlier micro-batches (``M``), all of them and those beside."""
+    return f"{width}·(M·({_plus('Ψ', loose)}) + (1-M)·({_plus(above, own)}))"
+
+
+@lru_cache(maxsize=4096)
+def _loose_formula(width: int, above: str, own: int, current: int, waiting: int) -> str:
+    """Write the gradients outside the buckets, which earlier micro-batches (``M``, ``M_2``) have left for the next."""
+    loose = current + waiting
+    left = _plus(f"Ψ - ({_plus(above, own)})", current + loose)
+    last_of_two = f"max({_plus(above, own + waiting)}, {left})"
+    return f"{width}·(M_2·({_plus('Ψ', loose)}) + (M - M_2)·{last_of_two} + (1-M)·{loose})"
+
+
+def _plus(formula: str, elements: int) -> str:
+    return f"{formula} + {elements}" if elements else formula
+
+
+def _casts(step: Step, of_blocks: _Sum, beside: int) -> Lines:
     if not step.autocast:
         return ()
-    return (Line(Kind.WEIGHT_CASTS, 2 * elements, "autocast's 16-bit copies of the weights", "", _AUTOCAST),)
+    n_bytes = 2 * (of_blocks.elements + beside)
+    formula = _twice(of_blocks.formula, beside)
+    return (Line(Kind.WEIGHT_CASTS, n_bytes, "autocast's 16-bit copies of the weights", formula, _AUTOCAST),)
+
+
+@lru_cache(maxsize=4096)
+def _twice(formula: str, beside: int) -> str:
+    return f"2·({_plus(formula, beside)})"
 
 
 def _times(lines: Lines, layers: int, symbol: str) -> Lines:
@@ -246,7 +314,7 @@ def _times(lines: Lines, layers: int, symbol: str) -> Lines:
 
 @lru_cache(maxsize=1024)
 def _product(symbol: str, formula: str) -> str:
-    return f"{symbol}·({formula})" if symbol and formula else ""
+    return f"{symbol}·({formula})" if formula else ""
 
 
 @lru_cache(maxsize=1024)
@@ -259,5 +327,6 @@ def _join(what: str, point: str) -> str:
     return f"{what}: {point}" if point else what
 
 
-def _psi(element_bytes: int) -> str:
+def psi(element_bytes: int) -> str:
+    """Write an element's bytes for every parameter."""
     return "4·Ψ" if element_bytes == 4 else "2·Ψ"

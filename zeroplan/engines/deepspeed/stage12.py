@@ -5,11 +5,11 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 """
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_flat import largest_slice
-from zeroplan.engines.deepspeed_passes import Passes, forward_instant, loss_instant, passes
-from zeroplan.engines.deepspeed_stage12_collecting import collecting_moments, reduced_after_moments
-from zeroplan.engines.deepspeed_stage12_lines import Job, job_of, keeps_partition, own_gradients, reduces_in_backward, window
-from zeroplan.engines.deepspeed_stage12_reducing import reducing_moments
+from zeroplan.engines.deepspeed.flat import largest_slice
+from zeroplan.engines.deepspeed.passes import Passes, forward_instant, loss_instant, passes
+from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments, reduced_after_moments
+from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, keeps_partition, own_gradients, reduces_in_backward, window
+from zeroplan.engines.deepspeed.stage12_reducing import reducing_moments
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, where
@@ -106,13 +106,13 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
     calls = len(job.buckets.flushes)
     return (
         Collective(
-            "all-reduce", "gradients, bucket by bucket",
+            "all_reduce", "gradients, bucket by bucket",
             "in the backward of every micro-batch" if job.recipe.zero_stage == 2 else "for the last micro-batch",
             n, calls * rounds, element * -(-psi // calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
             f"{_FILE}, allreduce_and_scatter",
         ),
         Collective(
-            "all-gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), element * n * job.partition,
+            "all_gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), element * n * job.partition,
             (n - 1) * element * job.partition, n * job.partition, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups",
         ),
     )  # fmt: skip

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator
 
-from zeroplan.engines.deepspeed_buckets import first_bucket_elements
-from zeroplan.engines.deepspeed_passes import (
+from zeroplan.engines.deepspeed.buckets import first_bucket_elements
+from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
     backward_instant,
     embedding_instant,
     head_instants,
 )
-from zeroplan.engines.deepspeed_stage12_lines import (
+from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
     bucket_lines,
     copy_line,

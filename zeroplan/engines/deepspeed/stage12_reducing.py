@@ -9,9 +9,9 @@ communication overlaps.
 from collections.abc import Iterator
 from functools import lru_cache
 
-from zeroplan.engines.deepspeed_buckets import Schedule, flush_over, waiting_elements
-from zeroplan.engines.deepspeed_flat import largest_slice, pick
-from zeroplan.engines.deepspeed_passes import (
+from zeroplan.engines.deepspeed.buckets import Schedule, flush_over, waiting_elements
+from zeroplan.engines.deepspeed.flat import largest_slice, pick
+from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
     after_head_bytes,
@@ -20,7 +20,7 @@ from zeroplan.engines.deepspeed_passes import (
     head_instants,
     kept_before,
 )
-from zeroplan.engines.deepspeed_stage12_lines import (
+from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
     block_moments,
     bucket_lines,

@@ -9,15 +9,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed_buckets import Flush, Schedule, schedule
-from zeroplan.engines.deepspeed_flat import Row, largest_parameter, row
-from zeroplan.engines.deepspeed_passes import (
+from zeroplan.engines.deepspeed.buckets import Flush, Schedule, schedule
+from zeroplan.engines.deepspeed.flat import Row, largest_parameter, row
+from zeroplan.engines.deepspeed.passes import (
     Instant,
     Passes,
     RunPass,
     after_head_bytes,
     backward_instant,
-    element_bytes,
     embedding_instant,
     forward_instant,
     head_forward_instant,
@@ -26,9 +25,10 @@ from zeroplan.engines.deepspeed_passes import (
     loss_instant,
     passes,
 )
-from zeroplan.engines.deepspeed_stage12_lines import waiting
-from zeroplan.engines.deepspeed_trace import Gathered, gathered
+from zeroplan.engines.deepspeed.stage12_lines import waiting
+from zeroplan.engines.deepspeed.trace import Gathered, gathered
 from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
+from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Bool, Int, ceil_div, minimum, where
 from zeroplan.spec.batch import Batch
@@ -77,16 +77,16 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
 
 
 def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
-    element = element_bytes(recipe)
+    width = widths(recipe.precision)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
     whole = row(model)
     return _Job(
         whole,
         recipe,
         mesh.dp_shard,
-        element,
-        2 if recipe.precision == "bf16" else 4,
-        4 if sums_in_fp32 else element,
+        width.compute,
+        width.stored,
+        4 if sums_in_fp32 else width.compute,
         _partition_elements(whole, mesh.dp_shard),
         schedule(whole, recipe.deepspeed.reduce_bucket_size),
         gathered(whole, recipe.deepspeed, recipe.recompute)[0],
@@ -360,7 +360,7 @@ def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
         _all_gather(job, ("parameters", "in every backward"), backward, trace.backward_calls, micro),
         _all_gather(job, ("persistent parameters", "after the optimizer step"), trace.persistent, trace.n_persistent, 1),
         Collective(
-            "reduce-scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
+            "reduce_scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
             element * -(-psi // flushes), (n - 1) * element * psi // n * micro, psi * micro, f"{_STAGE3}, __avg_scatter_grads",
         ),
     )  # fmt: skip
@@ -369,4 +369,4 @@ def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
 def _all_gather(job: _Job, names: tuple[str, str], elements: Int, calls: int, times: Int) -> Collective:
     payload = job.element * -(-elements // max(calls, 1))
     sent = (job.n_ranks - 1) * job.element * elements // job.n_ranks * times
-    return Collective("all-gather", *names, job.n_ranks, calls * times, payload, sent, elements * times, _COORDINATOR)
+    return Collective("all_gather", *names, job.n_ranks, calls * times, payload, sent, elements * times, _COORDINATOR)

@@ -1,0 +1,50 @@
+"""How engines write the formula of a line, in the symbols of the estimate's legend.
+
+A formula describes one job. In a grid of jobs, whose sizes are columns, a figure that stands in a formula as a plain number has
+none, and then the line has no formula.
+"""
+
+from functools import lru_cache
+
+from zeroplan.numeric import Int
+
+
+@lru_cache(maxsize=8192)
+def blocks_sum(letter: str, layers: tuple[int, ...], kinds: tuple[str, ...], outside: str = "") -> str:
+    """Add up what so many blocks of each kind have, and what is ``outside`` them.
+
+    >>> blocks_sum("S", (3, 28), ("dense", "moe")), blocks_sum("P", (31,), ("dense",), "P_root"), blocks_sum("S", (0,), ("moe",))
+    ('3·S_dense + 28·S_moe', '31·P_dense + P_root', '0')
+    """
+    terms = [f"{count}·{letter}_{kind}" for count, kind in zip(layers, kinds, strict=True) if count]
+    return " + ".join([*terms, *([outside] if outside else [])]) or "0"
+
+
+@lru_cache(maxsize=1024)
+def times(width: int, symbol: str) -> str:
+    """Write bytes of an element times what a symbol counts.
+
+    >>> times(4, "Ψ")
+    '4·Ψ'
+    """
+    return f"{width}·{symbol}"
+
+
+def product(width: int, elements: Int) -> str:
+    """Write bytes of an element times a count that no symbol stands for.
+
+    >>> product(2, 4096), product(4, 0)
+    ('2·4096', '0')
+    """
+    if not isinstance(elements, int):
+        return ""
+    return f"{width}·{elements}" if elements else "0"
+
+
+def unless_zero(n_bytes: Int, formula: str) -> str:
+    """Return the formula of a line that is there or not: ``0`` where it is not.
+
+    >>> unless_zero(8, "8·N"), unless_zero(0, "8·N")
+    ('8·N', '0')
+    """
+    return "0" if isinstance(n_bytes, int) and not n_bytes else formula

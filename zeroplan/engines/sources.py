@@ -1,0 +1,19 @@
+"""Where facts that several engines share are read off: file and symbol, with the version."""
+
+from zeroplan.spec.recipe import Recompute
+
+_SAVED = "torch 2.13, torch/csrc/autograd/saved_variable.h, SavedVariable"
+_CHECKPOINT = "torch 2.13, torch/utils/checkpoint.py"
+
+#: What blocks keep from their forward to their backward.
+KEPT: dict[Recompute, str] = {
+    "none": _SAVED,
+    "selective": f"{_CHECKPOINT}, create_selective_checkpoint_contexts",
+    "full": f"{_CHECKPOINT}, checkpoint",
+}
+
+#: A gradient that flows from one module to the one below.
+FLOWING = "torch 2.13, torch/csrc/autograd/input_buffer.h, InputBuffer"
+
+#: A parameter's gradient, which autograd takes over or adds to the one that is there.
+ACCUMULATE = "torch 2.13, torch/csrc/autograd/functions/accumulate_grad.h, AccumulateGrad"
