@@ -68,10 +68,12 @@ def jobs(draw: st.DrawFn, engines: tuple[str, ...] = tuple(ENGINE_STAGES)) -> Jo
     """A whole job."""
     recipe = draw(recipes(engines))
     replicas = draw(st.sampled_from((1, 1, 2, 4))) if recipe.engine in ("fsdp2", "paper") else 1
+    ways = recipe.fsdp2.reshard_after_forward
+    factor = 1 if ways is None else int(ways) or 1
     return JobSpec(
         model=draw(models()),
         recipe=recipe,
-        mesh=MeshSpec(dp_shard=draw(st.integers(1, 2048)), dp_replicate=replicas),
+        mesh=MeshSpec(dp_shard=factor * draw(st.integers(1, 2048 // factor)), dp_replicate=replicas),
         batch=draw(batches()),
     )
 

@@ -35,6 +35,6 @@ def unknown_name(what: str, name: str, known: Iterable[str], way_out: str) -> Un
 
     names = sorted(known)
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.3)
-    near += [known_name for known_name in names if name.lower() in known_name and known_name not in near]
+    near += [known_name for known_name in names if name.strip() and name.lower() in known_name and known_name not in near]
     hint = f"nearest: {', '.join(near[:5])}; " if near else ""
     return UnknownNameError(f"unknown {what} {name!r}; {hint}{way_out}")

@@ -5,6 +5,8 @@ shape where only a parameter count is known, and applies the defaults a PyTorch 
 """
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -43,8 +45,11 @@ REFERENCE_MODELS = (
     "mistral-small-24b", "yi-34b", "llama-2-70b", "mistral-large-123b", "llama-3.1-405b",
 )  # fmt: skip
 _DEFAULT_SEQ_LEN = 4096
+#: A repository on the Hub: ``owner/name`` (huggingface_hub, ``validate_repo_id``).
+_ON_THE_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 #: Beyond this ratio of sizes a reference shape is scaled in depth and width too, not only in the width of its MLP.
 _NEAR = 1.5
+_MOST_PARAMETERS = 10**15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +87,11 @@ class Request(Spec):
     def overridden_by(self, other: "Request") -> "Request":
         """Return this request with everything that ``other`` says instead; another model replaces the model as a whole."""
         said = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
-        base = replace(self, **dict.fromkeys(_MODEL_KEYS)) if said.keys() & set(_MODEL_KEYS) else self
+        base = replace(self, **dict.fromkeys((*_MODEL_KEYS, "treat_as"))) if said.keys() & set(_MODEL_KEYS) else self
         return replace(base, **said)
 
 
-_MODEL_KEYS = ("model", "params", "config", "treat_as")
+_MODEL_KEYS = ("model", "params", "config")
 
 
 class Resolved(NamedTuple):
@@ -153,48 +158,59 @@ def resolve(request: Request, *, extra: Path | None = None) -> Resolved:
         mesh=_mesh(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
-    return Resolved(complete, tuple(note for note in (model_note, seq_note, _beyond_positions(complete)) if note))
+    notes = (model_note, seq_note, _beyond_positions(complete), *_unheeded(complete.recipe))
+    return Resolved(complete, tuple(note for note in notes if note))
 
 
 # The model
 
 
 def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
-    given = [key for key in ("model", "params", "config") if getattr(request, key) is not None]
+    given = [key for key in _MODEL_KEYS if getattr(request, key) is not None]
     if len(given) != 1:
         said = "none is given" if not given else f"{' and '.join(f'--{key}' for key in given)} are given"
         raise SpecError(f"a job has one model, but {said}; use one of --params 7e9, --model NAME, --config PATH")
+    if request.treat_as is not None and (request.params is not None or isinstance(request.model, ModelSpec)):
+        raise SpecError(f"--treat-as {request.treat_as!r} says how to read a config.json, but none is read; leave it out")
     if request.config is not None:
-        return read_config(Path(request.config), treat_as=request.treat_as), _treated(request)
+        return read_config(Path(request.config), treat_as=request.treat_as), _treated(request.treat_as)
     if isinstance(request.model, ModelSpec):
         return request.model, ""
     if request.model is not None:
-        return _named_model(request.model, request.treat_as, extra), ""
+        return _named_model(request.model, request.treat_as, extra)
     return infer_model(_parameters(request.params))
 
 
-def _named_model(name: str, treat_as: str | None, extra: Path | None) -> ModelSpec:
+def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[ModelSpec, str]:
     try:
-        return find_model(name, extra=own_folder(extra, "models"))
+        found = find_model(name, extra=own_folder(extra, "models"))
     except UnknownNameError as unknown:
-        if name.count("/") != 1:
+        if not _ON_THE_HUB.fullmatch(name):
             raise
         from zeroplan.catalog.hub import hub_model  # noqa: PLC0415  only a name the catalogue does not know gets here
 
-        return hub_model(name, treat_as=treat_as, unknown=unknown)
+        return hub_model(name, treat_as=treat_as, unknown=unknown), _treated(treat_as)
+    return found, "" if treat_as is None else f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}"
 
 
 def own_folder(extra: Path | None, kind: str) -> Path | None:
     """A sub-folder of the user's catalogue, where there is one."""
     if extra is None:
         return None
-    if not extra.is_dir():
+    if not _is_folder(extra):
         raise SpecError(f"catalogue {str(extra)!r} is not a folder; give one that holds models/*.toml or gpus/*.toml")
     return extra / kind if (extra / kind).is_dir() else None
 
 
-def _treated(request: Request) -> str:
-    return "" if request.treat_as is None else f"the configuration is read as a {request.treat_as} model, as asked"
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        return False
+
+
+def _treated(treat_as: str | None) -> str:
+    return "" if treat_as is None else f"the configuration is read as a {treat_as} model, as asked"
 
 
 def _parameters(params: str | float | None) -> int:
@@ -210,6 +226,8 @@ def infer_model(parameters: int) -> tuple[ModelSpec, str]:
     count, and what no whole width can meet is one vector beside the embeddings. Where no published shape is near, depth and
     width are scaled by the cube root of the ratio first.
     """
+    if parameters > _MOST_PARAMETERS:
+        raise SpecError(f"--params {parameters:,} is beyond {_MOST_PARAMETERS:,}; no transformer of that size can be inferred")
     near = min((find_model(name) for name in REFERENCE_MODELS), key=lambda one: _distance(parameter_count(one), parameters))
     ratio = parameters / parameter_count(near)
     shape = near if 1 / _NEAR <= ratio <= _NEAR else _scaled(near, ratio, parameters)
@@ -219,11 +237,15 @@ def infer_model(parameters: int) -> tuple[ModelSpec, str]:
         for words, before, after in (
             ("layers", near.num_hidden_layers, shape.num_hidden_layers),
             ("hidden size", near.hidden_size, shape.hidden_size),
+            ("attention heads", near.num_attention_heads, shape.num_attention_heads),
+            ("key/value heads", near.num_key_value_heads, shape.num_key_value_heads),
             ("vocabulary", near.vocab_size, shape.vocab_size),
             ("MLP width", near.intermediate_size, shape.intermediate_size),
         )
         if before != after
     ]
+    if shape.unplaced_parameters:
+        changed.append(f"{shape.unplaced_parameters:,} parameters left over in one vector")
     return shape, f"shape inferred from {near.name}: {', '.join(changed) or 'unchanged'}, to meet {parameters:,} parameters"
 
 
@@ -233,13 +255,14 @@ def _distance(a: int, b: int) -> float:
 
 def _scaled(near: ModelSpec, ratio: float, parameters: int) -> ModelSpec:
     side = ratio ** (1 / 3)
-    heads = max(1, round(near.num_attention_heads * side))
+    wanted, groups = near.num_attention_heads * side, near.num_key_value_heads
+    heads = groups * round(wanted / groups) if wanted >= groups else max(1, round(wanted))
     hidden = heads * near.head_dim
     return replace(
         near,
         num_hidden_layers=max(1, round(near.num_hidden_layers * side)),
         num_attention_heads=heads,
-        num_key_value_heads=math.gcd(heads, near.num_key_value_heads),
+        num_key_value_heads=math.gcd(heads, groups),
         hidden_size=hidden,
         intermediate_size=max(1, round(near.intermediate_size * side)),
         vocab_size=max(1, min(near.vocab_size, parameters // (8 * hidden))),
@@ -251,11 +274,11 @@ def _with_mlp_for(shape: ModelSpec, parameters: int) -> ModelSpec:
     narrow = replace(shape, name="", intermediate_size=1)
     without = parameter_count(narrow)
     per_unit = parameter_count(replace(narrow, intermediate_size=2)) - without
-    if parameters < without:
-        raise SpecError(
-            f"--params {parameters:,} is too small for a transformer to be inferred; describe it with --config or a job file"
-        )
     width = 1 + (parameters - without) // per_unit
+    if width < shape.hidden_size:
+        raise SpecError(
+            f"--params {parameters:,} is too small for a transformer to be inferred; describe its shape with --config"
+        )
     left = parameters - without - (width - 1) * per_unit
     return replace(narrow, name=f"{parameters:,} parameters", intermediate_size=width, unplaced_parameters=left)
 
@@ -295,6 +318,14 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "deepspeed": request.deepspeed,
     }
     return RecipeSpec(**{key: value for key, value in said.items() if value is not None})  # type: ignore[arg-type]  # checked there
+
+
+def _unheeded(recipe: RecipeSpec) -> Iterator[str]:
+    """Name the options that were set for an engine which does not run this job."""
+    defaults = RecipeSpec()
+    for group in ("ddp", "fsdp2", "deepspeed"):
+        if group != recipe.engine and getattr(recipe, group) != getattr(defaults, group):
+            yield f"the {group} options have no effect: the engine is {recipe.engine}"
 
 
 def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:

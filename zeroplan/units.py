@@ -15,17 +15,19 @@ _COUNT_SUFFIX = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10*
 _BYTE_SUFFIX = {
     "": 1, "b": 1, "kb": KB, "mb": MB, "gb": GB, "tb": TB, "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
 }  # fmt: skip
-_NUMBER = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9_]*(?:[eE][+-]?[0-9]{1,3})?|\.[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
+#: A comma groups by threes: ``7,5e9`` may mean 7.5e9 where commas are decimal, so it is refused rather than read as 75e9.
+_WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*)"
+_NUMBER = re.compile(rf"\s*({_WHOLE}(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{{1,3}})?|\.[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
 _LARGEST = 10**18
 
 
-def parse_count(text: str, *, what: str = "count") -> int:
+def parse_count(text: str, *, what: str = "count", examples: str = "7e9, 7b, 350M or 7_000_000_000") -> int:
     """Read a count as people write it: ``7e9``, ``7b``, ``7B``, ``7_000_000_000``, ``1.5T``.
 
     >>> parse_count("7b"), parse_count("7_000_000_000"), parse_count("0.5B"), parse_count("4k")
     (7000000000, 7000000000, 500000000, 4000)
     """
-    return _parse(text, _COUNT_SUFFIX, what, "7e9, 7b, 350M or 7_000_000_000")
+    return _parse(text, _COUNT_SUFFIX, what, examples)
 
 
 def parse_size(text: str, *, what: str = "size") -> int:

@@ -3,6 +3,8 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
 
 import typer
 
@@ -13,6 +15,8 @@ from zeroplan.cli.quick import QuickCommand, QuickGroup
 from zeroplan.errors import ZeroplanError
 
 BAD_INPUT = 2
+#: A value of thousands of signs is shown by its two ends.
+_LONGEST_MESSAGE = 600
 
 app = typer.Typer(
     name="zeroplan",
@@ -46,26 +50,60 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a sign still gets the numbers
-    sys.exit(_run(arguments))
+    code = _run(arguments)
+    _drop_unwritten(sys.stderr)
+    sys.exit(code)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    if sys.stdout is None:
+        return _refuse("standard output is closed, there is nowhere to answer; leave it open or send it to a file")
     try:
         result = app(args=arguments, standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of our output has gone (`| head`); say nothing more, not even at interpreter exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output has gone (`| head`), for which typer leaves with a code that here means "no".
+        _drop_unwritten(sys.stdout)
         return 0
     except (typer.Abort, KeyboardInterrupt):
         return 130
-    except (ZeroplanError, _UsageError) as error:
-        return _refuse(error)
+    except (ZeroplanError, _UsageError, OSError) as error:
+        _drop_unwritten(sys.stdout)
+        return _refuse(_message(error))
     return result if isinstance(result, int) else 0
 
 
-def _refuse(error: Exception) -> int:
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"the answer cannot be written: {error.strerror}; send it elsewhere"
+    return str(error) if isinstance(error, ZeroplanError) else _usage(error)
+
+
+def _usage(error: Exception) -> str:
+    """What the parser says, and the command whose help says more."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
-    shown = "".join(sign if sign.isprintable() else " " for sign in " ".join(message.split()))
-    print(f"zeroplan: {shown}", file=sys.stderr)
+    names: list[str] = []
+    context = getattr(error, "ctx", None)
+    while context is not None and context.parent is not None:
+        names, context = [context.info_name, *names], context.parent
+    return f"{message.rstrip('.')}; `{' '.join(['zeroplan', *names, '--help'])}` says what it takes"
+
+
+def _refuse(message: str) -> int:
+    folded = "".join(sign if sign.isprintable() else " " for sign in " ".join(message.split()))
+    if len(folded) > _LONGEST_MESSAGE:
+        folded = f"{folded[: _LONGEST_MESSAGE // 2]} … {folded[-_LONGEST_MESSAGE // 2 :]}"
+    if sys.stderr is not None:  # print would take stdout instead
+        with suppress(OSError):  # where nothing can be written, the exit code has to do
+            print(f"zeroplan: {folded}", file=sys.stderr, flush=True)
     return BAD_INPUT
+
+
+def _drop_unwritten(stream: TextIO | None) -> None:
+    """Flush a stream, or where that fails let what is left in it vanish: the interpreter flushes again when it exits."""
+    if stream is None:
+        return
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -30,6 +30,8 @@ def estimate_command(
     """Per-GPU memory of a training job: states, activations, buffers, the peak and its moment, and what is sent."""
     if check and resolved.job.cluster.gpu is None:
         raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
+    if as_json and as_markdown:
+        raise SpecError("--json and --markdown are two renderings; choose one")
     answer = estimate(resolved.job)
     changes = remedies(answer)
     if as_json:

@@ -127,7 +127,7 @@ def _value(flag: _Flag, text: object) -> object:
     if flag.switch:
         return text
     if flag.number:
-        return parse_count(str(text), what="--" + flag.field.replace("_", "-"))
+        return parse_count(str(text), what="--" + flag.field.replace("_", "-"), examples="8, 4096 or 4k")
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
 
 

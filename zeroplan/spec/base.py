@@ -42,7 +42,7 @@ class Spec:
         for name, admissible in _admissible(type(self)):  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
             value = getattr(self, name)
             if not any(check.admits(value) for check in admissible):
-                raise SpecError(f"{name}={value!r} is not {' or '.join(check.wording for check in admissible)}")
+                raise SpecError(f"{name}={value!r} is not {_wanted(admissible)}")
         self.check_rules()
 
     def check_rules(self) -> None:
@@ -69,6 +69,12 @@ class _Check(NamedTuple):
 def _admissible(cls: type[Spec]) -> tuple[tuple[str, tuple[_Check, ...]], ...]:
     hints = get_type_hints(cls, include_extras=True)
     return tuple((field.name, tuple(_checks(hints[field.name]))) for field in fields(cls))
+
+
+def _wanted(admissible: tuple[_Check, ...]) -> str:
+    """What a field takes; that it may be left out goes without saying."""
+    said = [check.wording for check in admissible if check.wording and check.type is not NoneType]
+    return " or ".join(said) or "nothing"
 
 
 def _checks(hint: object, bounds: Range | None = None) -> list[_Check]:

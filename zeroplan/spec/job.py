@@ -59,7 +59,16 @@ class JobSpec(Spec):
             raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
+        self._check_resharding()
         if self.mesh.tp > 1 and engine != "paper":
             raise SpecError(
                 f"tp={self.mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
+            )
+
+    def _check_resharding(self) -> None:
+        """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""
+        ways, ranks = self.recipe.fsdp2.reshard_after_forward, self.mesh.dp_shard
+        if self.recipe.engine == "fsdp2" and ways is not None and not isinstance(ways, bool) and ranks % ways:
+            raise SpecError(
+                f"reshard_after_forward={ways} does not divide the {ranks:,} ranks that shard; give a factor of them"
             )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 
 Engine = Literal["paper", "ddp", "fsdp2", "deepspeed"]
@@ -90,3 +91,10 @@ class RecipeSpec(Spec):
     ddp: DdpOptions = DdpOptions()
     fsdp2: Fsdp2Options = Fsdp2Options()
     deepspeed: DeepSpeedOptions = DeepSpeedOptions()
+
+    def check_rules(self) -> None:
+        """Refuse what would be ignored: an answer must not look as if it had been heeded."""
+        if self.activation_model == "megatron" and self.engine != "paper":
+            raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")
+        if self.sequence_parallel and self.activation_model != "megatron":
+            raise SpecError("sequence_parallel=True needs activation_model='megatron' (engine 'paper'); leave it out otherwise")
