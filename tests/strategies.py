@@ -42,6 +42,7 @@ def models(draw: st.DrawFn, families: tuple[str, ...] = FAMILIES) -> ModelSpec:
 def recipes(draw: st.DrawFn, engines: tuple[str, ...] = tuple(ENGINE_STAGES)) -> RecipeSpec:
     """Any combination that some engine offers."""
     engine = draw(st.sampled_from(engines))
+    loss = draw(st.sampled_from(("full", "full", "chunked", "fused")))
     optimizers = sorted({"adamw", "adam", "sgd", "sgd-momentum"} if engine == "deepspeed" else IMPLEMENTATIONS)
     optimizer = draw(st.sampled_from(optimizers))
     offered = ("foreach", "fused") if engine == "deepspeed" else IMPLEMENTATIONS[optimizer]
@@ -53,7 +54,8 @@ def recipes(draw: st.DrawFn, engines: tuple[str, ...] = tuple(ENGINE_STAGES)) ->
         optimizer_impl=draw(st.sampled_from((None, *offered))),
         recompute=draw(st.sampled_from(("none", "selective", "full"))),
         attention=draw(st.sampled_from(("sdpa", "flash", "eager"))),
-        keep_logits=draw(st.booleans()),
+        loss=loss,
+        keep_logits=draw(st.sampled_from([False, True, "fp32"] if loss == "full" else [False])),
         sync_every_micro_batch=draw(st.booleans()),
         ddp=DdpOptions(gradient_as_bucket_view=draw(st.booleans())),
         fsdp2=Fsdp2Options(

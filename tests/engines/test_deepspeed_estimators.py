@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zeroplan.engines import deepspeed_estimators
+from zeroplan.engines.deepspeed import estimators as deepspeed_estimators
 from zeroplan.units import GIB
 
 GOLDEN = tomllib.loads((Path(__file__).parents[1] / "golden" / "deepspeed_estimators.toml").read_text())

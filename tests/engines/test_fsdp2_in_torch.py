@@ -104,7 +104,7 @@ def test_the_peak_of_every_phase_is_that_of_a_real_run(name: str):
     }
     phases = {
         "forward": [m for m in account.moments if m.phase is Phase.FORWARD or m.name == "loss, forward"],
-        "backward": [m for m in account.moments if m.phase is Phase.BACKWARD or m.name == "loss, backward"],
+        "backward": [m for m in account.moments if m.phase is Phase.BACKWARD or m.name == "backward of the loss"],
         "step": [m for m in account.moments if m.phase is Phase.STEP],
     }
     measured = {phase: timeline.peak_bytes(*span) for phase, span in spans.items()}

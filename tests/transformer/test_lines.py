@@ -77,8 +77,6 @@ def head_lines(head: HeadPass) -> list[tuple[Line, ...]]:
         head.shared,
         head.saved,
         head.loss_forward,
-        head.loss_backward,
-        head.norm_backward,
         head.output,
         head.forward,
         head.first_input,

@@ -55,7 +55,10 @@ FLAGS = (
           "(engine paper). (default: module)", _RECIPE),
     _Flag("sequence_parallel", "", "With --activations megatron: split norms and dropouts over tensor-parallel ranks too.",
           _RECIPE, switch=True),
-    _Flag("keep_logits", "", "The training loop holds the model's output during backward.", _RECIPE, switch=True),
+    _Flag("loss", "full|chunked|fused", "All logits at once, an eighth at a time (torchtitan), or Liger's fused head and "
+          "loss. (default: full)", _RECIPE),
+    _Flag("keep_logits", "no|yes|fp32", "The training loop holds the model's output during backward; fp32: upcast, as "
+          "accelerate's loops do. (default: no)", _RECIPE),
     _Flag("sync_every_micro_batch", "", "Reduce gradients after every micro-batch; --no-... only after the last (no_sync).  "
           "[default: yes]", _RECIPE, switch=True),
     _Flag("seq_len", "TOKENS", "Tokens per sequence. (default: 4096, or the model's longest)", _BATCH, number=True),
@@ -123,9 +126,14 @@ def _resolved(given: dict[str, object]) -> Resolved:
     return resolve(request, extra=None if catalog is None else Path(str(catalog)))
 
 
+_KEEP_LOGITS = {"no": False, "yes": True}
+
+
 def _value(flag: _Flag, text: object) -> object:
     if flag.switch:
         return text
+    if flag.field == "keep_logits":
+        return _KEEP_LOGITS.get(str(text), text)
     if flag.number:
         return parse_count(str(text), what="--" + flag.field.replace("_", "-"), examples="8, 4096 or 4k")
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]

@@ -11,6 +11,7 @@ from functools import lru_cache
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.formulas import blocks_sum
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines
+from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import KEPT
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
@@ -20,7 +21,6 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.params import layout, parameter_count
 from zeroplan.transformer.published import KORTHIKANTI, megatron_layer_lines
@@ -101,11 +101,11 @@ def _moments(
     model: ModelSpec, recipe: RecipeSpec, batch: Batch, states: tuple[Line, ...], kept: tuple[tuple[BlockRun, Lines], ...]
 ) -> tuple[Moment, ...]:
     compute = compute_of(recipe)
-    head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
+    head = outside(model, recipe, batch)
     alive = (*states, _activations(recipe, kept))
     moments = [
         Moment("loss, forward", Phase.LOSS, (*alive, *head.shared, *head.saved, *head.loss_forward)),
-        Moment("loss, backward", Phase.LOSS, (*alive, *head.shared, *head.saved, *head.loss_backward)),
+        Moment("loss, backward", Phase.LOSS, (*alive, *head.shared, *head.points[0].lines)),
         Moment("optimizer step", Phase.STEP, states),
     ]
     if recipe.recompute != "none" and recipe.activation_model == "module":

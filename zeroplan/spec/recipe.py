@@ -94,6 +94,8 @@ class RecipeSpec(Spec):
 
     def check_rules(self) -> None:
         """Refuse what would be ignored: an answer must not look as if it had been heeded."""
+        if self.keep_logits and self.loss != "full":
+            raise SpecError(f"keep_logits with loss={self.loss!r} has no logits to keep; use loss 'full', or leave it out")
         if self.activation_model == "megatron" and self.engine != "paper":
             raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")
         if self.sequence_parallel and self.activation_model != "megatron":

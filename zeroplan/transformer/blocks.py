@@ -90,8 +90,7 @@ class HeadPass(NamedTuple):
     ``first_input``: held by name likewise, but block 0's input: it counts from block 1 on;
     ``saved``: kept from the forward of the final norm and head until their backward, the loss's own tensors apart;
     ``loss``: what the loss keeps from its forward to its backward;
-    ``loss_forward`` and ``loss_backward``: logits and the loss's own tensors at the highest point of each, beyond ``saved``
-    (``loss`` is part of them); ``norm_backward``: what is alive beyond the blocks while the final norm goes backward;
+    ``loss_forward``: logits and the loss's own tensors at its highest point, beyond ``saved`` (``loss`` is part of them);
     ``points``: every moment of the backward outside the blocks where memory can peak, with all that is alive beyond the
     blocks and ``shared``, and the weight gradients made (the loss, the head's multiplication, the final norm);
     ``output``: bytes of logits that stay alive if the training loop keeps the model's output.
@@ -100,8 +99,6 @@ class HeadPass(NamedTuple):
     shared: tuple[Line, ...]
     saved: tuple[Line, ...]
     loss_forward: tuple[Line, ...]
-    loss_backward: tuple[Line, ...]
-    norm_backward: tuple[Line, ...]
     output: tuple[Line, ...]
     hidden_bytes: Int
     """Bytes of one hidden-state tensor (b, s, h), the gradient that flows between blocks."""

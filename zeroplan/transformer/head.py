@@ -45,8 +45,6 @@ def head_pass(
         (*_shared(model, x), *(mask if recomputed else ())),
         (*norm.saved, *way.saved),
         way.forward,
-        way.backward,
-        at_norm.lines,
         _wide(x, model.vocab_size) if fp32_output and way.output else way.output,
         x.residual * x.tokens * x.hidden,
         (*named, *(() if recomputed else mask)),

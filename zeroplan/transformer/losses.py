@@ -27,14 +27,13 @@ class LossPass(NamedTuple):
     """Head and loss in one pass, beside the final norm's own tensors.
 
     ``saved``: the head's input, where it is kept for the backward; ``kept``: what the loss keeps from its forward to its
-    backward; ``forward`` and ``backward``: what is alive at the highest point of each, ``kept`` included, ``saved`` not;
+    backward; ``forward``: what is alive at its highest point, ``kept`` included, ``saved`` not;
     ``points``: the moments of the backward, with all of it, up to the final norm; ``output``: the logits, if they exist.
     """
 
     saved: tuple[Line, ...]
     kept: tuple[Line, ...]
     forward: tuple[Line, ...]
-    backward: tuple[Line, ...]
     points: tuple[BackwardPoint, ...]
     output: tuple[Line, ...]
 
@@ -47,7 +46,7 @@ def full_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
     gradients = Line(LOGITS, 8 * x.tokens * vocab, "gradients of log-softmax and of the fp32 logits", "8·T·V", FULL)
     backward = (kept[0], gradients)
     points = _full_points(x, vocab, saved=(*norm_saved, *saved), backward=backward)
-    return LossPass(saved, kept, (output, *kept, *_full_temporaries(x, vocab)), backward, points, (output,))
+    return LossPass(saved, kept, (output, *kept, *_full_temporaries(x, vocab)), points, (output,))
 
 
 def _kept_by_full(x: Widths, vocab: int) -> tuple[Line, Line]:
@@ -110,7 +109,7 @@ def chunked_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPas
         BackwardPoint("loss", (*every, *backward), matrix, 0, 0),
         BackwardPoint("head", (*every, labels, buffer, _chunk_logits(x, chunk, vocab), through), 2 * matrix, matrix, 0),
     )
-    return LossPass(saved, (labels, buffer), (labels, buffer, logits, softmax), backward, points, ())
+    return LossPass(saved, (labels, buffer), (labels, buffer, logits, softmax), points, ())
 
 
 def _chunk_logits(x: Widths, chunk: Int, vocab: int) -> Line:
@@ -136,4 +135,4 @@ def fused_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
         Line(LOGITS, 12 * x.tokens, "loss of each token, and labels", "12·T", FUSED),
     )
     points = (BackwardPoint("loss", (*norm_saved, kept[0]), matrix, 0, 0),)
-    return LossPass((), kept, forward, kept, points, ())
+    return LossPass((), kept, forward, points, ())

@@ -5,6 +5,7 @@ Each instant holds the activations alive then and says which block runs; an engi
 
 from typing import NamedTuple
 
+from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum
@@ -13,7 +14,6 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
-from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.params import layout
 
 
@@ -73,7 +73,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
         settled = tuple(beside + _settled_bytes(point) for point in block.points)
         runs.append(RunPass(first, run.layers, block, kept, total_bytes(kept), settled))
         first += run.layers
-    head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
+    head = outside(model, recipe, batch)
     return Passes(tuple(runs), head, recipe.recompute, head.output if recipe.keep_logits else ())
 
 

@@ -31,7 +31,7 @@ _REPLICAS = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.p
 
 
 def after_the_loss(plan: Plan) -> Iterator[Moment]:
-    """The backward of the loss and of the final norm; the last block is gathered ahead of its backward."""
+    """The backward of the loss, the head and the final norm; the last block is gathered ahead of its backward."""
     last = plan.blocks[-1]
     common = (
         *plan.persistent,
@@ -42,9 +42,12 @@ def after_the_loss(plan: Plan) -> Iterator[Moment]:
         *(() if plan.reshard is False else (gathered(plan, last, "the last block, gathered ahead of its backward"),)),
         *output(plan),
     )
-    yield Moment("loss, backward", Phase.LOSS, (*common, *plan.head.saved, *plan.head.loss_backward))
-    gradients = root_gradients(plan, plan.tail_elements + plan.tied_head_elements)
-    yield Moment("backward of the final norm", Phase.BACKWARD, (*common, gradients, *plan.head.norm_backward))
+    for point in plan.head.points:
+        yield Moment(
+            f"backward of the {point.name}",
+            Phase.LOSS if point.name == "loss" else Phase.BACKWARD,
+            (*common, root_gradients(plan, point.gradients), *point.lines),
+        )
 
 
 def backward(plan: Plan) -> Iterator[Moment]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.formulas import blocks_sum
 from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines
+from zeroplan.engines.outside import outside
 from zeroplan.engines.positions import Position, corners
 from zeroplan.engines.precisions import Widths, compute_of, widths
 from zeroplan.ledger import Kind, Line, total_bytes
@@ -15,7 +16,6 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, HeadPass
-from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import layout
 
@@ -151,7 +151,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         tied_head_elements=0 if tree.tied_head is None else tree.tied_head.numel,
         last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
         passes=passes,
-        head=head_pass(model, compute, batch, recomputed=recipe.recompute != "none"),
+        head=outside(model, recipe, batch),
         kept=tuple(total_bytes(one.kept(recipe.recompute)) for one in passes),
         persistent=(_parameter_line(tree, root, blocks, width.stored), *state_lines(
             recipe.optimizer, impl, tensors, width.stored, symbol="P/N")),

@@ -1,0 +1,20 @@
+"""What lies outside the blocks, as a recipe runs it: the same for every engine."""
+
+from zeroplan.engines.precisions import compute_of
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.blocks import HeadPass
+from zeroplan.transformer.head import head_pass
+
+
+def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> HeadPass:
+    """Embedding, final norm, head and loss in one pass."""
+    return head_pass(
+        model,
+        compute_of(recipe),
+        batch,
+        recomputed=recipe.recompute != "none",
+        loss=recipe.loss,
+        fp32_output=recipe.keep_logits == "fp32",
+    )
