@@ -102,9 +102,9 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
 
 def _symbols(job: _Job) -> tuple[Symbol, ...]:
     return (
-        Symbol("U", job.partition, "this rank's share: ceil(elements/N) of every parameter"),
+        Symbol("G_r", job.partition, "elements of this rank's share: ceil(elements/N) of every parameter"),
         Symbol(
-            "U_g", _largest_group(job), "elements that one step of the optimizer takes: sub_group_size and one share at most"
+            "G_g", _largest_group(job), "elements that one step of the optimizer takes: sub_group_size and one share at most"
         ),
         Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
         Symbol("G_max", largest_parameter(job.whole), "elements of the largest parameter"),
@@ -183,12 +183,12 @@ def _gathered_formula(width: int, elements: int) -> str:
 def _states(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
     share = job.partition
     weights = Line(
-        Kind.PARAMETERS, job.element * share, "this rank's share of each parameter", times(job.element, "U"), _STAGE3
+        Kind.PARAMETERS, job.element * share, "this rank's share of each parameter", times(job.element, "G_r"), _STAGE3
     )
     reason = "this rank's share of the weights once more, as the optimizer updates them"
-    master = Line(Kind.OPTIMIZER_STATE, job.master * share, reason, times(job.master, "U"), _MASTER)
-    gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", times(job.kept, "U"), _GRADIENTS)
-    optimizer = state_lines(job.recipe.optimizer, impl, (LocalTensor((share,), in_block=False),), job.master)
+    master = Line(Kind.OPTIMIZER_STATE, job.master * share, reason, times(job.master, "G_r"), _MASTER)
+    gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", times(job.kept, "G_r"), _GRADIENTS)
+    optimizer = state_lines(job.recipe.optimizer, impl, (LocalTensor((share,), in_block=False),), job.master, symbol="G_r")
     return (weights, master, gradients, *optimizer)
 
 
@@ -371,11 +371,11 @@ def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
     group = _largest_group(job)
     norm = Line(Kind.TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", "8·ceil(G_max/N)",
                 f"{_STAGE3}, get_grad_norm_direct")  # fmt: skip
-    flat = Line(Kind.TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", times(job.kept, "U_g"), _STAGE3)
+    flat = Line(Kind.TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", times(job.kept, "G_g"), _STAGE3)
     taken = Line(Kind.GRADIENTS, job.master * group, "gradients of a sub-group, as the optimizer takes them",
-                 times(job.master, "U_g"), f"{_STAGE3}, _prepare_fp32_grad_for_sub_group")  # fmt: skip
+                 times(job.master, "G_g"), f"{_STAGE3}, _prepare_fp32_grad_for_sub_group")  # fmt: skip
     tensors = (LocalTensor((group,), in_block=False),)
-    temporary = step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="U_g")
+    temporary = step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g")
     return (
         Moment("gradient norm", Phase.STEP, (norm,)),
         Moment("optimizer step: gradients flattened", Phase.STEP, (flat, taken) if job.kept != job.master else (taken,)),
@@ -401,7 +401,7 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
         formula = times(job.element, piece)
         share_of_one = Line(Kind.PARAMETERS, split, "first share split off", formula, f"{_GATHER}, _partition_param")
         model = Moment("initialisation: model arrives whole", Phase.INIT, (whole, share_of_one))
-    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", times(job.master, "U"), _ZEROS)
+    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", times(job.master, "G_r"), _ZEROS)
     reason = "largest parameter, gathered to hook its gradient"
     one = Line(Kind.GATHER, largest, reason, times(job.element, "G_max"), f"{_STAGE3}, __init__")
     return (
