@@ -65,6 +65,7 @@ class Instant(NamedTuple):
 
 
 _FLOW = "r·T·h"
+_TEMPORARY, _WORKSPACE = Kind.TEMPORARY, Kind.WORKSPACE
 _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 
 
@@ -159,13 +160,13 @@ def head_forward_instant(these: Passes) -> Instant:
 
 
 def _settled(point: BackwardPoint) -> list[Line]:
-    return [line for line in point.lines if line.kind is not Kind.TEMPORARY and line.kind is not Kind.WORKSPACE]
+    return [line for line in point.lines if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE]
 
 
 def _settled_bytes(point: BackwardPoint) -> Int:
     total: Int = 0
     for line in point.lines:
-        if line.kind is not Kind.TEMPORARY and line.kind is not Kind.WORKSPACE:
+        if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE:
             total = total + line.n_bytes
     return total
 
@@ -175,12 +176,32 @@ def running_line(these: Passes, block: Int, made: Int) -> Line:
 
     Beyond the blocks, those of the embedding (``block`` -1) or of the head (``n_blocks``).
     """
+    if isinstance(block, int) and isinstance(made, int):
+        n_bytes, formula = _running_now(these, block, made)
+    else:
+        n_bytes, formula = _running_anywhere(these, block, made), ""
+    return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs", formula, FLOWING)
+
+
+def _running_now(these: Passes, block: int, made: int) -> tuple[Int, str]:
+    """Bytes and formula of ``running_line`` where block and gradients are plain numbers."""
+    if block < 0:
+        return these.head.hidden_bytes, _FLOW
+    if block >= these.n_blocks:
+        return after_head_bytes(these), total_formula((*(line.formula for line in these.head.saved), _FLOW))
+    run = next(run for run in these.runs if block < run.first + run.n_blocks)
+    points = run.block.points
+    at = next((index for index, point in enumerate(points) if made <= point.gradients), -1)
+    lines = (*checkpoint_beside(these, run), *_settled(points[at]))
+    return run.settled[at], total_formula(tuple([line.formula for line in lines]))
+
+
+def _running_anywhere(these: Passes, block: Int, made: Int) -> Int:
     n_bytes = where(block < 0, these.head.hidden_bytes, where(block < these.n_blocks, 0, after_head_bytes(these)))
     for run in these.runs:
         here = (block >= run.first) & (block < run.first + run.n_blocks)
         n_bytes = n_bytes + where(here, _at_point(run, made), 0)
-    formula = _running_formula(these, block, made) if isinstance(block, int) and isinstance(made, int) else ""
-    return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs", formula, FLOWING)
+    return n_bytes
 
 
 def _at_point(run: RunPass, made: Int) -> Int:
@@ -191,23 +212,12 @@ def _at_point(run: RunPass, made: Int) -> Int:
     return n_bytes
 
 
-def _running_formula(these: Passes, block: int, made: int) -> str:
-    if block < 0:
-        return _FLOW
-    if block >= these.n_blocks:
-        return total_formula((*(line.formula for line in these.head.saved), _FLOW))
-    run = next(run for run in these.runs if block < run.first + run.n_blocks)
-    points = run.block.points
-    point = next((point for point in points if made <= point.gradients), points[-1])
-    lines = (*checkpoint_beside(these, run), *_settled(point))
-    return total_formula(tuple(line.formula for line in lines))
+def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
+    """Return the activations beside those of a block's own points, in its backward.
 
-
-def backward_instant(these: Passes, run: RunPass, block: Int, point: BackwardPoint, name: str) -> Instant:
-    """One point in the backward of a block; under recomputation the block's input is alive beside it."""
-    beside = checkpoint_beside(these, run)
-    lines = (*these.head.shared, *these.output, kept_before(these, block), *beside, *point.lines)
-    return Instant(name, Phase.BACKWARD, lines, block, point)
+    Under recomputation the block's input is one of them.
+    """
+    return (*these.head.shared, *these.output, kept_before(these, block), *checkpoint_beside(these, run))
 
 
 def embedding_instant(these: Passes) -> Instant:

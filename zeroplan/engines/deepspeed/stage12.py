@@ -68,7 +68,7 @@ def _notes(job: Job, laid_flat: Moment, later: tuple[Moment, ...]) -> tuple[str,
     highest = laid_flat.total_bytes
     if not job.recipe.deepspeed.flatten_on_accelerator or not isinstance(highest, int):
         return ()
-    return () if any(moment.total_bytes > highest for moment in reversed(later)) else (_FLAT_IS_THE_PEAK,)
+    return () if any(moment.total_bytes > highest for moment in later) else (_FLAT_IS_THE_PEAK,)
 
 
 def _weights(job: Job) -> tuple[Line, ...]:

@@ -7,7 +7,7 @@ from zeroplan.engines.deepspeed.buckets import first_bucket_elements
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
-    backward_instant,
+    around_block,
     embedding_instant,
     head_instants,
 )
@@ -67,9 +67,10 @@ def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
         (run.first, "backward of the first block"),
     ):
         above = job.whole.n_elements - ends[block]
+        beside = around_block(these, run, block)
         for point in run.block.points:
-            at = backward_instant(these, run, block, point, f"{name}: {point.name}")
-            yield Moment(at.name, at.phase, (*at.lines, *around, _collected(job, above + point.gradients, point)))
+            lines = (*beside, *point.lines, *around, _collected(job, above + point.gradients, point))
+            yield Moment(f"{name}: {point.name}", Phase.BACKWARD, lines)
 
 
 def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:

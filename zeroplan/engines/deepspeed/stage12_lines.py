@@ -10,12 +10,12 @@ from zeroplan.engines.deepspeed.flat import Row, largest_slice, partition_elemen
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
-    backward_instant,
+    around_block,
     kept_symbols,
 )
 from zeroplan.engines.formulas import product, times
 from zeroplan.engines.precisions import widths
-from zeroplan.ledger import Kind, Line, Moment
+from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Bool, Int, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -177,9 +177,9 @@ def block_moments(
     these: Passes, run: RunPass, block: Int, name: str, extra: Callable[[BackwardPoint], tuple[Line, ...]]
 ) -> Iterator[Moment]:
     """Return the moments at each point in the backward of a block, with an engine's ``extra`` lines."""
+    around = around_block(these, run, block)
     for point in run.block.points:
-        at = backward_instant(these, run, block, point, f"{name}: {point.name}")
-        yield Moment(at.name, at.phase, at.lines + extra(point))
+        yield Moment(f"{name}: {point.name}", Phase.BACKWARD, (*around, *point.lines, *extra(point)))
 
 
 def oversize_copy(job: Job, low: Int, fill: Int) -> Int:

@@ -14,7 +14,7 @@ from zeroplan.engines.deepspeed.flat import pick
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
-    backward_instant,
+    around_block,
     embedding_instant,
     head_instants,
     kept_before,
@@ -133,9 +133,8 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
             block = where(point.gradients >= made, at, at - 1)
             kept = _resized(own, where(block >= run.first, _not_already(job, own.n_bytes), 0))
             inside = minimum(maximum(block, run.first), run.first + run.n_blocks - 1)
-            name = f"backward of a block of this rank: {point.name}"
-            now = backward_instant(these, run, inside, point, name)
-            yield Moment(name, now.phase, (*now.lines, *always, kept, _waiting(job, run.first, point)))
+            lines = (*around_block(these, run, inside), *point.lines, *always, kept, _waiting(job, run.first, point))
+            yield Moment(f"backward of a block of this rank: {point.name}", Phase.BACKWARD, lines)
 
 
 def _first_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:

@@ -15,7 +15,7 @@ from zeroplan.engines.deepspeed.passes import (
     Instant,
     Passes,
     RunPass,
-    backward_instant,
+    around_block,
     embedding_instant,
     forward_instant,
     head_forward_instant,
@@ -49,7 +49,6 @@ _PERSISTENT = f"{_STAGE3}, _post_step"
 _SCATTER = "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced"
 _CAST = f"{_STAGE3}, __avg_scatter_grads"
 _FP64 = 8
-_BACKWARD_OF_A_BLOCK = "backward of a block"
 
 
 #: A run of a small model with experts, limits far below its size: the account was 8.7 % below what DeepSpeed held.
@@ -171,7 +170,7 @@ def _partition_elements(whole: Row, n_ranks: Int) -> Int:
 def _gathered_line(job: _Job, elements: int) -> Line:
     """Gathered parameters; a single rank gathers nothing."""
     n_bytes = where(job.n_ranks > 1, where(job.applies, job.element * elements, 0), 0)
-    formula = unless_zero(n_bytes, _gathered_formula(job.element, elements))
+    formula = _gathered_formula(job.element, elements) if job.applies is not False else "0"
     return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", formula, _COORDINATOR)
 
 
@@ -281,13 +280,16 @@ def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, 
 def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Each point of the last block, and of earlier ones where more is gathered."""
     tied = _tied_head(job)
+    beside: dict[int, tuple[Line, ...]] = {}
     for point in run.block.points:
         line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
         around = (line, *tied)
         counts = point.gradients, point.current_gradient
         for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, *counts):
-            at = backward_instant(these, run, block, point, _BACKWARD_OF_A_BLOCK)
-            yield Moment(f"{at.name}: {point.name}", at.phase, (*at.lines, _gathered_line(job, held), *around))
+            if block not in beside:
+                beside[block] = around_block(these, run, block)
+            lines = (*beside[block], *point.lines, _gathered_line(job, held), *around)
+            yield Moment(f"backward of a block: {point.name}", Phase.BACKWARD, lines)
 
 
 @lru_cache(maxsize=256)
