@@ -1,4 +1,4 @@
-"""Evaluates the formula of a ledger line, so that a test can hold it against the line's number."""
+"""Evaluates the formula of a ledger line, and holds every line of an estimate against its formula."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from fractions import Fraction
 from math import ceil
 from typing import TYPE_CHECKING
 
+from zeroplan.transformer.families.llama import ATTENTION_EXCESS, EAGER_EXCESS
+from zeroplan.transformer.legend import SYMBOLS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from zeroplan import Estimate
+
+#: The only lines without a formula. Each stands for no tensor: it says by how much an earlier moment of a forward pass is above
+#: the later one that the other lines describe, a difference between two sums, cut off at zero.
+WITHOUT_FORMULA = (ATTENTION_EXCESS, EAGER_EXCESS)
 
 _SYMBOL = re.compile(r"[A-Za-zΨ][A-Za-z_0-9]*")
 _FUNCTIONS = {"ceil": ceil, "max": max, "min": min, "pow2": lambda value: 1 << (int(value) - 1).bit_length()}
@@ -19,3 +28,22 @@ def evaluate(formula: str, legend: Mapping[str, int]) -> Fraction:
     values = {name: Fraction(legend[name]) for name in set(_SYMBOL.findall(formula)) - set(_FUNCTIONS)}
     source = formula.replace("·", "*").replace("²", "**2")
     return Fraction(eval(source, {"__builtins__": {}}, {**_FUNCTIONS, **values}))  # noqa: S307
+
+
+def assert_explained(answer: Estimate) -> None:
+    """Every line of every moment says where it comes from, and its formula gives its bytes."""
+    values = answer.legend
+    for name, lines in (("states", answer.states), *((moment.name, moment.lines) for moment in answer.moments)):
+        for line in lines:
+            assert line.source or not line.n_bytes, (name, line)
+            if line.reason not in WITHOUT_FORMULA:
+                assert line.formula or not line.n_bytes, (name, line)
+            if line.formula:
+                assert evaluate(line.formula, values) == line.n_bytes, (name, line)
+
+
+def assert_symbols_mean_one_thing(answer: Estimate) -> None:
+    """No symbol of the account stands for two things, and none takes a letter of the model's legend but the paper's p."""
+    names = [symbol.name for symbol in answer.symbols]
+    assert len(set(names)) == len(names)
+    assert not set(names) & (set(SYMBOLS) - {"p"})

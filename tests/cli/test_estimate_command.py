@@ -83,7 +83,7 @@ def test_every_rendering_of_every_engine(run: Run, job: tuple[str, ...], renderi
 def test_explain_gives_formula_numbers_and_source(run: Run):
     out = run(*SEVEN, "--explain")[1]
     assert "= 4·P/N = 4·7" in out
-    assert "source: torch 2.13 _fsdp_param.py" in out
+    assert "source: torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py" in out
     assert "Symbols" in out
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from tests.formulas import evaluate
+from tests.formulas import WITHOUT_FORMULA, assert_symbols_mean_one_thing, evaluate
 from tests.strategies import batches, jobs, models, recipes
 from zeroplan import JobSpec, Kind, MeshSpec, estimate
 from zeroplan.errors import SpecError
@@ -51,6 +51,22 @@ def test_every_formula_evaluates_to_its_bytes(job: JobSpec):
         for line in moment.lines:
             if line.formula:
                 assert evaluate(line.formula, answer.legend) == line.n_bytes, (moment.name, line)
+
+
+@thorough
+@given(jobs())
+def test_every_line_has_a_formula_and_a_source(job: JobSpec):
+    answer = answered(job)
+    for line in {*answer.states, *(line for moment in answer.moments for line in moment.lines)}:
+        if line.n_bytes:
+            assert line.source, line
+            assert line.formula or line.reason in WITHOUT_FORMULA, line
+
+
+@thorough
+@given(jobs())
+def test_a_symbol_stands_for_one_thing(job: JobSpec):
+    assert_symbols_mean_one_thing(answered(job))
 
 
 @dataclass(frozen=True)

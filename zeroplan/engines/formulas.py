@@ -30,6 +30,16 @@ def times(width: int, symbol: str) -> str:
     return f"{width}·{symbol}"
 
 
+@lru_cache(maxsize=4096)
+def total_formula(formulas: tuple[str, ...]) -> str:
+    """Add up what several lines say.
+
+    >>> total_formula(("e·T·h", "4·T"))
+    'e·T·h + 4·T'
+    """
+    return " + ".join(formulas)
+
+
 def product(width: int, elements: Int) -> str:
     """Write bytes of an element times a count that no symbol stands for.
 

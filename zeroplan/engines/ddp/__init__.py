@@ -45,7 +45,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     With ``grad_accum_steps`` above 1 the moments of forward and backward are those of a later micro-batch, which finds
     gradients already there. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
     """
-    element_bytes = widths(recipe.precision).stored
+    element_bytes, compute = widths(recipe.precision).stored, compute_of(recipe)
     weights = _weights(model)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", _REDUCER_OF)
@@ -57,13 +57,13 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         base,
         element_bytes,
         recipe,
-        compute_of(recipe).autocast,
+        compute,
         recipe.ddp.gradient_as_bucket_view,
         recipe.sync_every_micro_batch,
         batch.grad_accum_steps,
     )
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
-    blocks = tuple(block_pass(model, run.kind, compute_of(recipe), batch) for run in weights.runs)
+    blocks = tuple(block_pass(model, run.kind, compute, batch) for run in weights.runs)
     moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, parameters))
     symbols = (*_symbols(step, tuple(kept_casts(recipe, block) for block in blocks)), *counted(*held, *temporary))
     return Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols)

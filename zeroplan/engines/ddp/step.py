@@ -3,18 +3,19 @@
 Over the blocks of a run everything grows or shrinks by the same amount per block, so a peak lies in its first or last one.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.formulas import blocks_sum, product
-from zeroplan.engines.outside import outside
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.head import head_pass
 
 Lines = tuple[Line, ...]
 
@@ -34,8 +35,9 @@ class Run(NamedTuple):
     """Elements of one block's weights and biases that autocast copies."""
 
 
-class Weights(NamedTuple):
-    """Elements of a model's parts."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Weights:
+    """Elements of a model's parts; one object per model."""
 
     total: int
     embeddings: int
@@ -76,8 +78,8 @@ class Step(NamedTuple):
     element_bytes: int
     """Of a parameter and of a gradient."""
     recipe: RecipeSpec
-    autocast: bool
-    """Matrix multiplications cast fp32 weights."""
+    compute: Compute
+    """How the module runs; under autocast, matrix multiplications cast fp32 weights."""
     views: bool
     """Gradients are views of the buckets."""
     sync_every: bool
@@ -107,7 +109,7 @@ class _Stack(NamedTuple):
 def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[BlockPass, ...]) -> tuple[Moment, ...]:
     """Forward, loss and backward of one micro-batch; the later one where there are several."""
     recipe = step.recipe
-    head = outside(model, recipe, batch)
+    head = head_pass(model, step.compute, batch, recomputed=recipe.recompute != "none")
     stacks = _stacks(step.weights, recipe, blocks)
     top = stacks[-1]
     whole = (*head.shared, *top.beneath, *top.every)
@@ -242,7 +244,7 @@ def _embedding_backward(step: Step, held: Lines, hidden_bytes: Int) -> tuple[Mom
     flowing = Line(Kind.ACTIVATIONS, hidden_bytes, "gradient of the embedding's output", "r·T·h", _EMBEDDING)
     parts = (*step.base, _gradients(step, everything, 0, current=embedding, waiting=tied), *held, flowing)
     moments = (Moment("backward of the embedding", Phase.BACKWARD, parts),)
-    if step.autocast or not tied:
+    if step.compute.autocast or not tied:
         return moments
     added = (*step.base, _gradients(step, everything, 0, current=embedding, waiting=2 * tied), *held)
     return (*moments, Moment("sum of the embedding's and the tied head's gradient", Phase.BACKWARD, added))
@@ -290,7 +292,7 @@ def _plus(formula: str, elements: int) -> str:
 
 
 def _casts(step: Step, of_blocks: _Sum, beside: int) -> Lines:
-    if not step.autocast:
+    if not step.compute.autocast:
         return ()
     n_bytes = 2 * (of_blocks.elements + beside)
     formula = _twice(of_blocks.formula, beside)

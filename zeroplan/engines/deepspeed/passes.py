@@ -5,13 +5,15 @@ Each instant holds the activations alive then and says which block runs; an engi
 
 from typing import NamedTuple
 
-from zeroplan.engines.outside import outside
+from zeroplan.engines.account import Symbol
+from zeroplan.engines.formulas import blocks_sum, total_formula
 from zeroplan.engines.precisions import compute_of
+from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
-from zeroplan.numeric import Int, maximum, minimum
+from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, Recompute
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.params import layout
@@ -20,6 +22,7 @@ from zeroplan.transformer.params import layout
 class RunPass(NamedTuple):
     """Consecutive blocks of one kind, what one of them costs, and what it keeps until its backward."""
 
+    kind: str
     first: int
     n_blocks: int
     block: BlockPass
@@ -37,8 +40,10 @@ class Passes(NamedTuple):
     """One forward and backward pass of the whole model."""
 
     runs: tuple[RunPass, ...]
+    kinds: tuple[str, ...]
+    """Kind of each run, as symbols have it."""
     head: HeadPass
-    recompute: str
+    recompute: Recompute
     output: tuple[Line, ...]
     """The logits, where the training loop keeps them while it calls backward."""
 
@@ -58,6 +63,8 @@ class Instant(NamedTuple):
     point: BackwardPoint
 
 
+_FLOW = "r·T·h"
+_TEMPORARY, _WORKSPACE = Kind.TEMPORARY, Kind.WORKSPACE
 _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 
 
@@ -71,10 +78,11 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
         kept = block.kept(recipe.recompute)
         beside = total_bytes(block.checkpoint_in_backward) if recipe.recompute == "full" else 0
         settled = tuple(beside + _settled_bytes(point) for point in block.points)
-        runs.append(RunPass(first, run.layers, block, kept, total_bytes(kept), settled))
+        runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled))
         first += run.layers
-    head = outside(model, recipe, batch)
-    return Passes(tuple(runs), head, recipe.recompute, head.output if recipe.keep_logits else ())
+    head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
+    kinds = tuple(run.kind for run in runs)
+    return Passes(tuple(runs), kinds, head, recipe.recompute, head.output if recipe.keep_logits else ())
 
 
 def kept_before(these: Passes, block: Int) -> Line:
@@ -83,7 +91,27 @@ def kept_before(these: Passes, block: Int) -> Line:
     n_bytes = (minimum(block, first.n_blocks) if later else block) * first.kept_bytes
     for run in later:
         n_bytes = n_bytes + minimum(maximum(block - run.first, 0), run.n_blocks) * run.kept_bytes
-    return Line(Kind.ACTIVATIONS, n_bytes, "kept by the blocks before for their backward")
+    formula = _kept_formula(these, block) if isinstance(block, int) else ""
+    return Line(Kind.ACTIVATIONS, n_bytes, "kept by the blocks before for their backward", formula, KEPT[these.recompute])
+
+
+def _kept_formula(these: Passes, block: int) -> str:
+    if len(these.runs) == 1:
+        return blocks_sum("S", (block,), these.kinds)
+    return blocks_sum("S", tuple(min(max(block - run.first, 0), run.n_blocks) for run in these.runs), these.kinds)
+
+
+def kept_symbols(these: Passes) -> tuple[Symbol, ...]:
+    """Return what the formulas of kept activations count."""
+    return tuple(
+        Symbol(f"S_{run.kind}", run.kept_bytes, f"bytes one {run.kind} block keeps from its forward to its backward")
+        for run in these.runs
+    )
+
+
+def kept_in_a_block(these: Passes) -> tuple[tuple[str, tuple[Line, ...]], ...]:
+    """Return what one block of each kind keeps, line by line."""
+    return tuple((f"one {run.kind} block", run.kept) for run in these.runs)
 
 
 def kept_by_all(these: Passes) -> tuple[Line, ...]:
@@ -130,23 +158,69 @@ def head_forward_instant(these: Passes) -> Instant:
     return Instant("forward of the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
 
 
+def _settled(point: BackwardPoint) -> list[Line]:
+    return [line for line in point.lines if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE]
+
+
 def _settled_bytes(point: BackwardPoint) -> Int:
     total: Int = 0
     for line in point.lines:
-        if line.kind is not Kind.TEMPORARY and line.kind is not Kind.WORKSPACE:
+        if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE:
             total = total + line.n_bytes
     return total
 
 
-def backward_instant(these: Passes, run: RunPass, block: Int, point: BackwardPoint, name: str) -> Instant:
-    """One point in the backward of a block; under recomputation the block's input is alive beside it."""
-    beside = checkpoint_beside(these, run)
-    lines = (*these.head.shared, *these.output, kept_before(these, block), *beside, *point.lines)
-    return Instant(name, Phase.BACKWARD, lines, block, point)
+def running_line(these: Passes, block: Int, made: Int) -> Line:
+    """Return the activations of the block that runs when ``made`` elements of its gradients exist. [bytes]
+
+    Beyond the blocks, those of the embedding (``block`` -1) or of the head (``n_blocks``).
+    """
+    if isinstance(block, int) and isinstance(made, int):
+        n_bytes, formula = _running_now(these, block, made)
+    else:
+        n_bytes, formula = _running_anywhere(these, block, made), ""
+    return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs", formula, FLOWING)
+
+
+def _running_now(these: Passes, block: int, made: int) -> tuple[Int, str]:
+    """Bytes and formula of ``running_line`` where block and gradients are plain numbers."""
+    if block < 0:
+        return these.head.hidden_bytes, _FLOW
+    if block >= these.n_blocks:
+        return after_head_bytes(these), total_formula((*(line.formula for line in these.head.saved), _FLOW))
+    run = next(run for run in these.runs if block < run.first + run.n_blocks)
+    points = run.block.points
+    at = next((index for index, point in enumerate(points) if made <= point.gradients), -1)
+    lines = (*checkpoint_beside(these, run), *_settled(points[at]))
+    return run.settled[at], total_formula(tuple([line.formula for line in lines]))
+
+
+def _running_anywhere(these: Passes, block: Int, made: Int) -> Int:
+    n_bytes = where(block < 0, these.head.hidden_bytes, where(block < these.n_blocks, 0, after_head_bytes(these)))
+    for run in these.runs:
+        here = (block >= run.first) & (block < run.first + run.n_blocks)
+        n_bytes = n_bytes + where(here, _at_point(run, made), 0)
+    return n_bytes
+
+
+def _at_point(run: RunPass, made: Int) -> Int:
+    """Return the activations at the first point of a block that comes after so many gradients. [bytes]"""
+    n_bytes = run.settled[-1]
+    for point, settled in zip(reversed(run.block.points[:-1]), reversed(run.settled[:-1]), strict=True):
+        n_bytes = where(made <= point.gradients, settled, n_bytes)
+    return n_bytes
+
+
+def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
+    """Return the activations beside those of a block's own points, in its backward.
+
+    Under recomputation the block's input is one of them.
+    """
+    return (*these.head.shared, *these.output, kept_before(these, block), *checkpoint_beside(these, run))
 
 
 def embedding_instant(these: Passes) -> Instant:
     """Return the instant of the embedding's backward: the gradient of its output, all blocks done."""
-    gradient = Line(Kind.ACTIVATIONS, these.head.hidden_bytes, "gradient of the embedding's output", "e·T·h")
+    gradient = Line(Kind.ACTIVATIONS, these.head.hidden_bytes, "gradient of the embedding's output", _FLOW, FLOWING)
     lines = (*these.head.shared, *these.output, gradient)
     return Instant("backward of the embedding", Phase.BACKWARD, lines, -1, _NOWHERE)

@@ -5,12 +5,20 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 """
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed.flat import largest_slice
-from zeroplan.engines.deepspeed.passes import Passes, forward_instant, loss_instant, passes
+from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments, reduced_after_moments
-from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, keeps_partition, own_gradients, reduces_in_backward, window
+from zeroplan.engines.deepspeed.stage12_lines import (
+    Job,
+    job_of,
+    keeps_partition,
+    own_gradients,
+    reduces_in_backward,
+    symbols,
+    window,
+)
 from zeroplan.engines.deepspeed.stage12_reducing import reducing_moments
-from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
+from zeroplan.engines.formulas import times
+from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
@@ -20,7 +28,15 @@ from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 
 _FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
 _SHARE = "2·ceil(Ψ/(2·N))"
+_WHOLE = f"N·{_SHARE}"
+_NORM = f"{_FILE}, get_grad_norm_direct"
 _FP64 = 8
+
+
+_FLAT_IS_THE_PEAK = (
+    "The peak is the construction of the optimizer, where the model and its flat copy lie beside each other; DeepSpeed makes "
+    "that copy through host memory where the GPU has no room for both, so it alone does not make the job fail"
+)
 
 
 def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -36,15 +52,31 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     these = passes(model, recipe, batch)
     training = (*_forward(job, these), *_backward(job, these), *_step(job, temporary))
     alive = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
-    return Account((*persistent, own_gradients(job)), (*_init(job, weights), *alive), _collectives(job, batch))
+    start = _init(job, weights)
+    return Account(
+        (*persistent, own_gradients(job)),
+        (*start, *alive),
+        _collectives(job, batch),
+        symbols=(*symbols(job, these), *counted(*persistent, *temporary)),
+        notes=_notes(job, start[0], alive),
+        kept=kept_in_a_block(these),
+    )
+
+
+def _notes(job: Job, laid_flat: Moment, later: tuple[Moment, ...]) -> tuple[str, ...]:
+    """Say where the model and its flat copy are the peak: DeepSpeed makes that copy on the GPU only if it has room for it."""
+    highest = laid_flat.total_bytes
+    if not job.recipe.deepspeed.flatten_on_accelerator or not isinstance(highest, int):
+        return ()
+    return () if any(moment.total_bytes > highest for moment in later) else (_FLAT_IS_THE_PEAK,)
 
 
 def _weights(job: Job) -> tuple[Line, ...]:
-    flat = f"{job.element}·N·{_SHARE}"
+    flat = times(job.element, _WHOLE)
     master = "weights of this rank's share, fp32" if job.master == 4 else "weights of this rank's share, 16 bits"
     return (
         Line(Kind.PARAMETERS, job.element * job.n_ranks * job.partition, "all weights, flat and padded", flat, _FILE),
-        Line(Kind.PARAMETERS, job.master * job.partition, master, f"{job.master}·{_SHARE}", _FILE),
+        Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, _SHARE), _FILE),
     )
 
 
@@ -66,7 +98,7 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of ``step``: norm, flattening, update."""
     own, share = own_gradients(job), job.partition
     master = Line(Kind.GRADIENTS, job.master * share, "gradients of this rank's share, as the optimizer takes them",
-                  f"{job.master}·{_SHARE}", f"{_FILE}, step")  # fmt: skip
+                  times(job.master, _SHARE), f"{_FILE}, step")  # fmt: skip
     update = (own,) if keeps_partition(job) else (master,)
     moments = [Moment("optimizer step: update", Phase.STEP, update + temporary)]
     if not keeps_partition(job):
@@ -76,10 +108,7 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
         cast = (own, flat, master) if job.element != job.master else (own, master)
         moments.insert(0, Moment("optimizer step: gradients flattened", Phase.STEP, cast))
     if job.recipe.deepspeed.compute_grad_norm:
-        slices = _FP64 * largest_slice(job.whole, share)
-        norm = Line(
-            Kind.TEMPORARY, slices, "largest gradient of this rank's share in fp64", "", f"{_FILE}, get_grad_norm_direct"
-        )
+        norm = Line(Kind.TEMPORARY, _FP64 * job.largest, "largest gradient of this rank's share in fp64", "8·G_max", _NORM)
         moments.insert(0, Moment("gradient norm", Phase.STEP, (own, norm)))
     return tuple(moments)
 

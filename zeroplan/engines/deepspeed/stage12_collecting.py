@@ -1,12 +1,13 @@
 """When can memory peak in a backward pass under DeepSpeed where all gradients are collected first (ZeRO-1, stage 0)?"""
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import first_bucket_elements
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
-    backward_instant,
+    around_block,
     embedding_instant,
     head_instants,
 )
@@ -38,7 +39,12 @@ def collecting_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
 def _collected(job: Job, made: int, point: BackwardPoint) -> Line:
     """All gradients made so far; once accumulating, all of them and the one about to be added."""
     elements = where(job.accumulates, job.whole.n_elements + point.current_gradient, made)
-    return gradient_line(job, elements, "gradients made so far, or accumulated")
+    return gradient_line(job, elements, "gradients made so far, or accumulated", _so_far(made, point.current_gradient))
+
+
+@lru_cache(maxsize=4096)
+def _so_far(made: int, current: int) -> str:
+    return f"(M·(Ψ + {current}) + (1-M)·{made})"
 
 
 def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
@@ -61,9 +67,10 @@ def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
         (run.first, "backward of the first block"),
     ):
         above = job.whole.n_elements - ends[block]
+        beside = around_block(these, run, block)
         for point in run.block.points:
-            at = backward_instant(these, run, block, point, f"{name}: {point.name}")
-            yield Moment(at.name, at.phase, (*at.lines, *around, _collected(job, above + point.gradients, point)))
+            lines = (*beside, *point.lines, *around, _collected(job, above + point.gradients, point))
+            yield Moment(f"{name}: {point.name}", Phase.BACKWARD, lines)
 
 
 def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
@@ -77,9 +84,8 @@ def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     around = (*these.head.shared, *these.output, *bucket_lines(job))
     at = embedding_instant(these)
     embedding = job.whole.model.vocab_size * job.whole.model.hidden_size
-    all_made = gradient_line(
-        job, where(job.accumulates, psi + embedding, psi), "all gradients, and the embedding's before it is added"
-    )
+    made = where(job.accumulates, psi + embedding, psi)
+    all_made = gradient_line(job, made, "all gradients, and the embedding's before it is added", "(Ψ + M·h·V)")
     rest = gradient_line(job, left, "gradients not yet in a bucket")
     return (
         Moment(at.name, at.phase, (*at.lines, *bucket_lines(job), *tied_head(job), all_made)),

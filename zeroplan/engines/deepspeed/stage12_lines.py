@@ -4,15 +4,18 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule, waiting_elements
-from zeroplan.engines.deepspeed.flat import Row, partition_elements, row, touched_elements
+from zeroplan.engines.deepspeed.flat import Row, largest_slice, partition_elements, row, touched_elements
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
-    backward_instant,
+    around_block,
+    kept_symbols,
 )
+from zeroplan.engines.formulas import product, times
 from zeroplan.engines.precisions import widths
-from zeroplan.ledger import Kind, Line, Moment, total_bytes
+from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Bool, Int, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -21,6 +24,9 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import BackwardPoint
 
 _FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
+_KEEP = f"{_FILE}, copy_grads_in_partition"
+_BUCKETS = f"{_FILE}, setup_buckets"
+_ALL_REDUCE = f"{_FILE}, allreduce_bucket"
 
 
 class Job(NamedTuple):
@@ -39,6 +45,8 @@ class Job(NamedTuple):
     """Elements of one rank's share."""
     touched: Int
     """Elements of all parameters that reach into rank 0's share."""
+    largest: Int
+    """Elements of the largest piece of one parameter within rank 0's share."""
     buckets: Schedule
 
 
@@ -56,7 +64,19 @@ def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Jo
         width.stored,
         partition,
         touched_elements(whole, partition),
+        largest_slice(whole, partition),
         schedule(whole, recipe.deepspeed.reduce_bucket_size),
+    )
+
+
+def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
+    """Return what the formulas of stages 1 and 2 count beyond the model's own symbols."""
+    return (
+        Symbol("M", where(job.accumulates, 1, 0), "1 where the step has more than one micro-batch, else 0"),
+        Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
+        Symbol("G_p", job.touched, "elements of every parameter that reaches into this rank's share, each counted whole"),
+        Symbol("G_max", job.largest, "elements of the largest piece of one parameter in this rank's share"),
+        *kept_symbols(these),
     )
 
 
@@ -80,7 +100,7 @@ def own_gradients(job: Job) -> Line:
     if keeps_partition(job):
         return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", "8·ceil(Ψ/(2·N))", _FILE)
     reason = "gradients of every parameter that reaches into this rank's share, each whole"
-    return Line(Kind.GRADIENTS, job.element * job.touched, reason, "", f"{_FILE}, copy_grads_in_partition")
+    return Line(Kind.GRADIENTS, job.element * job.touched, reason, times(job.element, "G_p"), _KEEP)
 
 
 def window(job: Job) -> tuple[Line, ...]:
@@ -90,8 +110,18 @@ def window(job: Job) -> tuple[Line, ...]:
 
 def earlier_gradients(job: Job) -> Line:
     """Gradients of the micro-batches before: this rank's own at stage 2, all of them at stage 1."""
-    held = own_gradients(job).n_bytes if job.recipe.zero_stage == 2 else job.element * job.whole.n_elements
-    return Line(Kind.GRADIENTS, where(job.accumulates, held, 0), "gradients of the micro-batches before", "", _FILE)
+    held = own_gradients(job) if job.recipe.zero_stage == 2 else _every_gradient(job)
+    n_bytes = where(job.accumulates, held.n_bytes, 0)
+    return Line(Kind.GRADIENTS, n_bytes, "gradients of the micro-batches before", _if_several(held.formula), held.source)
+
+
+def _every_gradient(job: Job) -> Line:
+    return Line(Kind.GRADIENTS, job.element * job.whole.n_elements, "all gradients", times(job.element, "Ψ"), _FILE)
+
+
+@lru_cache(maxsize=256)
+def _if_several(formula: str) -> str:
+    return f"M·{formula}"
 
 
 def bucket_lines(job: Job) -> tuple[Line, ...]:
@@ -102,25 +132,37 @@ def bucket_lines(job: Job) -> tuple[Line, ...]:
     count = 2 if options.overlap_comm else 1
     n_bytes = count * job.element * options.reduce_bucket_size
     reason = "two reduce buckets, reduce_bucket_size each" if options.overlap_comm else "reduce bucket, reduce_bucket_size"
-    return (Line(Kind.REDUCE, n_bytes, reason, "", f"{_FILE}, setup_buckets"),)
+    return (Line(Kind.REDUCE, n_bytes, reason, times(count * job.element, "B"), _BUCKETS),)
 
 
 def kept_buckets(job: Job) -> tuple[Line, ...]:
     """Return the bucket before the first gradient of a micro-batch: at stage 1 it stays until the last one is reduced."""
     if job.recipe.zero_stage == 2:
         return ()
-    bucket = where(job.accumulates, total_bytes(bucket_lines(job)), 0)
-    return (Line(Kind.REDUCE, bucket, "reduce bucket, kept between micro-batches", "", _FILE),)
+    reason = "reduce bucket, kept between micro-batches"
+    buckets = bucket_lines(job)
+    if not buckets:
+        return (Line(Kind.REDUCE, 0, reason, "0", _BUCKETS),)
+    n_bytes = where(job.accumulates, buckets[0].n_bytes, 0)
+    return (Line(Kind.REDUCE, n_bytes, reason, _if_several(buckets[0].formula), _BUCKETS),)
 
 
-def gradient_line(job: Job, elements: Int, reason: str) -> Line:
-    """Return whole gradients of ``elements`` elements. [bytes]"""
-    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, "", _FILE)
+def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Line:
+    """Return whole gradients of ``elements`` elements, which ``symbol`` stands for if given. [bytes]"""
+    formula = times(job.element, symbol) if symbol else product(job.element, elements)
+    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, formula, _FILE)
+
+
+def embedding_gradient(job: Job) -> Line:
+    """Return the whole gradient of the token embedding. [bytes]"""
+    elements = job.whole.model.vocab_size * job.whole.model.hidden_size
+    return gradient_line(job, elements, "gradient of the embedding", "h·V")
 
 
 def copy_line(job: Job, elements: Int) -> Line:
     """Return the copy in which a bucket of ``elements`` elements is all-reduced. [bytes]"""
-    return Line(Kind.REDUCE, job.element * elements, "copy of the bucket that is all-reduced", "", f"{_FILE}, allreduce_bucket")
+    formula = product(job.element, elements)
+    return Line(Kind.REDUCE, job.element * elements, "copy of the bucket that is all-reduced", formula, _ALL_REDUCE)
 
 
 def tied_head(job: Job) -> tuple[Line, ...]:
@@ -128,16 +170,16 @@ def tied_head(job: Job) -> tuple[Line, ...]:
     if not job.whole.model.tie_word_embeddings:
         return ()
     elements = job.whole.model.vocab_size * job.whole.model.hidden_size
-    return (gradient_line(job, elements, "gradient of the tied head, waiting for the embedding's"),)
+    return (gradient_line(job, elements, "gradient of the tied head, waiting for the embedding's", "h·V"),)
 
 
 def block_moments(
     these: Passes, run: RunPass, block: Int, name: str, extra: Callable[[BackwardPoint], tuple[Line, ...]]
 ) -> Iterator[Moment]:
     """Return the moments at each point in the backward of a block, with an engine's ``extra`` lines."""
+    around = around_block(these, run, block)
     for point in run.block.points:
-        at = backward_instant(these, run, block, point, f"{name}: {point.name}")
-        yield Moment(at.name, at.phase, at.lines + extra(point))
+        yield Moment(f"{name}: {point.name}", Phase.BACKWARD, (*around, *point.lines, *extra(point)))
 
 
 def oversize_copy(job: Job, low: Int, fill: Int) -> Int:
@@ -157,4 +199,4 @@ def waiting(buckets: Schedule, element: int, block: int, gradients: int, current
     latest, before = waiting_elements(buckets, block, gradients)
     elements = current + before if current else latest
     reason = "gradient just made, and one that waits outside the bucket"
-    return Line(Kind.UNSHARDED_GRADIENTS, element * elements, reason, "", _FILE)
+    return Line(Kind.UNSHARDED_GRADIENTS, element * elements, reason, product(element, elements), _FILE)

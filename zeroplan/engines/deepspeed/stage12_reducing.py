@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Schedule, flush_over, waiting_elements
-from zeroplan.engines.deepspeed.flat import largest_slice, pick
+from zeroplan.engines.deepspeed.flat import pick
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
-    after_head_bytes,
-    backward_instant,
+    around_block,
     embedding_instant,
     head_instants,
     kept_before,
+    running_line,
 )
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
@@ -26,6 +26,7 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     bucket_lines,
     copy_line,
     earlier_gradients,
+    embedding_gradient,
     gradient_line,
     keeps_partition,
     kept_buckets,
@@ -34,11 +35,12 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     tied_head,
     waiting,
 )
+from zeroplan.engines.formulas import unless_zero
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.transformer.blocks import BackwardPoint
 
-_FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
+_ADD = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _add_to_grad_partition_buffer"
 
 
 def reducing_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
@@ -129,11 +131,10 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
     for run in these.runs:
         for point in run.block.points:
             block = where(point.gradients >= made, at, at - 1)
-            kept = own._replace(n_bytes=where(block >= run.first, _not_already(job, own.n_bytes), 0), formula="")
+            kept = _resized(own, where(block >= run.first, _not_already(job, own.n_bytes), 0))
             inside = minimum(maximum(block, run.first), run.first + run.n_blocks - 1)
-            name = f"backward of a block of this rank: {point.name}"
-            now = backward_instant(these, run, inside, point, name)
-            yield Moment(name, now.phase, (*now.lines, *always, kept, _waiting(job, run.first, point)))
+            lines = (*around_block(these, run, inside), *point.lines, *always, kept, _waiting(job, run.first, point))
+            yield Moment(f"backward of a block of this rank: {point.name}", Phase.BACKWARD, lines)
 
 
 def _first_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:
@@ -150,7 +151,12 @@ def _first_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> I
 def _kept_after(job: Job, index: Int, now: int = 0) -> Line:
     """Return this rank's gradients at bucket ``now``, if bucket ``index``, the first that it has part in, came before."""
     own = own_gradients(job)
-    return own._replace(n_bytes=where(index > now, _not_already(job, own.n_bytes), 0), formula="")
+    return _resized(own, where(index > now, _not_already(job, own.n_bytes), 0))
+
+
+def _resized(own: Line, n_bytes: Int) -> Line:
+    """Return this rank's gradients where they are there, or nothing."""
+    return own._replace(n_bytes=n_bytes, formula=unless_zero(n_bytes, own.formula))
 
 
 def _not_already(job: Job, n_bytes: Int) -> Int:
@@ -183,7 +189,7 @@ def _flush_moment(job: Job, these: Passes, always: tuple[Line, ...], index: Int,
         *these.head.shared,
         *these.output,
         kept_before(these, maximum(block, 0)),
-        Line(Kind.ACTIVATIONS, _at_flush(these, block, pick(buckets.made, index)), "activations of the block that runs"),
+        running_line(these, block, pick(buckets.made, index)),
         gradient_line(job, pick(buckets.arriving, index) + held, "gradient that does not fit into the bucket"),
         copy_line(job, _reduced_copy(job, index)),
         *always,
@@ -197,29 +203,11 @@ def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
     if not keeps_partition(job):
         return ()
     reached = low < job.partition
-    cast = where(reached, 4 * largest_slice(job.whole, job.partition), 0)
+    cast = where(reached, 4 * job.largest, 0)
     return (
-        own_gradients(job)._replace(n_bytes=where(reached, _not_already(job, 4 * job.partition), 0), formula=""),
-        Line(Kind.TEMPORARY, cast, "reduced gradient cast to fp32", "", f"{_FILE}, _add_to_grad_partition_buffer"),
+        _resized(own_gradients(job), where(reached, _not_already(job, 4 * job.partition), 0)),
+        Line(Kind.TEMPORARY, cast, "reduced gradient cast to fp32", unless_zero(cast, "4·G_max"), _ADD),
     )
-
-
-def _at_flush(these: Passes, block: Int, made: Int) -> Int:
-    """Activations of the block that runs when ``made`` elements of its gradients exist. [bytes]"""
-    n_bytes = where(block < 0, these.head.hidden_bytes, where(block < these.n_blocks, 0, after_head_bytes(these)))
-    for run in these.runs:
-        inside = _at_point(run, made)
-        here = (block >= run.first) & (block < run.first + run.n_blocks)
-        n_bytes = n_bytes + where(here, inside, 0)
-    return n_bytes
-
-
-def _at_point(run: RunPass, made: Int) -> Int:
-    """Return the activations at the first point of a block that comes after so many gradients. [bytes]"""
-    n_bytes = run.settled[-1]
-    for point, settled in zip(reversed(run.block.points[:-1]), reversed(run.settled[:-1]), strict=True):
-        n_bytes = where(made <= point.gradients, settled, n_bytes)
-    return n_bytes
 
 
 def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Moment, ...]:
@@ -231,10 +219,9 @@ def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Mom
     outside = (gradient_line(job, held, "gradients outside the bucket"), *_staying(job, -1, 0))
     around = (*these.head.shared, *these.output, *always, *outside)
     copied = copy_line(job, _reduced_copy(job, 0))
-    embedding = gradient_line(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
     return (
-        Moment(at.name, at.phase, (*at.lines, *always, before, embedding)),
+        Moment(at.name, at.phase, (*at.lines, *always, before, embedding_gradient(job))),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, before, copied)),
         Moment("end of backward: own gradients kept", Phase.BACKWARD,
-               (*around, own._replace(n_bytes=_not_already(job, own.n_bytes), formula=""))),
+               (*around, _resized(own, _not_already(job, own.n_bytes)))),
     )  # fmt: skip

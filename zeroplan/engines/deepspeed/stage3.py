@@ -8,26 +8,29 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.account import Account
+from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule, schedule
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter, row
 from zeroplan.engines.deepspeed.passes import (
     Instant,
     Passes,
     RunPass,
-    after_head_bytes,
-    backward_instant,
+    around_block,
     embedding_instant,
     forward_instant,
     head_forward_instant,
     head_instants,
     kept_before,
+    kept_in_a_block,
+    kept_symbols,
     loss_instant,
     passes,
+    running_line,
 )
 from zeroplan.engines.deepspeed.stage12_lines import waiting
 from zeroplan.engines.deepspeed.trace import Gathered, gathered
-from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
+from zeroplan.engines.formulas import product, times, unless_zero
+from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Bool, Int, ceil_div, minimum, where
@@ -39,8 +42,21 @@ from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 _STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
 _GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
 _COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
+_MASTER = f"{_STAGE3}, _create_fp32_partitions"
+_GRADIENTS = f"{_STAGE3}, grad_partitions_flat_buffer"
+_ZEROS = f"{_STAGE3}, initialize_optimizer_states"
+_PERSISTENT = f"{_STAGE3}, _post_step"
+_SCATTER = "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced"
+_CAST = f"{_STAGE3}, __avg_scatter_grads"
 _FP64 = 8
-_BACKWARD_OF_A_BLOCK = "backward of a block"
+
+
+#: A run of a small model with experts, limits far below its size: the account was 8.7 % below what DeepSpeed held.
+_EXPERTS_STREAM = (
+    "The model is larger than stage3_max_live_parameters or stage3_max_reuse_distance, so DeepSpeed gathers and releases "
+    "parameters as it goes; with experts, what it prefetches for their layers is the least certain part of this account, "
+    "and a run may hold about a tenth more"
+)
 
 
 class _Job(NamedTuple):
@@ -73,7 +89,37 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     running = [moment for each in _by_micro_batches(job, batch) for moment in (*_forward(each, these), *_backward(each, these))]
     training = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in running)
     step = tuple(Moment(name, phase, (*states, _bucket(job), *lines)) for name, phase, lines in _step(job, impl))
-    return Account((*states, _bucket(job), _persistent(job)), (*_init(job, states), *training, *step), _collectives(job, batch))
+    return Account(
+        (*states, _bucket(job), _persistent(job)),
+        (*_init(job, states), *training, *step),
+        _collectives(job, batch),
+        symbols=(*_symbols(job), *kept_symbols(these), *counted(*states, *(line for moment in step for line in moment.lines))),
+        notes=_notes(job),
+        kept=kept_in_a_block(these),
+    )
+
+
+def _symbols(job: _Job) -> tuple[Symbol, ...]:
+    return (
+        Symbol("G_r", job.partition, "elements of this rank's share: ceil(elements/N) of every parameter"),
+        Symbol(
+            "G_g", _largest_group(job), "elements that one step of the optimizer takes: sub_group_size and one share at most"
+        ),
+        Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
+        Symbol("G_max", largest_parameter(job.whole), "elements of the largest parameter"),
+        Symbol("G_first", job.whole.placed[0].end, "elements of the first parameter"),
+        Symbol("G_keep", job.trace.persistent, "elements of the parameters below stage3_param_persistence_threshold"),
+    )
+
+
+def _notes(job: _Job) -> tuple[str, ...]:
+    """Say where the account is least certain: experts whose parameters do not all stay gathered."""
+    options = job.recipe.deepspeed
+    limit = min(options.stage3_max_live_parameters, options.stage3_max_reuse_distance)
+    alone = isinstance(job.n_ranks, int) and job.n_ranks == 1
+    if job.whole.model.moe is None or alone or job.whole.n_elements <= limit:
+        return ()
+    return (_EXPERTS_STREAM,)
 
 
 def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
@@ -124,30 +170,38 @@ def _partition_elements(whole: Row, n_ranks: Int) -> Int:
 def _gathered_line(job: _Job, elements: int) -> Line:
     """Gathered parameters; a single rank gathers nothing."""
     n_bytes = where(job.n_ranks > 1, where(job.applies, job.element * elements, 0), 0)
-    return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", "", _COORDINATOR)
+    formula = _gathered_formula(job.element, elements) if job.applies is not False else "0"
+    return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", formula, _COORDINATOR)
+
+
+@lru_cache(maxsize=4096)
+def _gathered_formula(width: int, elements: int) -> str:
+    return f"{width}·{elements}·min(1, N-1)"
 
 
 def _states(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
     share = job.partition
-    weights = Line(Kind.PARAMETERS, job.element * share, "this rank's share of each parameter", "", _STAGE3)
+    weights = Line(
+        Kind.PARAMETERS, job.element * share, "this rank's share of each parameter", times(job.element, "G_r"), _STAGE3
+    )
     reason = "this rank's share of the weights once more, as the optimizer updates them"
-    master = Line(Kind.PARAMETERS, job.master * share, reason, "", f"{_STAGE3}, _create_fp32_partitions")
-    gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", "",
-                     f"{_STAGE3}, grad_partitions_flat_buffer")  # fmt: skip
-    optimizer = state_lines(job.recipe.optimizer, impl, (LocalTensor((share,), in_block=False),), job.master)
+    master = Line(Kind.OPTIMIZER_STATE, job.master * share, reason, times(job.master, "G_r"), _MASTER)
+    gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", times(job.kept, "G_r"), _GRADIENTS)
+    optimizer = state_lines(job.recipe.optimizer, impl, (LocalTensor((share,), in_block=False),), job.master, symbol="G_r")
     return (weights, master, gradients, *optimizer)
 
 
 def _bucket(job: _Job) -> Line:
     options = job.recipe.deepspeed
     elements = options.reduce_bucket_size if options.contiguous_gradients else 0
-    return Line(Kind.REDUCE, job.element * elements, "reduce bucket, reduce_bucket_size, kept for good", "", _STAGE3)
+    formula = times(job.element, "B") if options.contiguous_gradients else "0"
+    return Line(Kind.REDUCE, job.element * elements, "reduce bucket, reduce_bucket_size, kept for good", formula, _STAGE3)
 
 
 def _persistent(job: _Job) -> Line:
     n_bytes = where(job.n_ranks > 1, job.element * job.trace.persistent, 0)
     reason = "parameters below the persistence threshold, gathered from step to step"
-    return Line(Kind.GATHER, n_bytes, reason, "", f"{_STAGE3}, _post_step")
+    return Line(Kind.GATHER, n_bytes, reason, times(job.element, "G_keep·min(1, N-1)"), _PERSISTENT)
 
 
 def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
@@ -176,15 +230,16 @@ def _highest_forward(trace: Gathered, first: int, n_blocks: int) -> tuple[tuple[
     return tuple(chosen)
 
 
-def _gradient(job: _Job, elements: int, reason: str) -> Line:
-    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, "", _STAGE3)
+def _gradient(job: _Job, elements: int, reason: str, symbol: str = "") -> Line:
+    formula = times(job.element, symbol) if symbol else product(job.element, elements)
+    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, formula, _STAGE3)
 
 
 def _tied_head(job: _Job) -> tuple[Line, ...]:
     if not job.whole.model.tie_word_embeddings:
         return ()
     elements = job.whole.model.vocab_size * job.whole.model.hidden_size
-    return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's"),)
+    return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's", "h·V"),)
 
 
 def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
@@ -225,13 +280,16 @@ def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, 
 def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Each point of the last block, and of earlier ones where more is gathered."""
     tied = _tied_head(job)
+    beside: dict[int, tuple[Line, ...]] = {}
     for point in run.block.points:
         line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
         around = (line, *tied)
         counts = point.gradients, point.current_gradient
         for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, *counts):
-            at = backward_instant(these, run, block, point, _BACKWARD_OF_A_BLOCK)
-            yield Moment(f"{at.name}: {point.name}", at.phase, (*at.lines, _gathered_line(job, held), *around))
+            if block not in beside:
+                beside[block] = around_block(these, run, block)
+            lines = (*beside[block], *point.lines, _gathered_line(job, held), *around)
+            yield Moment(f"backward of a block: {point.name}", Phase.BACKWARD, lines)
 
 
 @lru_cache(maxsize=256)
@@ -261,42 +319,38 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
     """Return what reducing a bucket takes: a copy in the order of the ranks, unless it is one gradient that divides evenly."""
     options = job.recipe.deepspeed
     held = flush.fill if flush.alone or not options.contiguous_gradients else 0
-    padded = ceil_div(flush.fill, job.n_ranks) * job.n_ranks
-    copied = where(flush.fill % job.n_ranks == 0, 0, padded) if flush.single else padded
+    share = ceil_div(flush.fill, job.n_ranks)
+    copied = where(flush.fill % job.n_ranks == 0, 0, share * job.n_ranks) if flush.single else share * job.n_ranks
     if not options.reduce_scatter and options.contiguous_gradients and not flush.alone:
         copied = 0
-    cast = where(job.kept != job.element, job.kept * ceil_div(flush.fill, job.n_ranks), 0)
+    copy_formula, cast_formula = _reduce_formulas(job.element, job.kept, flush.fill)
+    cast = job.kept * share if job.kept != job.element else 0
     return (
         _gradient(job, held + flush.arriving, "gradient that does not fit into the bucket"),
-        Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered", "",
-             "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced"),
-        Line(Kind.TEMPORARY, cast, "reduced gradients cast to fp32", "", f"{_STAGE3}, __avg_scatter_grads"),
+        Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered",
+             unless_zero(copied, copy_formula), _SCATTER),
+        Line(Kind.TEMPORARY, cast, "reduced gradients cast to fp32", unless_zero(cast, cast_formula), _CAST),
     )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _reduce_formulas(element: int, kept: int, fill: int) -> tuple[str, str]:
+    return f"{element}·N·ceil({fill}/N)", f"{kept}·ceil({fill}/N)"
 
 
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
-    activations = _at_flush(these, flush)
+    activations = running_line(these, flush.block, flush.made)
     around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
     lines = (*around, activations, _gathered_line(job, held), *_reduce_lines(job, flush), *_tied_head(job))
     return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
-
-
-def _at_flush(these: Passes, flush: Flush) -> Line:
-    """Return the activations of the block that runs, at the first point after as many gradients. [bytes]"""
-    n_bytes = these.head.hidden_bytes if flush.block < 0 else after_head_bytes(these)
-    for run in these.runs:
-        if run.first <= flush.block < run.first + run.n_blocks:
-            points = zip(run.block.points, run.settled, strict=True)
-            n_bytes = next((settled for point, settled in points if point.gradients >= flush.made), run.settled[-1])
-    return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs")
 
 
 def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     """Return the moments of the embedding's gradient, and of the bucket that is left."""
     at: Instant = embedding_instant(these)
     last = job.buckets.flushes[0]
-    embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding")
+    embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding", "h·V")
     held = _gathered_line(job, job.trace.end)
     around = (*these.head.shared, *these.output, held)
     gathering = _gathered_line(job, job.trace.embedding)
@@ -307,15 +361,23 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     )
 
 
+def _largest_group(job: _Job) -> Int:
+    """Elements of the largest sub-group: it is full once it has ``sub_group_size``. [elements]"""
+    part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
+    return minimum(job.partition, job.recipe.deepspeed.sub_group_size + part)
+
+
 def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
     """All parameters are released first; then norm, and one sub-group after the other."""
     part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
-    group = minimum(job.partition, job.recipe.deepspeed.sub_group_size + part)
-    norm = Line(Kind.TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", "", f"{_STAGE3}, get_grad_norm_direct")
-    flat = Line(Kind.TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", "", _STAGE3)
-    taken = Line(Kind.GRADIENTS, job.master * group, "gradients of a sub-group, as the optimizer takes them", "",
-                 f"{_STAGE3}, _prepare_fp32_grad_for_sub_group")  # fmt: skip
-    temporary = step_temporary_lines(job.recipe.optimizer, impl, (LocalTensor((group,), in_block=False),), job.master)
+    group = _largest_group(job)
+    norm = Line(Kind.TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", "8·ceil(G_max/N)",
+                f"{_STAGE3}, get_grad_norm_direct")  # fmt: skip
+    flat = Line(Kind.TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", times(job.kept, "G_g"), _STAGE3)
+    taken = Line(Kind.GRADIENTS, job.master * group, "gradients of a sub-group, as the optimizer takes them",
+                 times(job.master, "G_g"), f"{_STAGE3}, _prepare_fp32_grad_for_sub_group")  # fmt: skip
+    tensors = (LocalTensor((group,), in_block=False),)
+    temporary = step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g")
     return (
         Moment("gradient norm", Phase.STEP, (norm,)),
         Moment("optimizer step: gradients flattened", Phase.STEP, (flat, taken) if job.kept != job.master else (taken,)),
@@ -329,18 +391,21 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
     share = job.partition
     largest = job.element * largest_parameter(job.whole)
     if job.recipe.deepspeed.zero_init:
-        arrived = Line(Kind.PARAMETERS, largest, "largest parameter before it is split", "", f"{_GATHER}, Init")
+        arrived = Line(
+            Kind.PARAMETERS, largest, "largest parameter before it is split", times(job.element, "G_max"), f"{_GATHER}, Init"
+        )
         model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
     else:
         whole = Line(Kind.PARAMETERS, job.element * job.whole.n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
         first = job.whole.placed[0].end
         split = job.element * where(job.n_ranks > 1, ceil_div(first, job.n_ranks), largest_parameter(job.whole))
-        share_of_one = Line(Kind.PARAMETERS, split, "first share split off", "", f"{_GATHER}, _partition_param")
+        piece = "ceil(G_first/N)" if not isinstance(job.n_ranks, int) or job.n_ranks > 1 else "G_max"
+        formula = times(job.element, piece)
+        share_of_one = Line(Kind.PARAMETERS, split, "first share split off", formula, f"{_GATHER}, _partition_param")
         model = Moment("initialisation: model arrives whole", Phase.INIT, (whole, share_of_one))
-    zeros = Line(
-        Kind.GRADIENTS, job.master * share, "zero gradients of the share", "", f"{_STAGE3}, initialize_optimizer_states"
-    )
-    one = Line(Kind.GATHER, largest, "largest parameter, gathered to hook its gradient", "", f"{_STAGE3}, __init__")
+    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", times(job.master, "G_r"), _ZEROS)
+    reason = "largest parameter, gathered to hook its gradient"
+    one = Line(Kind.GATHER, largest, reason, times(job.element, "G_max"), f"{_STAGE3}, __init__")
     return (
         model,
         Moment("initialisation: optimizer", Phase.INIT, (*states[:2], zeros)),

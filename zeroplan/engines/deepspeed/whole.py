@@ -5,12 +5,13 @@ That is stage 0 in any precision, and stage 1 with 16-bit weights and fp32 gradi
 
 from functools import lru_cache
 
-from zeroplan.engines.account import Account
+from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter
-from zeroplan.engines.deepspeed.passes import embedding_instant, forward_instant, loss_instant, passes
+from zeroplan.engines.deepspeed.passes import Passes, embedding_instant, forward_instant, kept_in_a_block, loss_instant, passes
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
-from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, window
-from zeroplan.engines.optimizers import LocalTensor, state_lines, step_temporary_lines
+from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, symbols, window
+from zeroplan.engines.formulas import times
+from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
@@ -39,17 +40,28 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol="Ψ")
     weights = [_all(job, Kind.PARAMETERS, element, "all weights", _ENGINE)]
     if mixed:
-        weights.append(_all(job, Kind.PARAMETERS, 4, "all weights in fp32", _FUSED if wrapped else _UNFUSED))
+        weights.append(_all(job, Kind.OPTIMIZER_STATE, 4, "all weights in fp32", _FUSED if wrapped else _UNFUSED))
     gradients = _all(job, Kind.GRADIENTS, element, "all gradients", _ENGINE)
     step = _mixed_step(job, gradients, temporary, wrapped=wrapped) if mixed else _step("update", gradients, *temporary)
     end = _all_reduced(job, gradients)
-    training = (*_forward_and_backward(job, batch), *end, *step)
+    these = passes(model, recipe, batch)
+    training = (*_forward_and_backward(job, these), *end, *step)
     persistent = (*weights, *state)
     moments = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
     return Account(
         (*persistent, gradients),
         (*_init(job, persistent, temporary, mixed=mixed, wrapped=wrapped), *moments),
         _collectives(job),
+        symbols=(*_symbols(job, these), *counted(*state, *temporary)),
+        kept=kept_in_a_block(these),
+    )
+
+
+def _symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
+    return (
+        *symbols(job, these),
+        Symbol("G_one", largest_parameter(job.whole), "elements of the largest parameter"),
+        Symbol("B_max", _all_reduces(job.whole)[1], "elements of the largest all-reduce"),
     )
 
 
@@ -60,19 +72,20 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     tensors = (LocalTensor((job.partition,), in_block=False),)
     weights = (
         Line(Kind.PARAMETERS, 2 * whole, "all weights, flat and padded", f"2·N·{_SHARE}", _BF16),
-        Line(Kind.PARAMETERS, 4 * job.partition, "weights of this rank's share, fp32", f"4·{_SHARE}", _BF16),
+        Line(Kind.OPTIMIZER_STATE, 4 * job.partition, "weights of this rank's share, fp32", f"4·{_SHARE}", _BF16),
         Line(Kind.GRADIENTS, 4 * whole, "all gradients added up in fp32, flat and padded", f"4·N·{_SHARE}", _BF16),
     )
     persistent = (*weights, *state_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE))
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE)
     made = _all(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", _BF16)
     cast = Line(
-        Kind.TEMPORARY, 4 * largest_parameter(job.whole), "largest gradient cast to fp32", "", f"{_BF16}._update_hp_grad"
+        Kind.TEMPORARY, 4 * largest_parameter(job.whole), "largest gradient cast to fp32", "4·G_one", f"{_BF16}._update_hp_grad"
     )
+    these = passes(model, recipe, batch)
     copy = Line(Kind.REDUCE, 2 * whole, "fp32 gradients cast to bf16 for the all-reduce", f"2·N·{_SHARE}",
                 f"{_ENGINE}, allreduce_bucket")  # fmt: skip
     training = (
-        *_forward_and_backward(job, batch),
+        *_forward_and_backward(job, these),
         Moment("end of backward: gradients added in fp32", Phase.BACKWARD, (made, cast)),
         Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (made, copy)),
         *_step("update", made, *temporary),
@@ -83,7 +96,13 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
         Moment("initialisation: optimizer", Phase.INIT, weights),
     )
     moments = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
-    return Account(persistent, (*init, *moments), (*_collectives(job), _weight_gather(job)))
+    return Account(
+        persistent,
+        (*init, *moments),
+        (*_collectives(job), _weight_gather(job)),
+        symbols=(*_symbols(job, these), *counted(*persistent, *temporary)),
+        kept=kept_in_a_block(these),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -121,8 +140,7 @@ def _mixed_step(job: Job, gradients: Line, temporary: tuple[Line, ...], *, wrapp
     return (*_step("gradients laid flat", gradients, cast, flat), *_step("update", flat, *temporary))
 
 
-def _forward_and_backward(job: Job, batch: Batch) -> tuple[Moment, ...]:
-    these = passes(job.whole.model, job.recipe, batch)
+def _forward_and_backward(job: Job, these: Passes) -> tuple[Moment, ...]:
     instants = (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these))
     forward = tuple(Moment(at.name, at.phase, at.lines + window(job)) for at in instants)
     embedding = embedding_instant(these)
@@ -131,7 +149,8 @@ def _forward_and_backward(job: Job, batch: Batch) -> tuple[Moment, ...]:
     made = job.element * where(
         job.accumulates, psi + vocabulary, psi + (vocabulary if job.whole.model.tie_word_embeddings else 0)
     )
-    line = Line(Kind.UNSHARDED_GRADIENTS, made, "all gradients, and the embedding's before it is added", "", _ENGINE)
+    formula = times(job.element, "(Ψ + h·V)" if job.whole.model.tie_word_embeddings else "(Ψ + M·h·V)")
+    line = Line(Kind.UNSHARDED_GRADIENTS, made, "all gradients, and the embedding's before it is added", formula, _ENGINE)
     last = Moment(embedding.name, embedding.phase, (*embedding.lines, line))
     return (*forward, *collecting_moments(job, these), last)
 
@@ -148,8 +167,9 @@ def _all_reduces(whole: Row) -> tuple[int, int]:
 
 
 def _all_reduced(job: Job, gradients: Line) -> tuple[Moment, ...]:
-    copy = Line(Kind.REDUCE, job.element * _all_reduces(job.whole)[1], "copy of the largest bucket that is all-reduced", "",
-                f"{_ENGINE}, allreduce_no_retain")  # fmt: skip
+    reason = "copy of the largest bucket that is all-reduced"
+    n_bytes = job.element * _all_reduces(job.whole)[1]
+    copy = Line(Kind.REDUCE, n_bytes, reason, times(job.element, "B_max"), f"{_ENGINE}, allreduce_no_retain")
     return (Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (gradients, copy)),)
 
 
