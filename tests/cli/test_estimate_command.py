@@ -94,7 +94,7 @@ def test_what_does_not_fit_gets_the_nearest_changes(run: Run):
     code, out, _ = run("estimate", "--model", "llama-2-7b", "--gpu", "rtx-4090", "--gpus", "8", "--stage", "3")
     assert code == 0
     assert "It does not fit NVIDIA GeForce RTX 4090" in out
-    assert "--recompute full" in out
+    assert "--recompute selective" in out
 
 
 def test_check_makes_the_answer_count(run: Run):

@@ -7,18 +7,25 @@ from zeroplan.estimator import Estimate
 from zeroplan.ledger import Band, Line, bytes_by_kind
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
-from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
+from zeroplan.report.words import NO_CHANGE, headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.traffic import wire_time
 from zeroplan.transformer.legend import SYMBOLS
 from zeroplan.units import GB, GIB, MB, format_size
 
 _COMMON_SYMBOLS = {"Ψ": "parameters", "L": "blocks", "N": "ranks that share one copy"}
-_WHAT = 36
-_REASON = 62
+#: Columns: what a line is, and why; with the two figures between them a line has 100.
+_WHAT = 34
+_REASON = 42
+_WIDTH = 100
 
 
-def estimate_text(answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), *, explain: bool = False) -> str:
-    """Return the whole answer, about 40 lines, or with ``explain`` every line with its formula, numbers and source."""
+def estimate_text(
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False
+) -> str:
+    """Return the whole answer, about 40 lines, or with ``explain`` every line with its formula, numbers and source.
+
+    ``changes`` None means that none were looked for; where they were and there are none, the answer says so.
+    """
     parts = [
         [headline(answer), *job_lines(answer)],
         list(_states(answer, explain=explain)),
@@ -42,7 +49,7 @@ def _head(title: str, last: str = "") -> str:
 
 
 def _states(answer: Estimate, *, explain: bool) -> Iterator[str]:
-    yield _head("Model states per GPU", "bytes per parameter")
+    yield _head("Model states per GPU", "bytes, for Ψ parameters")
     for kind, n_bytes in answer.states_by_kind.items():
         yield _row(kind.value, n_bytes, per_parameter(answer, kind))
         if explain:
@@ -97,12 +104,24 @@ def _band_row(what: str, band: Band) -> str:
     return _row(what, int(band.expected_bytes), f"{band.low_bytes / GB:,.2f} to {band.high_bytes / GB:,.2f}")
 
 
-def _verdict(answer: Estimate, changes: Sequence[Remedy]) -> Iterator[str]:
-    yield verdict_sentence(answer)
+def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str]:
+    yield textwrap.fill(verdict_sentence(answer), _WIDTH, break_long_words=False)
+    if changes is not None and not changes and answer.fits is False:
+        yield textwrap.fill(NO_CHANGE, _WIDTH)
     if changes:
-        yield "It would fit after one of these:" if len(changes) > 1 else "It would fit after this:"
+        widest = max(len(change.flags) for change in changes)
+        title = f"It would fit with {'one of these' if len(changes) > 1 else 'this change'}, needing"
+        yield f"{title:<{max(widest, _WHAT) + 2}}{'GB':>10}{'GiB':>10}"
         for change in changes:
-            yield f"  {change.flags:<44}  {change.change}; needs {format_size(change.needed_bytes)}"
+            yield _change(change, max(widest, _WHAT))
+
+
+def _change(change: Remedy, width: int) -> str:
+    """A change as flags, what it would need, and in words: beside them where there is room, else below."""
+    n_bytes = change.needed_bytes
+    row = f"  {change.flags:<{width}}{n_bytes / GB:>10,.2f}{n_bytes / GIB:>10,.2f}"
+    together = f"{row}  {change.change}"
+    return together if len(together) <= _WIDTH else f"{row}\n      {change.change}"
 
 
 def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
@@ -118,12 +137,12 @@ def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
     time = wire_time(int(traffic.total_bytes), answer.job.cluster, gpus=answer.job.mesh.world_size)
     if time is not None:
         yield f"at least {time.seconds:.3g} s on {time.link}, at its full rate and with nothing overlapped"
-    yield f"  {'collective':<34}{'calls':>10}{'MB each':>12}{'GB sent':>10}  of what, when"
+    yield f"  {'collective':<16}{'calls':>9}{'MB each':>12}{'GB sent':>12}  of what, when"
     for call in traffic.collectives:
         if call.sent_bytes:
             yield (
-                f"  {call.operation:<34}{int(call.calls):>10,}{int(call.n_bytes) / MB:>12,.1f}"
-                f"{int(call.sent_bytes) / GB:>10,.2f}  {call.what}, {call.when}"
+                f"  {call.operation:<16}{int(call.calls):>9,}{int(call.n_bytes) / MB:>12,.1f}"
+                f"{int(call.sent_bytes) / GB:>12,.2f}  {call.what}, {call.when}"
             )
             if explain and call.source:
                 yield f"      source: {call.source}"
@@ -149,4 +168,4 @@ def _notes(answer: Estimate, notes: Sequence[str]) -> Iterator[str]:
     if every:
         yield "Notes"
         for note in every:
-            yield textwrap.fill(note, 110, initial_indent="  - ", subsequent_indent="    ")
+            yield textwrap.fill(note, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
