@@ -211,7 +211,7 @@ def _treated(treat_as: str | None) -> str:
 
 
 def _parameters(params: str | float | None) -> int:
-    if isinstance(params, float) and params == math.floor(params):
+    if isinstance(params, float) and params.is_integer():
         return parse_count(str(int(params)), what="--params")
     return parse_count(str(params), what="--params")
 

@@ -11,7 +11,6 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import format_size
 
-
 NO_CHANGE = (
     "Nothing that zeroplan tries makes it fit: recomputation, a higher ZeRO stage, smaller micro-batches, shorter sequences, "
     f"up to {MOST_GPUS:,} GPUs."
