@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from zeroplan.cli.catalog_flags import Catalog
+from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
@@ -116,11 +116,11 @@ def _resolved(given: dict[str, object]) -> Resolved:
     settings = given.pop("settings") or []
     job_file = given.pop("job_file")
     said = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
-    request = _from_file(Path(str(job_file))) if job_file is not None else Request()
+    request = _from_file(str(job_file)) if job_file is not None else Request()
     request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
     for setting in settings if isinstance(settings, list) else []:
         request = _with_setting(request, str(setting))
-    return resolve(request, extra=None if catalog is None else Path(str(catalog)))
+    return resolve(request, extra=folder(None if catalog is None else str(catalog)))
 
 
 def _value(flag: _Flag, text: object) -> object:
@@ -131,10 +131,12 @@ def _value(flag: _Flag, text: object) -> object:
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
 
 
-def _from_file(path: Path) -> Request:
+def _from_file(text: str) -> Request:
+    if not text:
+        raise SpecError("job file '' is no file; give the path of one")
     from zeroplan.cli.job_file import read_job_file  # noqa: PLC0415  only a job file pays for it
 
-    return read_job_file(path)
+    return read_job_file(Path(text))
 
 
 def _with_setting(request: Request, setting: str) -> Request:

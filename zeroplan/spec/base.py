@@ -128,7 +128,9 @@ def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
     try:
         return TypeAdapter(cls).validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        errors = error.errors(include_url=False)
+        # A key that is misspelt is missing too: the misspelling says more.
+        first = next((one for one in errors if one["type"] == "unexpected_keyword_argument"), errors[0])
         loc = first["loc"][:-1] if first["loc"][1:] and first["loc"][-1] in _UNION_ARMS else first["loc"]
         key = ".".join(str(part) for part in loc).encode("unicode_escape").decode("ascii")
         wrong = _WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
