@@ -109,19 +109,28 @@ def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str
     if changes is not None and not changes and answer.fits is False:
         yield textwrap.fill(NO_CHANGE, _WIDTH)
     if changes:
-        widest = max(len(change.flags) for change in changes)
-        title = f"It would fit with {'one of these' if len(changes) > 1 else 'this change'}, needing"
-        yield f"{title:<{max(widest, _WHAT) + 2}}{'GB':>10}{'GiB':>10}"
-        for change in changes:
-            yield _change(change, max(widest, _WHAT))
+        yield from _changes(changes)
 
 
-def _change(change: Remedy, width: int) -> str:
-    """A change as flags, what it would need, and in words: beside them where there is room, else below."""
-    n_bytes = change.needed_bytes
-    row = f"  {change.flags:<{width}}{n_bytes / GB:>10,.2f}{n_bytes / GIB:>10,.2f}"
-    together = f"{row}  {change.change}"
-    return together if len(together) <= _WIDTH else f"{row}\n      {change.change}"
+def _changes(changes: Sequence[Remedy]) -> Iterator[str]:
+    """Each change as flags to copy, with what it would need and in words: a table, or where flags are long, one by one."""
+    title = f"It would fit with {'one of these' if len(changes) > 1 else 'this change'}"
+    width = max(_WHAT, *(len(change.flags) for change in changes))
+    if width + 22 > _WIDTH:
+        yield f"{title}:"
+        for one in changes:
+            yield f"  {one.flags}"
+            yield _indented(f"{one.change}; needs {format_size(one.needed_bytes)}")
+        return
+    yield f"{title + ', needing':<{width + 2}}{'GB':>10}{'GiB':>10}"
+    for one in changes:
+        row = f"  {one.flags:<{width}}{one.needed_bytes / GB:>10,.2f}{one.needed_bytes / GIB:>10,.2f}"
+        together = f"{row}  {one.change}"
+        yield together if len(together) <= _WIDTH else f"{row}\n{_indented(one.change)}"
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
@@ -140,9 +149,10 @@ def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
     yield f"  {'collective':<16}{'calls':>9}{'MB each':>12}{'GB sent':>12}  of what, when"
     for call in traffic.collectives:
         if call.sent_bytes:
-            yield (
-                f"  {call.operation:<16}{int(call.calls):>9,}{int(call.n_bytes) / MB:>12,.1f}"
-                f"{int(call.sent_bytes) / GB:>12,.2f}  {call.what}, {call.when}"
+            each, sent = int(call.n_bytes) / MB, int(call.sent_bytes) / GB
+            figures = f"  {call.operation:<16}{int(call.calls):>9,}{each:>12,.1f}{sent:>12,.2f}  "
+            yield textwrap.fill(
+                f"{call.what}, {call.when}", _WIDTH, initial_indent=figures, subsequent_indent=" " * len(figures)
             )
             if explain and call.source:
                 yield f"      source: {call.source}"
