@@ -6,13 +6,14 @@ from typing import Literal, Protocol, cast
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.device import Outside, outside, total_band, workspace_line
+from zeroplan.engines.optimizers import implementation
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, bytes_by_kind, total_bytes
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Engine, RecipeSpec
+from zeroplan.spec.recipe import Engine, OptimizerImpl, RecipeSpec
 from zeroplan.timeline import peak, reserved
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import is_approximate
@@ -31,6 +32,21 @@ class EngineModule(Protocol):
 def engine_module(engine: Engine) -> EngineModule:
     """Load one engine; the others stay on disk, since start-up is part of the time to an answer."""
     return cast("EngineModule", import_module(f"zeroplan.engines.{engine}"))
+
+
+def step_implementation(recipe: RecipeSpec) -> OptimizerImpl | None:
+    """How the optimizer steps under this recipe: what was asked for, or the engine's default; None on paper.
+
+    >>> step_implementation(RecipeSpec()), step_implementation(RecipeSpec(engine="deepspeed"))
+    ('foreach', 'fused')
+    """
+    if recipe.engine == "paper":
+        return None
+    if recipe.engine == "deepspeed":
+        from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  see engine_module
+
+        return optimizer_impl(recipe)
+    return implementation(recipe.optimizer, recipe.optimizer_impl)
 
 
 #: The model states of the ZeRO paper (arXiv:1910.02054, section 3.1), in its order; an engine may hold buffers beside them.

@@ -1,18 +1,21 @@
 """What are the nearest changes that would make a job fit its GPU?
 
 Each candidate is one change a person would try, in the order of what it costs them; each is estimated in full. Where no single
-change is enough, changes are combined in the same order until one combination fits.
+change is enough, changes are heaped up in the same order until the job fits, and every one that turns out not to be needed, or
+to be needed in a milder form only, is taken back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from zeroplan.estimator import Estimate, estimate
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.spec.job import DEFAULT_ENGINE, ENGINE_STAGES, JobSpec
-from zeroplan.spec.recipe import DdpOptions, Stage
+from zeroplan.spec.recipe import DdpOptions, RecipeSpec, Stage
 
-_MOST_GPUS = 4096
+MOST_GPUS = 4096
+_SHORTEST = 512
 
 
 class Remedy(NamedTuple):
@@ -28,76 +31,129 @@ class Remedy(NamedTuple):
 
 
 class _Candidate(NamedTuple):
+    """One change: in words, as flags, and done to a job."""
+
     change: str
     flags: str
-    job: JobSpec
+    applied_to: Callable[[JobSpec], JobSpec]
+
+
+_Kind: TypeAlias = Callable[[JobSpec], Iterator[_Candidate]]
 
 
 def remedies(short: Estimate, *, most: int = 5) -> tuple[Remedy, ...]:
-    """Return up to ``most`` changes that make the job fit, single ones first; empty where it fits or no GPU is named.
+    """Return up to ``most`` changes that make the job fit, the mildest of each kind; empty where it fits or no GPU is named.
 
-    Leaves out changes of the model and of the GPU.
+    Where no change alone is enough, the one combination that is found. Leaves out changes of the model and of the GPU.
     """
     if short.fits is not False:
         return ()
-    singles = [remedy for change in _candidates(short.job) if (remedy := _if_it_fits(change))]
-    if singles:
-        return tuple(singles[:most])
-    combined = _combined(short.job)
-    return () if combined is None else (combined,)
+    job = short.job
+    alone = [remedy for kind in _KINDS if (remedy := _first(_tried(job, [one]) for one in kind(job)))]
+    if alone:
+        return tuple(alone[:most])
+    together = _combined(job)
+    return () if together is None else (together,)
 
 
-def _if_it_fits(candidate: _Candidate) -> Remedy | None:
-    answer = estimate(candidate.job)
+def _first(tried: Iterator[Remedy | None]) -> Remedy | None:
+    return next((remedy for remedy in tried if remedy is not None), None)
+
+
+def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
+    """The changes as a remedy, if the job fits after them."""
+    try:
+        for one in changes:
+            job = one.applied_to(job)
+        answer = estimate(job)
+    except SpecError:  # an optimizer or a size that the engine does not offer: no remedy
+        return None
     if not answer.fits:
         return None
-    return Remedy(candidate.change, candidate.flags, answer.least_bytes, answer.room_bytes or 0)
+    change, flags = "; ".join(one.change for one in changes), " ".join(one.flags for one in changes)
+    return Remedy(change, flags, answer.least_bytes, answer.room_bytes or 0)
 
 
 def _combined(job: JobSpec) -> Remedy | None:
-    """Apply every kind of change once, cheapest first, and stop at the first combination that fits."""
-    changes: list[str] = []
-    flags: list[str] = []
+    """Heap up the strongest change of every kind until the job fits; then take back what is not needed, dearest first."""
+    heap: list[tuple[_Candidate, ...]] = []
     current = job
-    for step in (_lighter_step, _higher_stage, _recompute, _fewer_sequences, _more_gpus):
-        for candidate in step(current):
-            fitting = _if_it_fits(candidate._replace(
-                change="; ".join([*changes, candidate.change]), flags=" ".join([*flags, candidate.flags])))  # fmt: skip
-            if fitting:
-                return fitting
-            last = candidate
-        if any(True for _ in step(current)):
-            changes.append(last.change)
-            flags.append(last.flags)
-            current = last.job
+    for kind in _HEAPED:
+        options = tuple(_possible(current, kind))
+        if not options:
+            continue
+        heap.append(options)
+        current = options[-1].applied_to(current)
+        if _tried(job, [one[-1] for one in heap]):
+            return _tried(job, _taken_back(job, heap))
     return None
 
 
-def _candidates(job: JobSpec) -> Iterator[_Candidate]:
-    for step in (_lighter_step, _recompute, _higher_stage, _fewer_sequences, _shorter_sequences, _more_gpus, _smaller_state):
-        yield from step(job)
+def _possible(job: JobSpec, kind: _Kind) -> Iterator[_Candidate]:
+    """The changes of a kind that some engine offers for this job."""
+    for one in kind(job):
+        try:
+            estimate(one.applied_to(job))
+        except SpecError:
+            continue
+        yield one
+
+
+def _taken_back(job: JobSpec, heap: Sequence[tuple[_Candidate, ...]]) -> list[_Candidate]:
+    chosen: list[_Candidate | None] = [options[-1] for options in heap]
+    for position in reversed(range(len(heap))):
+        for milder in (None, *heap[position]):
+            attempt = [*chosen[:position], milder, *chosen[position + 1 :]]
+            if _tried(job, [one for one in attempt if one]):
+                chosen = attempt
+                break
+    return [one for one in chosen if one]
+
+
+def _with_recipe(change: str, flags: str, **fields: object) -> _Candidate:
+    return _Candidate(change, flags, lambda job: replace(job, recipe=replace(job.recipe, **fields)))  # type: ignore[arg-type]
+
+
+def _with_batch(change: str, flags: str, **fields: int) -> _Candidate:
+    return _Candidate(change, flags, lambda job: replace(job, batch=replace(job.batch, **fields)))
 
 
 def _lighter_step(job: JobSpec) -> Iterator[_Candidate]:
-    recipe = job.recipe
-    if recipe.optimizer in ("adamw", "adam") and recipe.optimizer_impl != "fused" and recipe.engine != "paper":
-        lighter = replace(recipe, optimizer_impl="fused")
-        yield _Candidate("use the fused optimizer step", "--optimizer-impl fused", replace(job, recipe=lighter))
+    """What costs nothing but a flag, each once, then all of them."""
+    each = list(_free_changes(job.recipe))
+    yield from each
+    if len(each) > 1:
+        yield _Candidate(
+            "; ".join(one.change for one in each), " ".join(one.flags for one in each), lambda job: _all_applied(job, each)
+        )
+
+
+def _all_applied(job: JobSpec, changes: Sequence[_Candidate]) -> JobSpec:
+    for one in changes:
+        job = one.applied_to(job)
+    return job
+
+
+def _free_changes(recipe: RecipeSpec) -> Iterator[_Candidate]:
+    if recipe.optimizer in ("adamw", "adam") and step_implementation(recipe) not in ("fused", None):
+        yield _with_recipe("use the fused optimizer step", "--optimizer-impl fused", optimizer_impl="fused")
     if recipe.engine == "ddp" and not recipe.ddp.gradient_as_bucket_view:
-        view = replace(recipe, ddp=DdpOptions(gradient_as_bucket_view=True))
-        change = "keep gradients as views of DDP's buckets"
-        yield _Candidate(change, "--set ddp.gradient_as_bucket_view=true", replace(job, recipe=view))
+        view, flags = DdpOptions(gradient_as_bucket_view=True), "--set ddp.gradient_as_bucket_view=true"
+        yield _with_recipe("keep gradients as views of DDP's buckets", flags, ddp=view)
     if recipe.attention == "eager":
-        yield _Candidate("use fused attention", "--attention sdpa", replace(job, recipe=replace(recipe, attention="sdpa")))
+        yield _with_recipe("use fused attention", "--attention sdpa", attention="sdpa")
+    if recipe.keep_logits:
+        yield _with_recipe("let go of the logits before backward", "--no-keep-logits", keep_logits=False)
+    if not recipe.sync_every_micro_batch:
+        change = "reduce gradients after every micro-batch"
+        yield _with_recipe(change, "--sync-every-micro-batch", sync_every_micro_batch=True)
 
 
 def _recompute(job: JobSpec) -> Iterator[_Candidate]:
     if job.recipe.recompute == "none":
-        selective = replace(job.recipe, recompute="selective")
-        yield _Candidate("recompute selectively", "--recompute selective", replace(job, recipe=selective))
+        yield _with_recipe("recompute selectively", "--recompute selective", recompute="selective")
     if job.recipe.recompute != "full":
-        full = replace(job.recipe, recompute="full")
-        yield _Candidate("recompute every block", "--recompute full", replace(job, recipe=full))
+        yield _with_recipe("recompute every block", "--recompute full", recompute="full")
 
 
 def _higher_stage(job: JobSpec) -> Iterator[_Candidate]:
@@ -105,39 +161,102 @@ def _higher_stage(job: JobSpec) -> Iterator[_Candidate]:
         return
     stages: tuple[Stage, ...] = (1, 2, 3)
     for stage in stages[job.recipe.zero_stage :]:
-        engine = job.recipe.engine if stage in ENGINE_STAGES[job.recipe.engine] else DEFAULT_ENGINE[stage]
-        higher = replace(job, recipe=replace(job.recipe, zero_stage=stage, engine=engine))
-        yield _Candidate(f"shard more: ZeRO stage {stage}", f"--stage {stage} --engine {engine}", higher)
+        yield _at_stage(job.recipe, stage)
+
+
+def _at_stage(recipe: RecipeSpec, stage: Stage) -> _Candidate:
+    engine = recipe.engine if stage in ENGINE_STAGES[recipe.engine] else DEFAULT_ENGINE[stage]
+    other = "" if engine == recipe.engine else f", which takes {engine} instead of {recipe.engine}"
+    flags = f"--stage {stage} --engine {engine}"
+    return _with_recipe(f"shard more: ZeRO stage {stage}{other}", flags, zero_stage=stage, engine=engine)
+
+
+def _arranged(job: JobSpec, *, gpus: int, replicas: int) -> JobSpec:
+    """The job on so many GPUs in so many replicas, as the command line arranges them."""
+    if gpus % (replicas * job.mesh.tp):
+        raise SpecError(f"{gpus} GPUs are not divisible by {replicas} replicas of {job.mesh.tp} tensor-parallel ranks")
+    return replace(job, mesh=replace(job.mesh, dp_replicate=replicas, dp_shard=gpus // (replicas * job.mesh.tp)))
+
+
+def _fewer_replicas(job: JobSpec) -> Iterator[_Candidate]:
+    """Shard over the ranks that now hold replicas."""
+    replicas = job.mesh.dp_replicate
+    while job.recipe.zero_stage > 0 and replicas > 1:
+        replicas //= _smallest_factor(replicas)
+        yield _in_replicas(replicas)
+
+
+def _in_replicas(replicas: int) -> _Candidate:
+    change = "shard over all ranks, no replicas" if replicas == 1 else f"fewer replicas, each on more ranks: {replicas:,}"
+    return _Candidate(change, f"--replicas {replicas}", lambda job: _arranged(job, gpus=job.mesh.world_size, replicas=replicas))
+
+
+def _even_shards(job: JobSpec) -> Iterator[_Candidate]:
+    """FSDP2 cuts a tensor along its first dimension, so experts that the ranks do not divide leave some ranks with more."""
+    moe = job.model.moe
+    if job.recipe.engine == "fsdp2" and moe is not None and moe.num_experts % job.mesh.dp_shard and job.mesh.dp_replicate == 1:
+        change = f"shard evenly, which FSDP2 cannot with {moe.num_experts} experts on so many ranks"
+        yield _with_recipe(change, "--engine deepspeed", engine="deepspeed")
 
 
 def _fewer_sequences(job: JobSpec) -> Iterator[_Candidate]:
     sequences, steps = job.batch.micro_batch_size, job.batch.grad_accum_steps
-    while sequences % 2 == 0:
-        sequences, steps = sequences // 2, steps * 2
-        batch = replace(job.batch, micro_batch_size=sequences, grad_accum_steps=steps)
+    while sequences > 1:
+        factor = _smallest_factor(sequences)
+        sequences, steps = sequences // factor, steps * factor
         flags = f"--micro-batch {sequences} --grad-accum {steps}"
-        yield _Candidate(f"smaller micro-batches, more of them: {sequences}", flags, replace(job, batch=batch))
+        change = f"smaller micro-batches, more of them: {sequences:,}"
+        yield _with_batch(change, flags, micro_batch_size=sequences, grad_accum_steps=steps)
+
+
+def _smallest_factor(number: int) -> int:
+    """The smallest prime factor, or the number itself where that is beyond a thousand."""
+    return next((factor for factor in range(2, 1000) if number % factor == 0), number)
 
 
 def _shorter_sequences(job: JobSpec) -> Iterator[_Candidate]:
-    seq_len = job.batch.seq_len
-    while seq_len >= 1024:
+    seq_len = job.batch.seq_len // 2
+    while seq_len >= _SHORTEST:
+        yield _with_batch(f"shorter sequences: {seq_len:,} tokens", f"--seq-len {seq_len}", seq_len=seq_len)
         seq_len //= 2
-        batch = replace(job.batch, seq_len=seq_len)
-        yield _Candidate(f"shorter sequences: {seq_len:,} tokens", f"--seq-len {seq_len}", replace(job, batch=batch))
 
 
 def _more_gpus(job: JobSpec) -> Iterator[_Candidate]:
-    if job.recipe.zero_stage == 0:
-        return
-    shard = job.mesh.dp_shard * 2
-    while shard * job.mesh.dp_replicate * job.mesh.tp <= _MOST_GPUS:
-        mesh = replace(job.mesh, dp_shard=shard)
-        yield _Candidate(f"more GPUs: {mesh.world_size:,}", f"--gpus {mesh.world_size}", replace(job, mesh=mesh))
-        shard *= 2
+    """More ranks to shard over; where one rank holds everything so far, at stage 3 too."""
+    recipe, world = job.recipe, job.mesh.world_size
+    doubled = [gpus for doublings in range(1, 13) if (gpus := world << doublings) <= MOST_GPUS]
+    if recipe.zero_stage > 0:
+        yield from (_on_gpus(gpus, None) for gpus in doubled)
+    if recipe.zero_stage < 3 and job.mesh.dp_shard == 1:
+        yield from (_on_gpus(gpus, _at_stage(recipe, 3)) for gpus in doubled)
+
+
+def _on_gpus(gpus: int, sharded: _Candidate | None) -> _Candidate:
+    change, flags = f"more GPUs: {gpus:,}", f"--gpus {gpus}"
+    if sharded is None:
+        return _Candidate(change, flags, lambda job: _arranged(job, gpus=gpus, replicas=job.mesh.dp_replicate))
+    return _Candidate(
+        f"{change}; {sharded.change}",
+        f"{flags} {sharded.flags}",
+        lambda job: _arranged(sharded.applied_to(job), gpus=gpus, replicas=job.mesh.dp_replicate),
+    )
 
 
 def _smaller_state(job: JobSpec) -> Iterator[_Candidate]:
     if job.recipe.optimizer in ("adamw", "adam") and job.recipe.engine != "deepspeed":
-        recipe = replace(job.recipe, optimizer="adamw-8bit", optimizer_impl=None)
-        yield _Candidate("keep the optimizer state in 8 bits", "--optimizer adamw-8bit", replace(job, recipe=recipe))
+        flags = "--optimizer adamw-8bit" + ("" if job.recipe.optimizer_impl is None else " --optimizer-impl fused")
+        impl = None if job.recipe.optimizer_impl is None else "fused"
+        yield _with_recipe("keep the optimizer state in 8 bits", flags, optimizer="adamw-8bit", optimizer_impl=impl)
+
+
+#: From what costs nothing to what changes the training or the bill.
+_KINDS: tuple[_Kind, ...] = (
+    _lighter_step, _recompute, _higher_stage, _fewer_replicas, _even_shards, _fewer_sequences, _shorter_sequences, _more_gpus,
+    _smaller_state,
+)  # fmt: skip
+#: In this order they are heaped up: sharding is free on the GPUs there are, shorter sequences train another model. With more
+#: GPUs experts may cease to divide, so that is asked again.
+_HEAPED: tuple[_Kind, ...] = (
+    _lighter_step, _higher_stage, _fewer_replicas, _recompute, _fewer_sequences, _even_shards, _more_gpus, _even_shards,
+    _shorter_sequences,
+)  # fmt: skip

@@ -172,6 +172,8 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
         raise SpecError(f"a job has one model, but {said}; use one of --params 7e9, --model NAME, --config PATH")
     if request.treat_as is not None and (request.params is not None or isinstance(request.model, ModelSpec)):
         raise SpecError(f"--treat-as {request.treat_as!r} says how to read a config.json, but none is read; leave it out")
+    if request.config == "":
+        raise SpecError("--config '' names no file; give the path of a config.json or of its folder")
     if request.config is not None:
         return read_config(Path(request.config), treat_as=request.treat_as), _treated(request.treat_as)
     if isinstance(request.model, ModelSpec):
@@ -214,7 +216,7 @@ def _treated(treat_as: str | None) -> str:
 
 
 def _parameters(params: str | float | None) -> int:
-    if isinstance(params, float) and params == math.floor(params):
+    if isinstance(params, float) and params.is_integer():
         return parse_count(str(int(params)), what="--params")
     return parse_count(str(params), what="--params")
 

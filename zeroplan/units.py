@@ -31,15 +31,15 @@ def parse_count(text: str, *, what: str = "count", examples: str = "7e9, 7b, 350
 
 
 def parse_size(text: str, *, what: str = "size") -> int:
-    """Read a size in bytes: ``80GiB``, ``25 MB``, ``500000000``.
+    """Read a size in bytes, to the nearest byte: ``80GiB``, ``79.1GiB``, ``25 MB``, ``500000000``.
 
     >>> parse_size("80GiB") == 80 * GIB, parse_size("25 MB")
     (True, 25000000)
     """
-    return _parse(text, _BYTE_SUFFIX, what, "80GiB, 80GB or a number of bytes")
+    return _parse(text, _BYTE_SUFFIX, what, "80GiB, 80GB or a number of bytes", rounded=text.strip()[-1:].isalpha())
 
 
-def _parse(text: str, suffixes: dict[str, int], what: str, examples: str) -> int:
+def _parse(text: str, suffixes: dict[str, int], what: str, examples: str, *, rounded: bool = False) -> int:
     match = _NUMBER.fullmatch(text)
     if match is None or match[2].lower() not in suffixes:
         raise SpecError(f"{what} {text!r} is not a number zeroplan reads; write {examples}")
@@ -49,9 +49,9 @@ def _parse(text: str, suffixes: dict[str, int], what: str, examples: str) -> int
         raise SpecError(f"{what} {text!r} is not a number; write {examples}") from None
     if value < 1 or value > _LARGEST:
         raise SpecError(f"{what} {text!r} is out of range; write a number from 1 to 1e18, like {examples}")
-    if value != value.to_integral_value():
+    if value != value.to_integral_value() and not rounded:
         raise SpecError(f"{what} {text!r} is not a whole number; write {examples}")
-    return int(value)
+    return int(value.to_integral_value())
 
 
 def format_gb(n_bytes: int) -> str:

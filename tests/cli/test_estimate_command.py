@@ -9,25 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from zeroplan.cli.app import main
-
 Run = Callable[..., tuple[int, str, str]]
 SEVEN = ("estimate", "--params", "7e9", "--gpus", "8", "--stage", "3")
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 2048,
 }  # fmt: skip
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        printed = capsys.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return run
 
 
 def test_the_first_command_says_sixteen_psi_over_eight(run: Run):
@@ -94,7 +81,7 @@ def test_what_does_not_fit_gets_the_nearest_changes(run: Run):
     code, out, _ = run("estimate", "--model", "llama-2-7b", "--gpu", "rtx-4090", "--gpus", "8", "--stage", "3")
     assert code == 0
     assert "It does not fit NVIDIA GeForce RTX 4090" in out
-    assert "--recompute full" in out
+    assert "--recompute selective" in out
 
 
 def test_check_makes_the_answer_count(run: Run):
@@ -216,10 +203,41 @@ BAD = [
     (("/nowhere/job.toml",), "/nowhere/job.toml"),
     (("--config", "/nowhere"), "/nowhere"),
     (("--params", "7e9", "--tensor-parallel", "2", "--gpus", "8", "--stage", "3"), "tp=2"),
+    (("--params", "7,5e9"), "7,5e9"),
+    (("--params", "7__0b"), "7__0b"),
+    (("--params", "50_000"), "too small"),
+    (("--params", "1e16"), "beyond"),
+    (("--params", "7" * 100_000), "from 1 to 1e18"),
+    (("--params", "\udcff7b"), "udcff"),
+    (("--params", "7b\0"), "7b"),
+    (("--params", "٧e9"), "٧e9"),
+    (("--params", "7e9", "--gpus", "٣"), "write 8"),
+    (("--params", "7e9", "--gpus", ""), "--gpus ''"),
+    (("--params", "7e9", "--stage", ""), "0, 1, 2, 3"),
+    (("--params", "7e9", "--treat-as", "llama"), "--treat-as"),
+    (("--params", "7e9", "--activations", "megatron"), "engine 'paper'"),
+    (("--params", "7e9", "--sequence-parallel"), "megatron"),
+    (("--params", "7e9", "--gpus", "8", "--set", "fsdp2.reshard_after_forward=3"), "does not divide the 8 ranks"),
+    (("--params", "7e9", "--json", "--markdown"), "choose one"),
+    (("--params", "7e9", "--catalog", ""), "--catalog ''"),
+    (("--model", " "), "unknown model ' '; `zeroplan models`"),
+    (("--model", "/"), "unknown model '/'"),
+    (("--model", "a" * 100_000), "`zeroplan models`"),
+    (("--model", "\x1b[31m"), "unknown model"),
+    (("--config", ""), "--config ''"),
+    (("--config", "/dev/zero"), "/dev/zero"),
+    (("--config", "a/" * 10_000), "too long"),
+    (("--config", "a\0b"), "check the path"),
+    (("",), "job file ''"),
+    (("/dev/zero",), "/dev/zero"),
+    (("a" * 10_000,), "File name too long"),
+    (("a.toml", "b.toml"), "`zeroplan estimate --help`"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), BAD, ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+@pytest.mark.parametrize(
+    ("arguments", "says"), BAD, ids=lambda value: ascii(" ".join(value))[:60] if isinstance(value, tuple) else ""
+)
 def test_bad_input_is_one_line_and_exit_code_2(run: Run, arguments: tuple[str, ...], says: str):
     code, out, err = run("estimate", *arguments)
     assert code == 2
@@ -247,6 +265,16 @@ BAD_FILES = {
     "a job that is a list": ("job.json", b"[]", "holds a list"),
     "a job with a contradiction": ("job.json", b'{"params": 7e9, "model": "gpt2"}', "one model"),
     "a job that is not UTF-8": ("job.toml", b"\xff", "UTF-8"),
+    "a job of infinite size": ("job.json", b'{"params": 1e400}', "inf"),
+    "a job of no size": ("job.toml", b"params = nan", "nan"),
+    "a job with a key twice": ("job.json", b'{"params": "7b", "params": "8b"}', "'params' twice"),
+    "a job with a key in both spellings": ("job.toml", b'params = "7b"\nseq-len = 1\nseq_len = 2', "'seq_len' twice"),
+    "a job with a date": ("job.toml", b'params = "7b"\nseq-len = 2020-01-01', "2020-01-01"),
+    "a job with a misspelt key": ("job.toml", b'params = "7b"\nseqlen = 8', "nearest: seq_len"),
+    "a job nested too deep": ("job.json", b'{"params":' + b"[" * 100_000, "nested too deep"),
+    "a job with a nul": ("job.toml", b'params = "7b"\0', "is not TOML"),
+    "a job with half a model": ("job.json", b'{"model": {"family": "llama"}}', "is missing"),
+    "a job with a lone surrogate": ("job.json", b'{"params": "\\ud800"}', "hex escape"),
     "an escape sequence": ("job.toml", b'"a\\u001b[31m" = 1', "a\\x1b[31m"),
 }
 
@@ -261,6 +289,22 @@ def test_a_bad_file_is_one_line_and_exit_code_2(run: Run, tmp_path: Path, case: 
     assert err.count("\n") == 1
     assert says in err
     assert "\x1b" not in err
+
+
+def test_what_is_no_regular_file_is_refused_without_being_opened(run: Run, tmp_path: Path):
+    """A pipe without a writer would wait for ever, /dev/zero would never end."""
+    os.mkfifo(tmp_path / "config.json")
+    os.mkfifo(tmp_path / "job.toml")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for arguments in (("--config", str(tmp_path)), (str(tmp_path / "job.toml"),), (str(tmp_path / "loop"),), (str(tmp_path),)):
+        code, out, err = run("estimate", *arguments)
+        assert (code, out) == (2, "")
+        assert err.count("\n") == 1
+
+
+def test_megabytes_of_comments_are_read(run: Run, tmp_path: Path):
+    (tmp_path / "job.toml").write_bytes(b"#" + b"x" * 10_000_000 + b'\nparams = "7b"\n')
+    assert run("estimate", str(tmp_path / "job.toml"))[0] == 0
 
 
 def test_two_gigabytes_of_zeros_are_refused_at_once(run: Run, tmp_path: Path):
@@ -287,6 +331,32 @@ def test_a_closed_pipe_is_silent():
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert done.stderr == ""
     assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize(
+    "redirection", ["> /dev/full", ">&-", "2> /dev/full > /dev/full", ">&- 2>&-", "--json > /dev/full", "--help > /dev/full"]
+)
+def test_an_answer_that_cannot_be_written_is_an_error_in_one_line(redirection: str):
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m zeroplan estimate --params 7e9 {redirection}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (0 if "2>" in redirection else 1)
+
+
+@pytest.mark.parametrize(("redirection", "code"), [("<&-", 0), ("2>&-", 0), ("--gpus x 2>&-", 2), ("--gpus x 2>/dev/full", 2)])
+def test_other_closed_streams_do_not_matter(redirection: str, code: int):
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m zeroplan estimate --params 7e9 {redirection}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert done.stderr == ""
+    assert ("Peak allocated" in done.stdout) == (code == 0)
 
 
 def test_a_terminal_without_unicode_still_gets_the_numbers():

@@ -68,7 +68,8 @@ def _config_file(path: Path) -> Path:
     try:
         is_folder = path.is_dir()
     except (OSError, ValueError) as error:
-        raise SpecError(f"config.json {str(path)!r} cannot be read: {one_line(str(error))}") from None
+        reason = getattr(error, "strerror", None) or one_line(str(error))
+        raise SpecError(f"config.json {str(path)!r} cannot be read: {reason}; check the path") from None
     if is_folder and not (path / "config.json").exists():
         raise SpecError(f"folder {str(path)!r} holds no config.json; give the folder or file of a Hugging Face model")
     return path / "config.json" if is_folder else path

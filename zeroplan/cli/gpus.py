@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from zeroplan.catalog.gpu import gpu, gpus
-from zeroplan.cli.catalog_flags import Catalog
+from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.report.catalog import gpu_table, gpu_text
 from zeroplan.resolve import own_folder
 from zeroplan.spec.hardware import GpuSpec
-from zeroplan.units import parse_size
+from zeroplan.units import MB, parse_size
 
 gpus_app = typer.Typer(help="The accelerators zeroplan knows.", invoke_without_command=True, no_args_is_help=False)
 
@@ -31,7 +31,7 @@ def list_gpus(
     """List accelerators: memory as torch reports it, peak rates, bandwidth, links."""
     if context.invoked_subcommand is not None:
         return
-    chosen = _chosen(own_folder(None if catalog is None else Path(catalog), "gpus"), vendor, min_memory, matching)
+    chosen = _chosen(own_folder(folder(catalog), "gpus"), vendor, min_memory, matching)
     typer.echo(json.dumps([asdict(one) for one in chosen], indent=2, ensure_ascii=False) if as_json else gpu_table(chosen))
 
 
@@ -43,7 +43,7 @@ def show_gpu(
     catalog: Catalog = None,
 ) -> None:
     """Show one accelerator: every figure, its source, and what it follows from."""
-    found = gpu(name, extra=own_folder(None if catalog is None else Path(catalog), "gpus"))
+    found = gpu(name, extra=own_folder(folder(catalog), "gpus"))
     typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False) if as_json else gpu_text(found))
 
 
@@ -51,6 +51,8 @@ def _chosen(own: Path | None, vendor: str | None, min_memory: str | None, matchi
     if vendor is not None and vendor not in ("nvidia", "amd"):
         raise SpecError(f"--vendor {vendor!r} is neither nvidia nor amd")
     least = 0 if min_memory is None else parse_size(min_memory, what="--min-memory")
+    if min_memory is not None and least < MB:
+        raise SpecError(f"--min-memory {min_memory!r} is {least:,} bytes, less than any GPU has; write {min_memory}GB, say")
     return [
         one
         for one in gpus(extra=own)

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from zeroplan.catalog.text import one_line, read_text
+from zeroplan.catalog.text import one_line, read_text, shown
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, request_of
 from zeroplan.spec.base import read
@@ -31,14 +31,25 @@ def read_job_file(path: Path) -> Request:
 
 def _parsed(path: Path, text: str) -> object:
     try:
-        return json.loads(text) if path.suffix.lower() == ".json" else tomllib.loads(text)
+        return json.loads(text, object_pairs_hook=_each_key_once) if path.suffix.lower() == ".json" else tomllib.loads(text)
     except RecursionError:
         raise SpecError(f"job file {str(path)!r} is nested too deep; write it flat") from None
+    except SpecError:
+        raise
     except ValueError as error:
         kind = "JSON" if path.suffix.lower() == ".json" else "TOML (a JSON job file ends in .json)"
         raise SpecError(f"job file {str(path)!r} is not {kind}: {one_line(str(error))}") from None
 
 
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Refuse a key that stands twice: JSON would take the last, TOML refuses it too."""
+    together = dict(pairs)
+    if len(together) < len(pairs):
+        twice = next(key for key in together if sum(key == other for other, _ in pairs) > 1)
+        raise SpecError(f"the job file has {shown(twice)} twice; keep one")
+    return together
+
+
 def _keys_of_flags(data: Mapping[str, object]) -> dict[str, object]:
     """Accept keys as flags write them: ``seq-len`` for ``seq_len``."""
-    return {key.replace("-", "_"): value for key, value in data.items()}
+    return _each_key_once([(key.replace("-", "_"), value) for key, value in data.items()])

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from zeroplan.cli.catalog_flags import Catalog
+from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
@@ -31,6 +31,7 @@ class _Flag(NamedTuple):
 
 
 _MODEL, _CLUSTER, _RECIPE, _BATCH = "Model (one of the first three)", "Cluster", "Recipe", "Batch"
+_SWITCHES = "Switches of the recipe"
 
 FLAGS = (
     _Flag("params", "COUNT", "Parameters, as 7e9, 7b or 350M; a published shape of that size is taken.", _MODEL),
@@ -42,25 +43,22 @@ FLAGS = (
     _Flag("gpus_per_node", "N", "GPUs that share a node. (default: the GPU's usual server)", _CLUSTER, number=True),
     _Flag("replicas", "N", "Replicas of the sharded group (HSDP). (default: 1)", _CLUSTER, number=True),
     _Flag("tensor_parallel", "N", "Tensor-parallel ranks (engine paper). (default: 1)", _CLUSTER, number=True),
-    _Flag("stage", "0|1|2|3", "ZeRO stage. (default: 3, or 0 on one GPU)", _RECIPE),
-    _Flag("engine", "paper|ddp|fsdp2|deepspeed", "Who runs it. (default: ddp for stages 0 and 1, fsdp2 for 2 and 3)", _RECIPE),
-    _Flag("precision", "bf16-mixed|fp16-mixed|bf16|fp32", "Precision. (default: bf16-mixed)", _RECIPE),
+    _Flag("stage", "0..3", "ZeRO stage. (default: 3, or 0 on one GPU)", _RECIPE),
+    _Flag("engine", "NAME", "paper, ddp, fsdp2 or deepspeed. (default: ddp for stages 0 and 1, fsdp2 for 2 and 3)", _RECIPE),
+    _Flag("precision", "NAME", "bf16-mixed, fp16-mixed, bf16 or fp32. (default: bf16-mixed)", _RECIPE),
     _Flag("optimizer", "NAME",
           "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion, muon or adamw-8bit. (default: adamw)",
           _RECIPE),
-    _Flag("optimizer_impl", "foreach|fused|forloop", "How the step runs. (default: the engine's own)", _RECIPE),
-    _Flag("recompute", "none|selective|full", "Activation checkpointing. (default: none)", _RECIPE),
-    _Flag("attention", "sdpa|flash|eager", "Attention implementation. (default: sdpa)", _RECIPE),
-    _Flag("activations", "module|megatron", "What activations are counted by: the real module, or Megatron's formula "
-          "(engine paper). (default: module)", _RECIPE),
+    _Flag("optimizer_impl", "NAME", "How it steps: foreach, fused or forloop. (default: the engine's own)", _RECIPE),
+    _Flag("recompute", "NAME", "Activation checkpointing: none, selective or full. (default: none)", _RECIPE),
+    _Flag("attention", "NAME", "sdpa, flash or eager. (default: sdpa)", _RECIPE),
+    _Flag("activations", "NAME", "Count them by the module, or by megatron, its paper's formula (engine paper). "
+          "(default: module)", _RECIPE),
     _Flag("sequence_parallel", "", "With --activations megatron: split norms and dropouts over tensor-parallel ranks too.",
-          _RECIPE, switch=True),
-    _Flag("loss", "full|chunked|fused", "All logits at once, an eighth at a time (torchtitan), or Liger's fused head and "
-          "loss. (default: full)", _RECIPE),
-    _Flag("keep_logits", "no|yes|fp32", "The training loop holds the model's output during backward; fp32: upcast, as "
-          "accelerate's loops do. (default: no)", _RECIPE),
-    _Flag("sync_every_micro_batch", "", "Reduce gradients after every micro-batch; --no-... only after the last (no_sync).  "
-          "[default: yes]", _RECIPE, switch=True),
+          _SWITCHES, switch=True),
+    _Flag("keep_logits", "", "The training loop holds the model's output during backward.", _SWITCHES, switch=True),
+    _Flag("sync_every_micro_batch", "", "Reduce gradients after every micro-batch (default), or with "
+          "--no-sync-every-micro-batch after the last one only (no_sync).", _SWITCHES, switch=True),
     _Flag("seq_len", "TOKENS", "Tokens per sequence. (default: 4096, or the model's longest)", _BATCH, number=True),
     _Flag("micro_batch", "N", "Sequences per GPU in one forward pass. (default: 1)", _BATCH, number=True),
     _Flag("grad_accum", "N", "Micro-batches per optimizer step. (default: 1)", _BATCH, number=True),
@@ -119,11 +117,11 @@ def _resolved(given: dict[str, object]) -> Resolved:
     settings = given.pop("settings") or []
     job_file = given.pop("job_file")
     said = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
-    request = _from_file(Path(str(job_file))) if job_file is not None else Request()
+    request = _from_file(str(job_file)) if job_file is not None else Request()
     request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
     for setting in settings if isinstance(settings, list) else []:
         request = _with_setting(request, str(setting))
-    return resolve(request, extra=None if catalog is None else Path(str(catalog)))
+    return resolve(request, extra=folder(None if catalog is None else str(catalog)))
 
 
 _KEEP_LOGITS = {"no": False, "yes": True}
@@ -139,10 +137,12 @@ def _value(flag: _Flag, text: object) -> object:
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
 
 
-def _from_file(path: Path) -> Request:
+def _from_file(text: str) -> Request:
+    if not text:
+        raise SpecError("job file '' is no file; give the path of one")
     from zeroplan.cli.job_file import read_job_file  # noqa: PLC0415  only a job file pays for it
 
-    return read_job_file(path)
+    return read_job_file(Path(text))
 
 
 def _with_setting(request: Request, setting: str) -> Request:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zeroplan.catalog.model import ModelEntry, model_entry, models
-from zeroplan.cli.catalog_flags import Catalog
+from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.report.catalog import model_table, model_text
 from zeroplan.resolve import own_folder
@@ -42,7 +42,7 @@ def list_models(
     most = 10**18 if max_params is None else parse_count(max_params, what="--max-params")
     chosen = [
         one
-        for one in _by_size(own_folder(None if catalog is None else Path(catalog), "models"))
+        for one in _by_size(own_folder(folder(catalog), "models"))
         if (family is None or one.spec.family == family)
         and (moe is None or (one.spec.moe is not None) == moe)
         and least <= parameter_count(one.spec) <= most
@@ -59,7 +59,7 @@ def show_model(
     catalog: Catalog = None,
 ) -> None:
     """Show one model: shape, parameters tensor by tensor, published count and source."""
-    found = model_entry(name, extra=own_folder(None if catalog is None else Path(catalog), "models"))
+    found = model_entry(name, extra=own_folder(folder(catalog), "models"))
     typer.echo(json.dumps(_payload(found), indent=2, ensure_ascii=False) if as_json else model_text(found))
 
 

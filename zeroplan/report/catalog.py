@@ -1,7 +1,7 @@
 """The catalogue as text: tables of models and accelerators, and one entry with every figure and source."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 
 from zeroplan.catalog.model import ModelEntry
 from zeroplan.spec.hardware import Figure, GpuSpec
@@ -100,10 +100,15 @@ def _model_head(one: ModelEntry) -> Iterator[str]:
 def _shape(one: ModelEntry) -> Iterator[str]:
     for field in fields(one.spec):
         value = getattr(one.spec, field.name)
-        if field.name != "name" and value not in (None, 0, False):
-            yield (
-                f"  {field.name:<26}{value:,}" if isinstance(value, int) and value is not True else f"  {field.name:<26}{value}"
-            )
+        if is_dataclass(value):
+            yield from (_entry(f"{field.name}.{part.name}", getattr(value, part.name)) for part in fields(value))
+        elif field.name != "name" and value not in (None, 0, False):
+            yield _entry(field.name, value)
+
+
+def _entry(name: str, value: object) -> str:
+    number = isinstance(value, int) and not isinstance(value, bool)
+    return f"  {name:<30}{f'{value:,}' if number else value}"
 
 
 def _tensors(one: ModelEntry) -> Iterator[str]:

@@ -6,23 +6,23 @@ from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line, bytes_by_kind
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
-from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
+from zeroplan.report.words import NO_CHANGE, headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.units import GB, GIB, format_size
 
 
 def estimate_markdown(
-    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), *, explain: bool = False
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False
 ) -> str:
-    """Return the whole answer as Markdown tables; with ``explain`` the peak is listed line by line with formula and source."""
+    """Return the whole answer as Markdown tables; with ``explain`` the peak is listed line by line with formula and source.
+
+    ``changes`` None means that none were looked for; where they were and there are none, the answer says so.
+    """
     parts = [
         [f"## {headline(answer)}", "", *(f"{line}  " for line in job_lines(answer))],
         list(_states(answer)),
         list(_peak(answer, explain=explain)),
         list(_card(answer)),
-        [
-            verdict_sentence(answer),
-            *(f"- `{one.flags}`: {one.change}; needs {format_size(one.needed_bytes)}" for one in changes),
-        ],
+        list(_verdict(answer, changes)),
         list(_communication(answer)),
         [f"- {note}" for note in (*notes, *([answer.approximate] if answer.approximate else []), *answer.notes)],
     ]
@@ -73,6 +73,15 @@ def _card(answer: Estimate) -> Iterator[str]:
     for what, band in rows:
         low, high = f"{band.low_bytes / GB:,.2f}", f"{band.high_bytes / GB:,.2f}"
         yield _cells(what, *_amounts(int(band.expected_bytes)), low, high)
+
+
+def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str]:
+    yield verdict_sentence(answer)
+    if changes:
+        yield ""
+        yield from (f"- `{one.flags}`: {one.change}; needs {format_size(one.needed_bytes)}" for one in changes)
+    elif changes is not None and answer.fits is False:
+        yield NO_CHANGE
 
 
 def _communication(answer: Estimate) -> Iterator[str]:

@@ -7,18 +7,25 @@ from zeroplan.estimator import Estimate
 from zeroplan.ledger import Band, Line, bytes_by_kind
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
-from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
+from zeroplan.report.words import NO_CHANGE, headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.traffic import wire_time
 from zeroplan.transformer.legend import SYMBOLS
 from zeroplan.units import GB, GIB, MB, format_size
 
 _COMMON_SYMBOLS = {"Ψ": "parameters", "L": "blocks", "N": "ranks that share one copy"}
-_WHAT = 36
-_REASON = 62
+#: Columns: what a line is, and why; with the two figures between them a line has 100.
+_WHAT = 34
+_REASON = 42
+_WIDTH = 100
 
 
-def estimate_text(answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = (), *, explain: bool = False) -> str:
-    """Return the whole answer, about 40 lines, or with ``explain`` every line with its formula, numbers and source."""
+def estimate_text(
+    answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] | None = None, *, explain: bool = False
+) -> str:
+    """Return the whole answer, about 40 lines, or with ``explain`` every line with its formula, numbers and source.
+
+    ``changes`` None means that none were looked for; where they were and there are none, the answer says so.
+    """
     parts = [
         [headline(answer), *job_lines(answer)],
         list(_states(answer, explain=explain)),
@@ -42,7 +49,7 @@ def _head(title: str, last: str = "") -> str:
 
 
 def _states(answer: Estimate, *, explain: bool) -> Iterator[str]:
-    yield _head("Model states per GPU", "bytes per parameter")
+    yield _head("Model states per GPU", "bytes, for Ψ parameters")
     for kind, n_bytes in answer.states_by_kind.items():
         yield _row(kind.value, n_bytes, per_parameter(answer, kind))
         if explain:
@@ -97,12 +104,33 @@ def _band_row(what: str, band: Band) -> str:
     return _row(what, int(band.expected_bytes), f"{band.low_bytes / GB:,.2f} to {band.high_bytes / GB:,.2f}")
 
 
-def _verdict(answer: Estimate, changes: Sequence[Remedy]) -> Iterator[str]:
-    yield verdict_sentence(answer)
+def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str]:
+    yield textwrap.fill(verdict_sentence(answer), _WIDTH, break_long_words=False)
+    if changes is not None and not changes and answer.fits is False:
+        yield textwrap.fill(NO_CHANGE, _WIDTH)
     if changes:
-        yield "It would fit after one of these:" if len(changes) > 1 else "It would fit after this:"
-        for change in changes:
-            yield f"  {change.flags:<44}  {change.change}; needs {format_size(change.needed_bytes)}"
+        yield from _changes(changes)
+
+
+def _changes(changes: Sequence[Remedy]) -> Iterator[str]:
+    """Each change as flags to copy, with what it would need and in words: a table, or where flags are long, one by one."""
+    title = f"It would fit with {'one of these' if len(changes) > 1 else 'this change'}"
+    width = max(_WHAT, *(len(change.flags) for change in changes))
+    if width + 22 > _WIDTH:
+        yield f"{title}:"
+        for one in changes:
+            yield f"  {one.flags}"
+            yield _indented(f"{one.change}; needs {format_size(one.needed_bytes)}")
+        return
+    yield f"{title + ', needing':<{width + 2}}{'GB':>10}{'GiB':>10}"
+    for one in changes:
+        row = f"  {one.flags:<{width}}{one.needed_bytes / GB:>10,.2f}{one.needed_bytes / GIB:>10,.2f}"
+        together = f"{row}  {one.change}"
+        yield together if len(together) <= _WIDTH else f"{row}\n{_indented(one.change)}"
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
@@ -118,12 +146,13 @@ def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
     time = wire_time(int(traffic.total_bytes), answer.job.cluster, gpus=answer.job.mesh.world_size)
     if time is not None:
         yield f"at least {time.seconds:.3g} s on {time.link}, at its full rate and with nothing overlapped"
-    yield f"  {'collective':<34}{'calls':>10}{'MB each':>12}{'GB sent':>10}  of what, when"
+    yield f"  {'collective':<16}{'calls':>9}{'MB each':>12}{'GB sent':>12}  of what, when"
     for call in traffic.collectives:
         if call.sent_bytes:
-            yield (
-                f"  {call.operation:<34}{int(call.calls):>10,}{int(call.n_bytes) / MB:>12,.1f}"
-                f"{int(call.sent_bytes) / GB:>10,.2f}  {call.what}, {call.when}"
+            each, sent = int(call.n_bytes) / MB, int(call.sent_bytes) / GB
+            figures = f"  {call.operation:<16}{int(call.calls):>9,}{each:>12,.1f}{sent:>12,.2f}  "
+            yield textwrap.fill(
+                f"{call.what}, {call.when}", _WIDTH, initial_indent=figures, subsequent_indent=" " * len(figures)
             )
             if explain and call.source:
                 yield f"      source: {call.source}"
@@ -149,4 +178,4 @@ def _notes(answer: Estimate, notes: Sequence[str]) -> Iterator[str]:
     if every:
         yield "Notes"
         for note in every:
-            yield textwrap.fill(note, 110, initial_indent="  - ", subsequent_indent="    ")
+            yield textwrap.fill(note, _WIDTH, initial_indent="  - ", subsequent_indent="    ")

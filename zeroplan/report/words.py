@@ -1,67 +1,93 @@
 """Sentences that every rendering of an answer shares: what the job is, what a parameter costs, whether it fits."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from zeroplan.estimator import Estimate
+from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.ledger import Kind
+from zeroplan.remedies import MOST_GPUS
 from zeroplan.spec.job import ENGINE_STAGES
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import format_size
 
-#: From which ZeRO stage on a kind of state is divided among the ranks (arXiv:1910.02054, section 5).
-_DIVIDED_FROM = {Kind.OPTIMIZER_STATE: 1, Kind.GRADIENTS: 2, Kind.PARAMETERS: 3}
+NO_CHANGE = (
+    "Nothing that zeroplan tries makes it fit: recomputation, a higher ZeRO stage, smaller micro-batches, shorter sequences, "
+    f"up to {MOST_GPUS:,} GPUs."
+)
 
 
 def headline(answer: Estimate) -> str:
     """What is trained, on how many GPUs, how."""
     job = answer.job
     gpus = job.mesh.world_size
-    gpu = "" if job.cluster.gpu is None else f" {job.cluster.gpu.full_name}"
-    name = job.model.name or f"a {job.model.family} model"
+    gpu = plural(gpus, "GPU") if job.cluster.gpu is None else f"{gpus:,} x {job.cluster.gpu.full_name}"
     engine = ENGINE_STAGES[job.recipe.engine][job.recipe.zero_stage]
-    active = "" if answer.active_parameters == answer.parameters else f", {answer.active_parameters:,} of them active"
-    count = "" if "parameters" in name else f" ({answer.parameters:,} parameters{active})"
-    return f"{name}{count} on {gpus:,}{gpu or ' GPU'}{'s' if gpus > 1 else ''}, ZeRO stage {job.recipe.zero_stage}: {engine}"
+    stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {job.recipe.zero_stage}: "
+    return f"{job.model.name or f'a {job.model.family} model'} on {gpu}, {stage}{engine}"
 
 
 def job_lines(answer: Estimate) -> Iterator[str]:
-    """The recipe and the batch, one line each."""
+    """The model's size, the recipe and the batch, one line each."""
     recipe, batch, mesh = answer.job.recipe, answer.job.batch, answer.job.mesh
-    impl = "" if recipe.optimizer_impl is None else f" {recipe.optimizer_impl}"
-    yield f"{recipe.precision}, {recipe.optimizer}{impl}, recomputation {recipe.recompute}, attention {recipe.attention}"
-    accumulated = "" if batch.grad_accum_steps == 1 else f", {batch.grad_accum_steps} micro-batches per step"
-    yield f"{batch.micro_batch_size:,} x {batch.seq_len:,} tokens per GPU and micro-batch{accumulated}"
+    active = "" if answer.active_parameters == answer.parameters else f", {answer.active_parameters:,} of them used per token"
+    if active or "parameters" not in answer.job.model.name:
+        yield f"{answer.parameters:,} parameters{active}"
+    yield f"{recipe.precision}, {_optimizer(recipe)}, recomputation {recipe.recompute}, attention {recipe.attention}"
+    accumulated = "" if batch.grad_accum_steps == 1 else f"{batch.grad_accum_steps:,} micro-batches or "
+    tokens = batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard
+    sequences = f"{plural(batch.micro_batch_size, 'sequence')} of {plural(batch.seq_len, 'token')}"
+    yield f"{sequences} per GPU and micro-batch; {accumulated}{tokens:,} tokens of all GPUs per step"
     if mesh.dp_replicate > 1 or mesh.tp > 1:
-        yield f"{mesh.dp_replicate} replicas x {mesh.dp_shard} shards x {mesh.tp} tensor-parallel ranks"
+        replicas, shards, split = (plural(mesh.dp_replicate, "replica"), plural(mesh.dp_shard, "shard"),
+                                   plural(mesh.tp, "tensor-parallel rank"))  # fmt: skip
+        yield f"{replicas} x {shards} x {split}"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun: ``1 GPU``, ``8 GPUs``.
+
+    >>> plural(1, "GPU"), plural(1024, "GPU")
+    ('1 GPU', '1,024 GPUs')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _optimizer(recipe: RecipeSpec) -> str:
+    """The optimizer and the implementation of its step, with a word on whose choice that is."""
+    carried_out = step_implementation(recipe)
+    if carried_out is None:
+        return recipe.optimizer
+    return f"{recipe.optimizer} ({carried_out}{', the default' if recipe.optimizer_impl is None else ''})"
 
 
 def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
-    """Bytes per parameter of a kind of state, or of all, and how the stage divides them: ``4 x Ψ / 8``.
+    """Bytes per parameter of a kind of state, or of all: ``4 x Ψ``, or ``4 x Ψ / 8`` where the ranks share it evenly.
 
-    The factor is measured on this rank's bytes, so padding and uneven shards show in it.
+    Where they do not (whole copies beside shards, padding, uneven chunks), what one rank alone would hold and what this one
+    holds.
     """
-    if kind is None:
-        whole = sum(_per_parameter(answer, one) for one in answer.states_by_kind)
-        return f"{_short(whole)} x Ψ before sharding, {_short(_on_this_rank(answer))} x Ψ on this GPU"
-    ranks = f" / {answer.job.mesh.dp_shard}" if _divided(answer, kind) else ""
-    split = f" / {answer.job.mesh.tp} (tensor-parallel)" if answer.job.mesh.tp > 1 else ""
-    return f"{_short(_per_parameter(answer, kind))} x Ψ{split}{ranks}"
+    whole, here, mesh = _unsharded(answer), answer.states_by_kind, answer.job.mesh
+    before = sum(whole.values()) if kind is None else whole[kind]
+    after = sum(here.values()) if kind is None else here[kind]
+    split = f" / {mesh.tp} (tensor-parallel)" if mesh.tp > 1 else ""
+    if kind is not None and _short(after / max(before, 1)) == "1":
+        return f"{_short(before * mesh.tp / answer.parameters)} x Ψ{split}"
+    if kind is not None and _short(after * mesh.dp_shard / max(before, 1)) == "1":
+        return f"{_short(before * mesh.tp / answer.parameters)} x Ψ{split} / {mesh.dp_shard:,}"
+    return f"{_short(before / answer.parameters)} x Ψ before sharding, {_short(after / answer.parameters)} x Ψ on this GPU"
 
 
-def _divided(answer: Estimate, kind: Kind) -> bool:
-    return answer.job.recipe.zero_stage >= _DIVIDED_FROM[kind] and answer.job.mesh.dp_shard > 1
-
-
-def _per_parameter(answer: Estimate, kind: Kind) -> float:
-    ranks = answer.job.mesh.dp_shard if _divided(answer, kind) else 1
-    return answer.states_by_kind[kind] * ranks * answer.job.mesh.tp / answer.parameters
-
-
-def _on_this_rank(answer: Estimate) -> float:
-    return sum(answer.states_by_kind.values()) / answer.parameters
+def _unsharded(answer: Estimate) -> dict[Kind, int]:
+    """The states of the same job on one data-parallel rank, which holds everything."""
+    job = answer.job
+    recipe = replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, reshard_after_forward=None))
+    return estimate(replace(job, recipe=recipe, mesh=MeshSpec(tp=job.mesh.tp))).states_by_kind
 
 
 def _short(number: float) -> str:
-    return f"{number:.2f}".rstrip("0").rstrip(".")
+    digits = f"{number:,.2f}"
+    return "less than 0.01" if digits == "0.00" and number else digits.rstrip("0").rstrip(".")
 
 
 def verdict_sentence(answer: Estimate) -> str:

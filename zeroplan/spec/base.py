@@ -102,6 +102,19 @@ S = TypeVar("S")
 _SAYS_ALL = ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden")
 
 
+#: What pydantic appends to the place of an error inside ``str | int``, and its words where ours are plainer.
+_UNION_ARMS = ("str", "int", "float", "bool")
+_WORDS = {"unexpected_keyword_argument": "no such key", "missing": "is missing"}
+
+
+def _nearest(cls: type, key: str) -> str:
+    import difflib  # noqa: PLC0415  only an error pays for it
+
+    names = [field.name for field in fields(cls)]
+    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    return f"; nearest: {', '.join(near)}" if near else f"; there are {', '.join(names)}"
+
+
 def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
     """Build a spec from foreign data (a parsed TOML or JSON object), strictly.
 
@@ -115,8 +128,13 @@ def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
     try:
         return TypeAdapter(cls).validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in first["loc"]).encode("unicode_escape").decode("ascii")
-        wrong = first["msg"].removeprefix("Value error, ")
+        errors = error.errors(include_url=False)
+        # A key that is misspelt is missing too: the misspelling says more.
+        first = next((one for one in errors if one["type"] == "unexpected_keyword_argument"), errors[0])
+        loc = first["loc"][:-1] if first["loc"][1:] and first["loc"][-1] in _UNION_ARMS else first["loc"]
+        key = ".".join(str(part) for part in loc).encode("unicode_escape").decode("ascii")
+        wrong = _WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
+        if first["type"] == "unexpected_keyword_argument" and len(loc) == 1:
+            wrong += _nearest(cls, str(loc[0]))
         shown = "" if first["type"] in _SAYS_ALL else f" (it is {first['input']!r:.80})"
         raise SpecError(f"{where}: {key + ': ' if key else ''}{wrong}{shown}") from None

@@ -1,5 +1,6 @@
 """What it runs on: one accelerator and how many of them share a node."""
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -74,7 +75,11 @@ class GpuSpec(Spec):
     """Per GPU, between nodes, in the vendor's reference server."""
 
     def check_rules(self) -> None:
-        """Refuse an accelerator that computes nothing."""
+        """Refuse an accelerator that computes nothing, or in no known way."""
+        if self.vendor == "nvidia" and not re.fullmatch(r"[0-9]{1,2}\.[0-9]", self.compute_capability):
+            raise SpecError(
+                f"compute_capability={self.compute_capability!r} of an NVIDIA GPU is not like '9.0'; write its number"
+            )
         if not self.dense_flops_per_s:
             raise SpecError("dense_flops_per_s is empty; give at least one dtype's peak")
 

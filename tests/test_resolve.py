@@ -1,0 +1,84 @@
+"""What is filled in where a user says little, and what is refused because it would be ignored."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroplan import ModelSpec, SpecError
+from zeroplan.resolve import Request, infer_model, resolve
+from zeroplan.transformer.params import parameter_count
+
+sizes = st.one_of(st.integers(10**5, 10**15), st.floats(5, 15).map(lambda exponent: int(10**exponent)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(sizes)
+def test_an_inferred_shape_has_exactly_the_parameters_and_sane_proportions(parameters: int):
+    shape, note = infer_model(parameters)
+    assert parameter_count(shape) == parameters
+    assert shape.num_attention_heads % shape.num_key_value_heads == 0
+    assert 32 <= shape.head_dim <= 256
+    assert shape.hidden_size <= 8 * shape.head_dim * shape.num_attention_heads <= 16 * shape.hidden_size
+    assert shape.hidden_size <= shape.intermediate_size <= 10 * shape.hidden_size
+    assert shape.unplaced_parameters < parameters / 20
+    assert f"{parameters:,}" in note
+
+
+@pytest.mark.parametrize("parameters", [10**6, 3 * 10**7, 7 * 10**9, 2 * 10**12])
+def test_the_note_names_every_number_that_differs_from_the_published_shape(parameters: int):
+    shape, note = infer_model(parameters)
+    from zeroplan.catalog.model import model
+
+    published = model(note.split()[3].rstrip(":"))
+    for field in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+                  "vocab_size"):  # fmt: skip
+        before, after = getattr(published, field), getattr(shape, field)
+        assert before == after or f"{after:,} instead of {before:,}" in note
+
+
+def test_heads_stay_in_groups_however_far_a_shape_is_scaled():
+    for exponent in (120, 125, 130, 140, 150):
+        assert infer_model(int(10 ** (exponent / 10)))[0].num_key_value_heads == 8
+
+
+@pytest.mark.parametrize("parameters", [1, 1000, 50_000, 10**15 + 1, 10**18])
+def test_a_size_without_a_sane_shape_is_refused(parameters: int):
+    with pytest.raises(SpecError, match="--params"):
+        infer_model(parameters)
+
+
+@pytest.mark.parametrize("params", [float("nan"), float("inf"), -1.0, 0, 7.5, 10**30, "seven", True])
+def test_what_is_no_count_of_parameters_is_refused(params: object):
+    with pytest.raises(SpecError, match="params"):
+        resolve(Request(params=params))  # type: ignore[arg-type]
+
+
+TINY = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=4, head_dim=16, vocab_size=256)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (Request(params="7b", treat_as="llama"), "--treat-as"),
+        (Request(model=TINY, treat_as="llama"), "--treat-as"),
+        (Request(params="7b", activations="megatron"), "engine 'paper'"),
+        (Request(params="7b", engine="paper", sequence_parallel=True), "activation_model='megatron'"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(request_: Request, says: str):
+    with pytest.raises(SpecError, match=says):
+        resolve(request_)
+
+
+def test_options_of_another_engine_are_named_as_unheeded():
+    from zeroplan import DdpOptions
+
+    notes = resolve(Request(params="7b", gpus=8, ddp=DdpOptions(gradient_as_bucket_view=True))).notes
+    assert "the ddp options have no effect: the engine is fsdp2" in notes
+
+
+def test_treat_as_does_not_drop_the_config_of_a_job_file():
+    asked = Request(config="somewhere").overridden_by(Request(treat_as="llama"))
+    assert (asked.config, asked.treat_as) == ("somewhere", "llama")
+    assert asked.overridden_by(Request(params="7b")).treat_as is None
