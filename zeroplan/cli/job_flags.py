@@ -52,11 +52,13 @@ FLAGS = (
     _Flag("optimizer_impl", "NAME", "How it steps: foreach, fused or forloop. (default: the engine's own)", _RECIPE),
     _Flag("recompute", "NAME", "Activation checkpointing: none, selective or full. (default: none)", _RECIPE),
     _Flag("attention", "NAME", "sdpa, flash or eager. (default: sdpa)", _RECIPE),
+    _Flag("loss", "NAME", "full (all logits at once), chunked (torchtitan) or fused (Liger). (default: full)", _RECIPE),
+    _Flag("keep_logits", "NAME", "Whether the loop holds the model's output during backward: no, yes, or fp32, upcast as "
+          "accelerate's does. (default: no)", _RECIPE),
     _Flag("activations", "NAME", "Count them by the module, or by megatron, its paper's formula (engine paper). "
           "(default: module)", _RECIPE),
     _Flag("sequence_parallel", "", "With --activations megatron: split norms and dropouts over tensor-parallel ranks too.",
           _SWITCHES, switch=True),
-    _Flag("keep_logits", "", "The training loop holds the model's output during backward.", _SWITCHES, switch=True),
     _Flag("sync_every_micro_batch", "", "Reduce gradients after every micro-batch (default), or with "
           "--no-sync-every-micro-batch after the last one only (no_sync).", _SWITCHES, switch=True),
     _Flag("seq_len", "TOKENS", "Tokens per sequence. (default: 4096, or the model's longest)", _BATCH, number=True),

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.formulas import blocks_sum, product
+from zeroplan.engines.outside import outside
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
@@ -15,7 +16,6 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
-from zeroplan.transformer.head import head_pass
 
 Lines = tuple[Line, ...]
 
@@ -109,7 +109,7 @@ class _Stack(NamedTuple):
 def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[BlockPass, ...]) -> tuple[Moment, ...]:
     """Forward, loss and backward of one micro-batch; the later one where there are several."""
     recipe = step.recipe
-    head = head_pass(model, step.compute, batch, recomputed=recipe.recompute != "none")
+    head = outside(model, recipe, batch)
     stacks = _stacks(step.weights, recipe, blocks)
     top = stacks[-1]
     whole = (*head.shared, *top.beneath, *top.every)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import blocks_sum, total_formula
+from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
@@ -80,7 +81,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
         settled = tuple(beside + _settled_bytes(point) for point in block.points)
         runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled))
         first += run.layers
-    head = head_pass(model, compute, batch, recomputed=recipe.recompute != "none")
+    head = outside(model, recipe, batch)
     kinds = tuple(run.kind for run in runs)
     return Passes(tuple(runs), kinds, head, recipe.recompute, head.output if recipe.keep_logits else ())
 
