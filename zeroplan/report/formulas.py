@@ -1,11 +1,17 @@
 """A line's formula with the job's numbers in the place of its symbols."""
 
 import re
+from collections.abc import Iterable
 
 from zeroplan.estimator import Estimate
 
 _SYMBOL = re.compile(r"[A-Za-zΨ][A-Za-z_0-9]*")
 _WORDS = {"ceil", "max", "min", "pow2"}
+
+
+def symbols_of(formulas: Iterable[str]) -> set[str]:
+    """The symbols that formulas are written in."""
+    return {name for formula in formulas for name in _SYMBOL.findall(formula)} - _WORDS
 
 
 def with_numbers(formula: str, answer: Estimate) -> str:

@@ -7,7 +7,7 @@ from zeroplan.ledger import Line, bytes_by_kind
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
 from zeroplan.report.words import NO_CHANGE, headline, job_lines, per_parameter, verdict_sentence
-from zeroplan.units import GB, GIB, format_size
+from zeroplan.units import GB, GIB, MB, MIB, format_size
 
 
 def estimate_markdown(
@@ -67,12 +67,12 @@ def _line(answer: Estimate, line: Line) -> str:
 
 
 def _card(answer: Estimate) -> Iterator[str]:
-    yield _cells("on the card", "expected GB", "expected GiB", "from GB", "to GB")
-    yield "|---|---:|---:|---:|---:|"
+    yield _cells("on the card", "expected GB", "expected GiB", "from GB", "to GB", "from GiB", "to GiB")
+    yield "|---|---:|---:|---:|---:|---:|---:|"
     rows = [("reserved by the caching allocator", answer.reserved), *((part.what, part.band) for part in answer.outside)]
     for what, band in rows:
-        low, high = f"{band.low_bytes / GB:,.2f}", f"{band.high_bytes / GB:,.2f}"
-        yield _cells(what, *_amounts(int(band.expected_bytes)), low, high)
+        ends = (f"{end / unit:,.2f}" for unit in (GB, GIB) for end in (band.low_bytes, band.high_bytes))
+        yield _cells(what, *_amounts(int(band.expected_bytes)), *ends)
 
 
 def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str]:
@@ -93,8 +93,8 @@ def _communication(answer: Estimate) -> Iterator[str]:
     sent = [call for call in traffic.collectives if call.sent_bytes]
     if sent:
         yield ""
-        yield _cells("collective", "what", "when", "calls", "MB each", "GB sent")
-        yield "|---|---|---|---:|---:|---:|"
+        yield _cells("collective", "what", "when", "calls", "MB each", "MiB each", "GB sent", "GiB sent")
+        yield "|---|---|---|---:|---:|---:|---:|---:|"
     for call in sent:
-        each, total = f"{int(call.n_bytes) / 1e6:,.1f}", f"{int(call.sent_bytes) / GB:,.2f}"
-        yield _cells(call.operation, call.what, call.when, f"{int(call.calls):,}", each, total)
+        each = (f"{int(call.n_bytes) / unit:,.1f}" for unit in (MB, MIB))
+        yield _cells(call.operation, call.what, call.when, f"{int(call.calls):,}", *each, *_amounts(int(call.sent_bytes)))

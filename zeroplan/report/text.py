@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Band, Line, bytes_by_kind
 from zeroplan.remedies import Remedy
-from zeroplan.report.formulas import with_numbers
+from zeroplan.report.formulas import symbols_of, with_numbers
 from zeroplan.report.words import NO_CHANGE, headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.traffic import wire_time
 from zeroplan.transformer.legend import SYMBOLS
-from zeroplan.units import GB, GIB, MB, format_size
+from zeroplan.units import GB, GIB, MB, MIB, format_size
 
 _COMMON_SYMBOLS = {"Ψ": "parameters", "L": "blocks", "N": "ranks that share one copy"}
 #: Columns: what a line is, and why; with the two figures between them a line has 100.
@@ -91,7 +91,7 @@ def _explained(answer: Estimate, lines: Sequence[Line]) -> Iterator[str]:
 def _card(answer: Estimate) -> Iterator[str]:
     outside = answer.outside_band
     on_card = Band(*(int(a) + int(b) for a, b in zip(answer.reserved, outside, strict=True)))
-    yield _head("On the card", "from, to (GB)")
+    yield _head("On the card", "from, to in GB (in GiB)")
     yield _band_row("reserved by the caching allocator", answer.reserved)
     for part in answer.outside:
         yield _band_row(part.what, part.band)
@@ -101,7 +101,9 @@ def _card(answer: Estimate) -> Iterator[str]:
 
 
 def _band_row(what: str, band: Band) -> str:
-    return _row(what, int(band.expected_bytes), f"{band.low_bytes / GB:,.2f} to {band.high_bytes / GB:,.2f}")
+    low, high = band.low_bytes, band.high_bytes
+    span = f"{low / GB:,.2f} to {high / GB:,.2f} ({low / GIB:,.2f} to {high / GIB:,.2f})"
+    return _row(what, int(band.expected_bytes), span)
 
 
 def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str]:
@@ -146,11 +148,13 @@ def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
     time = wire_time(int(traffic.total_bytes), answer.job.cluster, gpus=answer.job.mesh.world_size)
     if time is not None:
         yield f"at least {time.seconds:.3g} s on {time.link}, at its full rate and with nothing overlapped"
-    yield f"  {'collective':<16}{'calls':>9}{'MB each':>12}{'GB sent':>12}  of what, when"
+    columns = f"{'MB each':>10}{'MiB each':>10}{'GB sent':>9}{'GiB sent':>9}"
+    yield f"  {'collective':<14}{'calls':>7}{columns}  of what, when"
     for call in traffic.collectives:
         if call.sent_bytes:
-            each, sent = int(call.n_bytes) / MB, int(call.sent_bytes) / GB
-            figures = f"  {call.operation:<16}{int(call.calls):>9,}{each:>12,.1f}{sent:>12,.2f}  "
+            each, sent = int(call.n_bytes), int(call.sent_bytes)
+            sizes = f"{each / MB:>10,.1f}{each / MIB:>10,.1f}{sent / GB:>9,.2f}{sent / GIB:>9,.2f}"
+            figures = f"  {call.operation:<14}{int(call.calls):>7,}{sizes}  "
             yield textwrap.fill(
                 f"{call.what}, {call.when}", _WIDTH, initial_indent=figures, subsequent_indent=" " * len(figures)
             )
@@ -167,9 +171,10 @@ def _kept(answer: Estimate) -> Iterator[str]:
 
 def _legend(answer: Estimate) -> Iterator[str]:
     yield "Symbols"
+    written = symbols_of(line.formula for line in (*answer.states, *answer.peak.lines))
     meanings = {**_COMMON_SYMBOLS, **SYMBOLS, **{symbol.name: symbol.meaning for symbol in answer.symbols}}
     for name, value in answer.legend.items():
-        if value:
+        if value or name in written:
             yield f"  {name:<10}{value:>20,}  {meanings[name]}"
 
 
