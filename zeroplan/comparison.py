@@ -56,7 +56,7 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
     return Comparison(
         peak=Compared("peak allocated", totals[highest], steady.peak.peak_bytes),
         phases=tuple(_phases(totals, steady)),
-        held=Compared("held between steps", _held(answer), steady.held_bytes),
+        held=Compared("held between steps", int(total_bytes(answer.held)), steady.held_bytes),
         kinds=tuple(_kinds(highest, steady, on_cuda=on_cuda)),
         collectives=tuple(_collectives(answer, measured)),
     )
@@ -84,11 +84,6 @@ def _phase_of(moment: Moment) -> str:
     if moment.phase is Phase.LOSS:
         return Phase.FORWARD.value if "forward" in moment.name else Phase.BACKWARD.value
     return moment.phase.value
-
-
-def _held(answer: Estimate) -> int:
-    """Between steps gradients are gone and what the engine holds at every moment stays."""
-    return int(min(total_bytes(moment.lines) for moment in answer.engine_moments if moment.phase is Phase.STEP))
 
 
 def _kinds(highest: Moment, steady: StepMeasured, *, on_cuda: bool) -> list[Compared]:

@@ -1,6 +1,6 @@
 """How much memory does one GPU need for this job, when, why, and does it fit? The one call that everything above makes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal, Protocol, cast
 
@@ -8,7 +8,7 @@ from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.device import Outside, outside, total_band, workspace_line
 from zeroplan.engines.optimizers import implementation
 from zeroplan.engines.precisions import compute_of, widths
-from zeroplan.ledger import Band, Kind, Line, Moment, bytes_by_kind, total_bytes
+from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
@@ -113,6 +113,12 @@ class Estimate:
         return reserved(self.moments)
 
     @property
+    def held(self) -> tuple[Line, ...]:
+        """What the engine holds from step to step: the lines that every moment of the step has."""
+        of_the_step = [moment.lines for moment in self.engine_moments if moment.phase is not Phase.INIT]
+        return tuple(line for line in of_the_step[0] if all(line in lines for lines in of_the_step))
+
+    @property
     def outside_band(self) -> Band:
         """Context and communicators together."""
         return total_band(self.outside)
@@ -176,7 +182,7 @@ def estimate(job: JobSpec) -> Estimate:
     >>> sum(estimate(job).states_by_kind.values()) == 2 * estimate(job).parameters  # 16Ψ/8
     True
     """
-    account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
+    account = _account(job)
     highest = peak(account.moments)
     workspaces = () if job.recipe.engine == "paper" else (workspace_line(job.cluster.gpu),)
     parameters = parameter_count(job.model)
@@ -196,6 +202,30 @@ def estimate(job: JobSpec) -> Estimate:
         notes=account.notes,
         kept=account.kept,
     )
+
+
+_FLATTENED_IN_HOST_MEMORY = (
+    "The GPU has no room for the model and its flat copy beside each other, so DeepSpeed makes that copy through host memory"
+)
+
+
+def _account(job: JobSpec) -> Account:
+    """The engine's account; with DeepSpeed's own way round, where its construction alone would not fit the GPU.
+
+    Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
+    """
+    engine = engine_module(job.recipe.engine)
+    account = engine.account(job.model, job.recipe, job.mesh, job.batch)
+    gpu, options = job.cluster.gpu, job.recipe.deepspeed
+    lays_flat = job.recipe.engine == "deepspeed" and job.recipe.zero_stage in (1, 2) and options.flatten_on_accelerator
+    if not lays_flat or gpu is None:
+        return account
+    room = int(gpu.memory_bytes.value) - int(total_band(outside(job.mesh)).expected_bytes)
+    if all(int(moment.total_bytes) <= room for moment in account.moments if moment.phase is Phase.INIT):
+        return account
+    through_host = replace(job.recipe, deepspeed=replace(options, flatten_on_accelerator=False))
+    account = engine.account(job.model, through_host, job.mesh, job.batch)
+    return account._replace(notes=(*account.notes, _FLATTENED_IN_HOST_MEMORY))
 
 
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:

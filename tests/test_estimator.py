@@ -1,0 +1,47 @@
+"""What the estimator adds to an engine's account: the verdict, and DeepSpeed's way round a construction that does not fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from zeroplan import Estimate, estimate, job
+from zeroplan.ledger import Kind, Phase
+
+
+def answer(**said: object) -> Estimate:
+    return estimate(job(**said))
+
+
+def construction(found: Estimate) -> int:
+    return max(int(moment.total_bytes) for moment in found.moments if moment.phase is Phase.INIT)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_deepspeed_flattens_through_host_memory_only_where_the_gpu_has_no_room(stage: int):
+    """Two copies of 25e9 parameters in 16 bits are 100 GB: more than an H100 has, less than an H200."""
+    said = {"params": 25_000_000_000, "gpus": 512, "stage": stage, "engine": "deepspeed", "recompute": "full", "seq_len": 512}
+    small, large = answer(**said, gpu="h100"), answer(**said, gpu="h200")
+    assert construction(small) < 85e9
+    assert construction(large) >= 100e9
+    assert any("host memory" in note for note in small.notes)
+    assert small.fits is (stage == 2), "stage 1 keeps whole gradients"
+    assert small.job.recipe.deepspeed.flatten_on_accelerator, "the job stays as it was asked for"
+    assert construction(answer(**said)) == construction(large)
+
+
+def test_the_peak_has_the_workspaces_and_the_moments_have_them_too():
+    found = answer(params=1_000_000_000, gpus=8, gpu="h100")
+    assert found.peak_bytes == max(int(moment.total_bytes) for moment in found.moments)
+    assert all(any(line.kind is Kind.WORKSPACE for line in moment.lines) for moment in found.moments)
+    assert found.reserved.low_bytes == found.peak_bytes
+
+
+@pytest.mark.parametrize(("room", "verdict"), [(-1, "does not fit"), (0, "tight"), (10**12, "fits")])
+def test_the_verdict_by_hand(room: int, verdict: str):
+    """A GPU with exactly the peak and what is outside is tight; one byte less is too small."""
+    found = answer(params=1_000_000_000, gpus=8, gpu="h100")
+    gpu = found.job.cluster.gpu
+    assert gpu is not None
+    memory = replace(gpu.memory_bytes, value=found.least_bytes + room)
+    cluster = replace(found.job.cluster, gpu=replace(gpu, memory_bytes=memory))
+    assert estimate(replace(found.job, cluster=cluster)).verdict == verdict
