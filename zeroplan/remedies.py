@@ -143,10 +143,21 @@ def _free_changes(recipe: RecipeSpec) -> Iterator[_Candidate]:
     if recipe.attention == "eager":
         yield _with_recipe("use fused attention", "--attention sdpa", attention="sdpa")
     if recipe.keep_logits:
-        yield _with_recipe("let go of the logits before backward", "--no-keep-logits", keep_logits=False)
+        yield _with_recipe("let go of the logits before backward", "--keep-logits no", keep_logits=False)
     if not recipe.sync_every_micro_batch:
         change = "reduce gradients after every micro-batch"
         yield _with_recipe(change, "--sync-every-micro-batch", sync_every_micro_batch=True)
+
+
+def _lighter_loss(job: JobSpec) -> Iterator[_Candidate]:
+    """Logits are never whole; not where the fused kernel would read a head that DeepSpeed has cut up."""
+    recipe = job.recipe
+    if recipe.loss == "full" and not (recipe.engine == "deepspeed" and recipe.zero_stage == 3):
+        change = "fuse the head and the loss (Liger's kernel)"
+        if recipe.keep_logits:
+            yield _with_recipe(change, "--loss fused --keep-logits no", loss="fused", keep_logits=False)
+        else:
+            yield _with_recipe(change, "--loss fused", loss="fused")
 
 
 def _recompute(job: JobSpec) -> Iterator[_Candidate]:
@@ -251,12 +262,12 @@ def _smaller_state(job: JobSpec) -> Iterator[_Candidate]:
 
 #: From what costs nothing to what changes the training or the bill.
 _KINDS: tuple[_Kind, ...] = (
-    _lighter_step, _recompute, _higher_stage, _fewer_replicas, _even_shards, _fewer_sequences, _shorter_sequences, _more_gpus,
-    _smaller_state,
+    _lighter_step, _lighter_loss, _recompute, _higher_stage, _fewer_replicas, _even_shards, _fewer_sequences,
+    _shorter_sequences, _more_gpus, _smaller_state,
 )  # fmt: skip
 #: In this order they are heaped up: sharding is free on the GPUs there are, shorter sequences train another model. With more
 #: GPUs experts may cease to divide, so that is asked again.
 _HEAPED: tuple[_Kind, ...] = (
-    _lighter_step, _higher_stage, _fewer_replicas, _recompute, _fewer_sequences, _even_shards, _more_gpus, _even_shards,
-    _shorter_sequences,
+    _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards, _more_gpus,
+    _even_shards, _shorter_sequences,
 )  # fmt: skip
