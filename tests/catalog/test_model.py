@@ -134,7 +134,7 @@ def test_own_entries_are_read_afresh(tmp_path: Path):
         (MINE.replace("2026", "20260"), "20260"),
         (MINE.replace('["me/Mine"]', '"me/Mine"'), "aliases"),
         (MINE.replace("aliases", "alias"), "alias"),
-        (MINE.replace("[config]", "[konfig]"), "config: is missing"),
+        (MINE.replace("[config]", "[konfig]"), "konfig: no such key; nearest: config"),
         ('published_parameters = "7B"' + MINE, "published_parameters"),
         ("published_parameters = {value = 7}" + MINE, "published_parameters.source: is missing"),
     ],
