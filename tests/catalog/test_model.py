@@ -121,7 +121,7 @@ def test_own_entries_are_read_afresh(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "model_type: Field required"),
+        ("", "model_type: is missing"),
         ("model_type = ", "is not TOML"),
         ("\x00", "is not TOML"),
         (f"a = {'9' * 5000}", "is not TOML"),
@@ -134,9 +134,9 @@ def test_own_entries_are_read_afresh(tmp_path: Path):
         (MINE.replace("2026", "20260"), "20260"),
         (MINE.replace('["me/Mine"]', '"me/Mine"'), "aliases"),
         (MINE.replace("aliases", "alias"), "alias"),
-        (MINE.replace("[config]", "[konfig]"), "config: Field required"),
+        (MINE.replace("[config]", "[konfig]"), "konfig: no such key; nearest: config"),
         ('published_parameters = "7B"' + MINE, "published_parameters"),
-        ("published_parameters = {value = 7}" + MINE, "published_parameters.source: Field required"),
+        ("published_parameters = {value = 7}" + MINE, "published_parameters.source: is missing"),
     ],
     ids=range(16),
 )
