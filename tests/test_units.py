@@ -67,4 +67,9 @@ def test_a_count_reads_back(count: int):
 @given(st.integers(0, 10**15))
 def test_every_size_carries_its_unit(n_bytes: int):
     text = format_size(n_bytes)
-    assert ("GB" in text and "GiB" in text) or ("MB" in text and "MiB" in text) or text.endswith(" B")
+    assert (
+        ("GB" in text and "GiB" in text)
+        or ("MB" in text and "MiB" in text)
+        or ("kB" in text and "KiB" in text)
+        or text.endswith(" B")
+    )

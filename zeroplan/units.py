@@ -73,14 +73,16 @@ def format_gib(n_bytes: int) -> str:
 
 
 def format_size(n_bytes: int) -> str:
-    """Both units, so that nobody has to guess; small sizes in MB and MiB, or bytes.
+    """Both units, so that nobody has to guess; small sizes in MB and MiB, kB and KiB, or bytes.
 
-    >>> format_size(14_000_000_000), format_size(8_519_680), format_size(512)
-    ('14.00 GB = 13.04 GiB', '8.52 MB = 8.12 MiB', '512 B')
+    >>> format_size(14_000_000_000), format_size(8_519_680), format_size(65_536), format_size(512)
+    ('14.00 GB = 13.04 GiB', '8.52 MB = 8.12 MiB', '65.54 kB = 64.00 KiB', '512 B')
     """
     magnitude = abs(n_bytes)
     if magnitude >= GB // 10:
         return f"{format_gb(n_bytes)} = {format_gib(n_bytes)}"
-    if magnitude >= 10 * KB:
+    if magnitude >= MB // 10:
         return f"{n_bytes / MB:,.2f} MB = {n_bytes / MIB:,.2f} MiB"
+    if magnitude >= 10 * KB:
+        return f"{n_bytes / KB:,.2f} kB = {n_bytes / KIB:,.2f} KiB"
     return f"{n_bytes:,} B"

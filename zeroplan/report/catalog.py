@@ -51,7 +51,7 @@ def _figures(one: GpuSpec) -> Iterator[tuple[str, Figure]]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.10g}"
+    return f"{int(value):,}" if value == int(value) else f"{value:,.10g}"
 
 
 def _figure(name: str, figure: Figure) -> Iterator[str]:

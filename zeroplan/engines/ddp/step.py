@@ -210,7 +210,7 @@ def _head_backward(step: Step, point: BackwardPoint, top: _Stack, above: Lines) 
     waiting = step.weights.tied_head if point.gradients else 0
     current = 0 if waiting else point.current_gradient
     gradients = _gradients(step, _NOTHING, point.gradients - waiting, current=current, waiting=waiting)
-    return Moment(_join("backward", point.name), Phase.LOSS, (*step.base, gradients, *casts, *above, *point.lines))
+    return Moment(f"backward of the {point.name}", Phase.LOSS, (*step.base, gradients, *casts, *above, *point.lines))
 
 
 def _block_backward(step: Step, stack: _Stack, held: Lines) -> list[Moment]:

@@ -138,7 +138,7 @@ def head_instants(these: Passes) -> tuple[Instant, ...]:
     """Return the instants of the backward of loss, head and final norm."""
     around = (*these.head.shared, *these.output, *kept_by_all(these))
     return tuple(
-        Instant(f"backward: {point.name}", Phase.BACKWARD, around + point.lines, these.n_blocks, point)
+        Instant(f"backward of the {point.name}", Phase.BACKWARD, around + point.lines, these.n_blocks, point)
         for point in these.head.points
     )
 

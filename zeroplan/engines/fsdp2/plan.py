@@ -53,6 +53,10 @@ class Plan(NamedTuple):
     """1 where earlier micro-batches of the same step have run, else 0."""
     reshard: bool | int
     runs: tuple[BlockRun, ...]
+    every_layer: tuple[int, ...]
+    """Layers of each run."""
+    kinds: tuple[str, ...]
+    """Kind of each run, as symbols have it."""
     corners: tuple[Position, ...]
     parameters: tuple[Parameter, ...]
     local_tensors: tuple[LocalTensor, ...]
@@ -72,16 +76,6 @@ class Plan(NamedTuple):
     def recomputed(self) -> bool:
         """Whether blocks are recomputed in backward, in part or whole."""
         return self.recipe.recompute != "none"
-
-    @property
-    def every_layer(self) -> tuple[int, ...]:
-        """Layers of each run."""
-        return tuple(run.layers for run in self.runs)
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kind of each run, as symbols have it."""
-        return tuple(group.symbol for group in self.blocks)
 
     @property
     def padded(self) -> Int:
@@ -142,6 +136,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         several=where(batch.grad_accum_steps > 1, 1, 0),
         reshard=_reshard(recipe),
         runs=tree.runs,
+        every_layer=tuple(run.layers for run in tree.runs),
+        kinds=tuple(run.kind for run in tree.runs),
         corners=corners(model),
         parameters=_every_parameter(tree),
         local_tensors=tensors,
