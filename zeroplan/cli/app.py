@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import typer
 
+from zeroplan.cli.compare import compare_command
 from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.gpus import gpus_app
 from zeroplan.cli.models import models_app
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("estimate", cls=QuickCommand)(estimate_command)
+app.command("compare", cls=QuickCommand)(compare_command)
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
 
@@ -42,7 +44,7 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 answered, 1 the answer is no, 2 bad input."""
+    """Run the command line and exit: 0 answered, 1 the answer is no, 2 bad input, 3 a measurement disagrees, 4 it cannot run here."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a sign still gets the numbers

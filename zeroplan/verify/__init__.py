@@ -1,0 +1,1 @@
+"""The real engines, run to be measured: the only rooms that know torch."""
