@@ -10,7 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.allocations import Timeline, mark, recorded
+from zeroplan.verify.allocations import Timeline, mark, recorded
 from tests.causal_models import causal_model
 from zeroplan.engines.optimizers import implementation
 from zeroplan.spec.batch import BatchSpec

@@ -23,7 +23,7 @@ os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 
 import torch
 
-from tests.allocations import Timeline, mark, recorded
+from zeroplan.verify.allocations import Timeline, mark, recorded
 from tests.causal_models import causal_model
 from zeroplan.spec.base import read
 from zeroplan.spec.model import ModelSpec

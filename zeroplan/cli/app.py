@@ -11,9 +11,10 @@ from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.gpus import gpus_app
 from zeroplan.cli.models import models_app
 from zeroplan.cli.quick import QuickCommand, QuickGroup
-from zeroplan.errors import ZeroplanError
+from zeroplan.cli.verify import verify_command
+from zeroplan.errors import MeasurementError, ZeroplanError
 
-BAD_INPUT = 2
+BAD_INPUT, CANNOT_RUN = 2, 4
 
 app = typer.Typer(
     name="zeroplan",
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("estimate", cls=QuickCommand)(estimate_command)
+app.command("verify", cls=QuickCommand)(verify_command)
 app.command("compare", cls=QuickCommand)(compare_command)
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
@@ -70,4 +72,4 @@ def _refuse(error: Exception) -> int:
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     shown = "".join(sign if sign.isprintable() else " " for sign in " ".join(message.split()))
     print(f"zeroplan: {shown}", file=sys.stderr)
-    return BAD_INPUT
+    return CANNOT_RUN if isinstance(error, MeasurementError) else BAD_INPUT

@@ -1,1 +1,1 @@
-"""The real engines, run to be measured: the only rooms that know torch."""
+"""The oracle: the engines' own code, run and watched. The only package that may import torch, transformers and DeepSpeed."""
