@@ -40,10 +40,39 @@ def fake_ranks(job: JobSpec, rank: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def unpacked_rows() -> Iterator[None]:
+    """Answer for fake tensors what transformers reads from real ones: each row of the batch is one sequence.
+
+    Of fake position ids it cannot tell, and would build a mask for packed sequences that no real run has.
+    """
+    from transformers import masking_utils  # noqa: PLC0415  takes seconds, and only a run needs it
+
+    original = masking_utils.find_packed_sequence_indices
+
+    def one_sequence_per_row(position_ids: torch.Tensor) -> None:
+        indices = original(position_ids)
+        if indices is not None:
+            (indices[:, -1] == 0).all()
+
+    masking_utils.find_packed_sequence_indices = one_sequence_per_row
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Make every tensor fake that is made inside."""
+    with unpacked_rows(), FakeTensorMode():
+        yield
+
+
 def run_fsdp2(job: JobSpec, *, rank: int = 0, steps: int = 2, fake: bool = True) -> Tracker:
     """Train under FSDP2 as one rank of a fake process group, on fake or real tensors, and return what was seen."""
     tracker = Tracker()
-    with warnings.catch_warnings(), fake_ranks(job, rank) as mesh, FakeTensorMode() if fake else nullcontext():
+    with warnings.catch_warnings(), fake_ranks(job, rank) as mesh, fake_tensors() if fake else nullcontext():
         warnings.simplefilter("ignore")
         with tracker, fsdp2_labels(tracker):
             work = workload(job, dtype=stored_dtype(job.recipe))
