@@ -1,8 +1,9 @@
 """Does the estimate agree with what was measured, and where not? Needs no torch: records are replayed anywhere."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
-from zeroplan.estimator import Estimate
+from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Moment, Phase, bytes_by_kind, total_bytes
 from zeroplan.measurement import Measurement, StepMeasured
 
@@ -41,7 +42,18 @@ class Comparison(NamedTuple):
 
     def agrees(self, tolerance: float) -> bool:
         """Whether peak, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %)."""
-        return all(abs(row.error) <= tolerance for row in (self.peak, self.held, *self.collectives))
+        return not self.beyond(tolerance)
+
+    def beyond(self, tolerance: float) -> tuple[Compared, ...]:
+        """What is not within ``tolerance``, the largest difference first.
+
+        Peak and held bytes are judged by their own size, a collective by what all collectives of the step move: a flag or a
+        norm that is not predicted is shown, but does not outweigh the gradients.
+        """
+        moved = sum(max(row.predicted, row.measured) for row in self.collectives)
+        found = [row for row in (self.peak, self.held) if abs(row.error) > tolerance]
+        found += [row for row in self.collectives if abs(row.difference) > tolerance * moved]
+        return tuple(sorted(found, key=lambda row: -abs(row.difference)))
 
 
 def compare(answer: Estimate, measured: Measurement) -> Comparison:
@@ -87,8 +99,12 @@ def _phase_of(moment: Moment) -> str:
 
 
 def _held(answer: Estimate) -> int:
-    """Between steps gradients are gone and what the engine holds at every moment stays."""
-    return int(min(total_bytes(moment.lines) for moment in answer.engine_moments if moment.phase is Phase.STEP))
+    """What stays between steps: of every kind, what is there at all moments of a step of one micro-batch."""
+    job = answer.job
+    if job.batch.grad_accum_steps > 1:  # the moments of later micro-batches hold gradients of earlier ones
+        answer = estimate(replace(job, batch=replace(job.batch, grad_accum_steps=1)))
+    moments = [bytes_by_kind(moment.lines) for moment in answer.engine_moments if moment.phase is not Phase.INIT]
+    return sum(min(int(by_kind.get(kind, 0)) for by_kind in moments) for kind in Kind)
 
 
 def _kinds(highest: Moment, steady: StepMeasured, *, on_cuda: bool) -> list[Compared]:
@@ -103,8 +119,15 @@ def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
     predicted: dict[str, int] = {}
     for call in answer.traffic.collectives:
         if call.sent_bytes:
-            predicted[call.operation] = predicted.get(call.operation, 0) + int(call.calls) * int(call.n_bytes)
+            name = _plain(call.operation)
+            predicted[name] = predicted.get(name, 0) + int(call.calls) * int(call.n_bytes)
     found: dict[str, int] = {}
     for seen in measured.collectives:
-        found[seen.operation] = found.get(seen.operation, 0) + seen.n_bytes
+        name = _plain(seen.operation)
+        found[name] = found.get(name, 0) + seen.n_bytes
     return [Compared(name, predicted.get(name, 0), found.get(name, 0)) for name in {**predicted, **found}]
+
+
+def _plain(operation: str) -> str:
+    """One spelling of an operation: engines and their users write all-reduce, torch writes all_reduce."""
+    return operation.replace("-", "_").replace(" ", "_")

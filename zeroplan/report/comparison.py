@@ -13,12 +13,11 @@ _WHAT = 34
 
 def comparison_text(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
     """Return one table per question (peak and phases, kinds at the peak, what is sent), the verdict and the remarks."""
-    unit = _unit(comparison)
     parts = [
         [headline(measurement), how_line(measurement)],
-        list(_table("Memory", _memory(comparison), unit)),
-        list(_table("Alive at the peak (each at its own)", comparison.kinds, unit)),
-        list(_table("Sent and received per step", comparison.collectives, unit)),
+        list(_table("Memory", _memory(comparison))),
+        list(_table("Alive at the peak (each at its own)", comparison.kinds)),
+        list(_table("Sent and received per step", comparison.collectives)),
         [verdict(comparison, tolerance=tolerance)],
         list(_remarks(measurement)),
     ]
@@ -79,8 +78,7 @@ def how_line(measurement: Measurement) -> str:
 
 def verdict(comparison: Comparison, *, tolerance: float) -> str:
     """Whether it agrees within the tolerance, and where not, with the figures."""
-    judged = (comparison.peak, comparison.held, *comparison.collectives)
-    beyond = sorted((row for row in judged if abs(row.error) > tolerance), key=lambda row: -abs(row.error))
+    beyond = comparison.beyond(tolerance)
     within = f"within {100 * tolerance:g} %"
     if not beyond:
         return f"It agrees {within}: peak {_percent(comparison.peak.error)}, held between steps {_percent(comparison.held.error)}."
@@ -99,20 +97,21 @@ def _by_disagreement(rows: tuple[Compared, ...]) -> list[Compared]:
     return sorted((row for row in rows if row.predicted or row.measured), key=lambda row: -abs(row.difference))
 
 
-def _table(title: str, rows: tuple[Compared, ...], unit: tuple[str, int, str, int]) -> Iterator[str]:
+def _table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
     ordered = _by_disagreement(rows)
     if not ordered:
         return
+    unit = _unit(ordered)
     decimal, _, binary, _ = unit
-    yield f"{title:<{_WHAT + 2}}{'predicted':>22}{'measured':>22}{'error':>10}"
+    yield f"{title:<{_WHAT + 2}}{'predicted':>22}{'measured':>22}{'error':>13}"
     yield " " * (_WHAT + 2) + f"{decimal:>11}{binary:>11}" * 2
     for row in ordered:
-        yield f"  {row.what:<{_WHAT}}{_both(row.predicted, unit)}{_both(row.measured, unit)}{_percent(row.error):>10}"
+        yield f"  {row.what:<{_WHAT}}{_both(row.predicted, unit)}{_both(row.measured, unit)}{_percent(row.error):>13}"
 
 
-def _unit(comparison: Comparison) -> tuple[str, int, str, int]:
+def _unit(rows: list[Compared]) -> tuple[str, int, str, int]:
     """One pair of units for the whole table, so that figures can be compared by eye."""
-    largest = max(comparison.peak.predicted, comparison.peak.measured)
+    largest = max(max(row.predicted, row.measured) for row in rows)
     if largest >= GB:
         return ("GB", GB, "GiB", GIB)
     return ("MB", MB, "MiB", MIB) if largest >= MB else ("kB", KB, "KiB", KIB)
@@ -134,7 +133,9 @@ def _markdown_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
 
 
 def _percent(error: float) -> str:
-    return "unmeasured" if error == float("inf") else f"{100 * error:+.2f} %"
+    if error == float("inf"):
+        return "unmeasured"
+    return f"{100 * error:+.2f} %" if error < 10 else f"{error + 1:,.0f} times"
 
 
 def _row_payload(row: Compared) -> dict[str, object]:

@@ -56,6 +56,27 @@ class Timeline:
                 kept.allocations.append(event._replace(live_bytes=live_bytes))
         return kept
 
+    def without_scratch(self, *operators: str) -> "Timeline":
+        """This timeline without what one of these operators itself requests and releases before it is done."""
+        scratch: set[int] = set()
+        open_requests: dict[int, int] = {}
+        for at, event in enumerate(self.allocations):
+            if event.n_bytes > 0:
+                open_requests[event.address] = at
+                continue
+            start = open_requests.pop(event.address, None)
+            if start is not None and event.operators[-1:] and event.operators[-1] in operators:
+                if self.allocations[start].operators == event.operators:
+                    scratch |= {start, at}
+        kept = Timeline()
+        kept.marks = self.marks
+        live_bytes = 0
+        for at, event in enumerate(self.allocations):
+            if at not in scratch:
+                live_bytes += event.n_bytes
+                kept.allocations.append(event._replace(live_bytes=live_bytes))
+        return kept
+
     def live_bytes(self, mark: str) -> int:
         """Bytes alive at a mark, counted from the start of the recording."""
         before = bisect_right(self.allocations, self.marks[mark], key=_time)

@@ -20,10 +20,15 @@ from zeroplan.verify.workload import Workload
 #: What the CPU's kernels request and CUDA's do not: padded and cast copies inside ``_chunk_cat``, and the cast copy of an
 #: addition of two dtypes (when gradients accumulate in another dtype than they are computed in).
 CPU_ONLY = ("aten::_chunk_cat", "aten::add_")
+#: Kernels of oneDNN, with scratch of their own where cuBLAS has a workspace.
+ONEDNN = (
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+)  # fmt: skip
 
 _REMARKS = (
     "bytes are requests to torch's CPU allocator, which are those a GPU's would get; left out are the transport's own and the "
-    "copies that only the CPU's kernels make (inside _chunk_cat and mixed-dtype additions)",
+    "copies that only the CPU's kernels make (inside _chunk_cat and mixed-dtype additions, scratch of matrix products)",
     "kinds are by owner, where a parameter, gradient or state owns a block, and by operator elsewhere; what neither tells is "
     "counted as temporaries or, if it outlives a forward pass, activations",
 )
@@ -46,7 +51,7 @@ def measured(job: JobSpec, build: Callable[[], Workload], *, rank: int, transpor
         logits = _logits(job)
         standing = run.standing
         mark("finished")
-    timeline = everything.without(*CPU_ONLY, *TRANSPORT)
+    timeline = everything.without(*CPU_ONLY, *TRANSPORT).without_scratch(*ONEDNN)
     micros = range(job.batch.grad_accum_steps)
     forwards = [(f"forward {step}.{micro}", f"backward {step}.{micro}") for step in range(steps) for micro in micros]
     judge = Judge(timeline, notes, forwards=forwards, logits=logits, standing=standing)

@@ -72,7 +72,7 @@ class WatchedGroup(dist.ProcessGroup):
     def handed_on(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
         """Run a collective to its end and note it."""
         tensors = [list(_tensors(argument)) for argument in arguments]
-        largest = max(tensors, key=lambda buffers: sum(buffer.nbytes for buffer in buffers))
+        largest = max(tensors, key=lambda buffers: sum(buffer.nbytes for buffer in buffers), default=[])
         if largest:
             n_bytes, dtype = sum(buffer.nbytes for buffer in largest), str(largest[0].dtype).removeprefix("torch.")
             self._log.calls.append(Call(operation, dtype, self._ranks, n_bytes, self._log.phase))
@@ -90,11 +90,11 @@ class WatchedGroup(dist.ProcessGroup):
 
 
 def _method(operation: str, names: tuple[str, ...]) -> Callable[..., Work]:
-    def collective(self: WatchedGroup, *arguments: object) -> Work:
+    def collective(self: WatchedGroup, *arguments: object, **options: object) -> Work:
         run = next((found for name in names if (found := getattr(self.inner, name, None))), None)
         if run is None:
             raise MeasurementError(f"this torch's {operation} is not one that zeroplan can hand on")
-        return self.handed_on(operation, run, arguments)
+        return self.handed_on(operation, lambda *given: run(*given, **options), arguments)
 
     return collective
 

@@ -70,9 +70,9 @@ class Judge:
             for block in timeline.alive(timeline.marks[end]):
                 if block.time_ns >= timeline.marks[start]:
                     self._kinds[block.address, block.time_ns] = self._kept(block)
-        if standing is not None and timeline.allocations:
-            for block in timeline.alive(timeline.allocations[-1].time_ns):
-                self._kinds.setdefault((block.address, block.time_ns), standing)
+        if standing is not None:
+            for block in timeline.alive(timeline.marks["finished"]):
+                self._kinds[block.address, block.time_ns] = standing
         for note in notes:
             for block in timeline.alive(timeline.marks[note.mark]):
                 kind = note.kinds.get(block.address)

@@ -56,7 +56,6 @@ def _record(task: Task, say: Callable[[str], None]) -> Path:
     from zeroplan.verify.workload import user_workload, workload  # noqa: PLC0415
 
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False  # it keeps memory of its own
     torch.manual_seed(0)
     rank = int(os.environ["RANK"])
     made = user_workload(task.workload) if task.workload else None
@@ -76,7 +75,7 @@ def _with_weights(made: "Workload") -> "Workload":
 
     with torch.no_grad():
         for parameter in made.module.parameters():
-            parameter.fill_(0.02)
+            parameter.normal_(0, 0.02)
     return made
 
 
