@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,11 +50,20 @@ def test_the_largest_disagreement_stands_first(run: Run, tmp_path: Path):
     assert errors[0].startswith("  peak allocated")
 
 
-def test_several_records_are_summed_up(run: Run, tmp_path: Path):
-    paths = [write_record(twin(factor=factor), tmp_path) for factor in (1.0, 0.5)]
-    code, out, _ = run("compare", *paths)
+def test_several_runs_are_summed_up(run: Run, tmp_path: Path):
+    runs = (twin(), twin(factor=0.5, model="gpt2", gpus=2, stage=0, seq_len=128))
+    code, out, _ = run("compare", *(write_record(measured, tmp_path) for measured in runs))
     assert code == 3
-    assert out.splitlines()[-1] == "1 of 2 records agree within 2 %; the largest error of a peak is +100.00 %."
+    assert out.splitlines()[-1] == "1 of 2 runs agree within 2 %; the largest error of a peak is +100.00 %."
+
+
+def test_of_the_ranks_of_one_run_the_fullest_is_judged(run: Run, tmp_path: Path):
+    """The estimate is about it; the others are shown."""
+    ranks = (replace(twin(factor=0.8), rank=0), replace(twin(), rank=1))
+    code, out, _ = run("compare", *(write_record(measured, tmp_path) for measured in ranks))
+    assert code == 0
+    assert out.count("It agrees") == 1
+    assert "\n- rank 0: peak " in out
 
 
 def test_the_json_has_the_keys_that_scripts_rely_on(run: Run, tmp_path: Path):

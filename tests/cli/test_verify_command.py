@@ -37,7 +37,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(96, 200), nn.GELU(), nn.Linear(200, 96)) for _ in range(3))
 
     def forward(self, x):
-        x = self.first(x)
+        x = self.first(x.to(self.first.weight.dtype))
         for layer in self.layers:
             x = x + layer(x)
         return x.float().pow(2).mean()
@@ -100,7 +100,8 @@ pytestmark = needs_torch
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's folder; afterwards no process that was started in it is left."""
     (tmp_path / "work.py").write_text(WORKLOADS)
-    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "scratch").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
@@ -126,7 +127,7 @@ def left_over(folder: Path) -> list[str]:
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
     def run(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
-            main(["verify", "--config", "tiny.json", "--seq-len", "64", *arguments])
+            main(["verify", "--config", "tiny", "--seq-len", "64", *arguments])
         printed = capfd.readouterr()
         return int(ended.value.code or 0), printed.out, printed.err
 
@@ -162,7 +163,7 @@ def facts(measured: Measurement) -> object:
 
 @pytest.mark.parametrize("said", [
     {"engine": "fsdp2", "stage": 3}, {"engine": "fsdp2", "stage": 2, "grad_accum": 2, "sync_every_micro_batch": False},
-    {"engine": "ddp", "stage": 0}, {"engine": "ddp", "stage": 1, "grad_accum": 2},
+    {"engine": "ddp", "stage": 1, "grad_accum": 2},
     pytest.param({"engine": "deepspeed", "stage": 1},
                  marks=[pytest.mark.deepspeed, pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed")]),
 ], ids=str)  # fmt: skip
@@ -171,7 +172,7 @@ def test_the_fake_group_shows_every_rank_what_real_ranks_show(said: dict[str, ob
     from zeroplan.verify.launch import launch
     from zeroplan.verify.task import Task
 
-    asked = job(config="tiny.json", gpus=2, seq_len=64, **said)
+    asked = job(config="tiny", gpus=2, seq_len=64, **said)
     task = Task(job=asked, transport="gloo", workload="work:good", timeout_s=60)
     real: list[Measurement] = []
     launch(task, keep=real.append, say=print)
@@ -196,11 +197,10 @@ def test_a_rank_that_is_lost_ends_the_run(run: Run, workload: str, said: str):
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("workload", ["sleeps", "refuses_to_end"])
 @pytest.mark.usefixtures("here")
-def test_a_rank_that_is_silent_is_ended(run: Run, workload: str):
+def test_a_rank_that_is_silent_and_will_not_go_is_ended(run: Run):
     began = time.monotonic()
-    code, out, err = run(*CPU, "--gpus", "2", "--rank", "1", "--stage", "3", "--workload", f"work:{workload}", "--timeout", "3")
+    code, out, err = run(*CPU, "--gpus", "2", "--rank", "1", "--stage", "3", "--workload", "work:refuses_to_end", "--timeout", "3")
     assert (code, out) == (4, "")
     assert "no rank made progress for 3 s" in err
     assert time.monotonic() - began < 25
@@ -229,7 +229,7 @@ def test_a_workload_that_is_not_there_is_one_line(run: Run, workload: str):
 def started(here: Path, *arguments: str) -> "subprocess.Popen[str]":
     root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [sys.executable, "-m", "zeroplan", "verify", "--config", "tiny.json", "--seq-len", "64", *CPU, *arguments],
+        [sys.executable, "-m", "zeroplan", "verify", "--config", "tiny", "--seq-len", "64", *CPU, *arguments],
         cwd=here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)},
     )  # fmt: skip
 

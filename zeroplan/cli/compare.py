@@ -21,13 +21,13 @@ def compare_command(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.")] = False,
 ) -> int:
     """Hold the estimate of each record's job against what the record measured; exit with 3 beyond the tolerance."""
-    from zeroplan.cli.comparing import Held, printed  # noqa: PLC0415  the other commands need none of it
+    from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  the other commands need none of it
     from zeroplan.records import read_record  # noqa: PLC0415
 
     limit = parse_tolerance(tolerance)
     held = tuple(Held.of(read_record(Path(record))) for record in records)
     typer.echo(printed(held, tolerance=limit, as_json=as_json, as_markdown=as_markdown))
-    return 0 if all(one.comparison.agrees(limit) for one in held) else DISAGREES
+    return 0 if all(one.comparison.agrees(limit) for one in judged(held)) else DISAGREES
 
 
 def parse_tolerance(text: str) -> float:

@@ -92,13 +92,13 @@ def verify_command(
         workload=workload or "",
         timeout_s=_seconds(timeout),
     )
-    from zeroplan.cli.comparing import Held, printed  # noqa: PLC0415  only this command needs them
+    from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  only this command needs them
 
     keeper = _Keeper(None if out is None else Path(out))
     _run(resolved.job, asked, keeper.keep)
     held = tuple(Held.of(measured) for measured in sorted(keeper.kept, key=lambda measured: measured.rank))
     typer.echo(printed(held, tolerance=limit, as_json=as_json))
-    return 0 if all(one.comparison.agrees(limit) for one in held) else DISAGREES
+    return 0 if all(one.comparison.agrees(limit) for one in judged(held)) else DISAGREES
 
 
 class _Asked(NamedTuple):

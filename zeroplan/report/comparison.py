@@ -52,10 +52,16 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
 
 
 def summary_line(comparisons: tuple[Comparison, ...], *, tolerance: float) -> str:
-    """How many of several records agree, and the largest error of a peak."""
+    """How many of several runs agree, and the largest error of a peak."""
     agreeing = sum(comparison.agrees(tolerance) for comparison in comparisons)
     worst = max((comparison.peak.error for comparison in comparisons), key=abs)
-    return f"{agreeing} of {len(comparisons)} records agree within {100 * tolerance:g} %; the largest error of a peak is {_percent(worst)}."
+    return f"{agreeing} of {len(comparisons)} runs agree within {100 * tolerance:g} %; the largest error of a peak is {_percent(worst)}."
+
+
+def rank_line(comparison: Comparison, measurement: Measurement) -> str:
+    """One rank in a line: its peak and what it holds between steps."""
+    peak, held = comparison.peak.measured, comparison.held.measured
+    return f"- rank {measurement.rank}: peak {format_size(peak)}, held between steps {format_size(held)}"
 
 
 def headline(measurement: Measurement) -> str:
