@@ -1,10 +1,10 @@
 """The engines themselves, unmodified, behind one small face: a micro-step, an optimizer step, gradients cleared.
 
 One training loop (:func:`train`) serves them all. Only labels are put around the engines' functions, from outside, so that the
-tracker knows what a buffer is for.
+watcher knows what a buffer is for.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
@@ -21,8 +21,31 @@ from zeroplan.engines.optimizers import implementation
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import Precision, RecipeSpec
-from zeroplan.verify.tracker import Tracker
 from zeroplan.verify.workload import Workload
+
+
+class Watcher(AbstractContextManager["Watcher"], Protocol):
+    """Who is told where the loop is and whose tensors are whose; a :class:`~zeroplan.verify.tracker.Tracker` is one."""
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Begin a phase of a step."""
+        ...
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Learn the names of a module's parts."""
+        ...
+
+    def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Say what these tensors are for."""
+        ...
+
+    def labelled(self, kind: Kind) -> AbstractContextManager[None]:
+        """Say what is asked for inside."""
+        ...
+
+    def looking_away(self) -> AbstractContextManager[None]:
+        """Say that what is asked for inside is no part of the run."""
+        ...
 
 
 class Engine(Protocol):
@@ -42,18 +65,22 @@ class Engine(Protocol):
         """Drop the gradients."""
         ...
 
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Tell the watcher what the engine's own buffers are for, as long as this is open."""
+        ...
 
-def train(engine: Engine, tracker: Tracker, *, module: nn.Module, steps: int, accumulate: int) -> None:
-    """Take ``steps`` optimizer steps of ``accumulate`` micro-batches each, and tell the tracker where it is."""
+
+def train(engine: Engine, watcher: Watcher, *, module: nn.Module, steps: int, accumulate: int) -> None:
+    """Take ``steps`` optimizer steps of ``accumulate`` micro-batches each, and tell the watcher where it is."""
     for step in range(steps):
         for micro in range(accumulate):
-            engine.micro_step(lambda phase, step=step: tracker.enter(phase, step), last=micro == accumulate - 1)  # type: ignore[misc]
-            tracker.claim(Kind.GRADIENTS, (parameter.grad for parameter in module.parameters()))
-        tracker.enter(Phase.STEP, step)
+            engine.micro_step(lambda phase, step=step: watcher.enter(phase, step), last=micro == accumulate - 1)  # type: ignore[misc]
+            watcher.claim(Kind.GRADIENTS, (parameter.grad for parameter in module.parameters()))
+        watcher.enter(Phase.STEP, step)
         engine.optimizer_step()
-        tracker.claim(Kind.OPTIMIZER_STATE, _states(engine.optimizer))
+        watcher.claim(Kind.OPTIMIZER_STATE, _states(engine.optimizer))
         engine.zero_grad()
-    tracker.enter(Phase.INIT, steps)
+    watcher.enter(Phase.INIT, steps)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -102,6 +129,10 @@ class Fsdp2:
         """Drop the gradients."""
         self.optimizer.zero_grad()
 
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Tell buffers apart by the function of FSDP2 that asks for them."""
+        return _fsdp2_labels(watcher)
+
 
 def forward_and_backward(
     module: nn.Module, work: Workload, enter: Callable[[Phase], None], *, keep_logits: bool
@@ -129,12 +160,12 @@ def _reshard(recipe: RecipeSpec) -> bool | int:
 
 
 @contextmanager
-def fsdp2_labels(tracker: Tracker) -> Iterator[None]:
+def _fsdp2_labels(watcher: Watcher) -> Iterator[None]:
     """Tell the tracker what FSDP2's buffers are for, by the function of FSDP2 that asks for them."""
     with ExitStack() as patches:
         for owner, name, kind in _FSDP2_LABELS:
-            patches.enter_context(_labelled(tracker, owner, name, kind))
-        patches.enter_context(_reduced_gradients(tracker))
+            patches.enter_context(_labelled(watcher, owner, name, kind))
+        patches.enter_context(_reduced_gradients(watcher))
         yield
 
 
@@ -149,11 +180,11 @@ _FSDP2_LABELS: tuple[tuple[object, str, Kind], ...] = (
 
 
 @contextmanager
-def _labelled(tracker: Tracker, owner: object, name: str, kind: Kind) -> Iterator[None]:
+def _labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> Iterator[None]:
     original: Callable[..., object] = getattr(owner, name)
 
     def labelled(*args: object, **kwargs: object) -> object:
-        with tracker.labelled(kind):
+        with watcher.labelled(kind):
             return original(*args, **kwargs)
 
     setattr(owner, name, labelled)
@@ -164,12 +195,12 @@ def _labelled(tracker: Tracker, owner: object, name: str, kind: Kind) -> Iterato
 
 
 @contextmanager
-def _reduced_gradients(tracker: Tracker) -> Iterator[None]:
+def _reduced_gradients(watcher: Watcher) -> Iterator[None]:
     """What goes into a reduction are whole gradients."""
     original: Callable[..., object] = _fsdp_param_group.foreach_reduce
 
     def reduce(parameters: object, gradients: list[torch.Tensor], *args: object, **kwargs: object) -> object:
-        tracker.claim(Kind.UNSHARDED_GRADIENTS, gradients)
+        watcher.claim(Kind.UNSHARDED_GRADIENTS, gradients)
         return original(parameters, gradients, *args, **kwargs)
 
     _fsdp_param_group.foreach_reduce = reduce  # type: ignore[assignment]
@@ -214,6 +245,10 @@ class Ddp:
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self.optimizer.zero_grad()
+
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """The reducer's buckets are known by where they are made: in the first steps, outside of every module."""
+        return nullcontext()
 
 
 def autocast(recipe: RecipeSpec) -> AbstractContextManager[object]:

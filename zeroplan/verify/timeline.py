@@ -57,6 +57,11 @@ class Timeline:
         return Kind.ACTIVATIONS if phase is Phase.BACKWARD and block.recomputed else Kind.TEMPORARY
 
 
+def initialisation(tracker: Tracker) -> PhaseMeasured:
+    """Summarise what happened before the first step."""
+    return _phase(Timeline(tracker), Phase.INIT, [0])
+
+
 def steps_measured(tracker: Tracker) -> tuple[StepMeasured, ...]:
     """Summarise every step of a recording."""
     timeline = Timeline(tracker)

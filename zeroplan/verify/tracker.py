@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -76,6 +78,7 @@ class Tracker(TorchDispatchMode):
         self.live_bytes = 0
         self._watches: dict[int, _Watch] = {}
         self._label: Kind | None = None
+        self._looking_away = False
         self._modules = _Modules()
         self._hooks = ExitStack()
 
@@ -107,6 +110,15 @@ class Tracker(TorchDispatchMode):
         finally:
             self._label = outer
 
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """What is asked for inside is no part of the run."""
+        outer, self._looking_away = self._looking_away, True
+        try:
+            yield
+        finally:
+            self._looking_away = outer
+
     def _block_of(self, tensor: torch.Tensor) -> Block | None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         watch = self._watches.get(local.untyped_storage()._cdata)
@@ -129,6 +141,7 @@ class Tracker(TorchDispatchMode):
     def __enter__(self) -> "Tracker":
         self._hooks.enter_context(self._modules)
         self._hooks.enter_context(self._resizes())
+        self._hooks.enter_context(self._thoughts_of_dtensor())
         super().__enter__()
         return self
 
@@ -144,6 +157,8 @@ class Tracker(TorchDispatchMode):
         """Run the operator and look at the storages it returns."""
         if DTensor in types:
             return NotImplemented
+        if self._looking_away:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if func in COLLECTIVES:
             self.calls.append(call(func, args, len(self.spans) - 1))
         in_place = func in _DONE_IN_PLACE and not torch.is_grad_enabled() and self._unwatched_in_place(func, args)
@@ -222,6 +237,21 @@ class Tracker(TorchDispatchMode):
             yield
         finally:
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    @contextmanager
+    def _thoughts_of_dtensor(self) -> Iterator[None]:
+        """Look away while DTensor tries an operator on fake tensors of the whole shape, to learn what it returns."""
+        original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(propagator: ShardingPropagator, schema: OpSchema) -> object:
+            with self.looking_away():
+                return original(propagator, schema)
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
 
     def _take_over(self, operand: torch.Tensor, result: torch.Tensor) -> None:
         old, new = self._watches[operand.untyped_storage()._cdata], self._watch(result.untyped_storage())
