@@ -60,6 +60,24 @@ FSDP2 = {
 }
 
 
+DDP = {
+    "ddp": job(engine="ddp", zero_stage=0),
+    "ddp, weights dominate": job(engine="ddp", zero_stage=0, ffn=1024, batch=WEIGHTS, precision="fp32"),
+    "ddp, bucket views": job(engine="ddp", zero_stage=0, precision="bf16", ddp=DdpOptions(gradient_as_bucket_view=True)),
+    "ddp, accumulation": job(engine="ddp", zero_stage=0, batch=TWICE, sync_every_micro_batch=False),
+    "ddp, recomputed": job(engine="ddp", zero_stage=0, recompute="full"),
+    "zero-1": job(engine="ddp", zero_stage=1, batch=WEIGHTS),
+    "zero-1, fused": job("gpt2", engine="ddp", zero_stage=1, batch=WEIGHTS, optimizer_impl="fused"),
+}
+
+
+@pytest.mark.parametrize("name", DDP)
+def test_under_ddp_it_sees_what_the_profiler_sees(name: str):
+    from tests.verify.unwatched import unwatched_peaks, watched_peaks
+
+    assert watched_peaks(DDP[name], fake=False, steps=3) == unwatched_peaks(DDP[name], steps=3)
+
+
 @pytest.mark.parametrize("name", FSDP2)
 def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_same(name: str):
     from tests.verify.unwatched import unwatched_peaks, watched_peaks

@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -65,7 +67,7 @@ class Engine(Protocol):
         """Drop the gradients."""
         ...
 
-    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+    def labels(self, watcher: Watcher, /) -> AbstractContextManager[None]:
         """Tell the watcher what the engine's own buffers are for, as long as this is open."""
         ...
 
@@ -197,17 +199,18 @@ def _labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> Iterato
 @contextmanager
 def _reduced_gradients(watcher: Watcher) -> Iterator[None]:
     """What goes into a reduction are whole gradients."""
-    original: Callable[..., object] = _fsdp_param_group.foreach_reduce
+    name = "foreach_reduce"
+    original: Callable[..., object] = getattr(_fsdp_param_group, name)
 
     def reduce(parameters: object, gradients: list[torch.Tensor], *args: object, **kwargs: object) -> object:
         watcher.claim(Kind.UNSHARDED_GRADIENTS, gradients)
         return original(parameters, gradients, *args, **kwargs)
 
-    _fsdp_param_group.foreach_reduce = reduce  # type: ignore[assignment]
+    setattr(_fsdp_param_group, name, reduce)
     try:
         yield
     finally:
-        _fsdp_param_group.foreach_reduce = original  # type: ignore[assignment]
+        setattr(_fsdp_param_group, name, original)
 
 
 # --- DDP ---------------------------------------------------------------------------------------------------------------
@@ -222,9 +225,9 @@ class Ddp:
         sharded = recipe.zero_stage == 1
         self.optimizer = (_zero_redundancy if sharded else make_optimizer)(work.module.parameters(), recipe)
 
-    def register_comm_hook(self, hook: Callable[[object, object], torch.futures.Future[torch.Tensor]]) -> None:
-        """Reduce buckets by another function than the process group's."""
-        self._model.register_comm_hook(None, hook)
+    def hand_buckets_back(self) -> None:
+        """Reduce buckets by a hook: the reducer's C++ cannot read what a fake process group returns."""
+        self._model.register_comm_hook(None, _reduced_at_once)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; without reduction in all but the last, where the recipe says so."""
@@ -246,9 +249,16 @@ class Ddp:
         """Drop the gradients."""
         self.optimizer.zero_grad()
 
-    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
-        """The reducer's buckets are known by where they are made: in the first steps, outside of every module."""
+    def labels(self, _watcher: Watcher) -> AbstractContextManager[None]:
+        """Say nothing: the reducer makes its buckets in C++."""
         return nullcontext()
+
+
+def _reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    dist.all_reduce(bucket.buffer())
+    future.set_result(bucket.buffer())
+    return future
 
 
 def autocast(recipe: RecipeSpec) -> AbstractContextManager[object]:
@@ -274,12 +284,12 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] 
 def make_optimizer(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
     """Build torch's optimizer with its default arguments and the recipe's implementation."""
     cls, arguments = _optimizer_class(recipe)
-    return cls(parameters, **arguments, **_implementation(recipe))
+    return cls(parameters, **arguments, **_implementation(recipe))  # type: ignore[arg-type]  # each class has its own
 
 
 def _zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
     cls, arguments = _optimizer_class(recipe)
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=cls, **arguments, **_implementation(recipe))
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=cls, **{**arguments, **_implementation(recipe)})  # type: ignore[arg-type]
 
 
 def _optimizer_class(recipe: RecipeSpec) -> tuple[type[torch.optim.Optimizer], Mapping[str, float]]:

@@ -28,13 +28,16 @@ def run(
     """
     if fake and job.recipe.engine != "fsdp2":
         raise MeasurementError(
-            f"engine {job.recipe.engine!r} reads real tensors in its C++ and cannot run on fake ones; run a small model with --backend cpu"
+            f"engine {job.recipe.engine!r} reads real tensors in its C++ and cannot run on fake ones; "
+            "run a small model with --backend cpu"
         )
     with fake_ranks(job, rank) as mesh, fake_tensors() if fake else nullcontext():
         observe(job, watcher, mesh, steps=steps, make=make)
 
 
-def observe(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps: int, make: Callable[[], Workload] | None = None) -> None:
+def observe(
+    job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps: int, make: Callable[[], Workload] | None = None
+) -> None:
     """Build model and engine and train, in the process group that is there."""
     with warnings.catch_warnings(), watcher, _real_meshes(watcher):
         warnings.simplefilter("ignore")
@@ -51,7 +54,10 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh) -> Engine:
     if job.recipe.engine == "fsdp2":
         return Fsdp2(work, job.recipe, mesh)
     if job.recipe.engine == "ddp":
-        return Ddp(work, job.recipe)
+        engine = Ddp(work, job.recipe)
+        if dist.get_backend() == "fake":
+            engine.hand_buckets_back()
+        return engine
     raise MeasurementError(f"engine {job.recipe.engine!r} cannot be run here; measured are fsdp2 and ddp")
 
 
@@ -102,13 +108,14 @@ def _unpacked_rows() -> AbstractContextManager[None]:
 
 def _real_meshes(watcher: Watcher) -> AbstractContextManager[None]:
     """Let FSDP2 arrange ranks in real tensors, which it reads, and keep them out of the record."""
-    original = _fully_shard._get_post_forward_mesh_info
+    name = "_get_post_forward_mesh_info"
+    original: Callable[..., object] = getattr(_fully_shard, name)
 
     def arranged(*args: object) -> object:
         with unset_fake_temporarily(), watcher.looking_away():
-            return original(*args)  # type: ignore[arg-type]  # as it was called
+            return original(*args)
 
-    return _replaced(_fully_shard, "_get_post_forward_mesh_info", arranged)
+    return _replaced(_fully_shard, name, arranged)
 
 
 @contextmanager

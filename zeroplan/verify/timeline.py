@@ -74,7 +74,9 @@ def _step(tracker: Tracker, timeline: Timeline, step: int) -> StepMeasured:
     phases = dict.fromkeys(tracker.spans[index].phase for index in indices)
     end = timeline.end(indices[-1])
     return StepMeasured(
-        phases=tuple(_phase(timeline, phase, [index for index in indices if tracker.spans[index].phase is phase]) for phase in phases),
+        phases=tuple(
+            _phase(timeline, phase, [index for index in indices if tracker.spans[index].phase is phase]) for phase in phases
+        ),
         held_bytes=timeline.live[end],
         held_kinds=timeline.kinds(end),
     )

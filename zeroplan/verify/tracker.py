@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import nn
@@ -63,14 +63,14 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
     key: int
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records blocks, spans and collectives of the enclosed code.
 
     ``blocks`` are in program order; ``live_bytes`` is what is alive now.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.blocks: list[Block] = []
         self.spans: list[Span] = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
@@ -138,17 +138,15 @@ class Tracker(TorchDispatchMode):
 
     # --- what torch does ------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> "Tracker":
+    def __enter__(self) -> Self:
         self._hooks.enter_context(self._modules)
         self._hooks.enter_context(self._resizes())
         self._hooks.enter_context(self._thoughts_of_dtensor())
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._hooks.close()
 
     def __torch_dispatch__(
@@ -178,6 +176,8 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         watch = self._watches.get(storage._cdata)
         if watch is None:
+            if func.is_view and func is not _LIFTED:
+                return  # a view of what was there before the recording
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
                 self._request(watch, n_bytes, func)
@@ -190,7 +190,7 @@ class Tracker(TorchDispatchMode):
         self._watches[watch.key] = watch
         return watch
 
-    def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> None:
+    def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
         self.now += 1
         self.live_bytes += n_bytes
         block = Block(n_bytes, self.now, str(func), self._modules.current(), len(self.spans) - 1)
@@ -198,6 +198,7 @@ class Tracker(TorchDispatchMode):
         block.recomputed = torch.is_grad_enabled()
         watch.block = block
         self.blocks.append(block)
+        return block
 
     def _release(self, block: Block) -> None:
         self.now += 1
@@ -205,19 +206,19 @@ class Tracker(TorchDispatchMode):
         block.died = self.now
 
     def _released(self, watch: "weakref.ref[torch.UntypedStorage]") -> None:
-        assert isinstance(watch, _Watch)
-        del self._watches[watch.key]
-        if watch.block is not None:
-            self._release(watch.block)
+        gone = cast("_Watch", watch)
+        del self._watches[gone.key]
+        if gone.block is not None:
+            self._release(gone.block)
 
     def _resized(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> None:
         """A resize asks for the new memory before it gives back the old."""
         old = watch.block
         watch.block = None
         if n_bytes:
-            self._request(watch, n_bytes, func)
-            if old is not None and watch.block.kind is None:
-                watch.block.kind = old.kind
+            new = self._request(watch, n_bytes, func)
+            if old is not None and new.kind is None:
+                new.kind = old.kind
         if old is not None:
             self._release(old)
 
@@ -273,7 +274,8 @@ class Tracker(TorchDispatchMode):
         if func is not _ADD:
             return watch.block.operation in _ZEROS
         alone = torch._C._storage_Use_Count(storage._cdata) == _STORAGE_AND_PYTHON
-        return alone and operand._use_count() == _BUFFER_STACK_AND_PYTHON and _is_dense(operand)
+        users: int = operand._use_count()  # type: ignore[attr-defined]  # torch leaves it out of its stubs
+        return alone and users == _BUFFER_STACK_AND_PYTHON and _is_dense(operand)
 
 
 class _Modules:
@@ -290,7 +292,10 @@ class _Modules:
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
-        for handle in (register_module_forward_pre_hook(self._entered), register_module_forward_hook(self._left, always_call=True)):
+        for handle in (
+            register_module_forward_pre_hook(self._entered),
+            register_module_forward_hook(self._left, always_call=True),
+        ):
             self._hooks.callback(handle.remove)
 
     def __exit__(self, *error: object) -> None:
@@ -300,8 +305,8 @@ class _Modules:
         """Return the fully qualified name, empty outside all or where it is not known."""
         if self._calls:
             return self._calls[-1]
-        node = torch._C._current_autograd_node()
-        if node is None or not self._numbers:
+        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+        if not self._numbers or node is None:
             return ""
         return self._whose[bisect_right(self._numbers, node._sequence_nr()) - 1]
 
@@ -326,6 +331,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 _ADD = torch.ops.aten.add.Tensor
+#: A tensor of Python numbers comes in by an operator that counts as a view.
+_LIFTED = torch.ops.aten.lift_fresh.default
 #: What autograd does in place where nobody watches: sums of gradients, and gradients scattered into zeros.
 _DONE_IN_PLACE = frozenset({
     _ADD, torch.ops.aten.scatter.src, torch.ops.aten.scatter.value, torch.ops.aten.scatter_add.default,
