@@ -1,15 +1,17 @@
 """The engines themselves, unmodified, behind one small face: a micro-step, an optimizer step, gradients cleared.
 
 One training loop (:func:`train`) serves them all. Only labels are put around the engines' functions, from outside, so that the
-tracker knows what a buffer is for.
+watcher knows what a buffer is for.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -21,8 +23,31 @@ from zeroplan.engines.optimizers import implementation
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import Precision, RecipeSpec
-from zeroplan.verify.tracker import Tracker
 from zeroplan.verify.workload import Workload
+
+
+class Watcher(AbstractContextManager["Watcher"], Protocol):
+    """Who is told where the loop is and whose tensors are whose; a :class:`~zeroplan.verify.tracker.Tracker` is one."""
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Begin a phase of a step."""
+        ...
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Learn the names of a module's parts."""
+        ...
+
+    def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Say what these tensors are for."""
+        ...
+
+    def labelled(self, kind: Kind) -> AbstractContextManager[None]:
+        """Say what is asked for inside."""
+        ...
+
+    def looking_away(self) -> AbstractContextManager[None]:
+        """Say that what is asked for inside is no part of the run."""
+        ...
 
 
 class Engine(Protocol):
@@ -42,18 +67,22 @@ class Engine(Protocol):
         """Drop the gradients."""
         ...
 
+    def labels(self, watcher: Watcher, /) -> AbstractContextManager[None]:
+        """Tell the watcher what the engine's own buffers are for, as long as this is open."""
+        ...
 
-def train(engine: Engine, tracker: Tracker, *, module: nn.Module, steps: int, accumulate: int) -> None:
-    """Take ``steps`` optimizer steps of ``accumulate`` micro-batches each, and tell the tracker where it is."""
+
+def train(engine: Engine, watcher: Watcher, *, module: nn.Module, steps: int, accumulate: int) -> None:
+    """Take ``steps`` optimizer steps of ``accumulate`` micro-batches each, and tell the watcher where it is."""
     for step in range(steps):
         for micro in range(accumulate):
-            engine.micro_step(lambda phase, step=step: tracker.enter(phase, step), last=micro == accumulate - 1)  # type: ignore[misc]
-            tracker.claim(Kind.GRADIENTS, (parameter.grad for parameter in module.parameters()))
-        tracker.enter(Phase.STEP, step)
+            engine.micro_step(lambda phase, step=step: watcher.enter(phase, step), last=micro == accumulate - 1)  # type: ignore[misc]
+            watcher.claim(Kind.GRADIENTS, (parameter.grad for parameter in module.parameters()))
+        watcher.enter(Phase.STEP, step)
         engine.optimizer_step()
-        tracker.claim(Kind.OPTIMIZER_STATE, _states(engine.optimizer))
+        watcher.claim(Kind.OPTIMIZER_STATE, _states(engine.optimizer))
         engine.zero_grad()
-    tracker.enter(Phase.INIT, steps)
+    watcher.enter(Phase.INIT, steps)
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -102,6 +131,10 @@ class Fsdp2:
         """Drop the gradients."""
         self.optimizer.zero_grad()
 
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Tell buffers apart by the function of FSDP2 that asks for them."""
+        return _fsdp2_labels(watcher)
+
 
 def forward_and_backward(
     module: nn.Module, work: Workload, enter: Callable[[Phase], None], *, keep_logits: bool
@@ -129,12 +162,12 @@ def _reshard(recipe: RecipeSpec) -> bool | int:
 
 
 @contextmanager
-def fsdp2_labels(tracker: Tracker) -> Iterator[None]:
+def _fsdp2_labels(watcher: Watcher) -> Iterator[None]:
     """Tell the tracker what FSDP2's buffers are for, by the function of FSDP2 that asks for them."""
     with ExitStack() as patches:
         for owner, name, kind in _FSDP2_LABELS:
-            patches.enter_context(_labelled(tracker, owner, name, kind))
-        patches.enter_context(_reduced_gradients(tracker))
+            patches.enter_context(_labelled(watcher, owner, name, kind))
+        patches.enter_context(_reduced_gradients(watcher))
         yield
 
 
@@ -149,11 +182,11 @@ _FSDP2_LABELS: tuple[tuple[object, str, Kind], ...] = (
 
 
 @contextmanager
-def _labelled(tracker: Tracker, owner: object, name: str, kind: Kind) -> Iterator[None]:
+def _labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> Iterator[None]:
     original: Callable[..., object] = getattr(owner, name)
 
     def labelled(*args: object, **kwargs: object) -> object:
-        with tracker.labelled(kind):
+        with watcher.labelled(kind):
             return original(*args, **kwargs)
 
     setattr(owner, name, labelled)
@@ -164,19 +197,20 @@ def _labelled(tracker: Tracker, owner: object, name: str, kind: Kind) -> Iterato
 
 
 @contextmanager
-def _reduced_gradients(tracker: Tracker) -> Iterator[None]:
+def _reduced_gradients(watcher: Watcher) -> Iterator[None]:
     """What goes into a reduction are whole gradients."""
-    original: Callable[..., object] = _fsdp_param_group.foreach_reduce
+    name = "foreach_reduce"
+    original: Callable[..., object] = getattr(_fsdp_param_group, name)
 
     def reduce(parameters: object, gradients: list[torch.Tensor], *args: object, **kwargs: object) -> object:
-        tracker.claim(Kind.UNSHARDED_GRADIENTS, gradients)
+        watcher.claim(Kind.UNSHARDED_GRADIENTS, gradients)
         return original(parameters, gradients, *args, **kwargs)
 
-    _fsdp_param_group.foreach_reduce = reduce  # type: ignore[assignment]
+    setattr(_fsdp_param_group, name, reduce)
     try:
         yield
     finally:
-        _fsdp_param_group.foreach_reduce = original  # type: ignore[assignment]
+        setattr(_fsdp_param_group, name, original)
 
 
 # --- DDP ---------------------------------------------------------------------------------------------------------------
@@ -191,9 +225,9 @@ class Ddp:
         sharded = recipe.zero_stage == 1
         self.optimizer = (_zero_redundancy if sharded else make_optimizer)(work.module.parameters(), recipe)
 
-    def register_comm_hook(self, hook: Callable[[object, object], torch.futures.Future[torch.Tensor]]) -> None:
-        """Reduce buckets by another function than the process group's."""
-        self._model.register_comm_hook(None, hook)
+    def hand_buckets_back(self) -> None:
+        """Reduce buckets by a hook: the reducer's C++ cannot read what a fake process group returns."""
+        self._model.register_comm_hook(None, _reduced_at_once)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; without reduction in all but the last, where the recipe says so."""
@@ -214,6 +248,17 @@ class Ddp:
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self.optimizer.zero_grad()
+
+    def labels(self, _watcher: Watcher) -> AbstractContextManager[None]:
+        """Say nothing: the reducer makes its buckets in C++."""
+        return nullcontext()
+
+
+def _reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    dist.all_reduce(bucket.buffer())
+    future.set_result(bucket.buffer())
+    return future
 
 
 def autocast(recipe: RecipeSpec) -> AbstractContextManager[object]:
@@ -239,12 +284,12 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] 
 def make_optimizer(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
     """Build torch's optimizer with its default arguments and the recipe's implementation."""
     cls, arguments = _optimizer_class(recipe)
-    return cls(parameters, **arguments, **_implementation(recipe))
+    return cls(parameters, **arguments, **_implementation(recipe))  # type: ignore[arg-type]  # each class has its own
 
 
 def _zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
     cls, arguments = _optimizer_class(recipe)
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=cls, **arguments, **_implementation(recipe))
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=cls, **{**arguments, **_implementation(recipe)})  # type: ignore[arg-type]
 
 
 def _optimizer_class(recipe: RecipeSpec) -> tuple[type[torch.optim.Optimizer], Mapping[str, float]]:

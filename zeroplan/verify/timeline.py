@@ -57,6 +57,11 @@ class Timeline:
         return Kind.ACTIVATIONS if phase is Phase.BACKWARD and block.recomputed else Kind.TEMPORARY
 
 
+def initialisation(tracker: Tracker) -> PhaseMeasured:
+    """Summarise what happened before the first step."""
+    return _phase(Timeline(tracker), Phase.INIT, [0])
+
+
 def steps_measured(tracker: Tracker) -> tuple[StepMeasured, ...]:
     """Summarise every step of a recording."""
     timeline = Timeline(tracker)
@@ -69,7 +74,9 @@ def _step(tracker: Tracker, timeline: Timeline, step: int) -> StepMeasured:
     phases = dict.fromkeys(tracker.spans[index].phase for index in indices)
     end = timeline.end(indices[-1])
     return StepMeasured(
-        phases=tuple(_phase(timeline, phase, [index for index in indices if tracker.spans[index].phase is phase]) for phase in phases),
+        phases=tuple(
+            _phase(timeline, phase, [index for index in indices if tracker.spans[index].phase is phase]) for phase in phases
+        ),
         held_bytes=timeline.live[end],
         held_kinds=timeline.kinds(end),
     )

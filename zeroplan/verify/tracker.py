@@ -13,12 +13,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Self, cast
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,14 +63,14 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
     key: int
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records blocks, spans and collectives of the enclosed code.
 
     ``blocks`` are in program order; ``live_bytes`` is what is alive now.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.blocks: list[Block] = []
         self.spans: list[Span] = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
@@ -76,6 +78,7 @@ class Tracker(TorchDispatchMode):
         self.live_bytes = 0
         self._watches: dict[int, _Watch] = {}
         self._label: Kind | None = None
+        self._looking_away = False
         self._modules = _Modules()
         self._hooks = ExitStack()
 
@@ -107,6 +110,15 @@ class Tracker(TorchDispatchMode):
         finally:
             self._label = outer
 
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """What is asked for inside is no part of the run."""
+        outer, self._looking_away = self._looking_away, True
+        try:
+            yield
+        finally:
+            self._looking_away = outer
+
     def _block_of(self, tensor: torch.Tensor) -> Block | None:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         watch = self._watches.get(local.untyped_storage()._cdata)
@@ -126,16 +138,15 @@ class Tracker(TorchDispatchMode):
 
     # --- what torch does ------------------------------------------------------------------------------------------------
 
-    def __enter__(self) -> "Tracker":
+    def __enter__(self) -> Self:
         self._hooks.enter_context(self._modules)
         self._hooks.enter_context(self._resizes())
-        super().__enter__()
+        self._hooks.enter_context(self._thoughts_of_dtensor())
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._hooks.close()
 
     def __torch_dispatch__(
@@ -144,6 +155,8 @@ class Tracker(TorchDispatchMode):
         """Run the operator and look at the storages it returns."""
         if DTensor in types:
             return NotImplemented
+        if self._looking_away:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if func in COLLECTIVES:
             self.calls.append(call(func, args, len(self.spans) - 1))
         in_place = func in _DONE_IN_PLACE and not torch.is_grad_enabled() and self._unwatched_in_place(func, args)
@@ -163,6 +176,8 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         watch = self._watches.get(storage._cdata)
         if watch is None:
+            if func.is_view and func is not _LIFTED:
+                return  # a view of what was there before the recording
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
                 self._request(watch, n_bytes, func)
@@ -175,7 +190,7 @@ class Tracker(TorchDispatchMode):
         self._watches[watch.key] = watch
         return watch
 
-    def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> None:
+    def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
         self.now += 1
         self.live_bytes += n_bytes
         block = Block(n_bytes, self.now, str(func), self._modules.current(), len(self.spans) - 1)
@@ -183,6 +198,7 @@ class Tracker(TorchDispatchMode):
         block.recomputed = torch.is_grad_enabled()
         watch.block = block
         self.blocks.append(block)
+        return block
 
     def _release(self, block: Block) -> None:
         self.now += 1
@@ -190,19 +206,19 @@ class Tracker(TorchDispatchMode):
         block.died = self.now
 
     def _released(self, watch: "weakref.ref[torch.UntypedStorage]") -> None:
-        assert isinstance(watch, _Watch)
-        del self._watches[watch.key]
-        if watch.block is not None:
-            self._release(watch.block)
+        gone = cast("_Watch", watch)
+        del self._watches[gone.key]
+        if gone.block is not None:
+            self._release(gone.block)
 
     def _resized(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> None:
         """A resize asks for the new memory before it gives back the old."""
         old = watch.block
         watch.block = None
         if n_bytes:
-            self._request(watch, n_bytes, func)
-            if old is not None and watch.block.kind is None:
-                watch.block.kind = old.kind
+            new = self._request(watch, n_bytes, func)
+            if old is not None and new.kind is None:
+                new.kind = old.kind
         if old is not None:
             self._release(old)
 
@@ -222,6 +238,21 @@ class Tracker(TorchDispatchMode):
             yield
         finally:
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    @contextmanager
+    def _thoughts_of_dtensor(self) -> Iterator[None]:
+        """Look away while DTensor tries an operator on fake tensors of the whole shape, to learn what it returns."""
+        original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(propagator: ShardingPropagator, schema: OpSchema) -> object:
+            with self.looking_away():
+                return original(propagator, schema)
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
 
     def _take_over(self, operand: torch.Tensor, result: torch.Tensor) -> None:
         old, new = self._watches[operand.untyped_storage()._cdata], self._watch(result.untyped_storage())
@@ -243,7 +274,8 @@ class Tracker(TorchDispatchMode):
         if func is not _ADD:
             return watch.block.operation in _ZEROS
         alone = torch._C._storage_Use_Count(storage._cdata) == _STORAGE_AND_PYTHON
-        return alone and operand._use_count() == _BUFFER_STACK_AND_PYTHON and _is_dense(operand)
+        users: int = operand._use_count()  # type: ignore[attr-defined]  # torch leaves it out of its stubs
+        return alone and users == _BUFFER_STACK_AND_PYTHON and _is_dense(operand)
 
 
 class _Modules:
@@ -260,7 +292,10 @@ class _Modules:
         self._hooks = ExitStack()
 
     def __enter__(self) -> None:
-        for handle in (register_module_forward_pre_hook(self._entered), register_module_forward_hook(self._left, always_call=True)):
+        for handle in (
+            register_module_forward_pre_hook(self._entered),
+            register_module_forward_hook(self._left, always_call=True),
+        ):
             self._hooks.callback(handle.remove)
 
     def __exit__(self, *error: object) -> None:
@@ -270,8 +305,8 @@ class _Modules:
         """Return the fully qualified name, empty outside all or where it is not known."""
         if self._calls:
             return self._calls[-1]
-        node = torch._C._current_autograd_node()
-        if node is None or not self._numbers:
+        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+        if not self._numbers or node is None:
             return ""
         return self._whose[bisect_right(self._numbers, node._sequence_nr()) - 1]
 
@@ -296,6 +331,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 _ADD = torch.ops.aten.add.Tensor
+#: A tensor of Python numbers comes in by an operator that counts as a view.
+_LIFTED = torch.ops.aten.lift_fresh.default
 #: What autograd does in place where nobody watches: sums of gradients, and gradients scattered into zeros.
 _DONE_IN_PLACE = frozenset({
     _ADD, torch.ops.aten.scatter.src, torch.ops.aten.scatter.value, torch.ops.aten.scatter_add.default,

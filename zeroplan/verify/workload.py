@@ -133,13 +133,14 @@ def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  takes seconds, and user workloads need none
     from transformers.initialization import no_init_weights  # noqa: PLC0415
 
-    made = AutoConfig.for_model(**config(spec))
-    fused = AutoModelForCausalLM._model_mapping[type(made)]._supports_sdpa and recipe.attention != "eager"
+    made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
+    cls: object = AutoModelForCausalLM._model_mapping[type(made)]
+    fused = getattr(cls, "_supports_sdpa", False) and recipe.attention != "eager"
     made._attn_implementation = "sdpa" if fused else "eager"
     if spec.moe is not None:
         made._experts_implementation = "grouped_mm"
     with torch.device(device), no_init_weights():
-        model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=dtype)
+        model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
     model.tie_weights()  # type: ignore[operator]  # left out with the initialisation
     model.train()
     if recipe.recompute == "full":
@@ -158,8 +159,8 @@ def _loss(output: object) -> torch.Tensor:
 
 def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
     """Find the stack of like parts: the longest list of modules."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return tuple(max(lists, key=len, default=()))
+    stacks = [tuple(part) for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return max(stacks, key=len, default=())
 
 
 _SIZES = (
