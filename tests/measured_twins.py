@@ -18,7 +18,9 @@ def twin(*, factor: float = 1.0, **said: object) -> Measurement:
     peaks = {row.what: round(row.predicted * factor) for row in predicted.phases}
     kinds = {row.what: row.predicted for row in predicted.kinds if row.predicted}
     phases = tuple(phase(what, n_bytes, kinds) for what, n_bytes in peaks.items())
-    step = StepMeasured(phases=phases, held_bytes=predicted.held.predicted, held_kinds={Kind.PARAMETERS: predicted.held.predicted})
+    step = StepMeasured(
+        phases=phases, held_bytes=predicted.held.predicted, held_kinds={Kind.PARAMETERS: predicted.held.predicted}
+    )
     sent = tuple(
         CollectiveMeasured(operation=row.what, dtype="float32", phase="backward", group=4, calls=1, n_bytes=row.predicted)
         for row in predicted.collectives

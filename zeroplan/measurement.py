@@ -95,7 +95,9 @@ class Measurement(Spec):
         if not self.steps:
             raise MeasurementError("the record holds no step; measure at least one")
         if not all(step.phases for step in self.steps):
-            raise MeasurementError("the record holds a step without a phase; a step has a forward, a backward and an optimizer step")
+            raise MeasurementError(
+                "the record holds a step without a phase; a step has a forward, a backward and an optimizer step"
+            )
 
     @property
     def steady(self) -> StepMeasured:

@@ -17,7 +17,9 @@ def read_record(path: Path) -> Measurement:
     """
     data = _parsed(path, read_text(path, what="record"))
     if not isinstance(data, dict) or "schema_version" not in data or "steps" not in data:
-        raise SpecError(f"record {str(path)!r} is JSON, but not a record of `zeroplan verify`: it has no schema_version and steps")
+        raise SpecError(
+            f"record {str(path)!r} is JSON, but not a record of `zeroplan verify`: it has no schema_version and steps"
+        )
     version = data["schema_version"]
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise SpecError(

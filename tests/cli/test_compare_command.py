@@ -84,7 +84,8 @@ def test_markdown_has_a_table_per_question(run: Run, tmp_path: Path):
 
 
 @pytest.mark.parametrize("arguments", [
-    ("absent.json",), (".",), (), ("--tolerance", "often", "r.json"), ("--tolerance", "-1", "r.json"), ("--tolerance", "nan", "r.json"),
+    ("absent.json",), (".",), (), ("--tolerance", "often", "r.json"), ("--tolerance", "-1", "r.json"),
+    ("--tolerance", "nan", "r.json"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_two(run: Run, arguments: tuple[str, ...]):
     code, out, err = run("compare", *arguments)
@@ -96,7 +97,8 @@ def test_bad_input_is_one_line_and_two(run: Run, arguments: tuple[str, ...]):
 def test_a_record_is_compared_without_torch(tmp_path: Path):
     path = write_record(twin(), tmp_path)
     code = (
-        "import sys\nfrom zeroplan.cli.app import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "import sys\nfrom zeroplan.cli.app import main\ntry:\n    main(sys.argv[1:])\n"
+        "except SystemExit as end:\n    assert not end.code\n"
         "print(sorted({'torch', 'transformers', 'deepspeed', 'numpy', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code, "compare", str(path)], capture_output=True, text=True, check=True)

@@ -190,7 +190,9 @@ def test_the_fake_group_shows_every_rank_what_real_ranks_show(said: dict[str, ob
 @pytest.mark.usefixtures("here")
 def test_a_rank_that_is_lost_ends_the_run(run: Run, workload: str, said: str):
     began = time.monotonic()
-    code, out, err = run(*CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", f"work:{workload}", "--timeout", "4")
+    code, out, err = run(
+        *CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", f"work:{workload}", "--timeout", "4"
+    )
     assert (code, out) == (4, "")
     assert said in err
     assert err.splitlines()[-1].startswith("zeroplan: ")
@@ -200,13 +202,17 @@ def test_a_rank_that_is_lost_ends_the_run(run: Run, workload: str, said: str):
 @pytest.mark.usefixtures("here")
 def test_a_rank_that_is_silent_and_will_not_go_is_ended(run: Run):
     began = time.monotonic()
-    code, out, err = run(*CPU, "--gpus", "2", "--rank", "1", "--stage", "3", "--workload", "work:refuses_to_end", "--timeout", "3")
+    code, out, err = run(
+        *CPU, "--gpus", "2", "--rank", "1", "--stage", "3", "--workload", "work:refuses_to_end", "--timeout", "3"
+    )
     assert (code, out) == (4, "")
     assert "no rank made progress for 3 s" in err
     assert time.monotonic() - began < 25
 
 
-@pytest.mark.parametrize(("workload", "said"), [("raises", "ZeroDivisionError: of my own making"), ("raises_in_forward", "RuntimeError")])
+@pytest.mark.parametrize(
+    ("workload", "said"), [("raises", "ZeroDivisionError: of my own making"), ("raises_in_forward", "RuntimeError")]
+)
 @pytest.mark.usefixtures("here")
 def test_a_workload_that_raises_shows_its_own_traceback(run: Run, workload: str, said: str):
     code, out, err = run(*CPU, "--gpus", "2", "--rank", "0", "--stage", "3", "--workload", f"work:{workload}")
@@ -281,7 +287,9 @@ def test_what_cannot_be_asked_is_one_line(run: Run, arguments: tuple[str, ...], 
     ("torch", "fsdp2", "verify"), ("transformers", "fsdp2", "verify"), ("deepspeed", "deepspeed", "deepspeed"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_what_is_not_installed_names_the_extra(run: Run, monkeypatch: pytest.MonkeyPatch, package: str, engine: str, extra: str):
+def test_what_is_not_installed_names_the_extra(
+    run: Run, monkeypatch: pytest.MonkeyPatch, package: str, engine: str, extra: str
+):
     monkeypatch.setattr("zeroplan.cli.verify.find_spec", lambda name: None if name == package else object())
     code, out, err = run(*CPU, "--gpus", "2", "--stage", "3", "--engine", engine)
     assert (code, out) == (4, "")
@@ -290,10 +298,10 @@ def test_what_is_not_installed_names_the_extra(run: Run, monkeypatch: pytest.Mon
 
 
 def test_records_are_kept_of_the_ranks_that_finished(here: Path):
+    from tests.measured_twins import twin
     from zeroplan.errors import MeasurementError
     from zeroplan.verify.launch import _heed, _Message, _Rank
     from zeroplan.verify.record import write_record
-    from tests.measured_twins import twin
 
     kept: list[Measurement] = []
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])

@@ -47,9 +47,12 @@ def verify_command(
         ),
     ] = None,
     rank: Annotated[
-        str, typer.Option("--rank", metavar="R", help="Which rank to be, where one process stands for all.", rich_help_panel=_RUN)
+        str,
+        typer.Option("--rank", metavar="R", help="Which rank to be, where one process stands for all.", rich_help_panel=_RUN),
     ] = "0",
-    steps: Annotated[str, typer.Option("--steps", metavar="N", help="Optimizer steps; the last counts.", rich_help_panel=_RUN)] = "3",
+    steps: Annotated[
+        str, typer.Option("--steps", metavar="N", help="Optimizer steps; the last counts.", rich_help_panel=_RUN)
+    ] = "3",
     all_layers: Annotated[
         bool, typer.Option("--all-layers", help="simulate: run every layer instead of extending a few.", rich_help_panel=_RUN)
     ] = False,
@@ -64,7 +67,10 @@ def verify_command(
         ),
     ] = None,
     timeout: Annotated[
-        str, typer.Option("--timeout", metavar="SECONDS", help="How long a collective or a rank may be silent.", rich_help_panel=_RUN)
+        str,
+        typer.Option(
+            "--timeout", metavar="SECONDS", help="How long a collective or a rank may be silent.", rich_help_panel=_RUN
+        ),
     ] = "300",
     tolerance: Annotated[
         str,
@@ -143,10 +149,16 @@ def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -
 
         rank = asked.rank if asked.nproc is None else None
         transport: Literal["gloo", "fake"] = "fake" if asked.nproc is None else "gloo"
-        task = Task(job=job, transport=transport, rank=rank, steps=asked.steps, workload=asked.workload, timeout_s=asked.timeout_s)
+        task = Task(
+            job=job, transport=transport, rank=rank, steps=asked.steps, workload=asked.workload, timeout_s=asked.timeout_s
+        )
         launch(task, keep=keep, say=say)
         return
-    raise MeasurementError("backend simulate is not there yet; use --backend cpu for a small model")
+    if asked.workload:
+        raise SpecError("--workload runs on --backend cpu")
+    from zeroplan.verify.simulate import simulate  # noqa: PLC0415  torch comes with it
+
+    keep(simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers))
 
 
 def _require(job: "JobSpec") -> None:
@@ -163,7 +175,9 @@ def _backend(name: str) -> str:
     if name not in BACKENDS:
         raise SpecError(f"--backend {name!r} is none of {', '.join(BACKENDS)}")
     if name == "cuda":
-        raise MeasurementError("backend cuda, real GPUs, is not part of this version; use --backend simulate, or cpu for a small model")
+        raise MeasurementError(
+            "backend cuda, real GPUs, is not part of this version; use --backend simulate, or cpu for a small model"
+        )
     return name
 
 

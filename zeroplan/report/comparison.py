@@ -55,7 +55,8 @@ def summary_line(comparisons: tuple[Comparison, ...], *, tolerance: float) -> st
     """How many of several runs agree, and the largest error of a peak."""
     agreeing = sum(comparison.agrees(tolerance) for comparison in comparisons)
     worst = max((comparison.peak.error for comparison in comparisons), key=abs)
-    return f"{agreeing} of {len(comparisons)} runs agree within {100 * tolerance:g} %; the largest error of a peak is {_percent(worst)}."
+    agree = f"{agreeing} of {len(comparisons)} runs agree within {100 * tolerance:g} %"
+    return f"{agree}; the largest error of a peak is {_percent(worst)}."
 
 
 def rank_line(comparison: Comparison, measurement: Measurement) -> str:
@@ -68,7 +69,9 @@ def headline(measurement: Measurement) -> str:
     """What was run."""
     job = measurement.job
     model = job.model.name or f"a {job.model.family} model"
-    return f"{model}, {job.recipe.engine} ZeRO stage {job.recipe.zero_stage}, rank {measurement.rank} of {job.mesh.world_size:,}"
+    return (
+        f"{model}, {job.recipe.engine} ZeRO stage {job.recipe.zero_stage}, rank {measurement.rank} of {job.mesh.world_size:,}"
+    )
 
 
 def how_line(measurement: Measurement) -> str:
@@ -87,7 +90,9 @@ def verdict(comparison: Comparison, *, tolerance: float) -> str:
     beyond = comparison.beyond(tolerance)
     within = f"within {100 * tolerance:g} %"
     if not beyond:
-        return f"It agrees {within}: peak {_percent(comparison.peak.error)}, held between steps {_percent(comparison.held.error)}."
+        return (
+            f"It agrees {within}: peak {_percent(comparison.peak.error)}, held between steps {_percent(comparison.held.error)}."
+        )
     figures = "; ".join(
         f"{row.what} {_percent(row.error)} (predicted {format_size(row.predicted)}, measured {format_size(row.measured)})"
         for row in beyond

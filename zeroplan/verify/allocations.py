@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from torch._C._profiler import _EventType, _ProfilerEvent
+from torch._C._profiler import _EventType, _ExtraFields_Allocation, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zeroplan.errors import MeasurementError
@@ -65,9 +65,9 @@ class Timeline:
                 open_requests[event.address] = at
                 continue
             start = open_requests.pop(event.address, None)
-            if start is not None and event.operators[-1:] and event.operators[-1] in operators:
-                if self.allocations[start].operators == event.operators:
-                    scratch |= {start, at}
+            own = event.operators[-1] in operators if event.operators else False
+            if start is not None and own and self.allocations[start].operators == event.operators:
+                scratch |= {start, at}
         kept = Timeline()
         kept.marks = self.marks
         live_bytes = 0
@@ -148,7 +148,8 @@ def _requests(roots: list[_ProfilerEvent], marks: dict[str, int]) -> Iterator[tu
         event, operators = pending.pop()
         if event.tag == _EventType.Allocation:
             request = event.typed[1]
-            yield event.start_time_ns, request.alloc_size, request.ptr, operators
+            if isinstance(request, _ExtraFields_Allocation):
+                yield event.start_time_ns, request.alloc_size, request.ptr, operators
             continue
         if event.name.startswith(_MARK):
             marks[event.name.removeprefix(_MARK)] = event.start_time_ns

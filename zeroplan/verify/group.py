@@ -13,7 +13,14 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FakeProcessGroup, Work, _create_work_from_future
+from torch._C._distributed_c10d import (
+    FakeProcessGroup,
+    GroupName,
+    ProcessGroupGloo,
+    Store,
+    Work,
+    _create_work_from_future,  # type: ignore[attr-defined]  # in no stub
+)
 from torch.profiler import record_function
 
 from zeroplan.errors import MeasurementError
@@ -46,8 +53,8 @@ class Log:
 class WatchedGroup(dist.ProcessGroup):
     """A process group over another one, whose collectives end before they return."""
 
-    def __init__(self, inner: dist.Backend, ranks: tuple[int, int], log: Log) -> None:
-        super().__init__(*ranks)
+    def __init__(self, inner: object, ranks: tuple[int, int], log: Log) -> None:
+        super().__init__(*ranks)  # type: ignore[call-arg, arg-type]  # the form for Python's own groups is in no stub
         self._inner, self._ranks, self._log = inner, ranks[1], log
 
     def size(self) -> int:
@@ -59,14 +66,14 @@ class WatchedGroup(dist.ProcessGroup):
         return "watched"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> GroupName:
         """The name under which torch registered it."""
-        return dist.distributed_c10d._world.pg_names[self]  # noqa: SLF001  where torch keeps it
+        return dist.distributed_c10d._world.pg_names[self]
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self, _device: torch.device) -> None:
         """Collectives run one by one."""
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self, _device: torch.device) -> Work:
         return _ended([])
 
     def handed_on(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
@@ -84,7 +91,7 @@ class WatchedGroup(dist.ProcessGroup):
         return _ended(tensors[0] if operation in ("all_reduce", "broadcast") else [])
 
     @property
-    def inner(self) -> dist.Backend:
+    def inner(self) -> object:
         """The group that does the work."""
         return self._inner
 
@@ -123,7 +130,8 @@ for _operation, _spellings in _COLLECTIVES.items():
 def _ended(tensors: list[torch.Tensor]) -> Work:
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    return _create_work_from_future(future)
+    work: Work = _create_work_from_future(future)
+    return work
 
 
 def _tensors(argument: object) -> Iterator[torch.Tensor]:
@@ -136,7 +144,8 @@ def _tensors(argument: object) -> Iterator[torch.Tensor]:
 
 def _holders(tensor: torch.Tensor) -> int:
     """How many hold the tensor or its storage: a worker thread of gloo's holds either."""
-    return tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001
+    of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]  # in no stub
+    of_storage: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _await_release(tensor: torch.Tensor, holders: int) -> None:
@@ -147,14 +156,15 @@ def _await_release(tensor: torch.Tensor, holders: int) -> None:
         time.sleep(0)
 
 
-def join(transport: Transport, store: dist.Store, *, rank: int, ranks: int, timeout_s: float) -> Log:
+def join(transport: Transport, store: Store, *, rank: int, ranks: int, timeout_s: float) -> Log:
     """Make this process a rank of the default process group, and return the log of its collectives."""
     log = Log()
 
-    def group(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> WatchedGroup:
+    def group(store: Store, rank: int, ranks: int, timeout: timedelta) -> WatchedGroup:
         if transport == "gloo":
-            return WatchedGroup(dist.ProcessGroupGloo(store, rank, ranks, timeout), (rank, ranks), log)
-        return WatchedGroup(FakeProcessGroup._create_internal(rank, ranks, FakeProcessGroup.Options()), (rank, ranks), log)  # noqa: SLF001
+            return WatchedGroup(ProcessGroupGloo(store, rank, ranks, timeout), (rank, ranks), log)
+        fake = FakeProcessGroup._create_internal(rank, ranks, FakeProcessGroup.Options())  # type: ignore[call-arg]
+        return WatchedGroup(fake, (rank, ranks), log)
 
     dist.Backend.register_backend("watched", group, devices=["cpu"])
     dist.init_process_group("watched", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))

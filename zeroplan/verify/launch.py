@@ -67,7 +67,9 @@ def _listen(task: Task, ranks: list[_Rank], keep: Callable[[Measurement], None],
         except queue.Empty:
             _show_tails(list(waiting.values()), say)
             silent = ", ".join(map(str, waiting))
-            raise MeasurementError(f"no rank made progress for {task.timeout_s:g} s (waiting for rank {silent}); ended") from None
+            raise MeasurementError(
+                f"no rank made progress for {task.timeout_s:g} s (waiting for rank {silent}); ended"
+            ) from None
         _heed(message, waiting, keep, say)
         if message.said is not None and "say" in message.said and time.monotonic() - started > _PROGRESS_AFTER_S:
             say(f"rank {message.rank}: {message.said['say']}")
@@ -97,7 +99,9 @@ def _failure(rank: _Rank, said: dict[str, str], say: Callable[[str], None]) -> Z
     if whose == "here":
         return MeasurementError(text)
     if whose == "workload":
-        say(f"--- the workload's own traceback (rank {rank.number}) ---\n{text.rstrip()}\n--- end of the workload's traceback ---")
+        say(
+            f"--- the workload's own traceback (rank {rank.number}) ---\n{text.rstrip()}\n--- end of the workload's traceback ---"
+        )
         return MeasurementError(f"the workload raised on rank {rank.number}: {text.rstrip().splitlines()[-1]}")
     _show_tails([rank], say)
     return MeasurementError(f"rank {rank.number} failed: {text.splitlines()[0] if text else 'it did not say why'}")
@@ -133,8 +137,8 @@ def _running(task: Task, order: Path) -> Iterator[list[_Rank]]:
     count = task.job.mesh.world_size if task.transport == "gloo" else 1
     ranks: list[_Rank] = []
     try:
-        for number in range(count):
-            ranks.append(_started(number if task.rank is None else task.rank, task, order))
+        for number in range(count):  # one by one: whatever has started must be ended
+            ranks.append(_started(number if task.rank is None else task.rank, task, order))  # noqa: PERF401
         yield ranks
     finally:
         _end(ranks)
@@ -160,15 +164,21 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
     path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])) if part)
     return {
         **os.environ,
-        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"},
-        **{"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo", "PYTHONPATH": path},
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "PYTHONPATH": path,
     }
 
 
 def _end(ranks: list[_Rank]) -> None:
     """Ask the processes to go, and after a moment make them; an interrupt meanwhile cannot stop this."""
-    before = _deaf() if threading.current_thread() is threading.main_thread() else None
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if threading.current_thread() is threading.main_thread() else None
     try:
         for sign in (signal.SIGTERM, signal.SIGKILL):
             for rank in ranks:
@@ -186,7 +196,3 @@ def _end(ranks: list[_Rank]) -> None:
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
-
-
-def _deaf() -> object:
-    return signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -48,11 +48,12 @@ def _record(task: Task, say: Callable[[str], None]) -> Path:
     os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
     import torch  # noqa: PLC0415  what goes wrong here is told like everything else
     import torch.distributed as dist  # noqa: PLC0415
+    from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
     from zeroplan.verify.cpu import measured  # noqa: PLC0415
+    from zeroplan.verify.engines import stored_dtype  # noqa: PLC0415
     from zeroplan.verify.group import join  # noqa: PLC0415
     from zeroplan.verify.record import write_record  # noqa: PLC0415
-    from zeroplan.verify.runners import leave, stored_dtype  # noqa: PLC0415
     from zeroplan.verify.workload import user_workload, workload  # noqa: PLC0415
 
     torch.set_num_threads(1)
@@ -60,12 +61,12 @@ def _record(task: Task, say: Callable[[str], None]) -> Path:
     rank = int(os.environ["RANK"])
     made = user_workload(task.workload) if task.workload else None
     ranks = task.job.mesh.world_size
-    store = dist.FileStore(task.store, ranks) if task.transport == "gloo" else dist.HashStore()
+    store = FileStore(task.store, ranks) if task.transport == "gloo" else HashStore()
     log = join(task.transport, store, rank=rank, ranks=ranks, timeout_s=task.timeout_s)
     build = made or (lambda: _with_weights(workload(task.job, dtype=stored_dtype(task.job.recipe))))
     found = measured(task.job, build, rank=rank, transport=task.transport, log=log, steps=task.steps, say=say)
     path = write_record(found, Path(task.folder))
-    leave()
+    dist.destroy_process_group()
     return path
 
 
@@ -86,7 +87,7 @@ def _leave_with_the_parent() -> None:
 
 
 def _tell(answers: TextIO, **message: str) -> None:
-    print(json.dumps(message), file=answers, flush=True)  # noqa: T201  the parent's end of a pipe
+    print(json.dumps(message), file=answers, flush=True)
 
 
 def _whose(error: Exception) -> str:
@@ -100,7 +101,9 @@ def _whose(error: Exception) -> str:
 def _text(error: Exception) -> str:
     if isinstance(error, ZeroplanError):
         return str(error)
-    return "".join(traceback.format_exception(error)) if _passes_through_users_code(error) else f"{type(error).__name__}: {error}"
+    return (
+        "".join(traceback.format_exception(error)) if _passes_through_users_code(error) else f"{type(error).__name__}: {error}"
+    )
 
 
 def _passes_through_users_code(error: Exception) -> bool:
