@@ -87,8 +87,9 @@ def _phase_of(moment: Moment) -> str:
 
 
 def _held(answer: Estimate) -> int:
-    """Between steps gradients are gone and what the engine holds at every moment stays."""
-    return int(min(total_bytes(moment.lines) for moment in answer.engine_moments if moment.phase is Phase.STEP))
+    """What the engine holds at every moment of a step is what it holds between steps."""
+    moments = [moment for moment in answer.engine_moments if moment.phase is not Phase.INIT]
+    return int(total_bytes(tuple(line for line in moments[0].lines if all(line in moment.lines for moment in moments))))
 
 
 def _kinds(highest: Moment, steady: StepMeasured, *, on_cuda: bool) -> list[Compared]:
