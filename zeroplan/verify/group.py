@@ -146,6 +146,7 @@ def _holders(tensor: torch.Tensor) -> int:
     """How many hold the tensor or its storage: a worker thread of gloo's holds either."""
     of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]  # in no stub
     of_storage: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return of_tensor + of_storage
 
 
 def _await_release(tensor: torch.Tensor, holders: int) -> None:

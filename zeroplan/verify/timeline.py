@@ -1,5 +1,6 @@
 """What a recording says: the highest moment of every phase, what is alive then and for what, what is held between steps."""
 
+import re
 from collections import Counter
 from itertools import accumulate
 
@@ -8,28 +9,33 @@ from zeroplan.measurement import CollectiveMeasured, PhaseMeasured, StepMeasured
 from zeroplan.verify.tracker import STILL_HELD, Block, Tracker
 
 
+_NUMBER = re.compile(r"\d+")
+
+
 class Timeline:
     """Bytes alive after every request and release of a recording. [bytes]"""
 
     def __init__(self, tracker: Tracker) -> None:
-        self._tracker = tracker
+        self.tracker = tracker
         changes = [0] * (tracker.now + 1)
         self._born: dict[int, Block] = {}
+        self._died: dict[int, Block] = {}
         for block in tracker.blocks:
             changes[block.born] += block.n_bytes
             self._born[block.born] = block
             if block.died != STILL_HELD:
                 changes[block.died] -= block.n_bytes
+                self._died[block.died] = block
         self.live = list(accumulate(changes))
 
     def end(self, index: int) -> int:
         """Return the last moment of a span."""
-        spans = self._tracker.spans
-        return spans[index + 1].start if index + 1 < len(spans) else self._tracker.now
+        spans = self.tracker.spans
+        return spans[index + 1].start if index + 1 < len(spans) else self.tracker.now
 
     def peak(self, index: int) -> tuple[int, int]:
         """Return the most bytes alive in a span, and the moment; the earliest of equals."""
-        start, end = self._tracker.spans[index].start, self.end(index)
+        start, end = self.tracker.spans[index].start, self.end(index)
         window = self.live[start : end + 1]
         most = max(window)
         return most, start + window.index(most)
@@ -37,7 +43,7 @@ class Timeline:
     def kinds(self, moment: int) -> dict[str, int]:
         """Return what is alive at a moment, by kind."""
         found: Counter[str] = Counter()
-        for block in self._tracker.blocks:
+        for block in self.tracker.blocks:
             if block.born <= moment < block.died:
                 found[self._kind(block).value] += block.n_bytes
         return dict(found)
@@ -46,13 +52,22 @@ class Timeline:
         """Return the block that was asked for at a moment."""
         return self._born.get(moment)
 
+    def events(self, index: int) -> list[tuple[bool, str, str, int]]:
+        """Return a span's requests (True) and releases: operation, module without its number, bytes."""
+        return [self._event(moment) for moment in range(self.tracker.spans[index].start + 1, self.end(index) + 1)]
+
+    def _event(self, moment: int) -> tuple[bool, str, str, int]:
+        asked = moment in self._born
+        block = self._born[moment] if asked else self._died[moment]
+        return asked, block.operation, _NUMBER.sub("", block.module), block.n_bytes
+
     def _kind(self, block: Block) -> Kind:
         if block.kind is not None:
             return block.kind
-        phase = self._tracker.spans[block.span].phase
+        phase = self.tracker.spans[block.span].phase
         if phase is Phase.STEP:
             return Kind.OPTIMIZER_TEMPORARY
-        if phase in (Phase.FORWARD, Phase.BACKWARD) and self._tracker.is_head(block):
+        if phase in (Phase.FORWARD, Phase.BACKWARD) and self.tracker.is_head(block):
             return Kind.LOGITS
         return Kind.ACTIVATIONS if phase is Phase.BACKWARD and block.recomputed else Kind.TEMPORARY
 

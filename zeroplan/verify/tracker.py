@@ -18,6 +18,7 @@ from typing import NamedTuple, Self, cast
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -149,10 +150,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._hooks.close()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; leave the dispatch unwrapped, which is faster."""
+        return False
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         """Run the operator and look at the storages it returns."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked at every turn, and answered without going through the modes
         if DTensor in types:
             return NotImplemented
         if self._looking_away:
@@ -331,6 +339,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 _ADD = torch.ops.aten.add.Tensor
+_DEVICE = torch.ops.prim.device.default
 #: A tensor of Python numbers comes in by an operator that counts as a view.
 _LIFTED = torch.ops.aten.lift_fresh.default
 #: What autograd does in place where nobody watches: sums of gradients, and gradients scattered into zeros.

@@ -129,6 +129,14 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
     }
 
 
+def layer_period(spec: ModelSpec) -> int:
+    """After how many layers the kinds of attention come again; dense first layers left out."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    kinds = list(getattr(AutoConfig.for_model(**config(spec)), "layer_types", None) or [])  # type: ignore[arg-type]
+    return next((n for n in range(1, len(kinds)) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False))), 1)
+
+
 def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, device: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  takes seconds, and user workloads need none
     from transformers.initialization import no_init_weights  # noqa: PLC0415
