@@ -13,13 +13,12 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the last is in no stub
     FakeProcessGroup,
-    GroupName,
     ProcessGroupGloo,
     Store,
     Work,
-    _create_work_from_future,  # type: ignore[attr-defined]  # in no stub
+    _create_work_from_future,
 )
 from torch.profiler import record_function
 
@@ -66,7 +65,7 @@ class WatchedGroup(dist.ProcessGroup):
         return "watched"
 
     @property
-    def group_name(self) -> GroupName:
+    def group_name(self) -> str:  # type: ignore[override]  # torch's own alias of a text
         """The name under which torch registered it."""
         return dist.distributed_c10d._world.pg_names[self]
 

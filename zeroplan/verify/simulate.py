@@ -13,7 +13,6 @@ from zeroplan.verify.timeline import collectives, initialisation, steps_measured
 from zeroplan.verify.tracker import Tracker
 from zeroplan.verify.workload import layer_period
 
-
 _FEW_LAYERS = 4
 """With so many layers, and one more, every layer of a longer model has its like: a first, a last, and some between."""
 _ALL_RUN = ("collectives moved no data: the process group is fake", "weights are not initialised, dropout is off")
