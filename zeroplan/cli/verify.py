@@ -1,6 +1,7 @@
 """``zeroplan verify``: is the estimate true? Runs the real engine and holds what it took against what was predicted."""
 
 import sys
+import traceback
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -9,7 +10,7 @@ import typer
 
 from zeroplan.cli.compare import DISAGREES, TOLERANCE, parse_tolerance
 from zeroplan.cli.job_flags import takes_a_job
-from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.resolve import Resolved
 from zeroplan.units import parse_count
 
@@ -100,6 +101,8 @@ def verify_command(
     )
     from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  only this command needs them
 
+    for note in resolved.notes:
+        say(f"note: {note}")
     keeper = _Keeper(None if out is None else Path(out))
     _run(resolved.job, asked, keeper.keep)
     held = tuple(Held.of(measured) for measured in sorted(keeper.kept, key=lambda measured: measured.rank))
@@ -156,9 +159,20 @@ def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -
         return
     if asked.workload:
         raise SpecError("--workload runs on --backend cpu")
+    keep(_simulated(job, asked))
+
+
+def _simulated(job: "JobSpec", asked: _Asked) -> "Measurement":
     from zeroplan.verify.simulate import simulate  # noqa: PLC0415  torch comes with it
 
-    keep(simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers))
+    say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")
+    try:
+        return simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers)
+    except ZeroplanError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise MeasurementError(f"the simulation failed: {type(error).__name__}: {error}") from error
 
 
 def _require(job: "JobSpec") -> None:

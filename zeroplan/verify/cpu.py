@@ -27,6 +27,8 @@ def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport
              say: Callable[[str], None]) -> Measurement:  # fmt: skip
     """Take ``steps`` optimizer steps and return what they took on this rank."""
     _refuse_what_has_no_cpu_form(job)
+    if transport == "fake" and rank and job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
+        raise MeasurementError("DeepSpeed's stage 3 asks rank 0, which the fake group lacks; use --rank 0 or --nproc")
     began = time.monotonic()
     seen = Profiled(log, say)
     observe(job, seen, mesh_of(job), steps=steps, make=make)

@@ -58,6 +58,8 @@ class Profiled(AbstractContextManager["Profiled"]):
     def __enter__(self) -> Self:
         """Begin to record."""
         gc.collect()  # whatever was dropped before would be released into the recording
+        gc.disable()  # reference cycles go at the beginning of each phase, not whenever the collector happens to run
+        self._stack.callback(gc.enable)
         self._everything = self._stack.enter_context(recorded())
         self._mark(-1, Phase.INIT)
         return self
@@ -76,6 +78,7 @@ class Profiled(AbstractContextManager["Profiled"]):
         self._mark(step, phase)
 
     def _mark(self, step: int, phase: Phase) -> None:
+        gc.collect()
         name = f"{len(self._entered)}"
         self._entered.append((step, phase, name))
         mark(name)
