@@ -17,6 +17,10 @@ from zeroplan.verify.timeline import Timeline, collectives
 from zeroplan.verify.tracker import Tracker
 
 
+class NotAlikeError(MeasurementError):
+    """Runs with few layers do not say what one with many takes."""
+
+
 class Growth(NamedTuple):
     """Two runs, and how many times what lies between them is to be added to the shorter."""
 
@@ -40,17 +44,11 @@ class _Moment(NamedTuple):
 def extended_steps(shorter: Tracker, longer: Tracker, times: int) -> tuple[StepMeasured, ...]:
     """Summarise every step of a run that is longer than ``shorter`` by ``times`` what ``longer`` is longer by.
 
-    Raises :class:`~zeroplan.errors.MeasurementError` where the two runs are not alike enough to say.
+    Raises :class:`NotAlikeError` where the two runs are not alike enough to say.
     """
     growth = Growth(Timeline(shorter), Timeline(longer), times)
     steps = sorted({span.step for span in shorter.spans if span.phase is Phase.STEP})
     return tuple(_step(growth, step) for step in steps)
-
-
-def extended_initialisation(shorter: Tracker, longer: Tracker, times: int) -> PhaseMeasured:
-    """Summarise what happens before the first step; its peak is that of the end where moments cannot be matched."""
-    growth = Growth(Timeline(shorter), Timeline(longer), times)
-    return _phase(growth, Phase.INIT, [0])
 
 
 def extended_collectives(shorter: Tracker, longer: Tracker, times: int) -> tuple[CollectiveMeasured, ...]:
@@ -130,7 +128,7 @@ def _matched(few: list[_Event], more: list[_Event]) -> list[tuple[int, int]]:
         added = _added(few, more, stop, ahead)
         back = stop - _alike(few[at:stop][::-1], more[at + ahead + added : stop + ahead + added][::-1]) + added
         if back > stop - added:
-            raise MeasurementError(_NOT_ALIKE)
+            raise NotAlikeError(_NOT_ALIKE)
         pairs += [(one + 1, one + ahead + 1) for one in range(at, stop - added)]
         pairs += [(one + 1, one + ahead + added + 1) for one in range(back, stop)]
         at, ahead = stop, ahead + added
@@ -148,7 +146,7 @@ def _added(few: list[_Event], more: list[_Event], stop: int, ahead: int) -> int:
         repeats = more[there : there + added] == more[there - added : there]
         if repeats and few[stop : stop + _ENOUGH] == more[there + added : there + added + _ENOUGH]:
             return added
-    raise MeasurementError(_NOT_ALIKE)
+    raise NotAlikeError(_NOT_ALIKE)
 
 
 _ENOUGH = 2

@@ -8,7 +8,6 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.measurement import CollectiveMeasured, PhaseMeasured, StepMeasured
 from zeroplan.verify.tracker import STILL_HELD, Block, Tracker
 
-
 _NUMBER = re.compile(r"\d+")
 
 
