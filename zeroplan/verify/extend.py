@@ -8,7 +8,6 @@ no maximum is extrapolated.
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
 from typing import NamedTuple
 
 from zeroplan.errors import MeasurementError
@@ -16,6 +15,10 @@ from zeroplan.ledger import Phase
 from zeroplan.measurement import CollectiveMeasured, PhaseMeasured, StepMeasured
 from zeroplan.verify.timeline import Timeline, collectives
 from zeroplan.verify.tracker import Tracker
+
+
+class NotAlikeError(MeasurementError):
+    """Runs with few layers do not say what one with many takes."""
 
 
 class Growth(NamedTuple):
@@ -41,17 +44,11 @@ class _Moment(NamedTuple):
 def extended_steps(shorter: Tracker, longer: Tracker, times: int) -> tuple[StepMeasured, ...]:
     """Summarise every step of a run that is longer than ``shorter`` by ``times`` what ``longer`` is longer by.
 
-    Raises :class:`~zeroplan.errors.MeasurementError` where the two runs are not alike enough to say.
+    Raises :class:`NotAlikeError` where the two runs are not alike enough to say.
     """
     growth = Growth(Timeline(shorter), Timeline(longer), times)
     steps = sorted({span.step for span in shorter.spans if span.phase is Phase.STEP})
     return tuple(_step(growth, step) for step in steps)
-
-
-def extended_initialisation(shorter: Tracker, longer: Tracker, times: int) -> PhaseMeasured:
-    """Summarise what happens before the first step; its peak is that of the end where moments cannot be matched."""
-    growth = Growth(Timeline(shorter), Timeline(longer), times)
-    return _phase(growth, Phase.INIT, [0])
 
 
 def extended_collectives(shorter: Tracker, longer: Tracker, times: int) -> tuple[CollectiveMeasured, ...]:
@@ -116,16 +113,25 @@ _Event = tuple[bool, str, str, int]
 
 
 def _matched(few: list[_Event], more: list[_Event]) -> list[tuple[int, int]]:
-    """Pair the events of two runs of one phase, counted from 1."""
-    n_few, n_more, added = len(few), len(more), len(more) - len(few)
-    if [event[:3] for event in few] == [event[:3] for event in more]:
-        return [(at, at) for at in range(1, n_few + 1)]
-    from_start = _alike(few, more) - added
-    from_end = _alike(few[::-1], more[::-1]) - added
-    if added > 0 and from_start + from_end >= n_few:
-        pairs = [(at, at) for at in range(1, from_start + 1)]
-        return pairs + [(n_few - back, n_more - back) for back in range(from_end)]
-    return _matched_runs(few, more)
+    """Pair the events of two runs of one phase, counted from 1.
+
+    Where the longer run has a stretch that the shorter has not, the stretch repeats the one before it (one more layer, one
+    more layer's tensors). Events before are paired counting from the left, events after counting from the right, both ways
+    where both hold, but not within one stretch of where they stop to hold.
+    """
+    pairs: list[tuple[int, int]] = []
+    at = ahead = 0
+    while True:
+        stop = at + _alike(few[at:], more[at + ahead :])
+        if stop == len(few) == len(more) - ahead:
+            return pairs + [(one + 1, one + ahead + 1) for one in range(at, stop)]
+        added = _added(few, more, stop, ahead)
+        back = stop - _alike(few[at:stop][::-1], more[at + ahead + added : stop + ahead + added][::-1]) + added
+        if back > stop - added:
+            raise NotAlikeError(_NOT_ALIKE)
+        pairs += [(one + 1, one + ahead + 1) for one in range(at, stop - added)]
+        pairs += [(one + 1, one + ahead + added + 1) for one in range(back, stop)]
+        at, ahead = stop, ahead + added
 
 
 def _alike(few: list[_Event], more: list[_Event]) -> int:
@@ -133,17 +139,16 @@ def _alike(few: list[_Event], more: list[_Event]) -> int:
     return next((at for at, (one, other) in enumerate(zip(few, more, strict=False)) if one != other), min(len(few), len(more)))
 
 
-def _matched_runs(few: list[_Event], more: list[_Event]) -> list[tuple[int, int]]:
-    """Pair the ends of runs of one operation, as an optimizer has them that goes through all tensors at every turn."""
-    one, other = _runs(few), _runs(more)
-    if [name for name, _ in one] != [name for name, _ in other]:
-        raise MeasurementError("runs with few layers are not alike enough to say what many layers take; run all layers")
-    return [(here, there) for (_, here), (_, there) in zip(one, other, strict=True)]
+def _added(few: list[_Event], more: list[_Event], stop: int, ahead: int) -> int:
+    """Return the length of the stretch after which the two runs are alike again."""
+    there = stop + ahead
+    for added in range(1, min(there, len(more) - there) + 1):
+        repeats = more[there : there + added] == more[there - added : there]
+        if repeats and few[stop : stop + _ENOUGH] == more[there + added : there + added + _ENOUGH]:
+            return added
+    raise NotAlikeError(_NOT_ALIKE)
 
 
-def _runs(events: list[_Event]) -> list[tuple[tuple[bool, str], int]]:
-    found, at = [], 0
-    for name, run in groupby(events, key=lambda event: event[:2]):
-        at += len(list(run))
-        found.append((name, at))
-    return found
+_ENOUGH = 2
+"""Events that must be alike after a stretch; all later ones are compared too, or the pairing fails."""
+_NOT_ALIKE = "runs with few layers are not alike enough to say what many layers take; run all layers"

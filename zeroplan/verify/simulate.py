@@ -7,7 +7,7 @@ from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.verify.environment import environment
-from zeroplan.verify.extend import extended_collectives, extended_steps
+from zeroplan.verify.extend import NotAlikeError, extended_collectives, extended_steps
 from zeroplan.verify.run import run
 from zeroplan.verify.timeline import collectives, initialisation, steps_measured
 from zeroplan.verify.tracker import Tracker
@@ -21,7 +21,8 @@ _ALL_RUN = ("collectives moved no data: the process group is fake", "weights are
 def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True) -> Measurement:
     """Measure a job without memory or GPU; the last step is the steady state.
 
-    Without ``all_layers`` a few are run and the rest extended from them (:mod:`zeroplan.verify.extend`). Raises
+    Without ``all_layers`` a few are run and the rest extended from them (:mod:`zeroplan.verify.extend`), or all after all where
+    they are not alike. Raises
     :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
     began = time.perf_counter()
@@ -31,13 +32,16 @@ def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = 
         return _measured(job, _tracked(job, rank, steps), rank=rank, began=began)
     shorter, longer = (_tracked(_with_layers(job, layers), rank, steps) for layers in (few, more))
     times = (job.model.num_hidden_layers - few) // (more - few)
-    return _extended(job, shorter, longer, times, rank=rank, began=began)
+    try:
+        return _extended(job, shorter, longer, times, rank=rank, began=began)
+    except NotAlikeError:
+        return _measured(job, _tracked(job, rank, steps), rank=rank, began=began)
 
 
 def _few_layers(model: ModelSpec) -> int:
     """All dense first layers, a few of the others, and as many more as leave whole periods out."""
     dense, period = model.moe.num_dense_layers if model.moe is not None else 0, layer_period(model)
-    least = dense + max(_FEW_LAYERS, 2 * period)
+    least = dense + max(_FEW_LAYERS, 2 * period + 1)
     return least + (model.num_hidden_layers - least) % period
 
 
