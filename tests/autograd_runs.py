@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests.allocations import Timeline, mark, recorded  # noqa: E402
 from tests.causal_models import causal_model  # noqa: E402
+from zeroplan.verify.allocations import Timeline, mark, recorded  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -41,7 +41,18 @@ class Comparison(NamedTuple):
 
     def agrees(self, tolerance: float) -> bool:
         """Whether peak, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %)."""
-        return all(abs(row.error) <= tolerance for row in (self.peak, self.held, *self.collectives))
+        return not self.beyond(tolerance)
+
+    def beyond(self, tolerance: float) -> tuple[Compared, ...]:
+        """What is not within ``tolerance``, the largest difference first.
+
+        Peak and held bytes are judged by their own size, a collective by what all collectives of the step move: a flag or a
+        norm that is not predicted is shown, but does not outweigh the gradients.
+        """
+        moved = sum(max(row.predicted, row.measured) for row in self.collectives)
+        found = [row for row in (self.peak, self.held) if abs(row.error) > tolerance]
+        found += [row for row in self.collectives if abs(row.difference) > tolerance * moved]
+        return tuple(sorted(found, key=lambda row: -abs(row.difference)))
 
 
 def compare(answer: Estimate, measured: Measurement) -> Comparison:
@@ -98,8 +109,15 @@ def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
     predicted: dict[str, int] = {}
     for call in answer.traffic.collectives:
         if call.sent_bytes:
-            predicted[call.operation] = predicted.get(call.operation, 0) + int(call.calls) * int(call.n_bytes)
+            name = _plain(call.operation)
+            predicted[name] = predicted.get(name, 0) + int(call.calls) * int(call.n_bytes)
     found: dict[str, int] = {}
     for seen in measured.collectives:
-        found[seen.operation] = found.get(seen.operation, 0) + seen.n_bytes
+        name = _plain(seen.operation)
+        found[name] = found.get(name, 0) + seen.n_bytes
     return [Compared(name, predicted.get(name, 0), found.get(name, 0)) for name in {**predicted, **found}]
+
+
+def _plain(operation: str) -> str:
+    """One spelling of an operation: engines and their users write all-reduce, torch writes all_reduce."""
+    return operation.replace("-", "_").replace(" ", "_")

@@ -91,9 +91,13 @@ class Measurement(Spec):
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 
     def check_rules(self) -> None:
-        """Refuse a record without a step."""
+        """Refuse a record without a step, or with a step of nothing."""
         if not self.steps:
             raise MeasurementError("the record holds no step; measure at least one")
+        if not all(step.phases for step in self.steps):
+            raise MeasurementError(
+                "the record holds a step without a phase; a step has a forward, a backward and an optimizer step"
+            )
 
     @property
     def steady(self) -> StepMeasured:

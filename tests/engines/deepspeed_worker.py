@@ -23,12 +23,12 @@ os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 
 import torch
 
-from tests.allocations import Timeline, mark, recorded
 from tests.causal_models import causal_model
 from zeroplan.spec.base import read
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
+from zeroplan.verify.allocations import Timeline, mark, recorded
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.allocations import Timeline, mark, recorded
 from tests.causal_models import causal_model
 from zeroplan.transformer.blocks import Compute
+from zeroplan.verify.allocations import Timeline, mark, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,13 +8,15 @@ from typing import TextIO
 
 import typer
 
+from zeroplan.cli.compare import compare_command
 from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.gpus import gpus_app
 from zeroplan.cli.models import models_app
 from zeroplan.cli.quick import QuickCommand, QuickGroup
-from zeroplan.errors import ZeroplanError
+from zeroplan.cli.verify import verify_command
+from zeroplan.errors import MeasurementError, ZeroplanError
 
-BAD_INPUT = 2
+BAD_INPUT, CANNOT_RUN = 2, 4
 #: A value of thousands of signs is shown by its two ends.
 _LONGEST_MESSAGE = 600
 
@@ -25,6 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("estimate", cls=QuickCommand)(estimate_command)
+app.command("verify", cls=QuickCommand)(verify_command)
+app.command("compare", cls=QuickCommand)(compare_command)
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
 
@@ -46,7 +50,7 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 answered, 1 the answer is no, 2 bad input."""
+    """Run the command line and exit: 0 answered, 1 no, 2 bad input, 3 a measurement disagrees, 4 it cannot run here."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a sign still gets the numbers
@@ -69,7 +73,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 130
     except (ZeroplanError, _UsageError, OSError) as error:
         _drop_unwritten(sys.stdout)
-        return _refuse(_message(error))
+        return _refuse(_message(error), CANNOT_RUN if isinstance(error, MeasurementError) else BAD_INPUT)
     return result if isinstance(result, int) else 0
 
 
@@ -89,14 +93,14 @@ def _usage(error: Exception) -> str:
     return f"{message.rstrip('.')}; `{' '.join(['zeroplan', *names, '--help'])}` says what it takes"
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, code: int = BAD_INPUT) -> int:
     folded = "".join(sign if sign.isprintable() else " " for sign in " ".join(message.split()))
     if len(folded) > _LONGEST_MESSAGE:
         folded = f"{folded[: _LONGEST_MESSAGE // 2]} … {folded[-_LONGEST_MESSAGE // 2 :]}"
     if sys.stderr is not None:  # print would take stdout instead
         with suppress(OSError):  # where nothing can be written, the exit code has to do
             print(f"zeroplan: {folded}", file=sys.stderr, flush=True)
-    return BAD_INPUT
+    return code
 
 
 def _drop_unwritten(stream: TextIO | None) -> None:

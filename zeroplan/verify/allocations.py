@@ -5,19 +5,15 @@ bytes alive at any moment, which is what a CUDA allocator would have been asked 
 nothing is kept alive by being watched.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from torch._C._profiler import _EventType
+from torch._C._profiler import _EventType, _ExtraFields_Allocation, _ProfilerEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch._C._profiler import _ProfilerEvent
+from zeroplan.errors import MeasurementError
 
 _MARK = "mark:"
 
@@ -41,14 +37,17 @@ class Timeline:
         self.allocations: list[Allocation] = []
         self.marks: dict[str, int] = {}
 
-    def without(self, *operators: str) -> Timeline:
-        """This timeline as if what was requested inside these operators had never been."""
+    def without(self, *operators: str) -> "Timeline":
+        """This timeline as if what was requested inside operators of these names, or names that begin so, had never been."""
         left_out: set[int] = set()
         kept = Timeline()
         kept.marks = self.marks
         live_bytes = 0
         for event in self.allocations:
-            if event.n_bytes > 0 and set(operators) & set(event.operators):
+            inside = event.n_bytes > 0 and any(name.startswith(operators) for name in event.operators)
+            if event.n_bytes > 0:
+                left_out.discard(event.address)  # its release was on a thread that is not recorded
+            if inside:
                 left_out.add(event.address)
             elif event.n_bytes < 0 and event.address in left_out:
                 left_out.discard(event.address)
@@ -57,20 +56,63 @@ class Timeline:
                 kept.allocations.append(event._replace(live_bytes=live_bytes))
         return kept
 
+    def without_scratch(self, *operators: str) -> "Timeline":
+        """This timeline without what one of these operators itself requests and releases before it is done."""
+        scratch: set[int] = set()
+        open_requests: dict[int, int] = {}
+        for at, event in enumerate(self.allocations):
+            if event.n_bytes > 0:
+                open_requests[event.address] = at
+                continue
+            start = open_requests.pop(event.address, None)
+            own = event.operators[-1] in operators if event.operators else False
+            if start is not None and own and self.allocations[start].operators == event.operators:
+                scratch |= {start, at}
+        kept = Timeline()
+        kept.marks = self.marks
+        live_bytes = 0
+        for at, event in enumerate(self.allocations):
+            if at not in scratch:
+                live_bytes += event.n_bytes
+                kept.allocations.append(event._replace(live_bytes=live_bytes))
+        return kept
+
     def live_bytes(self, mark: str) -> int:
         """Bytes alive at a mark, counted from the start of the recording."""
-        before = bisect_right(self.allocations, self.marks[mark], key=lambda event: event.time_ns)
+        before = bisect_right(self.allocations, self.marks[mark], key=_time)
         return self.allocations[before - 1].live_bytes if before else 0
 
     def between(self, start: str, end: str) -> list[Allocation]:
         """Return the allocations and releases between two marks."""
-        first = bisect_left(self.allocations, self.marks[start], key=lambda event: event.time_ns)
-        last = bisect_right(self.allocations, self.marks[end], key=lambda event: event.time_ns)
+        first = bisect_left(self.allocations, self.marks[start], key=_time)
+        last = bisect_right(self.allocations, self.marks[end], key=_time)
         return self.allocations[first:last]
 
     def peak_bytes(self, start: str, end: str) -> int:
         """Most bytes alive at once between two marks, counted from the start of the recording."""
         return max((self.live_bytes(start), *(event.live_bytes for event in self.between(start, end))))
+
+    def peak_time(self, start: str, end: str) -> int:
+        """When the most bytes were alive between two marks; the start where nothing was requested."""
+        events = self.between(start, end)
+        highest = max(events, key=lambda event: event.live_bytes, default=None)
+        if highest is None or highest.live_bytes < self.live_bytes(start):
+            return self.marks[start]
+        return highest.time_ns
+
+    def alive(self, time_ns: int) -> list[Allocation]:
+        """Return the requests that have not been released at a time."""
+        found: dict[int, Allocation] = {}
+        for event in self.allocations[: bisect_right(self.allocations, time_ns, key=_time)]:
+            if event.n_bytes > 0:
+                found[event.address] = event
+            else:
+                found.pop(event.address, None)
+        return list(found.values())
+
+
+def _time(event: Allocation) -> int:
+    return event.time_ns
 
 
 @contextmanager
@@ -90,7 +132,8 @@ def mark(name: str) -> None:
 
 
 def _fill(timeline: Timeline, profiler: profile) -> None:
-    assert profiler.profiler is not None
+    if profiler.profiler is None or profiler.profiler.kineto_results is None:
+        raise MeasurementError("torch's profiler recorded nothing; this build of torch has none")
     roots = profiler.profiler.kineto_results.experimental_event_tree()
     requests = sorted(_requests(roots, timeline.marks), key=lambda request: request[0])
     live_bytes = 0
@@ -105,7 +148,8 @@ def _requests(roots: list[_ProfilerEvent], marks: dict[str, int]) -> Iterator[tu
         event, operators = pending.pop()
         if event.tag == _EventType.Allocation:
             request = event.typed[1]
-            yield event.start_time_ns, request.alloc_size, request.ptr, operators
+            if isinstance(request, _ExtraFields_Allocation):
+                yield event.start_time_ns, request.alloc_size, request.ptr, operators
             continue
         if event.name.startswith(_MARK):
             marks[event.name.removeprefix(_MARK)] = event.start_time_ns

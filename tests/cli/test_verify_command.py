@@ -1,0 +1,315 @@
+"""The command that runs the engine: real processes over gloo, torch's fake group, and every way in which it can go wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from zeroplan.cli.app import main
+from zeroplan.ledger import Phase
+from zeroplan.measurement import Measurement
+from zeroplan.records import read_record
+from zeroplan.resolve import job
+
+Run = Callable[..., tuple[int, str, str]]
+TINY = {
+    "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 512,
+}  # fmt: skip
+WORKLOADS = """
+import os, signal, time
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 96)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(96, 200), nn.GELU(), nn.Linear(200, 96)) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x.to(self.first.weight.dtype))
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.float().pow(2).mean()
+
+
+def good():
+    torch.manual_seed(0)
+    return Net(), {"x": torch.randn(16, 64)}, lambda output: output
+
+
+def on_rank_one(act):
+    module, batch, loss = good()
+
+    def wrong(output):
+        if os.environ["RANK"] == "1":
+            act()
+        return loss(output)
+
+    return module, batch, wrong
+
+
+def dies():
+    return on_rank_one(lambda: os._exit(7))
+
+
+def is_killed():
+    return on_rank_one(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def hangs():
+    return on_rank_one(lambda: time.sleep(600))
+
+
+def sleeps():
+    time.sleep(600)
+
+
+def refuses_to_end():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def raises():
+    raise ZeroDivisionError("of my own making")
+
+
+def raises_in_forward():
+    module, batch, loss = good()
+    return module, {"x": torch.randn(16, 63)}, loss
+
+
+def returns_nothing():
+    return None
+"""
+needs_torch = [pytest.mark.torch, pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")]
+pytestmark = needs_torch
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's folder; afterwards no process that was started in it is left."""
+    (tmp_path / "work.py").write_text(WORKLOADS)
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield tmp_path
+    assert not left_over(tmp_path)
+
+
+def left_over(folder: Path) -> list[str]:
+    """Command lines of ranks whose task lies below the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "zeroplan.verify.worker" in line and str(folder) in line:
+            found.append(line)
+    return found
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["verify", "--config", "tiny", "--seq-len", "64", *arguments])
+        printed = capfd.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+CPU = ("--backend", "cpu")
+
+
+@pytest.mark.parametrize("engine", [
+    ("--stage", "3", "--engine", "fsdp2"),
+    ("--stage", "1", "--engine", "ddp"),
+    pytest.param(("--stage", "2", "--engine", "deepspeed", "--set", "deepspeed.reduce_bucket_size=1e5"),
+                 marks=[pytest.mark.deepspeed, pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed")]),
+])  # fmt: skip
+def test_two_real_ranks_agree_with_the_estimate(run: Run, here: Path, engine: tuple[str, ...]):
+    code, out, err = run(*CPU, "--gpus", "2", "--nproc", "2", *engine, "--out", "records", "--tolerance", "0.01")
+    assert code == 0, (out, err)
+    assert "It agrees within 1 %" in out
+    records = sorted((here / "records").iterdir())
+    assert [path.name for path in records] == [f"tiny-{engine[3]}-stage{engine[1]}-n2-rank{rank}-cpu.json" for rank in (0, 1)]
+    measured = [read_record(path) for path in records]
+    assert [(one.rank, one.process_group, len(one.steps)) for one in measured] == [(0, "gloo", 3), (1, "gloo", 3)]
+    assert all(sum(phase.kinds.values()) == phase.peak_bytes for one in measured for step in one.steps for phase in step.phases)
+    assert [phase.phase for phase in measured[0].steady.phases] == [Phase.FORWARD, Phase.BACKWARD, Phase.STEP]
+
+
+def facts(measured: Measurement) -> object:
+    """What a record says of memory and traffic, without how it came about."""
+    steps = [replace(step, phases=tuple(replace(phase, operation="") for phase in step.phases)) for step in measured.steps]
+    return steps, sorted(measured.collectives, key=str)
+
+
+@pytest.mark.parametrize("said", [
+    {"engine": "fsdp2", "stage": 3}, {"engine": "fsdp2", "stage": 2, "grad_accum": 2, "sync_every_micro_batch": False},
+    {"engine": "ddp", "stage": 1, "grad_accum": 2},
+    pytest.param({"engine": "deepspeed", "stage": 1},
+                 marks=[pytest.mark.deepspeed, pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed")]),
+], ids=str)  # fmt: skip
+@pytest.mark.usefixtures("here")
+def test_the_fake_group_shows_every_rank_what_real_ranks_show(said: dict[str, object]):
+    from zeroplan.verify.launch import launch
+    from zeroplan.verify.task import Task
+
+    asked = job(config="tiny", gpus=2, seq_len=64, **said)
+    task = Task(job=asked, transport="gloo", workload="work:good", timeout_s=60)
+    real: list[Measurement] = []
+    launch(task, keep=real.append, say=print)
+    real.sort(key=lambda measured: measured.rank)
+    for rank in (0, 1):
+        fake: list[Measurement] = []
+        launch(replace(task, transport="fake", rank=rank), keep=fake.append, say=print)
+        assert facts(fake[0]) == facts(real[rank])
+
+
+@pytest.mark.parametrize(("workload", "said"), [
+    ("dies", "rank 1 died (exit code 7)"), ("is_killed", "rank 1 died (killed by SIGKILL)"),
+    ("hangs", "Timed out"),
+])  # fmt: skip
+@pytest.mark.usefixtures("here")
+def test_a_rank_that_is_lost_ends_the_run(run: Run, workload: str, said: str):
+    began = time.monotonic()
+    code, out, err = run(
+        *CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", f"work:{workload}", "--timeout", "4"
+    )
+    assert (code, out) == (4, "")
+    assert said in err
+    assert err.splitlines()[-1].startswith("zeroplan: ")
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.usefixtures("here")
+def test_a_rank_that_is_silent_and_will_not_go_is_ended(run: Run):
+    began = time.monotonic()
+    code, out, err = run(
+        *CPU, "--gpus", "2", "--rank", "1", "--stage", "3", "--workload", "work:refuses_to_end", "--timeout", "3"
+    )
+    assert (code, out) == (4, "")
+    assert "no rank made progress for 3 s" in err
+    assert time.monotonic() - began < 25
+
+
+@pytest.mark.parametrize(
+    ("workload", "said"), [("raises", "ZeroDivisionError: of my own making"), ("raises_in_forward", "RuntimeError")]
+)
+@pytest.mark.usefixtures("here")
+def test_a_workload_that_raises_shows_its_own_traceback(run: Run, workload: str, said: str):
+    code, out, err = run(*CPU, "--gpus", "2", "--rank", "0", "--stage", "3", "--workload", f"work:{workload}")
+    assert (code, out) == (4, "")
+    assert "the workload's own traceback (rank 0)" in err
+    assert 'work.py"' in err
+    assert err.splitlines()[-1].startswith("zeroplan: the workload raised on rank 0: ")
+    assert said in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("workload", ["absent.module:f", "work:absent", "work", "work:returns_nothing"])
+@pytest.mark.usefixtures("here")
+def test_a_workload_that_is_not_there_is_one_line(run: Run, workload: str):
+    code, out, err = run(*CPU, "--gpus", "2", "--rank", "0", "--stage", "3", "--workload", workload)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith(f"zeroplan: workload '{workload}'")
+
+
+def started(here: Path, *arguments: str) -> "subprocess.Popen[str]":
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, "-m", "zeroplan", "verify", "--config", "tiny", "--seq-len", "64", *CPU, *arguments],
+        cwd=here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+
+
+def until(condition: Callable[[], bool], *, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupt_takes_every_process_with_it(here: Path, sign: signal.Signals):
+    """Whether the parent may still act or is gone at once."""
+    process = started(here, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", "work:sleeps", "--out", "records")
+    assert until(lambda: len(left_over(here)) == 2, seconds=20)
+    process.send_signal(sign)
+    process.communicate(timeout=10)
+    assert process.returncode == (130 if sign is signal.SIGINT else -sign)
+    assert until(lambda: not left_over(here), seconds=5)
+    assert not (here / "records").exists()
+
+
+REFUSED = [
+    (("--backend", "quantum"), 2, "--backend 'quantum' is none of"),
+    (("--backend", "cuda"), 4, "not part of this version"),
+    ((*CPU, "--nproc", "3", "--gpus", "2"), 2, "--nproc 3 does not fit the job's 2 GPUs"),
+    (("--nproc", "2", "--gpus", "2"), 2, "--nproc 2 goes with --backend cpu"),
+    ((*CPU, "--rank", "2", "--gpus", "2"), 2, "--rank 2 is not from 0 to 1"),
+    ((*CPU, "--steps", "0"), 2, "--steps"),
+    ((*CPU, "--timeout", "soon"), 2, "--timeout 'soon'"),
+    ((*CPU, "--tolerance", "7"), 2, "--tolerance '7'"),
+    ((*CPU, "--gpus", "8", "--stage", "3", "--engine", "paper"), 2, "nothing to run"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "said"), REFUSED)
+@pytest.mark.usefixtures("here")
+def test_what_cannot_be_asked_is_one_line(run: Run, arguments: tuple[str, ...], code: int, said: str):
+    found, out, err = run(*arguments)
+    assert (found, out) == (code, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("package", "engine", "extra"), [
+    ("torch", "fsdp2", "verify"), ("transformers", "fsdp2", "verify"), ("deepspeed", "deepspeed", "deepspeed"),
+])  # fmt: skip
+@pytest.mark.usefixtures("here")
+def test_what_is_not_installed_names_the_extra(
+    run: Run, monkeypatch: pytest.MonkeyPatch, package: str, engine: str, extra: str
+):
+    monkeypatch.setattr("zeroplan.cli.verify.find_spec", lambda name: None if name == package else object())
+    code, out, err = run(*CPU, "--gpus", "2", "--stage", "3", "--engine", engine)
+    assert (code, out) == (4, "")
+    assert f"{package} is not installed" in err
+    assert f"zeroplan[{extra}]" in err
+
+
+def test_records_are_kept_of_the_ranks_that_finished(here: Path):
+    from tests.measured_twins import twin
+    from zeroplan.errors import MeasurementError
+    from zeroplan.verify.launch import _heed, _Message, _Rank
+    from zeroplan.verify.record import write_record
+
+    kept: list[Measurement] = []
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])
+    process.wait()
+    errors = here / "errors"
+    errors.write_text("what went wrong\n")
+    waiting = {rank: _Rank(rank, process, errors) for rank in (0, 1)}
+    _heed(_Message(0, {"record": str(write_record(twin(), here))}), waiting, kept.append, print)
+    with pytest.raises(MeasurementError, match="rank 1 died"):
+        _heed(_Message(1, None), waiting, kept.append, print)
+    assert kept == [twin()]

@@ -1,0 +1,74 @@
+"""The transformers model of a shape: every family of the catalogue, laid out as the estimate lays it out."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hugging_face import ENTRY_NAMES
+from tests.transformer.test_params import named_shapes
+from tests.transformer.tiny_configs import TINY, tiny_config
+from zeroplan.catalog.config import model_from_config
+from zeroplan.catalog.model import model
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import ModelSpec
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+
+def laid_out(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
+    from zeroplan.verify.workload import workload
+
+    built = workload(JobSpec(model=spec, batch=BatchSpec(seq_len=8)), dtype=torch.bfloat16, device="meta")
+    assert len(built.blocks) == spec.num_hidden_layers
+    return [(name, tuple(parameter.shape)) for name, parameter in built.module.named_parameters()]
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRY_NAMES if not model(name).unplaced_parameters])
+def test_every_model_of_the_catalogue_has_the_parameters_that_are_estimated(name: str):
+    assert laid_out(model(name)) == named_shapes(model(name))
+
+
+@pytest.mark.parametrize("case", TINY)
+def test_every_option_of_every_family_comes_back(case: str):
+    spec = model_from_config(tiny_config(case))
+    assert laid_out(spec) == named_shapes(spec)
+
+
+@pytest.mark.parametrize("case", TINY)
+def test_the_config_says_what_the_shape_says(case: str):
+    from zeroplan.verify.workload import config
+
+    spec = model_from_config(tiny_config(case))
+    assert model_from_config(config(spec)) == spec
+
+
+def test_left_over_parameters_have_no_model():
+    from dataclasses import replace
+
+    from zeroplan.verify.workload import config
+
+    with pytest.raises(MeasurementError, match="name a model"):
+        config(replace(model("gpt2"), unplaced_parameters=3))
+
+
+@pytest.mark.parametrize(("where", "says"), [
+    ("nowhere", "form package.module:function"),
+    ("no_such_package_at_all:f", "No module named"),
+    ("json:no_such_function", "no attribute"),
+])  # fmt: skip
+def test_a_workload_that_is_not_there_is_named(where: str, says: str):
+    from zeroplan.verify.workload import user_workload
+
+    with pytest.raises(SpecError, match=says):
+        user_workload(where)
+
+
+def test_what_a_user_points_at_must_be_a_module_a_batch_and_a_loss():
+    from zeroplan.verify.workload import user_workload
+
+    with pytest.raises(SpecError, match="must return a module"):
+        user_workload("json:JSONDecoder")()

@@ -1,0 +1,159 @@
+"""The same run without a tracker: torch's profiler writes down every request and release, nothing else looks.
+
+Its peaks are what a tracker's must be, to the byte, once two things are left out by name: what a CPU kernel takes and gives
+back inside itself (:data:`KERNEL_INNER`), and numbers (up to 8 bytes: Python numbers wrapped as tensors, which are host memory
+on a GPU machine).
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from zeroplan.ledger import Phase
+from zeroplan.verify.run import run
+from zeroplan.verify.timeline import Timeline
+from zeroplan.verify.tracker import STILL_HELD, Tracker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+    from torch._C._profiler import _ProfilerEvent
+
+    from zeroplan.ledger import Kind
+    from zeroplan.spec.job import JobSpec
+
+#: CPU operators that take memory inside their kernel, and why.
+KERNEL_INNER = {
+    "aten::_chunk_cat": "padded and cast copies; CUDA's kernel has none",
+    "aten::add_": "a cast copy of an operand of another dtype; CUDA's kernel casts as it reads",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "blocks of scores",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "blocks of scores",
+}
+A_NUMBER = 8
+
+
+class Marker:
+    """A watcher that only marks where phases begin, under torch's profiler."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[int, Phase]] = [(-1, Phase.INIT)]
+        self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self) -> Self:
+        self.profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.profiler.__exit__(None, None, None)
+
+    def enter(self, phase: Phase, step: int) -> None:
+        with record_function(f"mark:{len(self.spans)}"):
+            self.spans.append((step, phase))
+
+    def name_modules(self, root: nn.Module) -> None:
+        pass
+
+    def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
+        pass
+
+    def labelled(self, _kind: Kind) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def looking_away(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+Peaks = dict[tuple[int, Phase], int]
+
+
+def unwatched_peaks(job: JobSpec, *, steps: int = 2) -> Peaks:
+    """Most bytes alive in each phase of each step, as the profiler saw it."""
+    marker = Marker()
+    gc.collect()  # an earlier model's reference cycles would be released into this recording
+    with plain_kernels():
+        run(job, marker, steps=steps, fake=False)
+    assert marker.profiler.profiler is not None
+    changes, marks = _changes(marker.profiler.profiler.kineto_results.experimental_event_tree())
+    return _peaks(changes, marks, marker.spans)
+
+
+def watched_peaks(job: JobSpec, *, fake: bool, steps: int = 2) -> Peaks:
+    """Most bytes alive in each phase of each step, as the tracker saw it."""
+    tracker = watched(job, fake=fake, steps=steps)
+    changes = [(block.born, block.n_bytes) for block in tracker.blocks if block.n_bytes > A_NUMBER]
+    changes += [(b.died, -b.n_bytes) for b in tracker.blocks if b.n_bytes > A_NUMBER and b.died != STILL_HELD]
+    spans = [(span.step, span.phase) for span in tracker.spans]
+    return _peaks(sorted(changes), {n: span.start + 0.5 for n, span in enumerate(tracker.spans)}, spans)
+
+
+def watched(job: JobSpec, *, fake: bool, steps: int = 2) -> Tracker:
+    """Run a job under a tracker."""
+    tracker = Tracker()
+    gc.collect()
+    with plain_kernels():
+        run(job, tracker, steps=steps, fake=fake)
+    assert Timeline(tracker).live[-1] == tracker.live_bytes
+    return tracker
+
+
+def _peaks(changes: list[tuple[float, int]], marks: dict[int, float], spans: list[tuple[int, Phase]]) -> Peaks:
+    peaks: Peaks = {}
+    live, pending = 0, iter(changes)
+    change = next(pending, None)
+    for number, span in enumerate(spans):
+        end = marks.get(number + 1, float("inf"))
+        peaks[span] = max(peaks.get(span, 0), live)
+        while change is not None and change[0] < end:
+            live += change[1]
+            peaks[span] = max(peaks[span], live)
+            change = next(pending, None)
+    return {span: peak for span, peak in peaks.items() if span[1] is not Phase.INIT}
+
+
+def _changes(roots: list[_ProfilerEvent]) -> tuple[list[tuple[float, int]], dict[int, float]]:
+    """Requests and releases in time order without kernels' inner ones and numbers, and when each span began."""
+    inside: dict[int, int] = {}
+    marks: dict[int, float] = {}
+    requests: list[tuple[float, int, int, int]] = []
+    pending: list[tuple[_ProfilerEvent, int]] = [(root, 0) for root in roots]
+    while pending:
+        event, kernel = pending.pop()
+        if event.tag == _EventType.Allocation:
+            extra = event.typed[1]
+            requests.append((event.start_time_ns, extra.alloc_size, extra.ptr, kernel))
+            continue
+        if event.name.startswith("mark:"):
+            marks[int(event.name.removeprefix("mark:"))] = event.start_time_ns
+        kernel = kernel or (id(event) if event.name in KERNEL_INNER else 0)
+        pending.extend((child, kernel) for child in event.children)
+    requests.sort(key=lambda request: request[0])
+    dropped: set[int] = set()
+    for index, (_, size, address, kernel) in enumerate(requests):
+        if size > 0:
+            inside[address] = index
+        elif address in inside:
+            first = inside.pop(address)
+            if kernel and requests[first][3] == kernel:
+                dropped |= {first, index}
+    return [(at, size) for n, (at, size, _, _) in enumerate(requests) if n not in dropped and abs(size) > A_NUMBER], marks
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """One thread and no oneDNN, whose reordered copies a GPU does not have."""
+    threads, one_dnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.mkldnn.enabled = one_dnn

@@ -1,0 +1,41 @@
+"""``zeroplan compare``: does the estimate agree with these records? Needs no torch."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroplan.errors import SpecError
+
+DISAGREES = 3
+TOLERANCE = "0.02"
+
+
+def compare_command(
+    records: Annotated[list[str], typer.Argument(metavar="RECORD...", help="Records that `zeroplan verify --out` wrote.")],
+    *,
+    tolerance: Annotated[
+        str, typer.Option("--tolerance", metavar="FRACTION", help="How far peak, held bytes and collectives may be apart.")
+    ] = TOLERANCE,
+    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.")] = False,
+) -> int:
+    """Hold the estimate of each record's job against what the record measured; exit with 3 beyond the tolerance."""
+    from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  the other commands need none of it
+    from zeroplan.records import read_record  # noqa: PLC0415
+
+    limit = parse_tolerance(tolerance)
+    held = tuple(Held.of(read_record(Path(record))) for record in records)
+    typer.echo(printed(held, tolerance=limit, as_json=as_json, as_markdown=as_markdown))
+    return 0 if all(one.comparison.agrees(limit) for one in judged(held)) else DISAGREES
+
+
+def parse_tolerance(text: str) -> float:
+    """Read a tolerance as a fraction: ``0.02``, or ``2%``."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise SpecError(f"--tolerance {text!r} is not a fraction from 0 to 1; write 0.02 or 2%")
+    return value

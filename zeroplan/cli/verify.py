@@ -1,0 +1,221 @@
+"""``zeroplan verify``: is the estimate true? Runs the real engine and holds what it took against what was predicted."""
+
+import sys
+import traceback
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+
+import typer
+
+from zeroplan.cli.compare import DISAGREES, TOLERANCE, parse_tolerance
+from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
+from zeroplan.resolve import Resolved
+from zeroplan.units import parse_count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zeroplan.measurement import Measurement
+    from zeroplan.spec.job import JobSpec
+
+_RUN, _OUTPUT = "Run", "Output"
+BACKENDS = ("simulate", "cpu", "cuda")
+
+
+@takes_a_job
+def verify_command(
+    *,
+    resolved: Resolved,
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend",
+            metavar="simulate|cpu",
+            help="Fake tensors, or real tensors on the CPU.",
+            rich_help_panel=_RUN,
+        ),
+    ] = "simulate",
+    nproc: Annotated[
+        str | None,
+        typer.Option(
+            "--nproc",
+            metavar="N",
+            help="cpu: real processes over gloo, one per GPU of the job. (default: one process, fake group)",
+            rich_help_panel=_RUN,
+            show_default=False,
+        ),
+    ] = None,
+    rank: Annotated[
+        str,
+        typer.Option("--rank", metavar="R", help="Which rank to be, where one process stands for all.", rich_help_panel=_RUN),
+    ] = "0",
+    steps: Annotated[
+        str, typer.Option("--steps", metavar="N", help="Optimizer steps; the last counts.", rich_help_panel=_RUN)
+    ] = "3",
+    all_layers: Annotated[
+        bool, typer.Option("--all-layers", help="simulate: run every layer instead of extending a few.", rich_help_panel=_RUN)
+    ] = False,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            "--workload",
+            metavar="PACKAGE.MODULE:FUNCTION",
+            help="Your own module, example batch and loss, instead of the job's model.",
+            rich_help_panel=_RUN,
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        str,
+        typer.Option(
+            "--timeout", metavar="SECONDS", help="How long a collective or a rank may be silent.", rich_help_panel=_RUN
+        ),
+    ] = "300",
+    tolerance: Annotated[
+        str,
+        typer.Option(
+            "--tolerance",
+            metavar="FRACTION",
+            help="How far peak, held bytes and collectives may be apart.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = TOLERANCE,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="DIR", help="Write the records here.", rich_help_panel=_OUTPUT, show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
+) -> int:
+    """Run the job's real engine without a GPU, and hold what it took against the estimate; exit with 3 beyond the tolerance."""
+    limit, ranks = parse_tolerance(tolerance), resolved.job.mesh.world_size
+    asked = _Asked(
+        backend=_backend(backend),
+        nproc=None if nproc is None else _nproc(nproc, ranks, backend),
+        rank=_number(rank, "--rank", 0, ranks - 1),
+        steps=_number(steps, "--steps", 1, 1000),
+        all_layers=all_layers,
+        workload=workload or "",
+        timeout_s=_seconds(timeout),
+    )
+    from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  only this command needs them
+
+    for note in resolved.notes:
+        say(f"note: {note}")
+    keeper = _Keeper(None if out is None else Path(out))
+    _run(resolved.job, asked, keeper.keep)
+    held = tuple(Held.of(measured) for measured in sorted(keeper.kept, key=lambda measured: measured.rank))
+    typer.echo(printed(held, tolerance=limit, as_json=as_json))
+    return 0 if all(one.comparison.agrees(limit) for one in judged(held)) else DISAGREES
+
+
+class _Asked(NamedTuple):
+    """How to run, as the flags say."""
+
+    backend: str
+    nproc: int | None
+    rank: int
+    steps: int
+    all_layers: bool
+    workload: str
+    timeout_s: float
+
+
+class _Keeper:
+    """Collects records as they come, and writes each at once where a folder was named."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self.kept: list[Measurement] = []
+
+    def keep(self, measured: "Measurement") -> None:
+        self.kept.append(measured)
+        if self._folder is not None:
+            from zeroplan.verify.record import write_record  # noqa: PLC0415  only a run pays for it
+
+            say(f"record: {write_record(measured, self._folder)}")
+
+
+def say(text: str) -> None:
+    """Progress and what went wrong on the way: beside the answer, not in it."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -> None:
+    if job.recipe.engine == "paper":
+        raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or deepspeed")
+    _require(job)
+    if asked.backend == "cpu":
+        from zeroplan.verify.launch import launch  # noqa: PLC0415  only a run pays for it
+        from zeroplan.verify.task import Task  # noqa: PLC0415
+
+        rank = asked.rank if asked.nproc is None else None
+        transport: Literal["gloo", "fake"] = "fake" if asked.nproc is None else "gloo"
+        task = Task(
+            job=job, transport=transport, rank=rank, steps=asked.steps, workload=asked.workload, timeout_s=asked.timeout_s
+        )
+        launch(task, keep=keep, say=say)
+        return
+    if asked.workload:
+        raise SpecError("--workload runs on --backend cpu")
+    keep(_simulated(job, asked))
+
+
+def _simulated(job: "JobSpec", asked: _Asked) -> "Measurement":
+    from zeroplan.verify.simulate import simulate  # noqa: PLC0415  torch comes with it
+
+    say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")
+    try:
+        return simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers)
+    except ZeroplanError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise MeasurementError(f"the simulation failed: {type(error).__name__}: {error}") from error
+
+
+def _require(job: "JobSpec") -> None:
+    """Refuse, with the extra to install, what is not there; nothing is imported."""
+    needed = {"torch": "verify", "transformers": "verify"}
+    if job.recipe.engine == "deepspeed":
+        needed["deepspeed"] = "deepspeed"
+    for package, extra in needed.items():
+        if find_spec(package) is None:
+            raise MeasurementError(f"{package} is not installed, and the engine needs it: pip install 'zeroplan[{extra}]'")
+
+
+def _backend(name: str) -> str:
+    if name not in BACKENDS:
+        raise SpecError(f"--backend {name!r} is none of {', '.join(BACKENDS)}")
+    if name == "cuda":
+        raise MeasurementError(
+            "backend cuda, real GPUs, is not part of this version; use --backend simulate, or cpu for a small model"
+        )
+    return name
+
+
+def _nproc(text: str, ranks: int, backend: str) -> int:
+    if backend != "cpu":
+        raise SpecError(f"--nproc {text} goes with --backend cpu; backend {backend} runs in one process")
+    count = _number(text, "--nproc", 1, 10**4)
+    if count != ranks:
+        raise SpecError(f"--nproc {count} does not fit the job's {ranks:,} GPUs; each process is one of them (--gpus {count})")
+    return count
+
+
+def _number(text: str, what: str, low: int, high: int) -> int:
+    value = 0 if text.strip() == "0" else parse_count(text, what=what)
+    if not low <= value <= high:
+        raise SpecError(f"{what} {text} is not from {low:,} to {high:,}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.1 <= value <= 1e6:
+        raise SpecError(f"--timeout {text!r} is not a number of seconds; write 300")
+    return value

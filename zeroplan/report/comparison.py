@@ -1,0 +1,161 @@
+"""Predicted against measured, line by line, the largest disagreement first: as text, as Markdown, as data for JSON."""
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from zeroplan.comparison import Compared, Comparison
+from zeroplan.measurement import Measurement
+from zeroplan.units import GB, GIB, KB, KIB, MB, MIB, format_size
+
+_WHAT = 34
+
+
+def comparison_text(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
+    """Return one table per question (peak and phases, kinds at the peak, what is sent), the verdict and the remarks."""
+    parts = [
+        [headline(measurement), how_line(measurement)],
+        list(_table("Memory", _memory(comparison))),
+        list(_table("Alive at the peak (each at its own)", comparison.kinds)),
+        list(_table("Sent and received per step", comparison.collectives)),
+        [verdict(comparison, tolerance=tolerance)],
+        list(_remarks(measurement)),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def comparison_markdown(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
+    """Return the same as Markdown tables."""
+    parts = [
+        [f"## {headline(measurement)}", "", how_line(measurement)],
+        list(_markdown_table("memory", _memory(comparison))),
+        list(_markdown_table("alive at the peak (each at its own)", comparison.kinds)),
+        list(_markdown_table("sent and received per step", comparison.collectives)),
+        [verdict(comparison, tolerance=tolerance)],
+        [f"- {remark}" for remark in measurement.remarks],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def comparison_payload(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> dict[str, object]:
+    """Return the comparison as data; ``json.dumps`` takes it as it is. An error of nothing measured is null."""
+    return {
+        "agrees": comparison.agrees(tolerance),
+        "tolerance": tolerance,
+        "peak": _row_payload(comparison.peak),
+        "held": _row_payload(comparison.held),
+        "phases": [_row_payload(row) for row in comparison.phases],
+        "kinds": [_row_payload(row) for row in comparison.kinds],
+        "collectives": [_row_payload(row) for row in comparison.collectives],
+        "measurement": asdict(measurement),
+    }
+
+
+def summary_line(comparisons: tuple[Comparison, ...], *, tolerance: float) -> str:
+    """How many of several runs agree, and the largest error of a peak."""
+    agreeing = sum(comparison.agrees(tolerance) for comparison in comparisons)
+    worst = max((comparison.peak.error for comparison in comparisons), key=abs)
+    agree = f"{agreeing} of {len(comparisons)} runs agree within {100 * tolerance:g} %"
+    return f"{agree}; the largest error of a peak is {_percent(worst)}."
+
+
+def rank_line(comparison: Comparison, measurement: Measurement) -> str:
+    """One rank in a line: its peak and what it holds between steps."""
+    peak, held = comparison.peak.measured, comparison.held.measured
+    return f"- rank {measurement.rank}: peak {format_size(peak)}, held between steps {format_size(held)}"
+
+
+def headline(measurement: Measurement) -> str:
+    """What was run."""
+    job = measurement.job
+    model = job.model.name or f"a {job.model.family} model"
+    return (
+        f"{model}, {job.recipe.engine} ZeRO stage {job.recipe.zero_stage}, rank {measurement.rank} of {job.mesh.world_size:,}"
+    )
+
+
+def how_line(measurement: Measurement) -> str:
+    """How and where it was run."""
+    environment, steps = measurement.environment, len(measurement.steps)
+    versions = ", ".join(f"{name} {version}" for name, version in environment.packages.items())
+    on = environment.device or environment.platform
+    return (
+        f"measured with backend {measurement.backend} ({measurement.tensors} tensors, process group {measurement.process_group}), "
+        f"the last of {steps} step{'s' if steps > 1 else ''}; {versions} on {on}"
+    )
+
+
+def verdict(comparison: Comparison, *, tolerance: float) -> str:
+    """Whether it agrees within the tolerance, and where not, with the figures."""
+    beyond = comparison.beyond(tolerance)
+    within = f"within {100 * tolerance:g} %"
+    if not beyond:
+        return (
+            f"It agrees {within}: peak {_percent(comparison.peak.error)}, held between steps {_percent(comparison.held.error)}."
+        )
+    figures = "; ".join(
+        f"{row.what} {_percent(row.error)} (predicted {format_size(row.predicted)}, measured {format_size(row.measured)})"
+        for row in beyond
+    )
+    return f"It does not agree {within}: {figures}."
+
+
+def _memory(comparison: Comparison) -> tuple[Compared, ...]:
+    return (comparison.peak, *comparison.phases, comparison.held)
+
+
+def _by_disagreement(rows: tuple[Compared, ...]) -> list[Compared]:
+    return sorted((row for row in rows if row.predicted or row.measured), key=lambda row: -abs(row.difference))
+
+
+def _table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
+    ordered = _by_disagreement(rows)
+    if not ordered:
+        return
+    unit = _unit(ordered)
+    decimal, _, binary, _ = unit
+    yield f"{title:<{_WHAT + 2}}{'predicted':>22}{'measured':>22}{'error':>13}"
+    yield " " * (_WHAT + 2) + f"{decimal:>11}{binary:>11}" * 2
+    for row in ordered:
+        yield f"  {row.what:<{_WHAT}}{_both(row.predicted, unit)}{_both(row.measured, unit)}{_percent(row.error):>13}"
+
+
+def _unit(rows: list[Compared]) -> tuple[str, int, str, int]:
+    """One pair of units for the whole table, so that figures can be compared by eye."""
+    largest = max(max(row.predicted, row.measured) for row in rows)
+    if largest >= GB:
+        return ("GB", GB, "GiB", GIB)
+    return ("MB", MB, "MiB", MIB) if largest >= MB else ("kB", KB, "KiB", KIB)
+
+
+def _both(n_bytes: int, unit: tuple[str, int, str, int]) -> str:
+    return f"{n_bytes / unit[1]:>11,.3f}{n_bytes / unit[3]:>11,.3f}"
+
+
+def _markdown_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
+    ordered = _by_disagreement(rows)
+    if not ordered:
+        return
+    yield f"| {title} | predicted GB | GiB | measured GB | GiB | error |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for row in ordered:
+        cells = (f"{n_bytes / unit:,.3f}" for n_bytes in (row.predicted, row.measured) for unit in (GB, GIB))
+        yield f"| {row.what} | {' | '.join(cells)} | {_percent(row.error)} |"
+
+
+def _percent(error: float) -> str:
+    if error == float("inf"):
+        return "unmeasured"
+    return f"{100 * error:+.2f} %" if error < 10 else f"{error + 1:,.0f} times"
+
+
+def _row_payload(row: Compared) -> dict[str, object]:
+    error = None if row.error == float("inf") else row.error
+    return {"what": row.what, "predicted_bytes": row.predicted, "measured_bytes": row.measured, "error": error}
+
+
+def _remarks(measurement: Measurement) -> Iterator[str]:
+    if measurement.remarks:
+        yield "Remarks"
+        for remark in measurement.remarks:
+            yield textwrap.fill(remark, 110, initial_indent="  - ", subsequent_indent="    ")

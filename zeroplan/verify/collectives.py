@@ -1,0 +1,61 @@
+"""Which collectives are called, on how many ranks, and with how many bytes?"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+
+
+class Call(NamedTuple):
+    """One collective; ``n_bytes`` are those of the largest buffer, ``span`` the part of the run."""
+
+    operation: str
+    dtype: str
+    n_bytes: int
+    group: int
+    span: int
+
+
+_NAMES = {
+    "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter", "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
+    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all",
+}  # fmt: skip
+#: The operators behind ``torch.distributed`` and the names it gives them.
+COLLECTIVES: dict[OpOverload, str] = {
+    getattr(torch.ops.c10d, name).default: said for name, said in _NAMES.items() if hasattr(torch.ops.c10d, name)
+}
+
+
+def call(func: OpOverload, args: tuple[object, ...], span: int) -> Call:
+    """Describe one call of a collective's operator."""
+    buffers = [list(_tensors(argument)) for argument in args]
+    largest = max(buffers, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
+    n_bytes = sum(tensor.nbytes for tensor in largest)
+    dtype = str(largest[0].dtype).removeprefix("torch.") if largest else ""
+    return Call(COLLECTIVES[func], dtype, n_bytes, _ranks(args), span)
+
+
+def _tensors(argument: object) -> list[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        return [argument]
+    if isinstance(argument, (list, tuple)):
+        return [tensor for one in argument for tensor in _tensors(one)]
+    return []
+
+
+def _ranks(args: tuple[object, ...]) -> int:
+    groups = [argument for argument in args if isinstance(argument, torch.ScriptObject)]
+    return next((size for size in map(_size, groups) if size), 1)
+
+
+def _size(argument: torch.ScriptObject) -> int:
+    try:
+        return dist.ProcessGroup.unbox(argument).size()
+    except RuntimeError:  # a reduce operation, not a group
+        return 0

@@ -1,0 +1,130 @@
+"""DeepSpeed behind the face of the other engines. It patches torch for good: only for a process that does nothing else."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+
+import deepspeed
+import torch
+from torch import nn
+
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.engines import Watcher, make_optimizer
+from zeroplan.verify.workload import Workload
+
+#: Attributes of DeepSpeed's optimizers (0.18, 0.19) whose tensors are of one kind.
+_HOLDS = (
+    ("bit16_groups_flat", Kind.PARAMETERS),
+    ("bf16_groups_flat", Kind.PARAMETERS),
+    ("fp16_partitioned_groups_flat", Kind.PARAMETERS),
+    ("averaged_gradients", Kind.GRADIENTS),
+    ("fp32_groups_gradients_flat", Kind.GRADIENTS),
+    ("grad_partitions_flat_buffer", Kind.GRADIENTS),
+    ("ipg_buckets", Kind.REDUCE),
+)
+
+
+def configuration(job: JobSpec) -> dict[str, object]:
+    """Return the DeepSpeed configuration that a job describes."""
+    recipe = job.recipe
+    ours = {"grad_accum_dtype", "zero_init", "flatten_on_accelerator"}
+    zero = {key: value for key, value in asdict(recipe.deepspeed).items() if key not in ours}
+    config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": job.batch.micro_batch_size,
+        "gradient_accumulation_steps": job.batch.grad_accum_steps,
+        "zero_optimization": {"stage": recipe.zero_stage, **zero},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0 if recipe.deepspeed.compute_grad_norm else 0.0,
+    }
+    if recipe.deepspeed.grad_accum_dtype == "fp32":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config | _PRECISIONS.get(recipe.precision, {})
+
+
+_PRECISIONS: dict[str, dict[str, object]] = {
+    "bf16-mixed": {"bf16": {"enabled": True}},
+    "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+}
+
+
+class DeepSpeed:
+    """``deepspeed.initialize`` with torch's optimizer; fused it stands for DeepSpeed's own, which needs a GPU."""
+
+    def __init__(self, work: Workload, job: JobSpec) -> None:
+        self.optimizer = make_optimizer(work.module.parameters(), _with_its_default(job.recipe))
+        if job.recipe.zero_stage == 0 and self.optimizer.defaults.get("fused"):
+            deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # so that its wrapper is taken
+        self._engine, self._wrapper, *_ = deepspeed.initialize(
+            model=work.module, optimizer=self.optimizer, config=configuration(job)
+        )
+        self._work, self._recipe = work, job.recipe
+        self._watcher: Watcher | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The workload's module, as DeepSpeed holds it."""
+        module: nn.Module = self._engine.module
+        return module
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass, and let DeepSpeed count it; the last of a step is counted by the optimizer's."""
+        enter(Phase.FORWARD)
+        output = self._engine(**self._work.batch)
+        loss = self._work.loss(output)
+        if not self._recipe.keep_logits:
+            del output
+        enter(Phase.BACKWARD)
+        self._engine.backward(loss)
+        self._claim()
+        if not last:
+            self._engine.step()
+
+    def optimizer_step(self) -> None:
+        """Update this rank's share and gather the others'; gradients go with it."""
+        self._engine.step()
+        self._claim()
+
+    def zero_grad(self) -> None:
+        """Nothing: DeepSpeed's own step does it."""
+
+    @contextmanager
+    def labels(self, watcher: Watcher) -> Iterator[None]:
+        """Tell the watcher whose DeepSpeed's flat tensors are, whenever they may have changed."""
+        self._watcher = watcher
+        self._claim()
+        yield
+        self._watcher = None
+
+    def _claim(self) -> None:
+        if self._watcher is None:
+            return
+        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        masters += getattr(self._wrapper, "fp32_partitioned_groups_flat", [])  # stage 3 lends them to the optimizer for a step
+        self._watcher.claim(Kind.GRADIENTS, (parameter.grad for parameter in masters))
+        for name, kind in _HOLDS:
+            self._watcher.claim(kind, tensors(getattr(self._wrapper, name, None)))
+        self._watcher.claim(_MASTERS, masters)
+
+
+#: The fp32 weights are counted with the weights they are cast to, as the estimate does.
+_MASTERS = Kind.PARAMETERS
+
+
+def _with_its_default(recipe: RecipeSpec) -> RecipeSpec:
+    return recipe if recipe.optimizer_impl else replace(recipe, optimizer_impl="fused")
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """Find the tensors in lists, dicts and DeepSpeed's buckets."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors(one)
+    elif hasattr(value, "buffer"):
+        yield from tensors(value.buffer)

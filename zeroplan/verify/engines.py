@@ -1,0 +1,303 @@
+"""The engines themselves, unmodified, behind one small face: a micro-step, an optimizer step, gradients cleared.
+
+One training loop (:func:`train`) serves them all. Only labels are put around the engines' functions, from outside, so that the
+watcher knows what a buffer is for.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from zeroplan.engines.optimizers import implementation
+from zeroplan.errors import MeasurementError
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.recipe import Precision, RecipeSpec
+from zeroplan.verify.workload import Workload
+
+
+class Watcher(AbstractContextManager["Watcher"], Protocol):
+    """Who is told where the loop is and whose tensors are whose; a :class:`~zeroplan.verify.tracker.Tracker` is one."""
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Begin a phase of a step."""
+        ...
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Learn the names of a module's parts."""
+        ...
+
+    def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Say what these tensors are for."""
+        ...
+
+    def labelled(self, kind: Kind) -> AbstractContextManager[None]:
+        """Say what is asked for inside."""
+        ...
+
+    def looking_away(self) -> AbstractContextManager[None]:
+        """Say that what is asked for inside is no part of the run."""
+        ...
+
+
+class Engine(Protocol):
+    """What the training loop asks of an engine."""
+
+    optimizer: torch.optim.Optimizer
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass; ``enter`` is told when each begins."""
+        ...
+
+    def optimizer_step(self) -> None:
+        """Update the parameters."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        ...
+
+    def labels(self, watcher: Watcher, /) -> AbstractContextManager[None]:
+        """Tell the watcher what the engine's own buffers are for, as long as this is open."""
+        ...
+
+
+def train(engine: Engine, watcher: Watcher, *, module: nn.Module, steps: int, accumulate: int) -> None:
+    """Take ``steps`` optimizer steps of ``accumulate`` micro-batches each, and tell the watcher where it is."""
+    for step in range(steps):
+        for micro in range(accumulate):
+            engine.micro_step(lambda phase, step=step: watcher.enter(phase, step), last=micro == accumulate - 1)  # type: ignore[misc]
+            watcher.claim(Kind.GRADIENTS, (parameter.grad for parameter in module.parameters()))
+        watcher.enter(Phase.STEP, step)
+        engine.optimizer_step()
+        watcher.claim(Kind.OPTIMIZER_STATE, _states(engine.optimizer))
+        engine.zero_grad()
+    watcher.enter(Phase.INIT, steps)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def stored_dtype(recipe: RecipeSpec) -> torch.dtype:
+    """The dtype in which a module is handed to the engine."""
+    if recipe.precision == "bf16" or (recipe.engine == "deepspeed" and recipe.precision == "bf16-mixed"):
+        return torch.bfloat16
+    if recipe.engine == "deepspeed" and recipe.precision == "fp16-mixed":
+        return torch.float16
+    return torch.float32
+
+
+_COMPUTE: dict[Precision, torch.dtype] = {
+    "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
+}  # fmt: skip
+
+
+# --- FSDP2 -------------------------------------------------------------------------------------------------------------
+
+
+class Fsdp2:
+    """``fully_shard`` around every block and around the whole, as in PyTorch's own examples."""
+
+    def __init__(self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> None:
+        policy, reshard = _policy(recipe), _reshard(recipe)
+        for block in work.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        self._model: FSDPModule = fully_shard(work.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._work, self._recipe = work, recipe
+        self.optimizer = make_optimizer(work.module.parameters(), recipe)
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""
+        self._model.set_requires_gradient_sync(last or self._recipe.sync_every_micro_batch)
+        forward_and_backward(self._work.module, self._work, enter, keep_logits=self._recipe.keep_logits)
+
+    def optimizer_step(self) -> None:
+        """Update this rank's chunks."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Tell buffers apart by the function of FSDP2 that asks for them."""
+        return _fsdp2_labels(watcher)
+
+
+def forward_and_backward(
+    module: nn.Module, work: Workload, enter: Callable[[Phase], None], *, keep_logits: bool
+) -> None:  # fmt: skip
+    """One forward and backward pass of a plain loop."""
+    enter(Phase.FORWARD)
+    output = module(**work.batch)
+    loss = work.loss(output)
+    if not keep_logits:
+        del output
+    enter(Phase.BACKWARD)
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _policy(recipe: RecipeSpec) -> MixedPrecisionPolicy:
+    if not recipe.precision.endswith("mixed"):
+        return MixedPrecisionPolicy()
+    reduce_dtype = torch.float32 if recipe.fsdp2.reduce_dtype == "fp32" else None
+    return MixedPrecisionPolicy(param_dtype=_COMPUTE[recipe.precision], reduce_dtype=reduce_dtype)
+
+
+def _reshard(recipe: RecipeSpec) -> bool | int:
+    chosen = recipe.fsdp2.reshard_after_forward
+    return recipe.zero_stage == 3 if chosen is None else chosen
+
+
+@contextmanager
+def _fsdp2_labels(watcher: Watcher) -> Iterator[None]:
+    """Tell the tracker what FSDP2's buffers are for, by the function of FSDP2 that asks for them."""
+    with ExitStack() as patches:
+        for owner, name, kind in _FSDP2_LABELS:
+            patches.enter_context(_labelled(watcher, owner, name, kind))
+        patches.enter_context(_reduced_gradients(watcher))
+        yield
+
+
+_FSDP2_LABELS: tuple[tuple[object, str, Kind], ...] = (
+    (_fsdp_param_group, "foreach_all_gather", Kind.GATHER),
+    (_fsdp_param_group, "foreach_reduce", Kind.REDUCE),
+    (FSDPParam, "init_all_gather_outputs", Kind.UNSHARDED_PARAMETERS),
+    (FSDPParam, "alloc_all_gather_outputs", Kind.UNSHARDED_PARAMETERS),
+    (FSDPParam, "to_sharded_post_forward", Kind.UNSHARDED_PARAMETERS),
+    (FSDPParam, "to_accumulated_grad_if_needed", Kind.UNSHARDED_GRADIENTS),
+)
+
+
+@contextmanager
+def _labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> Iterator[None]:
+    original: Callable[..., object] = getattr(owner, name)
+
+    def labelled(*args: object, **kwargs: object) -> object:
+        with watcher.labelled(kind):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, labelled)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def _reduced_gradients(watcher: Watcher) -> Iterator[None]:
+    """What goes into a reduction are whole gradients."""
+    name = "foreach_reduce"
+    original: Callable[..., object] = getattr(_fsdp_param_group, name)
+
+    def reduce(parameters: object, gradients: list[torch.Tensor], *args: object, **kwargs: object) -> object:
+        watcher.claim(Kind.UNSHARDED_GRADIENTS, gradients)
+        return original(parameters, gradients, *args, **kwargs)
+
+    setattr(_fsdp_param_group, name, reduce)
+    try:
+        yield
+    finally:
+        setattr(_fsdp_param_group, name, original)
+
+
+# --- DDP ---------------------------------------------------------------------------------------------------------------
+
+
+class Ddp:
+    """``DistributedDataParallel``, alone or with ``ZeroRedundancyOptimizer``; mixed precision by autocast."""
+
+    def __init__(self, work: Workload, recipe: RecipeSpec) -> None:
+        self._model = DistributedDataParallel(work.module, gradient_as_bucket_view=recipe.ddp.gradient_as_bucket_view)
+        self._work, self._recipe = work, recipe
+        sharded = recipe.zero_stage == 1
+        self.optimizer = (_zero_redundancy if sharded else make_optimizer)(work.module.parameters(), recipe)
+
+    def hand_buckets_back(self) -> None:
+        """Reduce buckets by a hook: the reducer's C++ cannot read what a fake process group returns."""
+        self._model.register_comm_hook(None, _reduced_at_once)
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass; without reduction in all but the last, where the recipe says so."""
+        with nullcontext() if last or self._recipe.sync_every_micro_batch else self._model.no_sync():
+            enter(Phase.FORWARD)
+            with autocast(self._recipe):
+                output = self._model(**self._work.batch)
+            loss = self._work.loss(output)
+            if not self._recipe.keep_logits:
+                del output
+            enter(Phase.BACKWARD)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def optimizer_step(self) -> None:
+        """Update all parameters, or this rank's and hear of the others'."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+
+    def labels(self, _watcher: Watcher) -> AbstractContextManager[None]:
+        """Say nothing: the reducer makes its buckets in C++."""
+        return nullcontext()
+
+
+def _reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    dist.all_reduce(bucket.buffer())
+    future.set_result(bucket.buffer())
+    return future
+
+
+def autocast(recipe: RecipeSpec) -> AbstractContextManager[object]:
+    """The context in which a plain loop computes in mixed precision."""
+    if not recipe.precision.endswith("mixed"):
+        return nullcontext()
+    return torch.autocast("cpu", dtype=_COMPUTE[recipe.precision])
+
+
+# --- optimizers --------------------------------------------------------------------------------------------------------
+
+_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
+    "adam": (torch.optim.Adam, {"lr": 1e-3}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-3}),
+    "sgd-momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-3}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 1e-3}),
+}
+
+
+def make_optimizer(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
+    """Build torch's optimizer with its default arguments and the recipe's implementation."""
+    cls, arguments = _optimizer_class(recipe)
+    return cls(parameters, **arguments, **_implementation(recipe))  # type: ignore[arg-type]  # each class has its own
+
+
+def _zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
+    cls, arguments = _optimizer_class(recipe)
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=cls, **{**arguments, **_implementation(recipe)})  # type: ignore[arg-type]
+
+
+def _optimizer_class(recipe: RecipeSpec) -> tuple[type[torch.optim.Optimizer], Mapping[str, float]]:
+    if recipe.optimizer not in _OPTIMIZERS:
+        raise MeasurementError(f"optimizer {recipe.optimizer!r} cannot be run here; measured are {', '.join(_OPTIMIZERS)}")
+    return _OPTIMIZERS[recipe.optimizer]
+
+
+def _implementation(recipe: RecipeSpec) -> dict[str, bool]:
+    chosen = implementation(recipe.optimizer, recipe.optimizer_impl)
+    return {"fused": True} if chosen == "fused" else {"foreach": chosen == "foreach"}

@@ -1,0 +1,25 @@
+"""Where a measurement was taken: Python, platform and the versions of what ran."""
+
+import platform
+from importlib import metadata
+
+from zeroplan.measurement import Environment
+
+_PACKAGES = ("zeroplan", "torch", "transformers", "deepspeed", "accelerate")
+
+
+def environment(*, device: str = "") -> Environment:
+    """Describe this interpreter and the installed packages that matter to a measurement."""
+    return Environment(
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        device=device,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,64 @@
+"""Writing records of measurements: each whole or absent, and none over another."""
+
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+from zeroplan.errors import MeasurementError
+from zeroplan.measurement import Measurement
+
+
+def record_name(measured: Measurement) -> str:
+    """The file name that says what was run: ``gpt2-ddp-stage1-n4-rank0-cpu.json``."""
+    job = measured.job
+    model = re.sub(r"[^a-z0-9.]+", "-", (job.model.name or job.model.family).lower()).strip("-.") or job.model.family
+    how = f"{job.recipe.engine}-stage{job.recipe.zero_stage}-n{job.mesh.world_size}-rank{measured.rank}"
+    return f"{model[:80]}-{how}-{measured.backend}.json"
+
+
+def write_record(measured: Measurement, folder: Path) -> Path:
+    """Write the record into ``folder`` and return its path.
+
+    An earlier record of the same name stays: the new one is numbered. The file appears complete or not at all: it is written
+    under another name in the same folder, flushed to disk, and renamed.
+    """
+    text = json.dumps(asdict(measured), indent=1, ensure_ascii=False) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _written(text, folder, record_name(measured))
+    except OSError as error:
+        raise MeasurementError(f"the record cannot be written to {str(folder)!r}: {error.strerror}") from None
+
+
+def _written(text: str, folder: Path, name: str) -> Path:
+    unfinished = folder / f".{name}.{os.getpid()}.unfinished"
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        return _placed(unfinished, folder, name)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _placed(unfinished: Path, folder: Path, name: str) -> Path:
+    """Give the finished file the first free name; a link, unlike a rename, never replaces what is there."""
+    number = 1
+    while True:
+        path = folder / (name if number == 1 else name.replace(".json", f"-{number}.json"))
+        try:
+            path.hardlink_to(unfinished)
+        except FileExistsError:
+            number += 1
+        except OSError:  # a file system without hard links
+            return unfinished.replace(path) if not path.exists() else _renamed(unfinished, folder, name)
+        else:
+            return path
+
+
+def _renamed(unfinished: Path, folder: Path, name: str) -> Path:
+    numbers = (f"{name.removesuffix('.json')}-{number}.json" for number in range(2, 10**6))
+    return unfinished.replace(next(folder / free for free in numbers if not (folder / free).exists()))

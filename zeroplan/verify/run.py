@@ -1,0 +1,132 @@
+"""One training run under an engine, watched: on real or fake tensors, in a real process group or as one rank of a fake one."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from zeroplan.errors import MeasurementError
+from zeroplan.ledger import Kind
+from zeroplan.spec.job import JobSpec
+from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, stored_dtype, train
+from zeroplan.verify.workload import Workload, workload
+
+
+def run(
+    job: JobSpec, watcher: Watcher, *, rank: int = 0, steps: int = 2, fake: bool = True, make: Callable[[], Workload] | None = None
+) -> None:  # fmt: skip
+    """Train as one rank of a fake process group, on fake tensors or on real ones.
+
+    ``make`` builds another workload than the job's own model. Raises :class:`~zeroplan.errors.MeasurementError` for engines
+    whose C++ reads tensors that fake ones do not have.
+    """
+    if fake and job.recipe.engine != "fsdp2":
+        raise MeasurementError(
+            f"engine {job.recipe.engine!r} reads real tensors in its C++ and cannot run on fake ones; "
+            "run a small model with --backend cpu"
+        )
+    with fake_ranks(job, rank) as mesh, fake_tensors() if fake else nullcontext():
+        observe(job, watcher, mesh, steps=steps, make=make)
+
+
+def observe(
+    job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps: int, make: Callable[[], Workload] | None = None
+) -> None:
+    """Build model and engine and train, in the process group that is there."""
+    with warnings.catch_warnings(), watcher, _real_meshes(watcher):
+        warnings.simplefilter("ignore")
+        work = make() if make is not None else workload(job, dtype=stored_dtype(job.recipe))
+        watcher.name_modules(work.module)
+        watcher.claim(Kind.ACTIVATIONS, work.batch.values())
+        engine = _build(job, work, mesh)
+        watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers()))
+        with engine.labels(watcher):
+            train(engine, watcher, module=work.module, steps=steps, accumulate=job.batch.grad_accum_steps)
+
+
+def _build(job: JobSpec, work: Workload, mesh: DeviceMesh) -> Engine:
+    if job.recipe.engine == "fsdp2":
+        return Fsdp2(work, job.recipe, mesh)
+    if job.recipe.engine == "ddp":
+        engine = Ddp(work, job.recipe)
+        if dist.get_backend() == "fake":
+            engine.hand_buckets_back()
+        return engine
+    if job.recipe.engine == "deepspeed":
+        from zeroplan.verify.deepspeed import DeepSpeed  # noqa: PLC0415  it patches torch for good
+
+        return DeepSpeed(work, job)
+    raise MeasurementError(f"engine {job.recipe.engine!r} cannot be run here; measured are fsdp2, ddp and deepspeed")
+
+
+@contextmanager
+def fake_ranks(job: JobSpec, rank: int) -> Iterator[DeviceMesh]:
+    """One rank of the job's mesh under torch's fake process group, which moves nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=job.mesh.dp_replicate * job.mesh.dp_shard, store=FakeStore())
+    try:
+        yield mesh_of(job)
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(job: JobSpec) -> DeviceMesh:
+    """The job's ranks as FSDP2 takes them: one dimension, or replicas of a sharded group."""
+    replicas, shards = job.mesh.dp_replicate, job.mesh.dp_shard
+    if replicas == 1:
+        return init_device_mesh("cpu", (shards,))
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+# --- what fake tensors need ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
+    with _unpacked_rows(), FakeTensorMode():
+        yield
+
+
+def _unpacked_rows() -> AbstractContextManager[None]:
+    """Answer for fake tensors what transformers reads from real ones: each row of the batch is one sequence.
+
+    Of fake position ids it cannot tell, and would build a mask for packed sequences that no real run has.
+    """
+    from transformers import masking_utils  # noqa: PLC0415  takes seconds, and only a run needs it
+
+    original = masking_utils.find_packed_sequence_indices
+
+    def one_sequence_per_row(position_ids: torch.Tensor) -> None:
+        indices = original(position_ids)
+        if indices is not None:
+            (indices[:, -1] == 0).all()
+
+    return _replaced(masking_utils, "find_packed_sequence_indices", one_sequence_per_row)
+
+
+def _real_meshes(watcher: Watcher) -> AbstractContextManager[None]:
+    """Let FSDP2 arrange ranks in real tensors, which it reads, and keep them out of the record."""
+    name = "_get_post_forward_mesh_info"
+    original: Callable[..., object] = getattr(_fully_shard, name)
+
+    def arranged(*args: object) -> object:
+        with unset_fake_temporarily(), watcher.looking_away():
+            return original(*args)
+
+    return _replaced(_fully_shard, name, arranged)
+
+
+@contextmanager
+def _replaced(owner: object, name: str, other: object) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

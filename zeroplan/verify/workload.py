@@ -1,0 +1,185 @@
+"""What is trained: a module, an example batch, and where its output holds the loss.
+
+Of a :class:`~zeroplan.spec.model.ModelSpec` it is the causal language model of transformers, built from a config alone, with
+transformers' own gradient checkpointing, attention and loss. Dropout is off, as in the estimate; weights are whatever the
+allocator left.
+"""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zeroplan.catalog.config_keys import KEYS, OPTIONAL_WINDOW, PLAIN_HEADS
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
+
+
+class Workload(NamedTuple):
+    """A module, the keyword arguments of one forward pass, and the loss in what it returns.
+
+    ``blocks`` are the parts that engines wrap one by one, in order.
+    """
+
+    module: nn.Module
+    batch: Mapping[str, torch.Tensor]
+    loss: Callable[[object], torch.Tensor]
+    blocks: tuple[nn.Module, ...] = ()
+
+
+def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Workload:
+    """Build the causal language model of a job, its weights in ``dtype``, and one micro-batch of token ids.
+
+    Under a fake tensor mode everything it builds is fake.
+    """
+    module = _causal_model(job.model, job.recipe, dtype, device)
+    shape = (job.batch.micro_batch_size, job.batch.seq_len)
+    with torch.device(device):
+        ids = torch.randint(0, job.model.vocab_size, shape)
+    return Workload(module, {"input_ids": ids, "labels": ids}, _loss, _blocks(module))
+
+
+def user_workload(where: str) -> Callable[[], Workload]:
+    """Find the function that ``package.module:function`` names; it returns a module, a batch and a loss, or a Workload.
+
+    The batch is a mapping of keyword arguments; the loss takes what the module returns and gives a scalar.
+    """
+    module_name, _, name = where.partition(":")
+    if not module_name or not name:
+        raise SpecError(f"workload {where!r} is not of the form package.module:function")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise SpecError(f"workload {where!r} is not there: {error}") from error
+    return lambda: _as_workload(function(), where)
+
+
+def _as_workload(made: object, where: str) -> Workload:
+    if isinstance(made, Workload):
+        return made
+    match made:
+        case (nn.Module() as module, Mapping() as batch, loss) if callable(loss):
+            return Workload(module, batch, loss, _blocks(module))
+    raise SpecError(f"workload {where!r} must return a module, a mapping of its arguments and a function that finds the loss")
+
+
+def config(spec: ModelSpec) -> dict[str, object]:
+    """Write the ``config.json`` that a shape stands for, without dropout, cache or special tokens.
+
+    The reverse of :func:`zeroplan.catalog.config.model_from_config`.
+    """
+    if spec.unplaced_parameters:
+        raise MeasurementError(
+            f"a shape inferred from a parameter count leaves {spec.unplaced_parameters:,} parameters that no transformers model "
+            "has; name a model instead"
+        )
+    sizes = {_key(spec.family, field): value for field, value in _fields(spec).items()}
+    return {"model_type": spec.family, **sizes, **_peculiar(spec), **_OFF.get(spec.family, {}), **_PLAIN}
+
+
+def _key(family: str, field: str) -> str:
+    return KEYS.get(family, {}).get(field, (field,))[0]
+
+
+def _fields(spec: ModelSpec) -> dict[str, object]:
+    fields: dict[str, object] = {name: getattr(spec, name) for name in _SIZES}
+    if spec.family not in PLAIN_HEADS:
+        fields |= {"num_key_value_heads": spec.num_key_value_heads}
+        fields |= {} if spec.mla is not None else {"head_dim": spec.head_dim}
+    if spec.family not in ("gpt2", "bloom"):
+        fields |= {"attention_bias": spec.attention_bias, "mlp_bias": spec.mlp_bias}
+    if spec.moe is not None:
+        fields |= {"num_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}
+    return fields
+
+
+def _peculiar(spec: ModelSpec) -> dict[str, object]:
+    """What only some families have."""
+    made: dict[str, object] = {}
+    if spec.family not in ("llama", *PLAIN_HEADS, "deepseek_v3"):
+        made["sliding_window"] = spec.sliding_window
+    if spec.family in OPTIONAL_WINDOW:
+        made["use_sliding_window"] = spec.sliding_window is not None
+    if spec.moe is not None and spec.family in ("qwen3_moe", "deepseek_v3"):
+        made["moe_intermediate_size"] = spec.moe.moe_intermediate_size
+    if spec.moe is not None and spec.family == "qwen3_moe":
+        made["mlp_only_layers"] = list(range(spec.moe.num_dense_layers))
+    if spec.family == "opt":
+        made["word_embed_proj_dim"] = spec.hidden_size
+    return made | _latent(spec)
+
+
+def _latent(spec: ModelSpec) -> dict[str, object]:
+    """DeepSeek's attention and routing; groups of experts where there are enough of them."""
+    if spec.mla is None or spec.moe is None:
+        return {}
+    grouped = spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
+    return {
+        **{name: getattr(spec.mla, name) for name in ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)},
+        "n_shared_experts": spec.moe.num_shared_experts,
+        "first_k_dense_replace": spec.moe.num_dense_layers,
+        **({} if grouped else {"n_group": 1, "topk_group": 1}),
+    }
+
+
+def layer_period(spec: ModelSpec) -> int:
+    """After how many layers the kinds of attention come again; dense first layers left out."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    kinds = list(getattr(AutoConfig.for_model(**config(spec)), "layer_types", None) or [])  # type: ignore[arg-type]
+    return next((n for n in range(1, len(kinds)) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False))), 1)
+
+
+def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, device: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  takes seconds, and user workloads need none
+    from transformers.initialization import no_init_weights  # noqa: PLC0415
+
+    made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
+    cls: object = AutoModelForCausalLM._model_mapping[type(made)]
+    fused = getattr(cls, "_supports_sdpa", False) and recipe.attention != "eager"
+    made._attn_implementation = "sdpa" if fused else "eager"
+    if spec.moe is not None:
+        made._experts_implementation = "grouped_mm"
+    with torch.device(device), no_init_weights():
+        model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.tie_weights()  # type: ignore[operator]  # left out with the initialisation
+    model.train()
+    if recipe.recompute == "full":
+        # The random-number state that a checkpoint saves is in host memory; among CPU tensors it would count.
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+    return model
+
+
+def _loss(output: object) -> torch.Tensor:
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise MeasurementError("the model returned no loss; it needs labels")
+    return loss
+
+
+def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Find the stack of like parts: the longest list of modules."""
+    stacks = [tuple(part) for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return max(stacks, key=len, default=())
+
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings",
+    "tie_word_embeddings",
+)  # fmt: skip
+_HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_PLAIN: dict[str, object] = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+#: Dropout of the families that train with it.
+_OFF: dict[str, dict[str, object]] = {
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "opt": {"dropout": 0.0, "attention_dropout": 0.0},
+    "bloom": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+}
