@@ -121,7 +121,7 @@ class Fsdp2:
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""
         self._model.set_requires_gradient_sync(last or self._recipe.sync_every_micro_batch)
-        forward_and_backward(self._work.module, self._work, enter, keep_logits=self._recipe.keep_logits)
+        forward_and_backward(self._work.module, self._work, enter, keep_logits=bool(self._recipe.keep_logits))
 
     def optimizer_step(self) -> None:
         """Update this rank's chunks."""

@@ -39,11 +39,19 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Worklo
 
     Under a fake tensor mode everything it builds is fake.
     """
+    _check_loss(job.recipe)
     module = _causal_model(job.model, job.recipe, dtype, device)
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
     with torch.device(device):
         ids = torch.randint(0, job.model.vocab_size, shape)
     return Workload(module, {"input_ids": ids, "labels": ids}, _loss, _blocks(module))
+
+
+def _check_loss(recipe: RecipeSpec) -> None:
+    if recipe.loss != "full":
+        raise MeasurementError(f"loss {recipe.loss!r} is not transformers' own and cannot be run; use loss 'full', or --workload")
+    if recipe.keep_logits == "fp32":
+        raise MeasurementError("keep_logits 'fp32' is what other loops do and cannot be run; use no or yes, or --workload")
 
 
 def user_workload(where: str) -> Callable[[], Workload]:
