@@ -2,9 +2,14 @@
 
 from typing import NamedTuple
 
+from zeroplan.engines.precisions import compute_of
 from zeroplan.estimator import Estimate
-from zeroplan.ledger import Kind, Moment, Phase, bytes_by_kind, total_bytes
+from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
 from zeroplan.measurement import Measurement, StepMeasured
+from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.families.attention import FLASH_SCRATCH
+from zeroplan.transformer.families.mlp import FP32_ON_CUDA
+from zeroplan.transformer.families.norms import STATISTICS
 
 #: Library workspaces come with CUDA's kernels; a run on other tensors has none.
 _ONLY_ON_CUDA = (Kind.WORKSPACE,)
@@ -62,23 +67,42 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
     prediction. Kinds are compared at each side's own peak.
     """
     steady, on_cuda = measured.steady, measured.tensors == "cuda"
-    totals = {moment: _predicted(moment, on_cuda=on_cuda) for moment in answer.moments if moment.phase is not Phase.INIT}
+    compute = compute_of(answer.job.recipe)
+    totals = {
+        moment: _predicted(moment, compute, on_cuda=on_cuda) for moment in answer.moments if moment.phase is not Phase.INIT
+    }
     highest = max(totals, key=lambda moment: totals[moment])
     return Comparison(
         peak=Compared("peak allocated", totals[highest], steady.peak.peak_bytes),
         phases=tuple(_phases(totals, steady)),
         held=Compared("held between steps", int(total_bytes(answer.held)), steady.held_bytes),
-        kinds=tuple(_kinds(highest, steady, on_cuda=on_cuda)),
+        kinds=tuple(_kinds(_as_measured(highest.lines, compute, on_cuda=on_cuda), steady)),
         collectives=tuple(_collectives(answer, measured)),
     )
 
 
-def _predicted(moment: Moment, *, on_cuda: bool) -> int:
-    return int(total_bytes(tuple(line for line in moment.lines if on_cuda or not _is_cudas(line.kind, line.reason))))
+def _predicted(moment: Moment, compute: Compute, *, on_cuda: bool) -> int:
+    return int(total_bytes(_as_measured(moment.lines, compute, on_cuda=on_cuda)))
 
 
-def _is_cudas(kind: Kind, reason: str) -> bool:
-    return kind in _ONLY_ON_CUDA or reason.endswith("(CUDA)")
+def _as_measured(lines: tuple[Line, ...], compute: Compute, *, on_cuda: bool) -> tuple[Line, ...]:
+    """The lines as the measured device has them: every known difference of a CPU from CUDA, by name.
+
+    A CPU has no library workspaces and no scratch of CUDA's kernels; under autocast it leaves in 16 bits what CUDA computes in
+    fp32, and its norms keep their statistics in the input's dtype. Leaves out lines that sum up whole blocks.
+    """
+    return lines if on_cuda else tuple(line._replace(n_bytes=_on_a_cpu(line, compute)) for line in lines)
+
+
+def _on_a_cpu(line: Line, compute: Compute) -> int:
+    n_bytes = int(line.n_bytes)
+    if line.kind in _ONLY_ON_CUDA or line.reason.endswith("(CUDA)") or line.reason == FLASH_SCRATCH:
+        return 0
+    if FP32_ON_CUDA in line.reason:
+        return n_bytes // 2
+    if line.reason.endswith(STATISTICS) and not compute.autocast:
+        return n_bytes * compute.element_bytes // 4
+    return n_bytes
 
 
 def _phases(totals: dict[Moment, int], steady: StepMeasured) -> list[Compared]:
@@ -97,8 +121,7 @@ def _phase_of(moment: Moment) -> str:
     return moment.phase.value
 
 
-def _kinds(highest: Moment, steady: StepMeasured, *, on_cuda: bool) -> list[Compared]:
-    lines = tuple(line for line in highest.lines if on_cuda or not _is_cudas(line.kind, line.reason))
+def _kinds(lines: tuple[Line, ...], steady: StepMeasured) -> list[Compared]:
     predicted = {kind.value: int(n_bytes) for kind, n_bytes in bytes_by_kind(lines).items()}
     measured = steady.peak.kinds
     rows = [Compared(kind, predicted.get(kind, 0), measured.get(kind, 0)) for kind in {**predicted, **measured}]

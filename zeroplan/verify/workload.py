@@ -49,7 +49,9 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Worklo
 
 def _check_loss(recipe: RecipeSpec) -> None:
     if recipe.loss != "full":
-        raise MeasurementError(f"loss {recipe.loss!r} is not transformers' own and cannot be run; use loss 'full', or --workload")
+        raise MeasurementError(
+            f"loss {recipe.loss!r} is not transformers' own and cannot be run; use loss 'full', or --workload"
+        )
     if recipe.keep_logits == "fp32":
         raise MeasurementError("keep_logits 'fp32' is what other loops do and cannot be run; use no or yes, or --workload")
 
