@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _RUN, _OUTPUT = "Run", "Output"
 BACKENDS = ("simulate", "cpu", "cuda")
+#: The optimizer's state is made in the first step; under DDP the second rebuilds buckets.
+_STEPS = {"simulate": "2", "cpu": "3"}
 
 
 @takes_a_job
@@ -52,8 +54,15 @@ def verify_command(
         typer.Option("--rank", metavar="R", help="Which rank to be, where one process stands for all.", rich_help_panel=_RUN),
     ] = "0",
     steps: Annotated[
-        str, typer.Option("--steps", metavar="N", help="Optimizer steps; the last counts.", rich_help_panel=_RUN)
-    ] = "3",
+        str | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            help="Optimizer steps; the last counts. (default: 2 simulated, 3 run)",
+            rich_help_panel=_RUN,
+            show_default=False,
+        ),
+    ] = None,
     all_layers: Annotated[
         bool, typer.Option("--all-layers", help="simulate: run every layer instead of extending a few.", rich_help_panel=_RUN)
     ] = False,
@@ -94,7 +103,7 @@ def verify_command(
         backend=_backend(backend),
         nproc=None if nproc is None else _nproc(nproc, ranks, backend),
         rank=_number(rank, "--rank", 0, ranks - 1),
-        steps=_number(steps, "--steps", 1, 1000),
+        steps=_number(steps or _STEPS[backend], "--steps", 1, 1000),
         all_layers=all_layers,
         workload=workload or "",
         timeout_s=_seconds(timeout),

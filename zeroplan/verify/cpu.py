@@ -51,8 +51,6 @@ def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport
 def _refuse_what_has_no_cpu_form(job: JobSpec) -> None:
     if job.recipe.precision == "fp16-mixed":
         raise MeasurementError("fp16-mixed needs CUDA's kernels and scaler; on CPU tensors verify it as bf16-mixed")
-    if job.recipe.recompute == "selective":
-        raise MeasurementError("selective recomputation is the training framework's own, not the model's; verify none or full")
 
 
 def _sizes(job: JobSpec) -> dict[int, Kind]:

@@ -109,8 +109,8 @@ class DeepSpeed:
         self._watcher.claim(_MASTERS, masters)
 
 
-#: The fp32 weights are counted with the weights they are cast to, as the estimate does.
-_MASTERS = Kind.PARAMETERS
+#: The copy of the weights that the optimizer updates, as the estimate counts it.
+_MASTERS = Kind.OPTIMIZER_STATE
 
 
 def _with_its_default(recipe: RecipeSpec) -> RecipeSpec:

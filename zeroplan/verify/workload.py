@@ -39,7 +39,7 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Worklo
 
     Under a fake tensor mode everything it builds is fake.
     """
-    _check_loss(job.recipe)
+    _refuse_what_no_model_does(job.recipe)
     module = _causal_model(job.model, job.recipe, dtype, device)
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
     with torch.device(device):
@@ -47,7 +47,11 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Worklo
     return Workload(module, {"input_ids": ids, "labels": ids}, _loss, _blocks(module))
 
 
-def _check_loss(recipe: RecipeSpec) -> None:
+def _refuse_what_no_model_does(recipe: RecipeSpec) -> None:
+    if recipe.recompute == "selective":
+        raise MeasurementError("selective recomputation is the training framework's own, not the model's; verify none or full")
+    if recipe.attention == "flash":
+        raise MeasurementError("attention 'flash' runs on GPUs only; verify sdpa or eager")
     if recipe.loss != "full":
         raise MeasurementError(
             f"loss {recipe.loss!r} is not transformers' own and cannot be run; use loss 'full', or --workload"
