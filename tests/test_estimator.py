@@ -45,3 +45,17 @@ def test_the_verdict_by_hand(room: int, verdict: str):
     memory = replace(gpu.memory_bytes, value=found.least_bytes + room)
     cluster = replace(found.job.cluster, gpu=replace(gpu, memory_bytes=memory))
     assert estimate(replace(found.job, cluster=cluster)).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage"),
+    [("ddp", 0), ("ddp", 1), ("fsdp2", 2), ("fsdp2", 3), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)],
+)
+def test_what_is_held_from_step_to_step_does_not_know_of_micro_batches(engine: str, stage: int):
+    """Gradients of earlier micro-batches are there at many moments, but not between steps."""
+    said = {"params": 1_000_000_000, "gpus": 8, "engine": engine, "stage": stage}
+    one, four = answer(**said), answer(**said, grad_accum=4)
+    assert one.held == four.held
+    kinds = {line.kind for line in one.held}
+    assert {Kind.PARAMETERS, Kind.OPTIMIZER_STATE} <= kinds
+    assert (Kind.GRADIENTS in kinds) == (engine == "deepspeed" and stage == 3), "which keeps its share for good"
