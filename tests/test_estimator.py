@@ -49,7 +49,16 @@ def test_the_verdict_by_hand(room: int, verdict: str):
 
 @pytest.mark.parametrize(
     ("engine", "stage"),
-    [("ddp", 0), ("ddp", 1), ("fsdp2", 2), ("fsdp2", 3), ("deepspeed", 0), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)],
+    [
+        ("ddp", 0),
+        ("ddp", 1),
+        ("fsdp2", 2),
+        ("fsdp2", 3),
+        ("deepspeed", 0),
+        ("deepspeed", 1),
+        ("deepspeed", 2),
+        ("deepspeed", 3),
+    ],
 )
 def test_what_is_held_from_step_to_step_does_not_know_of_micro_batches(engine: str, stage: int):
     """Gradients of earlier micro-batches are there at many moments, but not between steps."""

@@ -146,7 +146,7 @@ def _markdown_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
 def _percent(error: float) -> str:
     if error == float("inf"):
         return "unmeasured"
-    return f"{100 * error:+.2f} %" if error < 10 else f"{error + 1:,.0f} times"
+    return f"{round(100 * error, 2) + 0.0:+.2f} %" if error < 10 else f"{error + 1:,.0f} times"
 
 
 def _row_payload(row: Compared) -> dict[str, object]:
