@@ -81,6 +81,11 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
     )
 
 
+def cpu_bytes(lines: tuple[Line, ...], compute: Compute) -> int:
+    """Sum the lines as a CPU would have them. [bytes]"""
+    return int(total_bytes(_as_measured(lines, compute, on_cuda=False)))
+
+
 def _predicted(moment: Moment, compute: Compute, *, on_cuda: bool) -> int:
     return int(total_bytes(_as_measured(moment.lines, compute, on_cuda=on_cuda)))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.causal_models import tiny_spec
-from tests.cpu_view import cpu_bytes
+from zeroplan.comparison import cpu_bytes
 from zeroplan.engines import fsdp2
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Moment, Phase, total_bytes
@@ -81,7 +81,7 @@ CASES = {
 
 
 def on_a_cpu(moment: Moment, case: JobSpec) -> int:
-    """The moment's bytes as a CPU run shows them: every difference from CUDA has a name in ``tests.cpu_view``."""
+    """The moment's bytes as a CPU run shows them: every difference from CUDA has a name in ``zeroplan.comparison``."""
     compute = compute_of(case.recipe)
     ((_, kept),) = fsdp2.account(case.model, case.recipe, case.mesh, case.batch).kept
     whole = int(total_bytes(kept))

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from tests.autograd_runs import saved_bytes, step_timeline
 from tests.causal_models import causal_model, tiny_spec
-from tests.cpu_view import cpu_bytes
+from zeroplan.comparison import cpu_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.activations import block_pass
