@@ -137,7 +137,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 CPU = ("--backend", "cpu")
 
 
-#: Not strict: in about one run of ten on a busy machine something of DeepSpeed's outlives its phase, and why is not known.
+#: Not strict: in some runs something of DeepSpeed's, as large as all weights in 16 bits, outlives its step; why is not known.
 DEEPSPEED = [
     pytest.mark.deepspeed,
     pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed"),
