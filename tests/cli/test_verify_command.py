@@ -137,12 +137,10 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 CPU = ("--backend", "cpu")
 
 
-#: Not strict: in some runs something of DeepSpeed's, as large as all weights in 16 bits, outlives its step; why is not known.
-DEEPSPEED = [
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed"),
-    pytest.mark.xfail(strict=False, reason="memory of DeepSpeed under gloo is not the same in every run"),
-]
+DEEPSPEED = [pytest.mark.deepspeed, pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed")]
+#: In some runs something of DeepSpeed's, as large as all weights in 16 bits, outlives its step; why is not known. Only these
+#: sizes may differ: a run that fails, or other traffic, still fails its test.
+NOT_THE_SAME = "memory of DeepSpeed under gloo is not the same in every run"
 
 
 @pytest.mark.parametrize("engine", [
@@ -153,6 +151,8 @@ DEEPSPEED = [
 ])  # fmt: skip
 def test_two_real_ranks_agree_with_the_estimate(run: Run, here: Path, engine: tuple[str, ...]):
     code, out, err = run(*CPU, "--gpus", "2", "--nproc", "2", *engine, "--out", "records", "--tolerance", "0.01")
+    if "deepspeed" in engine and code == 3:
+        pytest.xfail(NOT_THE_SAME)
     assert code == 0, (out, err)
     assert "It agrees within 1 %" in out
     records = sorted((here / "records").iterdir())
@@ -203,6 +203,8 @@ def test_the_fake_group_shows_every_rank_what_real_ranks_show(said: dict[str, ob
         fake: list[Measurement] = []
         launch(replace(task, transport="fake", rank=rank), keep=fake.append, say=print)
         assert traffic(fake[0]) == traffic(real[rank])
+        if said["engine"] == "deepspeed" and sizes(fake[0]) != sizes(real[rank]):
+            pytest.xfail(NOT_THE_SAME)
         assert sizes(fake[0]) == sizes(real[rank])
 
 
