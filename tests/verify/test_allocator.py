@@ -1,0 +1,156 @@
+"""The model of CUDA's caching allocator, by its rules and against a slow twin that looks at every free stretch."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroplan.units import MIB
+from zeroplan.verify.allocator import CachingAllocator, counted_bytes
+
+BOTH = pytest.mark.parametrize("expandable", [False, True])
+
+
+def counts(*requests: int, expandable: bool = False) -> tuple[int, int]:
+    card = CachingAllocator(expandable_segments=expandable)
+    for n_bytes in requests:
+        card.request(n_bytes)
+    return card.allocated_bytes, card.reserved_bytes
+
+
+@BOTH
+def test_a_small_request_counts_in_512_bytes_and_takes_2_mib(expandable: bool):
+    assert counts(1, expandable=expandable) == (512, 2 * MIB)
+    assert counts(MIB, MIB, expandable=expandable) == (2 * MIB, 2 * MIB)
+    assert counts(MIB, MIB, 1, expandable=expandable) == (2 * MIB + 512, 4 * MIB)
+
+
+def test_a_request_up_to_10_mib_shares_20_mib_with_others():
+    assert counts(MIB + 1) == (MIB + 512, 20 * MIB)
+    assert counts(9 * MIB, 9 * MIB) == (18 * MIB, 20 * MIB)
+    # After 18.5 of 20 MiB no more than 1.5 are free: 1 MiB and a bit leaves less than 1 MiB over, and counts all of it.
+    assert counts(9 * MIB, 9 * MIB + MIB // 2, MIB + 512) == (20 * MIB, 20 * MIB)
+
+
+def test_a_larger_request_has_a_segment_of_its_own_in_whole_2_mib():
+    assert counts(10 * MIB) == (10 * MIB, 10 * MIB)
+    assert counts(11 * MIB) == (12 * MIB, 12 * MIB)  # a rest of 1 MiB is not split off
+    assert counts(10 * MIB + 512) == (10 * MIB + 512, 12 * MIB)  # one of more is
+
+
+def test_expandable_segments_count_what_is_asked_for_in_pages_of_20_mib():
+    assert counts(11 * MIB, expandable=True) == (11 * MIB, 20 * MIB)
+    assert counts(11 * MIB, 11 * MIB, expandable=True) == (22 * MIB, 40 * MIB)
+    assert counts(11 * MIB, 30 * MIB, 1, expandable=True) == (41 * MIB + 512, 62 * MIB)
+
+
+@BOTH
+def test_streams_do_not_share_free_memory(expandable: bool):
+    card = CachingAllocator(expandable_segments=expandable)
+    card.release(card.request(40 * MIB, stream=1))
+    card.request(40 * MIB, stream=2)
+    assert card.reserved_bytes == 80 * MIB
+    card.request(40 * MIB, stream=1)
+    assert card.reserved_bytes == 80 * MIB
+
+
+def test_only_expandable_segments_grow_a_free_end():
+    for expandable, reserved in ((False, 100 * MIB), (True, 60 * MIB)):
+        card = CachingAllocator(expandable_segments=expandable)
+        card.release(card.request(40 * MIB))
+        card.request(60 * MIB)
+        assert card.reserved_bytes == reserved
+
+
+def test_an_end_that_can_grow_is_taken_last():
+    card = CachingAllocator(expandable_segments=True)
+    first, _ = card.request(15 * MIB), card.request(15 * MIB)  # the end has 10 MiB left over
+    card.release(first)
+    assert card.request(4 * MIB).address == first.address
+
+
+class Twin:
+    """Segments as lists of (size, owner); every request looks at all of them."""
+
+    def __init__(self) -> None:
+        self.segments: list[tuple[tuple[bool, int], list[list[int]]]] = []
+        self.keys = count(1)
+
+    def request(self, n_bytes: int, stream: int) -> int:
+        size, owner = counted_bytes(n_bytes), next(self.keys)
+        pool = size <= MIB, stream
+        free = [
+            (part[0], s, p)
+            for s, (of, parts) in enumerate(self.segments)
+            for p, part in enumerate(parts)
+            if of == pool and not part[1] and part[0] >= size
+        ]
+        if not free:
+            whole = 2 * MIB if pool[0] else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            self.segments.append((pool, [[whole, 0]]))
+            free = [(whole, len(self.segments) - 1, 0)]
+        _, s, p = min(free)
+        parts = self.segments[s][1]
+        rest = parts[p][0] - size
+        if rest >= 512 if pool[0] else rest > MIB:
+            parts[p : p + 1] = [[size, owner], [rest, 0]]
+        else:
+            parts[p][1] = owner
+        return owner
+
+    def release(self, owner: int) -> None:
+        for _, parts in self.segments:
+            for part in parts:
+                if part[1] == owner:
+                    part[1] = 0
+            at = 0
+            while at + 1 < len(parts):
+                if parts[at][1] or parts[at + 1][1]:
+                    at += 1
+                else:
+                    parts[at : at + 2] = [[parts[at][0] + parts[at + 1][0], 0]]
+
+    def figures(self) -> tuple[int, int]:
+        allocated = sum(part[0] for _, parts in self.segments for part in parts if part[1])
+        return allocated, sum(part[0] for _, parts in self.segments for part in parts)
+
+
+SIZES = st.one_of(st.integers(1, 2 * MIB), st.integers(1, 40 * MIB), st.sampled_from([512, MIB, MIB + 1, 10 * MIB, 20 * MIB]))
+ACTS = st.lists(st.one_of(st.tuples(SIZES, st.integers(0, 1)), st.integers(0, 10**6)), max_size=60)
+
+
+@given(ACTS)
+def test_it_does_what_a_slow_twin_does(acts: list[tuple[int, int] | int]):
+    card, twin = CachingAllocator(), Twin()
+    held = []
+    for act in acts:
+        if isinstance(act, tuple):
+            held.append((card.request(*act), twin.request(*act)))
+        elif held:
+            chunk, owner = held.pop(act % len(held))
+            card.release(chunk)
+            twin.release(owner)
+        assert (card.allocated_bytes, card.reserved_bytes) == twin.figures()
+
+
+@given(ACTS)
+def test_expandable_segments_count_the_rounded_requests_and_lose_nothing(acts: list[tuple[int, int] | int]):
+    card = CachingAllocator(expandable_segments=True)
+    held = []
+    for act in acts:
+        if isinstance(act, tuple):
+            held.append((card.request(*act), counted_bytes(act[0])))
+        elif held:
+            card.release(held.pop(act % len(held))[0])
+        assert card.allocated_bytes == sum(size for _, size in held)
+        for pool in {chunk.pool for chunk, _ in held}:
+            taken = sorted((chunk.address, chunk.address + chunk.size) for chunk, _ in held if chunk.pool is pool)
+            assert all(one[1] <= other[0] for one, other in zip(taken, taken[1:], strict=False))
+    for chunk, _ in held:
+        card.release(chunk)
+    assert card.allocated_bytes == 0
+    assert [len(pool.free) for pool in card._pools.values()] == [1] * len(card._pools)
+    assert sum(pool.free[0].size for pool in card._pools.values()) == card.reserved_bytes
