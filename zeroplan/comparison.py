@@ -1,5 +1,6 @@
 """Does the estimate agree with what was measured, and where not? Needs no torch: records are replayed anywhere."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.precisions import compute_of
@@ -36,13 +37,17 @@ class Compared(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """An estimate held against a measurement: the peak, each phase, what is held, each kind at the peak, each collective."""
+    """An estimate held against a measurement: the peak, each phase, what is held, each kind at the peak, each collective.
+
+    ``allocator`` is what CUDA's allocator makes of it, where the record says; it is shown and not judged.
+    """
 
     peak: Compared
     phases: tuple[Compared, ...]
     held: Compared
     kinds: tuple[Compared, ...]
     collectives: tuple[Compared, ...]
+    allocator: tuple[Compared, ...] = ()
 
     def agrees(self, tolerance: float) -> bool:
         """Whether peak, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %)."""
@@ -78,6 +83,7 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
         held=Compared("held between steps", int(total_bytes(answer.held)), steady.held_bytes),
         kinds=tuple(_kinds(_as_measured(highest.lines, compute, on_cuda=on_cuda), steady)),
         collectives=tuple(_collectives(answer, measured)),
+        allocator=tuple(_allocator(answer, measured, highest=totals[highest])),
     )
 
 
@@ -144,6 +150,19 @@ def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
         name = _plain(seen.operation)
         found[name] = found.get(name, 0) + seen.n_bytes
     return [Compared(name, predicted.get(name, 0), found.get(name, 0)) for name in {**predicted, **found}]
+
+
+def _allocator(answer: Estimate, measured: Measurement, *, highest: int) -> Iterator[Compared]:
+    """The peak in blocks with the workspaces, and what is reserved, for each of the allocator's settings.
+
+    With expandable segments the estimate's least holds: freed blocks are used again; with the default ones what it expects.
+    """
+    for shown in measured.allocator:
+        expandable = shown.settings == "expandable_segments"
+        where = "expandable segments" if expandable else "default"
+        yield Compared(f"allocated, {where}", highest + shown.workspace_bytes, shown.allocated_bytes)
+        band = answer.reserved
+        yield Compared(f"reserved, {where}", int(band.low_bytes if expandable else band.expected_bytes), shown.reserved_bytes)
 
 
 def _plain(operation: str) -> str:

@@ -15,6 +15,8 @@ SCHEMA_VERSION = 1
 Backend = Literal["simulate", "cpu", "cuda"]
 Tensors = Literal["fake", "cpu", "cuda"]
 ProcessGroup = Literal["fake", "gloo", "nccl", "none"]
+AllocatorSettings = Literal["default", "expandable_segments"]
+SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,21 @@ class CollectiveMeasured(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorMeasured(Spec):
+    """What CUDA's caching allocator shows after the run: ``max_memory_allocated`` of the last step, ``max_memory_reserved`` of all.
+
+    On a GPU it is what torch reports; elsewhere the recorded requests replayed through a model of the allocator
+    (:mod:`zeroplan.verify.allocator`), with ``workspace_bytes`` of cuBLAS among them.
+    """
+
+    settings: AllocatorSettings
+    allocated_bytes: CountOrZero
+    reserved_bytes: CountOrZero
+    workspace_bytes: CountOrZero = 0
+    modelled: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement(Spec):
     """One run: the job, how and where it ran, every step, and the collectives of the last one.
 
@@ -87,6 +104,7 @@ class Measurement(Spec):
     initialisation: PhaseMeasured | None = None
     steps: tuple[StepMeasured, ...]
     collectives: tuple[CollectiveMeasured, ...] = ()
+    allocator: tuple[AllocatorMeasured, ...] = ()
     remarks: tuple[str, ...] = ()
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 

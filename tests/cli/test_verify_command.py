@@ -216,12 +216,12 @@ def test_the_fake_group_shows_every_rank_what_real_ranks_show(said: dict[str, ob
 def test_a_rank_that_is_lost_ends_the_run(run: Run, workload: str, said: str):
     began = time.monotonic()
     code, out, err = run(
-        *CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", f"work:{workload}", "--timeout", "4"
+        *CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", f"work:{workload}", "--timeout", "12"
     )
     assert (code, out) == (4, "")
     assert said in err
     assert err.splitlines()[-1].startswith("zeroplan: ")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.usefixtures("here")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import given
@@ -148,7 +148,7 @@ def test_expandable_segments_count_the_rounded_requests_and_lose_nothing(acts: l
         assert card.allocated_bytes == sum(size for _, size in held)
         for pool in {chunk.pool for chunk, _ in held}:
             taken = sorted((chunk.address, chunk.address + chunk.size) for chunk, _ in held if chunk.pool is pool)
-            assert all(one[1] <= other[0] for one, other in zip(taken, taken[1:], strict=False))
+            assert all(one[1] <= other[0] for one, other in pairwise(taken))
     for chunk, _ in held:
         card.release(chunk)
     assert card.allocated_bytes == 0

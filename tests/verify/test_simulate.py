@@ -18,6 +18,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
+from zeroplan.units import MIB
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -88,9 +89,10 @@ MANY_LAYERS = {
 
 def figures(measured: Measurement) -> object:
     steps = [
-        ([(p.phase, p.peak_bytes, p.kinds) for p in step.phases], step.held_bytes, step.held_kinds) for step in measured.steps
+        ([(p.phase, p.peak_bytes, p.kinds, p.counted_bytes) for p in step.phases], step.held_bytes, step.held_kinds)
+        for step in measured.steps
     ]
-    return steps, sorted(map(str, measured.collectives))
+    return steps, measured.initialisation.peak_bytes, measured.allocator, sorted(map(str, measured.collectives))
 
 
 @pytest.mark.parametrize("name", MANY_LAYERS)
@@ -98,15 +100,26 @@ def test_few_layers_extended_are_all_layers_to_the_byte(name: str):
     from zeroplan.verify.simulate import simulate
 
     extended = simulate(MANY_LAYERS[name], all_layers=False)
+    assert any("extended" in remark for remark in extended.remarks)
     assert figures(extended) == figures(simulate(MANY_LAYERS[name]))
 
 
-def test_the_record_says_that_layers_were_extended():
+def test_the_record_says_where_all_layers_were_run():
     from zeroplan.verify.simulate import simulate
 
-    few, every = simulate(MANY_LAYERS["llama"], all_layers=False), simulate(FSDP2["llama"])
-    assert any("extended" in remark for remark in few.remarks)
-    assert not any("extended" in remark for remark in every.remarks)
+    assert not any("extended" in remark for remark in simulate(FSDP2["llama"]).remarks)
+
+
+def test_the_allocator_is_asked_for_what_was_requested_and_two_workspaces():
+    from zeroplan.verify.simulate import simulate
+
+    measured = simulate(SEVEN_B, all_layers=False)
+    default, expandable = measured.allocator
+    requested = measured.steady.peak.peak_bytes + 2 * 32 * MIB
+    assert requested < expandable.allocated_bytes < 1.0001 * requested
+    assert expandable.allocated_bytes <= default.allocated_bytes < 1.003 * requested
+    assert default.reserved_bytes > default.allocated_bytes
+    assert measured.steady.peak.counted_bytes == default.allocated_bytes
 
 
 def test_every_rank_has_its_own_share():

@@ -16,9 +16,10 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zeroplan.ledger import Phase
+from zeroplan.verify.recording import STILL_HELD
 from zeroplan.verify.run import run
 from zeroplan.verify.timeline import Timeline
-from zeroplan.verify.tracker import STILL_HELD, Tracker
+from zeroplan.verify.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -100,7 +101,7 @@ def watched(job: JobSpec, *, fake: bool, steps: int = 2) -> Tracker:
     gc.collect()
     with plain_kernels():
         run(job, tracker, steps=steps, fake=fake)
-    assert Timeline(tracker).live[-1] == tracker.live_bytes
+    assert Timeline(tracker.recording).live[-1] == tracker.live_bytes
     return tracker
 
 

@@ -52,11 +52,12 @@ def workspace_line(gpu: GpuSpec | None) -> Line:
     True
     """
     reason = "cuBLAS workspaces, one for the forward thread and one for autograd's"
-    n_bytes, formula = _workspace(gpu)
+    n_bytes, formula = workspace(gpu)
     return Line(Kind.WORKSPACE, _HANDLES * n_bytes, reason, f"{_HANDLES}·{formula}", _WORKSPACE_SOURCE)
 
 
-def _workspace(gpu: GpuSpec | None) -> tuple[int, str]:
+def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
+    """One workspace of one handle, and its formula. [bytes]"""
     if gpu is None:
         return _WORKSPACE_SINCE_HOPPER
     if gpu.vendor == "amd":

@@ -9,15 +9,17 @@ from zeroplan.measurement import Measurement
 from zeroplan.units import GB, GIB, KB, KIB, MB, MIB, format_size
 
 _WHAT = 34
+_ALLOCATOR = "CUDA's allocator, not judged"  # what it shows depends on the order of requests, too
 
 
 def comparison_text(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
-    """Return one table per question (peak and phases, kinds at the peak, what is sent), the verdict and the remarks."""
+    """Return one table per question (peak and phases, kinds, what is sent, the allocator), the verdict and the remarks."""
     parts = [
         [headline(measurement), how_line(measurement)],
         list(_table("Memory", _memory(comparison))),
         list(_table("Alive at the peak (each at its own)", comparison.kinds)),
         list(_table("Sent and received per step", comparison.collectives)),
+        list(_table(_ALLOCATOR, comparison.allocator)),
         [verdict(comparison, tolerance=tolerance)],
         list(_remarks(measurement)),
     ]
@@ -31,6 +33,7 @@ def comparison_markdown(comparison: Comparison, measurement: Measurement, *, tol
         list(_markdown_table("memory", _memory(comparison))),
         list(_markdown_table("alive at the peak (each at its own)", comparison.kinds)),
         list(_markdown_table("sent and received per step", comparison.collectives)),
+        list(_markdown_table(_ALLOCATOR.lower(), comparison.allocator)),
         [verdict(comparison, tolerance=tolerance)],
         [f"- {remark}" for remark in measurement.remarks],
     ]
@@ -47,6 +50,7 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
         "phases": [_row_payload(row) for row in comparison.phases],
         "kinds": [_row_payload(row) for row in comparison.kinds],
         "collectives": [_row_payload(row) for row in comparison.collectives],
+        "allocator": [_row_payload(row) for row in comparison.allocator],
         "measurement": asdict(measurement),
     }
 

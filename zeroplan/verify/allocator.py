@@ -14,7 +14,6 @@ and what is released then, ``record_stream``, and the settings that change sizes
 from bisect import bisect_left, insort
 from typing import Self
 
-from zeroplan.numeric import ceil_div
 from zeroplan.units import MIB
 
 _MIN_BLOCK = 512
@@ -31,7 +30,7 @@ def counted_bytes(n_bytes: int) -> int:
     >>> counted_bytes(1), counted_bytes(512), counted_bytes(513)
     (512, 512, 1024)
     """
-    return max(1, ceil_div(n_bytes, _MIN_BLOCK)) * _MIN_BLOCK
+    return max(_MIN_BLOCK, _whole(n_bytes, _MIN_BLOCK))
 
 
 class Chunk:
@@ -153,7 +152,7 @@ class CachingAllocator:
         page = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
         tail = pool.tail
         end = tail if tail is not None and tail.free else None
-        pages = self._segment(pool, ceil_div(size - (end.size if end is not None else 0), page) * page)
+        pages = self._segment(pool, _whole(size - (end.size if end is not None else 0), page))
         pages.before = tail
         if tail is not None:
             tail.after = pages
@@ -189,4 +188,8 @@ def _segment_bytes(size: int) -> int:
         return _SMALL_SEGMENT
     if size < _OWN_SEGMENT_FROM:
         return _LARGE_SEGMENT
-    return ceil_div(size, _OWN_SEGMENT_UNIT) * _OWN_SEGMENT_UNIT
+    return _whole(size, _OWN_SEGMENT_UNIT)
+
+
+def _whole(n_bytes: int, unit: int) -> int:
+    return -(-n_bytes // unit) * unit

@@ -1,21 +1,10 @@
 """Which collectives are called, on how many ranks, and with how many bytes?"""
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
-
-class Call(NamedTuple):
-    """One collective; ``n_bytes`` are those of the largest buffer, ``span`` the part of the run."""
-
-    operation: str
-    dtype: str
-    n_bytes: int
-    group: int
-    span: int
-
+from zeroplan.verify.recording import Call
 
 _NAMES = {
     "allgather_": "all_gather", "_allgather_base_": "all_gather", "allgather_coalesced_": "all_gather",

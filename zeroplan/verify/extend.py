@@ -1,136 +1,113 @@
 """Layers are alike: what two runs with few layers say about one with many.
 
-A run of one more layer is the same run with one more stretch of requests and releases in it. Every moment of the shorter run is
-therefore found again in the longer one, counted from the start of its phase or from the end, and its bytes grow by the same
-amount with every further layer. The highest moment of many layers is the highest of these, each grown, whichever it was before:
-no maximum is extrapolated.
+A run of one more layer is the same run with stretches of requests and releases in it that repeat what stands before them. The
+long run is written down as it would be: every stretch as many times as layers are missing. What is released in a repeated
+stretch is the block that stands where the longer run's stood among its like, counted from the newest or from the oldest.
 """
 
-from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+import re
+from collections import Counter, defaultdict
 
 from zeroplan.errors import MeasurementError
-from zeroplan.ledger import Phase
-from zeroplan.measurement import CollectiveMeasured, PhaseMeasured, StepMeasured
-from zeroplan.verify.timeline import Timeline, collectives
-from zeroplan.verify.tracker import Tracker
+from zeroplan.ledger import Kind
+from zeroplan.verify.recording import STILL_HELD, Block, Call, Recording, Span
+
+_NUMBER = re.compile(r"\d+")
 
 
 class NotAlikeError(MeasurementError):
     """Runs with few layers do not say what one with many takes."""
 
 
-class Growth(NamedTuple):
-    """Two runs, and how many times what lies between them is to be added to the shorter."""
+def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
+    """Write down the run that is longer than ``shorter`` by ``times`` what ``longer`` is longer by.
 
-    shorter: Timeline
-    longer: Timeline
-    times: int
-
-    def of(self, few: int, more: int) -> int:
-        """Return what a figure of the shorter run grows to."""
-        return few + self.times * (more - few)
-
-
-class _Moment(NamedTuple):
-    """A moment in both runs, and its bytes in the long one that nobody ran."""
-
-    n_bytes: int
-    shorter: int
-    longer: int
-
-
-def extended_steps(shorter: Tracker, longer: Tracker, times: int) -> tuple[StepMeasured, ...]:
-    """Summarise every step of a run that is longer than ``shorter`` by ``times`` what ``longer`` is longer by.
-
-    Raises :class:`NotAlikeError` where the two runs are not alike enough to say.
+    Modules are named with ``*`` for the number of their layer. Raises :class:`NotAlikeError` where the two runs are not alike
+    enough to say.
     """
-    growth = Growth(Timeline(shorter), Timeline(longer), times)
-    steps = sorted({span.step for span in shorter.spans if span.phase is Phase.STEP})
-    return tuple(_step(growth, step) for step in steps)
+    few, more = _Events(shorter), _Events(longer)
+    if len(shorter.spans) != len(longer.spans):
+        raise NotAlikeError(_NOT_ALIKE)
+    writer = _Writer(more)
+    for index, span in enumerate(longer.spans):
+        start = writer.now
+        done = 0
+        signatures = more.signatures(index)
+        for begin, end in _stretches(few.signatures(index), signatures):
+            writer.repeat(index, done, begin)
+            for _ in range(times):  # after the stretch before it, where more of its like stand to tell oldest from newest
+                writer.repeat(index, 2 * begin - end, begin)
+            done = end
+        writer.repeat(index, done, len(signatures))
+        writer.spans.append(Span(span.step, span.phase, start))
+    return Recording(writer.blocks, writer.spans, _calls(shorter.calls, longer.calls, times), writer.now)
 
 
-def extended_collectives(shorter: Tracker, longer: Tracker, times: int) -> tuple[CollectiveMeasured, ...]:
-    """Add up the collectives of the last step of the long run."""
-    few = {(one.operation, one.dtype, one.phase, one.group): one for one in collectives(shorter)}
-    found = []
-    for more in collectives(longer):
-        less = few.get((more.operation, more.dtype, more.phase, more.group))
-        calls, n_bytes = (less.calls, less.n_bytes) if less is not None else (0, 0)
-        found.append(
-            CollectiveMeasured(
-                operation=more.operation,
-                dtype=more.dtype,
-                phase=more.phase,
-                group=more.group,
-                calls=calls + times * (more.calls - calls),
-                n_bytes=n_bytes + times * (more.n_bytes - n_bytes),
-            )
-        )
-    return tuple(found)
+def _calls(few: list[Call], more: list[Call], times: int) -> list[Call]:
+    """Every collective as often as it grows to."""
+    less, found = Counter(few), Counter(more)
+    return [call for call, count in found.items() for _ in range(less[call] + times * (count - less[call]))]
 
 
-def _step(growth: Growth, step: int) -> StepMeasured:
-    spans = growth.shorter.tracker.spans
-    indices = [index for index, span in enumerate(spans) if span.step == step and span.phase is not Phase.INIT]
-    phases = dict.fromkeys(spans[index].phase for index in indices)
-    end = _Moment(0, growth.shorter.end(indices[-1]), growth.longer.end(indices[-1]))
-    return StepMeasured(
-        phases=tuple(_phase(growth, phase, [index for index in indices if spans[index].phase is phase]) for phase in phases),
-        held_bytes=growth.of(growth.shorter.live[end.shorter], growth.longer.live[end.longer]),
-        held_kinds=_kinds(growth, end),
-    )
+# --- what is alike -----------------------------------------------------------------------------------------------------
 
 
-def _phase(growth: Growth, phase: Phase, indices: list[int]) -> PhaseMeasured:
-    highest = max((moment for index in indices for moment in _moments(growth, index)), key=lambda moment: moment.n_bytes)
-    block = growth.shorter.at(highest.shorter)
-    return PhaseMeasured(
-        phase=phase.value,
-        peak_bytes=highest.n_bytes,
-        kinds=_kinds(growth, highest),
-        module="" if block is None else block.module,
-        operation="" if block is None else block.operation,
-    )
+_Like = tuple[str, str, int, int, Kind | None]
+"""What blocks have in common that stand for each other: operation, module, bytes, stream, kind."""
 
 
-def _kinds(growth: Growth, moment: _Moment) -> dict[str, int]:
-    few, more = Counter(growth.shorter.kinds(moment.shorter)), Counter(growth.longer.kinds(moment.longer))
-    return {kind: growth.of(few[kind], more[kind]) for kind in {**few, **more}}
+def _like(block: Block) -> _Like:
+    return block.operation, unnumbered(block.module), block.n_bytes, block.stream, block.kind
 
 
-def _moments(growth: Growth, index: int) -> Iterator[_Moment]:
-    first, second = growth.shorter.tracker.spans[index].start, growth.longer.tracker.spans[index].start
-    few, more = growth.shorter.events(index), growth.longer.events(index)
-    for here, there in ((0, 0), *_matched(few, more)):
-        at, also = first + here, second + there
-        yield _Moment(growth.of(growth.shorter.live[at], growth.longer.live[also]), at, also)
+_Event = tuple[bool, _Like]
+"""A request or a release, and of what."""
 
 
-_Event = tuple[bool, str, str, int]
-"""Request or release, operation, module without its number, bytes."""
+class _Events:
+    """A recording as a list of requests and releases, span by span."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.at: list[tuple[bool, Block]] = [(False, _NOBODY)] * (recording.now + 1)
+        for block in recording.blocks:
+            self.at[block.born] = (True, block)
+            if block.died != STILL_HELD:
+                self.at[block.died] = (False, block)
+
+    def of(self, index: int) -> list[tuple[bool, Block]]:
+        """Return the requests (True) and releases of a span."""
+        spans = self.recording.spans
+        end = spans[index + 1].start if index + 1 < len(spans) else self.recording.now
+        return self.at[spans[index].start + 1 : end + 1]
+
+    def signatures(self, index: int) -> list[_Event]:
+        """Return what is compared of a span's requests and releases."""
+        return [(asked, _like(block)) for asked, block in self.of(index)]
 
 
-def _matched(few: list[_Event], more: list[_Event]) -> list[tuple[int, int]]:
-    """Pair the events of two runs of one phase, counted from 1.
+_NOBODY = Block(0, 0, "", "", 0)
 
-    Where the longer run has a stretch that the shorter has not, the stretch repeats the one before it (one more layer, one
-    more layer's tensors). Events before are paired counting from the left, events after counting from the right, both ways
-    where both hold, but not within one stretch of where they stop to hold.
+
+def unnumbered(module: str) -> str:
+    """Return a module's name without the number of its layer.
+
+    >>> unnumbered("model.layers.3.mlp")
+    'model.layers.*.mlp'
     """
-    pairs: list[tuple[int, int]] = []
+    return _NUMBER.sub("*", module)
+
+
+def _stretches(few: list[_Event], more: list[_Event]) -> list[tuple[int, int]]:
+    """Find where ``more`` has what ``few`` has not: stretches that repeat the one before (a layer, a layer's tensors)."""
+    found: list[tuple[int, int]] = []
     at = ahead = 0
     while True:
         stop = at + _alike(few[at:], more[at + ahead :])
         if stop == len(few) == len(more) - ahead:
-            return pairs + [(one + 1, one + ahead + 1) for one in range(at, stop)]
+            return found
         added = _added(few, more, stop, ahead)
-        back = stop - _alike(few[at:stop][::-1], more[at + ahead + added : stop + ahead + added][::-1]) + added
-        if back > stop - added:
-            raise NotAlikeError(_NOT_ALIKE)
-        pairs += [(one + 1, one + ahead + 1) for one in range(at, stop - added)]
-        pairs += [(one + 1, one + ahead + added + 1) for one in range(back, stop)]
+        found.append((stop + ahead, stop + ahead + added))
         at, ahead = stop, ahead + added
 
 
@@ -150,5 +127,56 @@ def _added(few: list[_Event], more: list[_Event], stop: int, ahead: int) -> int:
 
 
 _ENOUGH = 2
-"""Events that must be alike after a stretch; all later ones are compared too, or the pairing fails."""
+"""Events that must be alike after a stretch; all later ones are compared too, or the search fails."""
 _NOT_ALIKE = "runs with few layers are not alike enough to say what many layers take; run all layers"
+
+
+# --- the long run ------------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes the long run, event by event, after a model that it repeats."""
+
+    def __init__(self, model: _Events) -> None:
+        self.blocks: list[Block] = []
+        self.spans: list[Span] = []
+        self.now = 0
+        self._model = model
+        self._places = _places(model)
+        self._alive: dict[_Like, list[Block]] = defaultdict(list)
+
+    def repeat(self, index: int, begin: int, end: int) -> None:
+        """Write a stretch of a span of the model once."""
+        for asked, block in self._model.of(index)[begin:end]:
+            self.now += 1
+            if asked:
+                self._request(block)
+            else:
+                self._release(block)
+
+    def _request(self, block: Block) -> None:
+        mine = block.again(born=self.now, module=unnumbered(block.module))
+        self.blocks.append(mine)
+        self._alive[_like(block)].append(mine)
+
+    def _release(self, block: Block) -> None:
+        alive, place = self._alive[_like(block)], self._places[block]
+        if not -len(alive) <= place < len(alive):
+            raise NotAlikeError(_NOT_ALIKE)
+        alive.pop(place).died = self.now
+
+
+def _places(events: _Events) -> dict[Block, int]:
+    """Where each block stands among its like when it is released: from the oldest (0, 1...) or the newest (-1, -2...)."""
+    alive: dict[_Like, list[Block]] = defaultdict(list)
+    places: dict[Block, int] = {}
+    for asked, block in events.at[1:]:
+        like = alive[_like(block)]
+        if asked:
+            like.append(block)
+        else:
+            from_oldest = like.index(block)
+            from_newest = len(like) - from_oldest
+            places[block] = -from_newest if from_newest <= from_oldest + 1 else from_oldest
+            del like[from_oldest]
+    return places

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zeroplan.errors import MeasurementError
@@ -89,7 +89,7 @@ def mesh_of(job: JobSpec) -> DeviceMesh:
 @contextmanager
 def fake_tensors() -> Iterator[None]:
     """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
-    with _unpacked_rows(), FakeTensorMode():
+    with _unpacked_rows(), _chunks_as_wanted(), FakeTensorMode():
         yield
 
 
@@ -108,6 +108,23 @@ def _unpacked_rows() -> AbstractContextManager[None]:
             (indices[:, -1] == 0).all()
 
     return _replaced(masking_utils, "find_packed_sequence_indices", one_sequence_per_row)
+
+
+class _Chunks:
+    """What ``torch.chunk`` gives, empty ones for what lacks, each made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
+        self._tensor, self._dim, self._width = tensor, dim, -(-tensor.size(dim) // count)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self._width
+        width = min(self._width, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, width) if width > 0 else self._tensor.new_empty(0)
+
+
+def _chunks_as_wanted() -> AbstractContextManager[None]:
+    """Spare FSDP2 the views of a parameter that belong to other ranks: it takes one, and a thousand fake ones take time."""
+    return _replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
 def _real_meshes(watcher: Watcher) -> AbstractContextManager[None]:

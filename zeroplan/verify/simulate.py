@@ -3,19 +3,25 @@
 import time
 from dataclasses import replace
 
+from zeroplan.engines.device import workspace
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.verify.environment import environment
-from zeroplan.verify.extend import NotAlikeError, extended_collectives, extended_steps
+from zeroplan.verify.extend import NotAlikeError, extended
+from zeroplan.verify.recording import Recording
+from zeroplan.verify.replay import Replays
 from zeroplan.verify.run import run
-from zeroplan.verify.timeline import collectives, initialisation, steps_measured
+from zeroplan.verify.timeline import Timeline, collectives, initialisation, steps_measured
 from zeroplan.verify.tracker import Tracker
 from zeroplan.verify.workload import layer_period
 
 _FEW_LAYERS = 4
 """With so many layers, and one more, every layer of a longer model has its like: a first, a last, and some between."""
-_ALL_RUN = ("collectives moved no data: the process group is fake", "weights are not initialised, dropout is off")
+_ALWAYS: tuple[str, ...] = (
+    "collectives moved no data: the process group is fake",
+    "weights are not initialised, dropout is off",
+)
 
 
 def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True) -> Measurement:
@@ -26,16 +32,48 @@ def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = 
     :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
     began = time.perf_counter()
-    few = job.model.num_hidden_layers if all_layers else _few_layers(job.model)
-    more = few + layer_period(job.model)
-    if more >= job.model.num_hidden_layers:
-        return _measured(job, _tracked(job, rank, steps), rank=rank, began=began)
-    shorter, longer = (_tracked(_with_layers(job, layers), rank, steps) for layers in (few, more))
-    times = (job.model.num_hidden_layers - few) // (more - few)
+    recording = None if all_layers else _from_few_layers(job, rank, steps)
+    remarks = _ALWAYS
+    if recording is not None:
+        remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
+    else:
+        recording = _recorded(job, rank, steps)
+    workspace_bytes, _ = workspace(job.cluster.gpu)
+    replays = Replays.of(recording, workspace_bytes=workspace_bytes)
+    timeline = Timeline(recording, counted=replays.default.allocated)
+    return Measurement(
+        job=job,
+        backend="simulate",
+        tensors="fake",
+        process_group="fake",
+        rank=rank,
+        environment=environment(),
+        initialisation=initialisation(timeline),
+        steps=steps_measured(timeline),
+        collectives=collectives(recording),
+        allocator=replays.measured(recording, workspace_bytes=workspace_bytes),
+        remarks=remarks,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _recorded(job: JobSpec, rank: int, steps: int) -> Recording:
+    tracker = Tracker()
+    run(job, tracker, rank=rank, steps=steps)
+    return tracker.recording
+
+
+def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:
+    """The recording of all layers, written down from two with few; None where there are no more, or they are not alike."""
+    few, period = _few_layers(job.model), layer_period(job.model)
+    times = (job.model.num_hidden_layers - few) // period
+    if times <= 1:
+        return None
+    shorter, longer = (_recorded(_with_layers(job, layers), rank, steps) for layers in (few, few + period))
     try:
-        return _extended(job, shorter, longer, times, rank=rank, began=began)
+        return extended(shorter, longer, times)
     except NotAlikeError:
-        return _measured(job, _tracked(job, rank, steps), rank=rank, began=began)
+        return None
 
 
 def _few_layers(model: ModelSpec) -> int:
@@ -47,38 +85,3 @@ def _few_layers(model: ModelSpec) -> int:
 
 def _with_layers(job: JobSpec, layers: int) -> JobSpec:
     return replace(job, model=replace(job.model, num_hidden_layers=layers))
-
-
-def _tracked(job: JobSpec, rank: int, steps: int) -> Tracker:
-    tracker = Tracker()
-    run(job, tracker, rank=rank, steps=steps)
-    return tracker
-
-
-def _extended(job: JobSpec, shorter: Tracker, longer: Tracker, times: int, *, rank: int, began: float) -> Measurement:
-    measured = _measured(job, shorter, rank=rank, began=began)
-    return replace(
-        measured,
-        initialisation=None,
-        steps=extended_steps(shorter, longer, times),
-        collectives=extended_collectives(shorter, longer, times),
-        remarks=(*_ALL_RUN, f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike"),
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _measured(job: JobSpec, tracker: Tracker, *, rank: int, began: float) -> Measurement:
-    """Put what a simulation saw into a record."""
-    return Measurement(
-        job=job,
-        backend="simulate",
-        tensors="fake",
-        process_group="fake",
-        rank=rank,
-        environment=environment(),
-        initialisation=initialisation(tracker),
-        steps=steps_measured(tracker),
-        collectives=collectives(tracker),
-        remarks=_ALL_RUN,
-        seconds=time.perf_counter() - began,
-    )

@@ -1,96 +1,85 @@
 """What a recording says: the highest moment of every phase, what is alive then and for what, what is held between steps."""
 
-import re
 from collections import Counter
 from itertools import accumulate
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.measurement import CollectiveMeasured, PhaseMeasured, StepMeasured
-from zeroplan.verify.tracker import STILL_HELD, Block, Tracker
-
-_NUMBER = re.compile(r"\d+")
+from zeroplan.verify.recording import STILL_HELD, Block, Recording
 
 
 class Timeline:
-    """Bytes alive after every request and release of a recording. [bytes]"""
+    """Bytes alive after every request and release of a recording, and in ``counted`` as an allocator counts them. [bytes]"""
 
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-        changes = [0] * (tracker.now + 1)
-        self._born: dict[int, Block] = {}
-        self._died: dict[int, Block] = {}
-        for block in tracker.blocks:
+    def __init__(self, recording: Recording, *, counted: list[int] | None = None) -> None:
+        self.recording = recording
+        self.counted = counted
+        changes = [0] * (recording.now + 1)
+        for block in recording.blocks:
             changes[block.born] += block.n_bytes
-            self._born[block.born] = block
             if block.died != STILL_HELD:
                 changes[block.died] -= block.n_bytes
-                self._died[block.died] = block
         self.live = list(accumulate(changes))
 
-    def end(self, index: int) -> int:
-        """Return the last moment of a span."""
-        spans = self.tracker.spans
-        return spans[index + 1].start if index + 1 < len(spans) else self.tracker.now
+    def window(self, index: int) -> slice:
+        """Return the moments of a span, its beginning included."""
+        spans = self.recording.spans
+        end = spans[index + 1].start if index + 1 < len(spans) else self.recording.now
+        return slice(spans[index].start, end + 1)
 
     def peak(self, index: int) -> tuple[int, int]:
         """Return the most bytes alive in a span, and the moment; the earliest of equals."""
-        start, end = self.tracker.spans[index].start, self.end(index)
-        window = self.live[start : end + 1]
-        most = max(window)
-        return most, start + window.index(most)
+        window = self.window(index)
+        live = self.live[window]
+        most = max(live)
+        return most, window.start + live.index(most)
 
     def kinds(self, moment: int) -> dict[str, int]:
         """Return what is alive at a moment, by kind."""
         found: Counter[str] = Counter()
-        for block in self.tracker.blocks:
+        for block in self.recording.blocks:
             if block.born <= moment < block.died:
                 found[self._kind(block).value] += block.n_bytes
         return dict(found)
 
     def at(self, moment: int) -> Block | None:
         """Return the block that was asked for at a moment."""
-        return self._born.get(moment)
-
-    def events(self, index: int) -> list[tuple[bool, str, str, int]]:
-        """Return a span's requests (True) and releases: operation, module without its number, bytes."""
-        return [self._event(moment) for moment in range(self.tracker.spans[index].start + 1, self.end(index) + 1)]
-
-    def _event(self, moment: int) -> tuple[bool, str, str, int]:
-        asked = moment in self._born
-        block = self._born[moment] if asked else self._died[moment]
-        return asked, block.operation, _NUMBER.sub("", block.module), block.n_bytes
+        return next((block for block in self.recording.blocks if block.born == moment), None)
 
     def _kind(self, block: Block) -> Kind:
         if block.kind is not None:
             return block.kind
-        phase = self.tracker.spans[block.span].phase
+        phase = self.recording.spans[block.span].phase
         if phase is Phase.STEP:
             return Kind.OPTIMIZER_TEMPORARY
-        if phase in (Phase.FORWARD, Phase.BACKWARD) and self.tracker.is_head(block):
+        if phase in (Phase.FORWARD, Phase.BACKWARD) and is_head(block):
             return Kind.LOGITS
         return Kind.ACTIVATIONS if phase is Phase.BACKWARD and block.recomputed else Kind.TEMPORARY
 
 
-def initialisation(tracker: Tracker) -> PhaseMeasured:
+def is_head(block: Block) -> bool:
+    """Whether a block belongs to the head or the loss: asked for by the whole module itself or by its last layer."""
+    return block.module in ("", "lm_head")
+
+
+def initialisation(timeline: Timeline) -> PhaseMeasured:
     """Summarise what happened before the first step."""
-    return _phase(Timeline(tracker), Phase.INIT, [0])
+    return _phase(timeline, Phase.INIT, [0])
 
 
-def steps_measured(tracker: Tracker) -> tuple[StepMeasured, ...]:
+def steps_measured(timeline: Timeline) -> tuple[StepMeasured, ...]:
     """Summarise every step of a recording."""
-    timeline = Timeline(tracker)
-    steps = sorted({span.step for span in tracker.spans if span.phase is Phase.STEP})
-    return tuple(_step(tracker, timeline, step) for step in steps)
+    steps = sorted({span.step for span in timeline.recording.spans if span.phase is Phase.STEP})
+    return tuple(_step(timeline, step) for step in steps)
 
 
-def _step(tracker: Tracker, timeline: Timeline, step: int) -> StepMeasured:
-    indices = [index for index, span in enumerate(tracker.spans) if span.step == step and span.phase is not Phase.INIT]
-    phases = dict.fromkeys(tracker.spans[index].phase for index in indices)
-    end = timeline.end(indices[-1])
+def _step(timeline: Timeline, step: int) -> StepMeasured:
+    spans = timeline.recording.spans
+    indices = [index for index, span in enumerate(spans) if span.step == step and span.phase is not Phase.INIT]
+    phases = dict.fromkeys(spans[index].phase for index in indices)
+    end = timeline.window(indices[-1]).stop - 1
     return StepMeasured(
-        phases=tuple(
-            _phase(timeline, phase, [index for index in indices if tracker.spans[index].phase is phase]) for phase in phases
-        ),
+        phases=tuple(_phase(timeline, phase, [index for index in indices if spans[index].phase is phase]) for phase in phases),
         held_bytes=timeline.live[end],
         held_kinds=timeline.kinds(end),
     )
@@ -99,22 +88,24 @@ def _step(tracker: Tracker, timeline: Timeline, step: int) -> StepMeasured:
 def _phase(timeline: Timeline, phase: Phase, indices: list[int]) -> PhaseMeasured:
     most, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
     block = timeline.at(moment)
+    counted = None if timeline.counted is None else max(max(timeline.counted[timeline.window(index)]) for index in indices)
     return PhaseMeasured(
         phase=phase.value,
         peak_bytes=most,
         kinds=timeline.kinds(moment),
         module="" if block is None else block.module,
         operation="" if block is None else block.operation,
+        counted_bytes=None if phase is Phase.INIT else counted,
     )
 
 
-def collectives(tracker: Tracker) -> tuple[CollectiveMeasured, ...]:
+def collectives(recording: Recording) -> tuple[CollectiveMeasured, ...]:
     """Add up the collectives of the last step, by operation, dtype, phase and group."""
-    last = max(span.step for span in tracker.spans if span.phase is Phase.STEP)
+    last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
     calls: Counter[tuple[str, str, str, int]] = Counter()
     n_bytes: Counter[tuple[str, str, str, int]] = Counter()
-    for call in tracker.calls:
-        span = tracker.spans[call.span]
+    for call in recording.calls:
+        span = recording.spans[call.span]
         if span.step == last:
             key = (call.operation, call.dtype, span.phase.value, call.group)
             calls[key] += 1

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
-from typing import NamedTuple, Self, cast
+from typing import Self, cast
 
 import torch
 from torch import nn
@@ -26,34 +26,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.ledger import Kind, Phase
-from zeroplan.verify.collectives import COLLECTIVES, Call, call
-
-STILL_HELD = 2**62
-"""When a block dies that outlives the recording."""
-
-
-class Block:
-    """One request for memory and, in time, its release. Moments are counted in requests and releases so far."""
-
-    __slots__ = ("born", "died", "kind", "module", "n_bytes", "operation", "recomputed", "span")
-
-    def __init__(self, n_bytes: int, born: int, operation: str, module: str, span: int) -> None:
-        self.n_bytes = n_bytes
-        self.born = born
-        self.died = STILL_HELD
-        self.operation = operation
-        self.module = module
-        self.span = span
-        self.kind: Kind | None = None
-        self.recomputed = False
-
-
-class Span(NamedTuple):
-    """A part of the run: which step (the first is 0; -1 before it), which phase, and the moment it began."""
-
-    step: int
-    phase: Phase
-    start: int
+from zeroplan.verify.collectives import COLLECTIVES, call
+from zeroplan.verify.recording import LIFTED, Block, Call, Recording, Span
+from zeroplan.verify.timeline import is_head
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
@@ -82,6 +57,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._looking_away = False
         self._modules = _Modules()
         self._hooks = ExitStack()
+        self._streams = {id(torch.cpu.current_stream()): 0}
+
+    @property
+    def recording(self) -> Recording:
+        """What was seen so far."""
+        return Recording(self.blocks, self.spans, self.calls, self.now)
 
     # --- what the training loop says ------------------------------------------------------------------------------------
 
@@ -131,11 +112,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         for watch in self._watches.values():
             block = watch.block
             if block is not None and block.kind is None and block.span == span:
-                block.kind = Kind.LOGITS if self.is_head(block) else Kind.ACTIVATIONS
-
-    def is_head(self, block: Block) -> bool:
-        """Whether the block belongs to the head or the loss: asked for by the whole module itself or by its last layer."""
-        return block.module in ("", "lm_head")
+                block.kind = Kind.LOGITS if is_head(block) else Kind.ACTIVATIONS
 
     # --- what torch does ------------------------------------------------------------------------------------------------
 
@@ -201,12 +178,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
         self.now += 1
         self.live_bytes += n_bytes
-        block = Block(n_bytes, self.now, str(func), self._modules.current(), len(self.spans) - 1)
+        block = Block(n_bytes, self.now, str(func), self._modules.current(), len(self.spans) - 1, self._stream())
         block.kind = self._label
         block.recomputed = torch.is_grad_enabled()
         watch.block = block
         self.blocks.append(block)
         return block
+
+    def _stream(self) -> int:
+        """Which stream the engine has chosen: torch's CPU module keeps it, though it has no streams."""
+        return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
 
     def _release(self, block: Block) -> None:
         self.now += 1
@@ -342,6 +323,7 @@ _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
 #: A tensor of Python numbers comes in by an operator that counts as a view.
 _LIFTED = torch.ops.aten.lift_fresh.default
+assert str(_LIFTED) == LIFTED  # noqa: S101  the allocator's replay knows it by this name
 #: What autograd does in place where nobody watches: sums of gradients, and gradients scattered into zeros.
 _DONE_IN_PLACE = frozenset({
     _ADD, torch.ops.aten.scatter.src, torch.ops.aten.scatter.value, torch.ops.aten.scatter_add.default,

@@ -1,0 +1,66 @@
+"""What a watcher saw of a run: blocks of memory in program order, the parts of the run, the collectives. Data alone."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zeroplan.ledger import Kind, Phase
+
+STILL_HELD = 2**62
+"""When a block dies that outlives the recording."""
+
+#: A Python number becomes a tensor by this operator, in host memory even where there is a GPU.
+LIFTED = "aten.lift_fresh.default"
+
+
+class Block:
+    """One request for memory and, in time, its release. Moments are counted in requests and releases so far.
+
+    ``stream`` is 0 for the default stream; others are numbered as they are first used.
+    """
+
+    __slots__ = ("born", "died", "kind", "module", "n_bytes", "operation", "recomputed", "span", "stream")
+
+    def __init__(self, n_bytes: int, born: int, operation: str, module: str, span: int, stream: int = 0) -> None:
+        self.n_bytes = n_bytes
+        self.born = born
+        self.died = STILL_HELD
+        self.operation = operation
+        self.module = module
+        self.span = span
+        self.stream = stream
+        self.kind: Kind | None = None
+        self.recomputed = False
+
+    def again(self, *, born: int, module: str) -> "Block":
+        """Return a block like this one, asked for at another moment by another module."""
+        other = Block(self.n_bytes, born, self.operation, module, self.span, self.stream)
+        other.kind, other.recomputed = self.kind, self.recomputed
+        return other
+
+
+class Span(NamedTuple):
+    """A part of the run: which step (the first is 0; -1 before it), which phase, and the moment it began."""
+
+    step: int
+    phase: Phase
+    start: int
+
+
+class Call(NamedTuple):
+    """One collective; ``n_bytes`` are those of the largest buffer, ``span`` the part of the run."""
+
+    operation: str
+    dtype: str
+    n_bytes: int
+    group: int
+    span: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A run: its blocks in the order of their requests, its parts, its collectives, and the last moment."""
+
+    blocks: list[Block]
+    spans: list[Span]
+    calls: list[Call]
+    now: int
