@@ -7,6 +7,7 @@ from zeroplan.engines.device import workspace
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.verify.card import install
 from zeroplan.verify.environment import environment
 from zeroplan.verify.extend import NotAlikeError, extended
 from zeroplan.verify.recording import Recording
@@ -58,8 +59,9 @@ def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = 
 
 
 def _recorded(job: JobSpec, rank: int, steps: int) -> Recording:
-    tracker = Tracker()
-    run(job, tracker, rank=rank, steps=steps)
+    device = install() if job.recipe.engine == "fsdp2" else "cpu"
+    tracker = Tracker(device=device)
+    run(job, tracker, rank=rank, steps=steps, device=device)
     return tracker.recording
 
 

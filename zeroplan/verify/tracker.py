@@ -42,11 +42,12 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records blocks, spans and collectives of the enclosed code.
 
-    ``blocks`` are in program order; ``live_bytes`` is what is alive now.
+    ``blocks`` are in program order; ``live_bytes`` is what is alive now. What is on another ``device`` is left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
         self.blocks: list[Block] = []
         self.spans: list[Span] = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
@@ -158,6 +159,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return result
 
     def _see(self, func: OpOverload, tensor: torch.Tensor) -> None:
+        if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type != self._device:
+            return
         storage = tensor.untyped_storage()
         watch = self._watches.get(storage._cdata)
         if watch is None:
