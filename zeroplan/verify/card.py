@@ -46,11 +46,11 @@ def _own_kernels() -> None:
 
     No kernel is ever called, since fake tensors answer before.
     """
-    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")  # type: ignore[no-untyped-call]
     for name in torch._C._dispatch_get_all_op_names():
         taken_apart = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
         if name.startswith("aten::") and taken_apart and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
-            library.impl(name.removeprefix("aten::"), _never)
+            library.impl(name.removeprefix("aten::"), _never)  # type: ignore[no-untyped-call]
     _LIBRARIES.append(library)
 
 
@@ -101,8 +101,8 @@ def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: to
     """Which kernel CUDA takes for these.
 
     Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp``: flash needs 16 bits, one head size up to 256
-    and no mask; the memory-efficient one as many heads of keys as of queries; each is taken in this order. Left out: cuDNN's,
-    which newer libraries prefer on Hopper and later.
+    and no mask; the memory-efficient one as many heads of keys as of queries (not so in later versions); each is taken in this
+    order. Left out: cuDNN's, which newer libraries prefer on Hopper and Blackwell.
     """
     same_size = query.size(-1) == key.size(-1) == value.size(-1) <= _FLASH_HEAD_DIM
     if mask is None and same_size and query.dtype in (torch.float16, torch.bfloat16):

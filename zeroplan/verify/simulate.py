@@ -7,7 +7,7 @@ from zeroplan.engines.device import workspace
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.verify.card import install
+from zeroplan.verify.card import CARD, install
 from zeroplan.verify.environment import environment
 from zeroplan.verify.extend import NotAlikeError, extended
 from zeroplan.verify.recording import Recording
@@ -46,6 +46,7 @@ def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = 
         job=job,
         backend="simulate",
         tensors="fake",
+        kernels="cuda" if _device(job) == CARD else "cpu",
         process_group="fake",
         rank=rank,
         environment=environment(),
@@ -59,10 +60,17 @@ def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = 
 
 
 def _recorded(job: JobSpec, rank: int, steps: int) -> Recording:
-    device = install() if job.recipe.engine == "fsdp2" else "cpu"
+    device = _device(job)
+    if device == CARD:
+        install()
     tracker = Tracker(device=device)
     run(job, tracker, rank=rank, steps=steps, device=device)
     return tracker.recording
+
+
+def _device(job: JobSpec) -> str:
+    """Autocast knows no pretended GPU, so DDP stays on the CPU; the others have their own casts."""
+    return CARD if job.recipe.engine == "fsdp2" else "cpu"
 
 
 def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:
