@@ -161,8 +161,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         storage = tensor.untyped_storage()
         watch = self._watches.get(storage._cdata)
         if watch is None:
-            if func.is_view and func is not _LIFTED:
-                return  # a view of what was there before the recording
+            if (func.is_view and func is not _LIFTED) or _is_meta(tensor):
+                return  # a view of what was there before the recording, or a shape without memory
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
                 self._request(watch, n_bytes, func)
@@ -313,6 +313,11 @@ class _Modules:
     def _note(self, name: str) -> None:
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._whose.append(name)
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "meta"
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
