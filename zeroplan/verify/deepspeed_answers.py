@@ -30,7 +30,10 @@ _PLENTY = 2**62
 
 @contextmanager
 def answers(options: DeepSpeedOptions) -> Iterator[None]:
-    """Answer DeepSpeed as one rank of a fake process group, on fake tensors or real ones; afterwards it knows nothing of the run."""
+    """Answer DeepSpeed as one rank of a fake process group, on fake tensors or real ones.
+
+    Afterwards DeepSpeed knows nothing of the run, and another can begin.
+    """
     room = _PLENTY if options.flatten_on_accelerator else 0
     with ExitStack() as stack:
         for answer in (

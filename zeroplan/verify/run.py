@@ -34,7 +34,7 @@ def run(
             f"engine {job.recipe.engine!r} reads real tensors in its C++ and cannot run on fake ones; "
             "run a small model with --backend cpu"
         )
-    with fake_ranks(job, rank) as mesh, _answers(job.recipe), fake_tensors() if fake else nullcontext():
+    with fake_ranks(job, rank) as mesh, answered(job.recipe), fake_tensors() if fake else nullcontext():
         observe(job, watcher, mesh, steps=steps, make=make)
 
 
@@ -86,7 +86,8 @@ def mesh_of(job: JobSpec) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def _answers(recipe: RecipeSpec) -> AbstractContextManager[None]:
+def answered(recipe: RecipeSpec) -> AbstractContextManager[None]:
+    """Let an engine hear from a fake process group what it would hear from a real one, and decides by."""
     if recipe.engine != "deepspeed":
         return nullcontext()
     for name, said in _LAUNCHER_SAYS.items():
