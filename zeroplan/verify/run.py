@@ -1,5 +1,6 @@
 """One training run under an engine, watched: on real or fake tensors, in a real process group or as one rank of a fake one."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,8 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.card import CARD, decisions
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, stored_dtype, train
+from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload, workload
 
 
@@ -29,12 +32,13 @@ def run(
     model. Raises :class:`~zeroplan.errors.MeasurementError` for engines
     whose C++ reads tensors that fake ones do not have.
     """
-    if fake and job.recipe.engine != "fsdp2":
+    if fake and job.recipe.engine == "ddp":
         raise MeasurementError(
             f"engine {job.recipe.engine!r} reads real tensors in its C++ and cannot run on fake ones; "
             "run a small model with --backend cpu"
         )
-    with fake_ranks(job, rank, device) as mesh, fake_tensors(device) if fake else nullcontext():
+    fakes = fake_tensors(device) if fake else nullcontext()
+    with fake_ranks(job, rank, device) as mesh, answered(job.recipe), fakes:
         observe(job, watcher, mesh, steps=steps, make=make)
 
 
@@ -88,6 +92,20 @@ def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
+def answered(recipe: RecipeSpec) -> AbstractContextManager[None]:
+    """Let an engine hear from a fake process group what it would hear from a real one, and decides by."""
+    if recipe.engine != "deepspeed":
+        return nullcontext()
+    for name, said in _LAUNCHER_SAYS.items():
+        os.environ.setdefault(name, said)
+    from zeroplan.verify.deepspeed_answers import answers  # noqa: PLC0415  it patches torch for good
+
+    return answers(recipe.deepspeed)
+
+
+_LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
+
+
 # --- what fake tensors need ---------------------------------------------------------------------------------------------
 
 
@@ -113,7 +131,7 @@ def _unpacked_rows() -> AbstractContextManager[None]:
         if indices is not None:
             (indices[:, -1] == 0).all()
 
-    return _replaced(masking_utils, "find_packed_sequence_indices", one_sequence_per_row)
+    return replaced(masking_utils, "find_packed_sequence_indices", one_sequence_per_row)
 
 
 class _Chunks:
@@ -130,7 +148,7 @@ class _Chunks:
 
 def _chunks_as_wanted() -> AbstractContextManager[None]:
     """Spare FSDP2 the views of a parameter that belong to other ranks: it takes one, and a thousand fake ones take time."""
-    return _replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
+    return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
 def _real_meshes(watcher: Watcher) -> AbstractContextManager[None]:
@@ -142,14 +160,4 @@ def _real_meshes(watcher: Watcher) -> AbstractContextManager[None]:
         with unset_fake_temporarily(), watcher.looking_away():
             return original(*args)
 
-    return _replaced(_fully_shard, name, arranged)
-
-
-@contextmanager
-def _replaced(owner: object, name: str, other: object) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return replaced(_fully_shard, name, arranged)

@@ -1,6 +1,7 @@
 """Run the engine's own code on fake tensors and a fake process group: any model, any number of ranks, no memory."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from zeroplan.engines.device import workspace
@@ -19,26 +20,32 @@ from zeroplan.verify.workload import layer_period
 
 _FEW_LAYERS = 4
 """With so many layers, and one more, every layer of a longer model has its like: a first, a last, and some between."""
+_COUNT_ELEMENTS = ("deepspeed",)
+"""Engines whose buckets, windows of reuse and flat groups end after so many elements, wherever in a layer that is: few layers
+may look alike, and many do otherwise."""
 _ALWAYS: tuple[str, ...] = (
     "collectives moved no data: the process group is fake",
     "weights are not initialised, dropout is off",
 )
 
 
-def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True) -> Measurement:
-    """Measure a job without memory or GPU; the last step is the steady state.
+def simulate(
+    job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True, say: Callable[[str], None] | None = None
+) -> Measurement:
+    """Measure a job without memory or GPU; the last step is the steady state. ``say`` is told how far it is.
 
     Without ``all_layers`` a few are run and the rest extended from them (:mod:`zeroplan.verify.extend`), or all after all where
-    they are not alike. Raises
+    they are not alike. DeepSpeed always runs all, and settles in the third step; it patches torch for good, so simulate it in a
+    process that does nothing else (:func:`zeroplan.verify.launch.launch`, with fake tensors). Raises
     :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
     began = time.perf_counter()
-    recording = None if all_layers else _from_few_layers(job, rank, steps)
+    recording = None if all_layers or job.recipe.engine in _COUNT_ELEMENTS else _from_few_layers(job, rank, steps)
     remarks = _ALWAYS
     if recording is not None:
         remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
     else:
-        recording = _recorded(job, rank, steps)
+        recording = _recorded(job, rank, steps, say)
     workspace_bytes, _ = workspace(job.cluster.gpu)
     replays = Replays.of(recording, workspace_bytes=workspace_bytes)
     timeline = Timeline(recording, counted=replays.default.allocated)
@@ -59,11 +66,11 @@ def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = 
     )
 
 
-def _recorded(job: JobSpec, rank: int, steps: int) -> Recording:
+def _recorded(job: JobSpec, rank: int, steps: int, say: Callable[[str], None] | None = None) -> Recording:
     device = _device(job)
     if device == CARD:
         install()
-    tracker = Tracker(device=device)
+    tracker = Tracker(device=device, say=say)
     run(job, tracker, rank=rank, steps=steps, device=device)
     return tracker.recording
 
