@@ -83,12 +83,16 @@ def _always(answer: object) -> object:
 
 @contextmanager
 def decisions() -> Iterator[None]:
-    """Choose attention's kernel as CUDA does, and let host memory be pinned, which changes nothing on the card."""
+    """Choose attention's kernel as CUDA does, and let host memory be pinned, which changes nothing on the card.
+
+    Backward passes run in the calling thread: a thread of the device's own would number autograd's nodes anew.
+    """
     attention, pinned = torch.nn.functional.scaled_dot_product_attention, torch.Tensor.pin_memory
     torch.nn.functional.scaled_dot_product_attention = _attention
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         torch.nn.functional.scaled_dot_product_attention = attention
         torch.Tensor.pin_memory = pinned  # type: ignore[method-assign]
