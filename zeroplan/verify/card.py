@@ -12,6 +12,7 @@ from functools import cache
 from typing import Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from zeroplan.errors import MeasurementError
@@ -79,6 +80,15 @@ def _module() -> types.ModuleType:
 
 def _always(answer: object) -> object:
     return lambda *_: answer
+
+
+class FakeCardMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+    """Fake tensors where a GPU is named that is not there: constants stay on the host until they are moved."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Whether to keep from touching the device."""
+        return True
 
 
 @contextmanager

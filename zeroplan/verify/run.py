@@ -17,7 +17,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.card import CARD, decisions
+from zeroplan.verify.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, stored_dtype, train
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload, workload
@@ -122,8 +122,8 @@ _LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
 @contextmanager
 def fake_tensors(device: str = "cpu") -> Iterator[None]:
     """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
-    as_on_cuda = decisions() if device == CARD else nullcontext()
-    with _unpacked_rows(), _chunks_as_wanted(), as_on_cuda, FakeTensorMode():
+    as_on_cuda, mode = (decisions(), FakeCardMode()) if device == CARD else (nullcontext(), FakeTensorMode())
+    with _unpacked_rows(), _chunks_as_wanted(), as_on_cuda, mode:
         yield
 
 
