@@ -1,7 +1,11 @@
 """``zeroplan verify``: is the estimate true? Runs the real engine and holds what it took against what was predicted."""
 
+import os
+import signal
 import sys
 import traceback
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -15,12 +19,14 @@ from zeroplan.resolve import Resolved
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from zeroplan.measurement import Measurement
     from zeroplan.spec.job import JobSpec
 
 _RUN, _OUTPUT = "Run", "Output"
+#: What a shell makes of SIGINT, 128 + 2.
+INTERRUPTED = 130
 BACKENDS = ("simulate", "cpu", "cuda")
 #: The optimizer's state is made in the first step; under DDP the second rebuilds buckets.
 _STEPS = {"simulate": "2", "cpu": "3"}
@@ -166,22 +172,44 @@ def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -
         )
         launch(task, keep=keep, say=say)
         return
-    if asked.workload:
-        raise SpecError("--workload runs on --backend cpu")
-    keep(_simulated(job, asked))
+    with _leaving_at_once():
+        measured = _simulated(job, asked)
+    keep(measured)
 
 
 def _simulated(job: "JobSpec", asked: _Asked) -> "Measurement":
-    from zeroplan.verify.simulate import simulate  # noqa: PLC0415  torch comes with it
+    from zeroplan.verify.failures import text_of, whose, workload_raised  # noqa: PLC0415  torch comes with the next
+    from zeroplan.verify.simulate import simulate  # noqa: PLC0415
+    from zeroplan.verify.workload import user_workload  # noqa: PLC0415
 
     say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")
     try:
-        return simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers)
+        make = user_workload(asked.workload) if asked.workload else None
+        found = simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers, make=make)
     except ZeroplanError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if asked.workload and whose(error) == "workload":
+            raise workload_raised(text_of(error), rank=asked.rank, say=say) from error
         traceback.print_exc()
         raise MeasurementError(f"the simulation failed: {type(error).__name__}: {error}") from error
+    return replace(found, workload=asked.workload)
+
+
+@contextmanager
+def _leaving_at_once() -> "Iterator[None]":
+    """End on Ctrl-C there and then: torch takes a second to tear down, and an interrupt inside a weak reference is lost.
+
+    A simulation has written nothing and started no process.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else sees to it, or nobody shall
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _require(job: "JobSpec") -> None:

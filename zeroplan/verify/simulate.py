@@ -1,9 +1,13 @@
 """Run the engine's own code on fake tensors and a fake process group: any model, any number of ranks, no memory."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
+from torch._subclasses.fake_tensor import FakeTensor
+
 from zeroplan.engines.device import workspace
+from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
@@ -14,7 +18,7 @@ from zeroplan.verify.replay import Replays
 from zeroplan.verify.run import run
 from zeroplan.verify.timeline import Timeline, collectives, initialisation, steps_measured
 from zeroplan.verify.tracker import Tracker
-from zeroplan.verify.workload import layer_period
+from zeroplan.verify.workload import Workload, layer_period
 
 _FEW_LAYERS = 4
 """With so many layers, and one more, every layer of a longer model has its like: a first, a last, and some between."""
@@ -24,20 +28,22 @@ _ALWAYS: tuple[str, ...] = (
 )
 
 
-def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True) -> Measurement:
-    """Measure a job without memory or GPU; the last step is the steady state.
+def simulate(
+    job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True, make: Callable[[], Workload] | None = None
+) -> Measurement:  # fmt: skip
+    """Measure a job without memory or GPU; the last step is the steady state. ``make`` builds another workload, run as it is.
 
     Without ``all_layers`` a few are run and the rest extended from them (:mod:`zeroplan.verify.extend`), or all after all where
     they are not alike. Raises
     :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
     began = time.perf_counter()
-    recording = None if all_layers else _from_few_layers(job, rank, steps)
+    recording = None if all_layers or make is not None else _from_few_layers(job, rank, steps)
     remarks = _ALWAYS
     if recording is not None:
         remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
     else:
-        recording = _recorded(job, rank, steps)
+        recording = _recorded(job, rank, steps, make)
     workspace_bytes, _ = workspace(job.cluster.gpu)
     replays = Replays.of(recording, workspace_bytes=workspace_bytes)
     timeline = Timeline(recording, counted=replays.default.allocated)
@@ -57,10 +63,19 @@ def simulate(job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = 
     )
 
 
-def _recorded(job: JobSpec, rank: int, steps: int) -> Recording:
+def _recorded(job: JobSpec, rank: int, steps: int, make: Callable[[], Workload] | None = None) -> Recording:
     tracker = Tracker()
-    run(job, tracker, rank=rank, steps=steps)
+    run(job, tracker, rank=rank, steps=steps, make=None if make is None else lambda: _all_fake(make()))
     return tracker.recording
+
+
+def _all_fake(work: Workload) -> Workload:
+    tensors = (*work.module.parameters(), *work.module.buffers(), *work.batch.values())
+    if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise MeasurementError(
+            "the workload has real tensors, made before the simulation began; make all of them inside the function"
+        )
+    return work
 
 
 def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:

@@ -7,7 +7,10 @@ allocator left.
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -63,16 +66,27 @@ def _refuse_what_no_model_does(recipe: RecipeSpec) -> None:
 def user_workload(where: str) -> Callable[[], Workload]:
     """Find the function that ``package.module:function`` names; it returns a module, a batch and a loss, or a Workload.
 
-    The batch is a mapping of keyword arguments; the loss takes what the module returns and gives a scalar.
+    The batch is a mapping of keyword arguments; the loss takes what the module returns and gives a scalar. Engines wrap the
+    blocks of a Workload one by one, or else the parts of the longest list of modules.
     """
     module_name, _, name = where.partition(":")
-    if not module_name or not name:
+    if not module_name or not name or module_name.startswith("."):
         raise SpecError(f"workload {where!r} is not of the form package.module:function")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise SpecError(f"workload {where!r} is not there: {error}") from error
+    function = getattr(_imported(module_name, where), name, None)
+    if not callable(function):
+        raise SpecError(f"workload {where!r} is not there: {module_name} has no function {name!r}")
     return lambda: _as_workload(function(), where)
+
+
+def _imported(module_name: str, where: str) -> ModuleType:
+    """Import a module as ``python -m`` would from here: the current folder comes first."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        raise SpecError(f"workload {where!r} is not there: {error}") from error
 
 
 def _as_workload(made: object, where: str) -> Workload:
