@@ -21,6 +21,7 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.recomputation import checkpoint_options
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
 
@@ -51,16 +52,12 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Worklo
 
 
 def _refuse_what_no_model_does(recipe: RecipeSpec) -> None:
-    if recipe.recompute == "selective":
-        raise MeasurementError("selective recomputation is the training framework's own, not the model's; verify none or full")
     if recipe.attention == "flash":
         raise MeasurementError("attention 'flash' runs on GPUs only; verify sdpa or eager")
     if recipe.loss != "full":
         raise MeasurementError(
             f"loss {recipe.loss!r} is not transformers' own and cannot be run; use loss 'full', or --workload"
         )
-    if recipe.keep_logits == "fp32":
-        raise MeasurementError("keep_logits 'fp32' is what other loops do and cannot be run; use no or yes, or --workload")
 
 
 def user_workload(where: str) -> Callable[[], Workload]:
@@ -179,11 +176,17 @@ def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
     model.tie_weights()  # type: ignore[operator]  # left out with the initialisation
     model.train()
-    if recipe.recompute == "full":
-        # The random-number state that a checkpoint saves is in host memory; among CPU tensors it would count.
-        options = {"use_reentrant": False, "preserve_rng_state": False}
+    if recipe.recompute != "none":
+        options = checkpoint_options(recipe.recompute)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+    if recipe.keep_logits == "fp32":
+        model.register_forward_hook(_upcast)
     return model
+
+
+def _upcast(_module: nn.Module, _batch: object, output: object) -> None:
+    """Hand the logits on in fp32, as accelerate's ``convert_outputs_to_fp32`` does."""
+    output.logits = output.logits.float()  # type: ignore[attr-defined]  # a transformers output
 
 
 def _loss(output: object) -> torch.Tensor:
