@@ -6,6 +6,7 @@ import pytest
 
 from tests.verify.test_tracker import job
 from zeroplan.comparison import compare
+from zeroplan.errors import MeasurementError
 from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.batch import BatchSpec
@@ -84,3 +85,11 @@ def test_selective_recomputation_keeps_every_second_product_and_what_attention_g
         ("self_attn.q_proj", hidden),
         ("self_attn.v_proj", value),
     ]
+
+
+def test_an_optimizer_that_reads_values_is_refused_in_one_line():
+    from zeroplan.verify.simulate import simulate
+
+    with pytest.raises(MeasurementError, match="'adafactor' .* reads values") as refused:
+        simulate(job(optimizer="adafactor"))
+    assert "\n" not in str(refused.value)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from zeroplan.engines.device import workspace
 from zeroplan.errors import MeasurementError
@@ -22,6 +22,7 @@ from zeroplan.verify.workload import Workload, layer_period
 
 _FEW_LAYERS = 4
 """With so many layers, and one more, every layer of a longer model has its like: a first, a last, and some between."""
+_NO_SCALER = ("no gradient scaler was run: it reads values, and what it holds is a few numbers",)
 _ALWAYS: tuple[str, ...] = (
     "collectives moved no data: the process group is fake",
     "weights are not initialised, dropout is off",
@@ -39,7 +40,7 @@ def simulate(
     """
     began = time.perf_counter()
     recording = None if all_layers or make is not None else _from_few_layers(job, rank, steps)
-    remarks = _ALWAYS
+    remarks = (*_ALWAYS, *(_NO_SCALER if job.recipe.precision == "fp16-mixed" else ()))
     if recording is not None:
         remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
     else:
@@ -65,7 +66,16 @@ def simulate(
 
 def _recorded(job: JobSpec, rank: int, steps: int, make: Callable[[], Workload] | None = None) -> Recording:
     tracker = Tracker()
-    run(job, tracker, rank=rank, steps=steps, make=None if make is None else lambda: _all_fake(make()))
+    if make is not None:  # its errors are its own
+        run(job, tracker, rank=rank, steps=steps, make=lambda: _all_fake(make()))
+        return tracker.recording
+    try:
+        run(job, tracker, rank=rank, steps=steps)
+    except DataDependentOutputException as error:
+        names = f"optimizer {job.recipe.optimizer!r} or engine {job.recipe.engine!r}"
+        raise MeasurementError(
+            f"{names} reads values, which fake tensors do not have ({error}); run a small model with --backend cpu"
+        ) from error
     return tracker.recording
 
 
