@@ -90,6 +90,6 @@ def test_selective_recomputation_keeps_every_second_product_and_what_attention_g
 def test_an_optimizer_that_reads_values_is_refused_in_one_line():
     from zeroplan.verify.simulate import simulate
 
-    with pytest.raises(MeasurementError, match="'adafactor' .* reads values") as refused:
+    with pytest.raises(MeasurementError, match=r"'adafactor' .* reads values") as refused:
         simulate(job(optimizer="adafactor"))
     assert "\n" not in str(refused.value)
