@@ -6,7 +6,6 @@ small recipe on real ones.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,16 +20,16 @@ from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.allocator import CachingAllocator, Chunk
 from zeroplan.verify.recomputation import checkpoint_options
 from zeroplan.verify.run import fake_ranks, fake_tensors, run
-from zeroplan.verify.tracker import STILL_HELD, Tracker
+from zeroplan.verify.tracker import Tracker
 from zeroplan.verify.workload import Workload
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from zeroplan.spec.recipe import Recompute
+    from zeroplan.verify.recording import Recording
 
 # --- Llama 2 as torchtitan had it in March 2024 (github.com/pytorch/torchtitan, commit 83c879f18) -----------------------
 
@@ -133,7 +132,7 @@ class Llama(nn.Module):
 LLAMA_7B = {"width": 4096, "heads": 32, "inner": 11008, "layers": 32, "vocab": 32000}
 
 
-def torchtitan(recompute: Recompute, *, ranks: int = 8, batch: tuple[int, int] = (8, 2048), steps: int = 2) -> Tracker:
+def torchtitan(recompute: Recompute, *, ranks: int = 8, batch: tuple[int, int] = (8, 2048), steps: int = 2) -> Recording:
     """Run torchtitan's loop: gradients are dropped, and logits let go of, only when the next step's take their place.
 
     The source checkpoints with torch's defaults of its time, early stop among them; torch 2.13 runs here, torch's nightly of
@@ -143,7 +142,7 @@ def torchtitan(recompute: Recompute, *, ranks: int = 8, batch: tuple[int, int] =
         return _steps(mesh, recompute, batch, steps)
 
 
-def _steps(mesh: DeviceMesh, recompute: Recompute, batch: tuple[int, int], steps: int) -> Tracker:
+def _steps(mesh: DeviceMesh, recompute: Recompute, batch: tuple[int, int], steps: int) -> Recording:
     with Tracker() as tracker:
         llama = Llama(**LLAMA_7B)
         _sharded(llama, mesh, recompute)
@@ -160,7 +159,7 @@ def _steps(mesh: DeviceMesh, recompute: Recompute, batch: tuple[int, int], steps
             nn.utils.clip_grad_norm_(llama.parameters(), 1.0, foreach=True)
             optimizer.step()
         tracker.enter(Phase.INIT, steps)
-    return tracker
+    return tracker.recording
 
 
 def _sharded(llama: Llama, mesh: DeviceMesh, recompute: Recompute) -> None:
@@ -178,41 +177,17 @@ def _sharded(llama: Llama, mesh: DeviceMesh, recompute: Recompute) -> None:
 # --- twenty layers of the recipe for ZeroRedundancyOptimizer (docs.pytorch.org/tutorials/recipes/zero_redundancy_optimizer) ---
 
 
-def zero_recipe(*, zero_stage: Literal[0, 1]) -> Tracker:
+def zero_recipe(*, zero_stage: Literal[0, 1]) -> Recording:
     """Run the recipe's one step under DDP, as rank 0 of 2, on real tensors."""
     recipe = RecipeSpec(engine="ddp", zero_stage=zero_stage, precision="fp32", optimizer="adam", optimizer_impl="forloop")
     tracker = Tracker()
     with plain_kernels():
         run(JobSpec(mesh=MeshSpec(dp_shard=2), model=model("llama-2-7b"), recipe=recipe), tracker, steps=1, fake=False,
             make=_twenty_layers)  # fmt: skip
-    return tracker
+    return tracker.recording
 
 
 def _twenty_layers() -> Workload:
     net = nn.Sequential(*(nn.Linear(2000, 2000) for _ in range(20)))
     target = torch.randn(20, 2000)
     return Workload(net, {"input": torch.randn(20, 2000)}, lambda output: functional.mse_loss(output, target))
-
-
-# --- what a card would count --------------------------------------------------------------------------------------------
-
-
-def counted_peaks(tracker: Tracker, *, leftovers: bool = True) -> dict[tuple[int, Phase], int]:
-    """Return the most that ``memory_allocated`` would have shown in each phase of each step, by the allocator's model. [bytes]
-
-    Without ``leftovers``, what was given back before the first step leaves no segments to reuse.
-    """
-    blocks = [block for block in tracker.blocks if leftovers or block.died > tracker.spans[1].start]
-    changes = [(block.born, block, True) for block in blocks]
-    changes += [(block.died, block, False) for block in blocks if block.died != STILL_HELD]
-    card, chunks, starts = CachingAllocator(), dict[int, Chunk](), [span.start for span in tracker.spans]
-    peaks: dict[tuple[int, Phase], int] = {}
-    for moment, block, asked in sorted(changes, key=lambda change: change[0]):
-        if asked:
-            chunks[id(block)] = card.request(block.n_bytes)
-        else:
-            card.release(chunks.pop(id(block)))
-        span = tracker.spans[bisect_right(starts, moment) - 1]
-        key = span.step, span.phase
-        peaks[key] = max(peaks.get(key, 0), card.allocated_bytes)
-    return peaks
