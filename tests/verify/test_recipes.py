@@ -1,10 +1,12 @@
-"""Recipes beyond a model's own: selective recomputation, logits kept in fp32. The tracker is exact; the estimate is held to it."""
+"""Recipes beyond a model's own: selective recomputation, fp32 logits, a loss in chunks. The tracker is exact, the estimate held to it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.verify.test_tracker import job
+from tests.verify.test_tracker import WEIGHTS, job
 from zeroplan.comparison import compare
 from zeroplan.errors import MeasurementError
 from zeroplan.estimator import estimate
@@ -25,6 +27,12 @@ FSDP2 = {
     "mixtral, selective": job("mixtral", ffn=256, recompute="selective", batch=LONG),
     "llama, fp32 logits kept": job(keep_logits="fp32", vocab=5000),
     "gpt2, fp32 logits kept": job("gpt2", keep_logits="fp32", vocab=5000),
+    "llama, loss in chunks": job(loss="chunked", vocab=5000, batch=LONG),
+    "llama, loss in chunks, recomputed": job(loss="chunked", vocab=9000, recompute="full", batch=LONG),
+    "llama, loss in chunks, tied head, accumulation": job(
+        loss="chunked", vocab=5000, tied=True, batch=replace(WEIGHTS, grad_accum_steps=2)
+    ),
+    "gpt2, loss in chunks": job("gpt2", loss="chunked", vocab=5000),
 }
 DDP = {
     "llama, selective": job(engine="ddp", zero_stage=0, recompute="selective", batch=LONG),
@@ -93,3 +101,15 @@ def test_an_optimizer_that_reads_values_is_refused_in_one_line():
     with pytest.raises(MeasurementError, match=r"'adafactor' .* reads values") as refused:
         simulate(job(optimizer="adafactor"))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("recipe", "says"), [
+    ({"loss": "fused"}, "Liger"), ({"loss": "chunked", "engine": "ddp", "zero_stage": 0}, "fsdp2 only"),
+    ({"loss": "chunked", "batch": BatchSpec(seq_len=15)}, "15 tokens cannot be cut into the 8 equal chunks"),
+    ({"attention": "flash"}, "GPUs only"),
+])  # fmt: skip
+def test_what_cannot_be_run_is_refused_in_one_line(recipe: dict[str, object], says: str):
+    from zeroplan.verify.workload import workload
+
+    with pytest.raises(MeasurementError, match=says):
+        workload(job(**recipe), dtype=torch.float32, device="meta")

@@ -21,6 +21,7 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.losses import chunked_loss
 from zeroplan.verify.recomputation import checkpoint_options
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
@@ -29,13 +30,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
 class Workload(NamedTuple):
     """A module, the keyword arguments of one forward pass, and the loss in what it returns.
 
-    ``blocks`` are the parts that engines wrap one by one, in order.
+    ``blocks`` are the parts that engines wrap one by one, in order; ``loss_goes_backward`` says that the loss itself begins the
+    backward pass.
     """
 
     module: nn.Module
     batch: Mapping[str, torch.Tensor]
     loss: Callable[[object], torch.Tensor]
     blocks: tuple[nn.Module, ...] = ()
+    loss_goes_backward: bool = False
 
 
 def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Workload:
@@ -43,21 +46,25 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Worklo
 
     Under a fake tensor mode everything it builds is fake.
     """
-    _refuse_what_no_model_does(job.recipe)
+    _refuse_what_cannot_run(job.recipe)
     module = _causal_model(job.model, job.recipe, dtype, device)
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
     with torch.device(device):
         ids = torch.randint(0, job.model.vocab_size, shape)
+        if job.recipe.loss == "chunked":
+            labels = torch.randint(0, job.model.vocab_size, shape)
+            loss = chunked_loss(module, labels)
+            return Workload(module, {"input_ids": ids}, loss, _blocks(module), loss_goes_backward=True)
     return Workload(module, {"input_ids": ids, "labels": ids}, _loss, _blocks(module))
 
 
-def _refuse_what_no_model_does(recipe: RecipeSpec) -> None:
+def _refuse_what_cannot_run(recipe: RecipeSpec) -> None:
     if recipe.attention == "flash":
         raise MeasurementError("attention 'flash' runs on GPUs only; verify sdpa or eager")
-    if recipe.loss != "full":
-        raise MeasurementError(
-            f"loss {recipe.loss!r} is not transformers' own and cannot be run; use loss 'full', or --workload"
-        )
+    if recipe.loss == "fused":
+        raise MeasurementError("loss 'fused' is Liger's kernel and runs on GPUs only; use full or chunked, or --workload")
+    if recipe.loss == "chunked" and recipe.engine != "fsdp2":
+        raise MeasurementError("loss 'chunked' goes backward before the engine knows; it runs under fsdp2 only")
 
 
 def user_workload(where: str) -> Callable[[], Workload]:
