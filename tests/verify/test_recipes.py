@@ -1,4 +1,4 @@
-"""Recipes beyond a model's own: selective recomputation, fp32 logits, a loss in chunks; the tracker exact, the estimate held to it."""
+"""Recipes beyond a model's own: selective recomputation, fp32 logits, a loss in chunks. The estimate is held to the runs."""
 
 from __future__ import annotations
 
