@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zeroplan.engines.precisions import compute_of
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
-from zeroplan.measurement import Measurement, StepMeasured
+from zeroplan.measurement import Kernels, Measurement, StepMeasured, Tensors
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.attention import FLASH_SCRATCH
@@ -70,19 +70,19 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
     """Hold an estimate against the steady state of a measurement.
 
     On tensors that are not CUDA's, what only CUDA's kernels take (workspaces, the attention kernel's scratch) is left out of the
-    prediction. Kinds are compared at each side's own peak.
+    prediction, and where a CPU's kernels ran, what they leave in other dtypes is counted so.
+    Kinds are compared at each side's own peak.
     """
-    steady, on_cuda = measured.steady, measured.tensors == "cuda"
-    compute = compute_of(answer.job.recipe)
+    steady, as_run = measured.steady, _AsRun(measured.tensors, measured.kernels, compute_of(answer.job.recipe))
     totals = {
-        moment: _predicted(moment, compute, on_cuda=on_cuda) for moment in answer.moments if moment.phase is not Phase.INIT
+        moment: int(total_bytes(as_run.lines(moment.lines))) for moment in answer.moments if moment.phase is not Phase.INIT
     }
     highest = max(totals, key=lambda moment: totals[moment])
     return Comparison(
         peak=Compared("peak allocated", totals[highest], steady.peak.peak_bytes),
         phases=tuple(_phases(totals, steady, loss=answer.job.recipe.loss)),
         held=Compared("held between steps", int(total_bytes(answer.held)), steady.held_bytes),
-        kinds=tuple(_kinds(_as_measured(highest.lines, compute, on_cuda=on_cuda), steady)),
+        kinds=tuple(_kinds(as_run.lines(highest.lines), steady)),
         collectives=tuple(_collectives(answer, measured)),
         allocator=tuple(_allocator(answer, measured, highest=totals[highest])),
     )
@@ -90,31 +90,36 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
 
 def cpu_bytes(lines: tuple[Line, ...], compute: Compute) -> int:
     """Sum the lines as a CPU would have them. [bytes]"""
-    return int(total_bytes(_as_measured(lines, compute, on_cuda=False)))
+    return int(total_bytes(_AsRun("cpu", "cpu", compute).lines(lines)))
 
 
-def _predicted(moment: Moment, compute: Compute, *, on_cuda: bool) -> int:
-    return int(total_bytes(_as_measured(moment.lines, compute, on_cuda=on_cuda)))
+class _AsRun(NamedTuple):
+    """Predicted lines as a run has them: every known difference from a GPU, by name.
 
-
-def _as_measured(lines: tuple[Line, ...], compute: Compute, *, on_cuda: bool) -> tuple[Line, ...]:
-    """The lines as the measured device has them: every known difference of a CPU from CUDA, by name.
-
-    A CPU has no library workspaces and no scratch of CUDA's kernels; under autocast it leaves in 16 bits what CUDA computes in
-    fp32, and its norms keep their statistics in the input's dtype. Leaves out lines that sum up whole blocks.
+    What is not on a GPU has no library workspaces and no scratch inside kernels. A CPU's kernels also leave in 16 bits what
+    CUDA's autocast computes in fp32, and their norms keep statistics in the input's dtype. Leaves out lines that sum up whole
+    blocks.
     """
-    return lines if on_cuda else tuple(line._replace(n_bytes=_on_a_cpu(line, compute)) for line in lines)
 
+    tensors: Tensors
+    kernels: Kernels
+    compute: Compute
 
-def _on_a_cpu(line: Line, compute: Compute) -> int:
-    n_bytes = int(line.n_bytes)
-    if line.kind in _ONLY_ON_CUDA or line.reason.endswith("(CUDA)") or line.reason == FLASH_SCRATCH:
-        return 0
-    if FP32_ON_CUDA in line.reason:
-        return n_bytes // 2
-    if line.reason.endswith(STATISTICS) and not compute.autocast:
-        return n_bytes * compute.element_bytes // 4
-    return n_bytes
+    def lines(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        """The lines, each with the bytes that this run takes for it."""
+        return lines if self.tensors == "cuda" else tuple(line._replace(n_bytes=self._bytes(line)) for line in lines)
+
+    def _bytes(self, line: Line) -> int:
+        n_bytes = int(line.n_bytes)
+        if line.kind in _ONLY_ON_CUDA or line.reason.endswith("(CUDA)") or line.reason == FLASH_SCRATCH:
+            return 0
+        if self.kernels == "cuda":
+            return n_bytes
+        if FP32_ON_CUDA in line.reason:
+            return n_bytes // 2
+        if line.reason.endswith(STATISTICS) and not self.compute.autocast:
+            return n_bytes * self.compute.element_bytes // 4
+        return n_bytes
 
 
 def _phases(totals: dict[Moment, int], steady: StepMeasured, *, loss: Loss) -> list[Compared]:

@@ -14,6 +14,7 @@ SCHEMA_VERSION = 1
 
 Backend = Literal["simulate", "cpu", "cuda"]
 Tensors = Literal["fake", "cpu", "cuda"]
+Kernels = Literal["cpu", "cuda"]
 ProcessGroup = Literal["fake", "gloo", "nccl", "none"]
 AllocatorSettings = Literal["default", "expandable_segments"]
 SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")
@@ -91,6 +92,7 @@ class Measurement(Spec):
     """One run: the job, how and where it ran, every step, and the collectives of the last one.
 
     The last step is the steady state: the first creates the optimizer state, and some engines settle only in the third.
+    ``kernels`` says whose dtypes and saved tensors a run shows; fake tensors may stand for either device's.
     ``remarks`` say what a reader must know to judge the figures (collectives that moved no data, layers that were extended).
     """
 
@@ -98,6 +100,7 @@ class Measurement(Spec):
     job: JobSpec
     backend: Backend
     tensors: Tensors
+    kernels: Kernels = "cpu"
     process_group: ProcessGroup
     rank: CountOrZero
     workload: str = ""

@@ -138,7 +138,7 @@ def torchtitan(recompute: Recompute, *, ranks: int = 8, batch: tuple[int, int] =
     The source checkpoints with torch's defaults of its time, early stop among them; torch 2.13 runs here, torch's nightly of
     March 2024 ran there.
     """
-    with fake_ranks(JobSpec(model=model("llama-2-7b"), mesh=MeshSpec(dp_shard=ranks)), 0) as mesh, fake_tensors():
+    with fake_ranks(JobSpec(model=model("llama-2-7b"), mesh=MeshSpec(dp_shard=ranks)), 0, "cpu") as mesh, fake_tensors():
         return _steps(mesh, recompute, batch, steps)
 
 

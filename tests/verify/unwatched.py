@@ -22,7 +22,7 @@ from zeroplan.verify.timeline import Timeline
 from zeroplan.verify.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from zeroplan.ledger import Kind
     from zeroplan.spec.job import JobSpec
+    from zeroplan.verify.workload import Workload
 
 #: CPU operators that take memory inside their kernel, and why.
 KERNEL_INNER = {
@@ -77,12 +78,12 @@ class Marker:
 Peaks = dict[tuple[int, Phase], int]
 
 
-def unwatched_peaks(job: JobSpec, *, steps: int = 2) -> Peaks:
+def unwatched_peaks(job: JobSpec, *, rank: int = 0, steps: int = 2, make: Callable[[], Workload] | None = None) -> Peaks:
     """Most bytes alive in each phase of each step, as the profiler saw it."""
     marker = Marker()
     gc.collect()  # an earlier model's reference cycles would be released into this recording
     with plain_kernels():
-        run(job, marker, steps=steps, fake=False)
+        run(job, marker, rank=rank, steps=steps, fake=False, make=make)
     assert marker.profiler.profiler is not None
     changes, marks = _changes(marker.profiler.profiler.kineto_results.experimental_event_tree())
     return _peaks(changes, marks, marker.spans)
@@ -90,19 +91,25 @@ def unwatched_peaks(job: JobSpec, *, steps: int = 2) -> Peaks:
 
 def watched_peaks(job: JobSpec, *, fake: bool, steps: int = 2) -> Peaks:
     """Most bytes alive in each phase of each step, as the tracker saw it."""
-    tracker = watched(job, fake=fake, steps=steps)
+    return tracked_peaks(watched(job, fake=fake, steps=steps))
+
+
+def tracked_peaks(tracker: Tracker) -> Peaks:
+    """Most bytes alive in each phase of each step of a recording."""
     changes = [(block.born, block.n_bytes) for block in tracker.blocks if block.n_bytes > A_NUMBER]
     changes += [(b.died, -b.n_bytes) for b in tracker.blocks if b.n_bytes > A_NUMBER and b.died != STILL_HELD]
     spans = [(span.step, span.phase) for span in tracker.spans]
     return _peaks(sorted(changes), {n: span.start + 0.5 for n, span in enumerate(tracker.spans)}, spans)
 
 
-def watched(job: JobSpec, *, fake: bool, steps: int = 2) -> Tracker:
+def watched(
+    job: JobSpec, *, fake: bool, rank: int = 0, steps: int = 2, make: Callable[[], Workload] | None = None
+) -> Tracker:  # fmt: skip
     """Run a job under a tracker."""
     tracker = Tracker()
     gc.collect()
     with plain_kernels():
-        run(job, tracker, steps=steps, fake=fake)
+        run(job, tracker, rank=rank, steps=steps, fake=fake, make=make)
     assert Timeline(tracker.recording).live[-1] == tracker.live_bytes
     return tracker
 

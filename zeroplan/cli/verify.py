@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -28,8 +28,9 @@ _RUN, _OUTPUT = "Run", "Output"
 #: What a shell makes of SIGINT, 128 + 2.
 INTERRUPTED = 130
 BACKENDS = ("simulate", "cpu", "cuda")
-#: The optimizer's state is made in the first step; under DDP the second rebuilds buckets.
-_STEPS = {"simulate": "2", "cpu": "3"}
+_SETTLED = 3
+"""Steps until every engine is: the first makes the optimizer's state, in the second DDP rebuilds buckets, and DeepSpeed's stage 3
+first follows the trace of the first."""
 
 
 @takes_a_job
@@ -64,7 +65,7 @@ def verify_command(
         typer.Option(
             "--steps",
             metavar="N",
-            help="Optimizer steps; the last counts. (default: 2 simulated, 3 run)",
+            help="Optimizer steps; the last counts. (default: 3; FSDP2 simulated: 2)",
             rich_help_panel=_RUN,
             show_default=False,
         ),
@@ -109,7 +110,7 @@ def verify_command(
         backend=_backend(backend),
         nproc=None if nproc is None else _nproc(nproc, ranks, backend),
         rank=_number(rank, "--rank", 0, ranks - 1),
-        steps=_number(steps or _STEPS[backend], "--steps", 1, 1000),
+        steps=_number(steps or _steps(backend, resolved.job), "--steps", 1, 1000),
         all_layers=all_layers,
         workload=workload or "",
         timeout_s=_seconds(timeout),
@@ -161,20 +162,31 @@ def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -
     if job.recipe.engine == "paper":
         raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or deepspeed")
     _require(job)
-    if asked.backend == "cpu":
-        from zeroplan.verify.launch import launch  # noqa: PLC0415  only a run pays for it
-        from zeroplan.verify.task import Task  # noqa: PLC0415
+    if asked.backend == "simulate":
+        say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")
+    if asked.backend == "cpu" or job.recipe.engine == "deepspeed":  # which patches torch for good, and prints
+        _launch(job, asked, keep)
+    else:
+        with _leaving_at_once():
+            measured = _simulated(job, asked)
+        keep(measured)
 
-        rank = asked.rank if asked.nproc is None else None
-        transport: Literal["gloo", "fake"] = "fake" if asked.nproc is None else "gloo"
-        task = Task(
-            job=job, transport=transport, rank=rank, steps=asked.steps, workload=asked.workload, timeout_s=asked.timeout_s
-        )
-        launch(task, keep=keep, say=say)
-        return
-    with _leaving_at_once():
-        measured = _simulated(job, asked)
-    keep(measured)
+
+def _launch(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -> None:
+    from zeroplan.verify.launch import launch  # noqa: PLC0415  only a run pays for it
+    from zeroplan.verify.task import Task  # noqa: PLC0415
+
+    task = Task(
+        job=job,
+        transport="fake" if asked.nproc is None else "gloo",
+        tensors="cpu" if asked.backend == "cpu" else "fake",
+        all_layers=asked.all_layers,
+        rank=asked.rank if asked.nproc is None else None,
+        steps=asked.steps,
+        workload=asked.workload,
+        timeout_s=asked.timeout_s,
+    )
+    launch(task, keep=keep, say=say)
 
 
 def _simulated(job: "JobSpec", asked: _Asked) -> "Measurement":
@@ -182,7 +194,6 @@ def _simulated(job: "JobSpec", asked: _Asked) -> "Measurement":
     from zeroplan.verify.simulate import simulate  # noqa: PLC0415
     from zeroplan.verify.workload import user_workload  # noqa: PLC0415
 
-    say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")
     try:
         make = user_workload(asked.workload) if asked.workload else None
         found = simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers, make=make)
@@ -230,6 +241,10 @@ def _backend(name: str) -> str:
             "backend cuda, real GPUs, is not part of this version; use --backend simulate, or cpu for a small model"
         )
     return name
+
+
+def _steps(backend: str, job: "JobSpec") -> str:
+    return "2" if backend == "simulate" and job.recipe.engine == "fsdp2" else str(_SETTLED)
 
 
 def _nproc(text: str, ranks: int, backend: str) -> int:

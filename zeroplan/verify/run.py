@@ -1,5 +1,6 @@
 """One training run under an engine, watched: on real or fake tensors, in a real process group or as one rank of a fake one."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,24 +15,30 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.card import CARD, decisions
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, stored_dtype, train
+from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload, workload
 
 
 def run(
-    job: JobSpec, watcher: Watcher, *, rank: int = 0, steps: int = 2, fake: bool = True, make: Callable[[], Workload] | None = None
+    job: JobSpec, watcher: Watcher, *, rank: int = 0, steps: int = 2, fake: bool = True, device: str = "cpu",
+    make: Callable[[], Workload] | None = None,
 ) -> None:  # fmt: skip
     """Train as one rank of a fake process group, on fake tensors or on real ones.
 
-    ``make`` builds another workload than the job's own model. Raises :class:`~zeroplan.errors.MeasurementError` for engines
+    Fake ones may be on a pretended GPU (:mod:`zeroplan.verify.card`). ``make`` builds another workload than the job's own
+    model. Raises :class:`~zeroplan.errors.MeasurementError` for engines
     whose C++ reads tensors that fake ones do not have.
     """
-    if fake and job.recipe.engine != "fsdp2":
+    if fake and job.recipe.engine == "ddp":
         raise MeasurementError(
             f"engine {job.recipe.engine!r} reads real tensors in its C++ and cannot run on fake ones; "
             "run a small model with --backend cpu"
         )
-    with fake_ranks(job, rank) as mesh, fake_tensors() if fake else nullcontext():
+    fakes = fake_tensors(device) if fake else nullcontext()
+    with fake_ranks(job, rank, device) as mesh, answered(job.recipe), fakes:
         observe(job, watcher, mesh, steps=steps, make=make)
 
 
@@ -41,7 +48,7 @@ def observe(
     """Build model and engine and train, in the process group that is there."""
     with warnings.catch_warnings(), watcher, _real_meshes(watcher):
         warnings.simplefilter("ignore")
-        work = make() if make is not None else workload(job, dtype=stored_dtype(job.recipe))
+        work = make() if make is not None else workload(job, dtype=stored_dtype(job.recipe), device=mesh.device_type)
         watcher.name_modules(work.module)
         watcher.claim(Kind.ACTIVATIONS, work.batch.values())
         engine = _build(job, work, mesh)
@@ -66,30 +73,47 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh) -> Engine:
 
 
 @contextmanager
-def fake_ranks(job: JobSpec, rank: int) -> Iterator[DeviceMesh]:
+def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
     """One rank of the job's mesh under torch's fake process group, which moves nothing."""
-    dist.init_process_group("fake", rank=rank, world_size=job.mesh.dp_replicate * job.mesh.dp_shard, store=FakeStore())
+    ranks = job.mesh.dp_replicate * job.mesh.dp_shard
+    backend = "fake" if device == "cpu" else f"cpu:fake,{device}:fake"
+    dist.init_process_group(backend, rank=rank, world_size=ranks, store=FakeStore())
     try:
-        yield mesh_of(job)
+        yield mesh_of(job, device)
     finally:
         dist.destroy_process_group()
 
 
-def mesh_of(job: JobSpec) -> DeviceMesh:
+def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
     """The job's ranks as FSDP2 takes them: one dimension, or replicas of a sharded group."""
     replicas, shards = job.mesh.dp_replicate, job.mesh.dp_shard
     if replicas == 1:
-        return init_device_mesh("cpu", (shards,))
-    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device, (shards,))
+    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def answered(recipe: RecipeSpec) -> AbstractContextManager[None]:
+    """Let an engine hear from a fake process group what it would hear from a real one, and decides by."""
+    if recipe.engine != "deepspeed":
+        return nullcontext()
+    for name, said in _LAUNCHER_SAYS.items():
+        os.environ.setdefault(name, said)
+    from zeroplan.verify.deepspeed_answers import answers  # noqa: PLC0415  it patches torch for good
+
+    return answers(recipe.deepspeed)
+
+
+_LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
 
 
 # --- what fake tensors need ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors(device: str = "cpu") -> Iterator[None]:
     """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
-    with _unpacked_rows(), _chunks_as_wanted(), FakeTensorMode():
+    as_on_cuda = decisions() if device == CARD else nullcontext()
+    with _unpacked_rows(), _chunks_as_wanted(), as_on_cuda, FakeTensorMode():
         yield
 
 
@@ -107,7 +131,7 @@ def _unpacked_rows() -> AbstractContextManager[None]:
         if indices is not None:
             (indices[:, -1] == 0).all()
 
-    return _replaced(masking_utils, "find_packed_sequence_indices", one_sequence_per_row)
+    return replaced(masking_utils, "find_packed_sequence_indices", one_sequence_per_row)
 
 
 class _Chunks:
@@ -124,7 +148,7 @@ class _Chunks:
 
 def _chunks_as_wanted() -> AbstractContextManager[None]:
     """Spare FSDP2 the views of a parameter that belong to other ranks: it takes one, and a thousand fake ones take time."""
-    return _replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
+    return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
 
 
 def _real_meshes(watcher: Watcher) -> AbstractContextManager[None]:
@@ -136,14 +160,4 @@ def _real_meshes(watcher: Watcher) -> AbstractContextManager[None]:
         with unset_fake_temporarily(), watcher.looking_away():
             return original(*args)
 
-    return _replaced(_fully_shard, name, arranged)
-
-
-@contextmanager
-def _replaced(owner: object, name: str, other: object) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, other)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return replaced(_fully_shard, name, arranged)

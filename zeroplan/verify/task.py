@@ -9,10 +9,15 @@ from zeroplan.spec.job import JobSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task(Spec):
-    """One run on CPU tensors: with ``transport`` gloo one process per rank, with fake a single one that is ``rank``."""
+    """One run in processes of its own: with ``transport`` gloo one per rank, with fake a single one that is ``rank``.
+
+    On ``tensors`` of the CPU, or on fake ones, with all layers or a few.
+    """
 
     job: JobSpec
     transport: Literal["gloo", "fake"]
+    tensors: Literal["cpu", "fake"] = "cpu"
+    all_layers: bool = True
     rank: CountOrZero | None = None
     steps: Count = 3
     workload: str = ""

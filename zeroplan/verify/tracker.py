@@ -42,11 +42,13 @@ class _Watch(weakref.ref[torch.UntypedStorage]):
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records blocks, spans and collectives of the enclosed code.
 
-    ``blocks`` are in program order; ``live_bytes`` is what is alive now.
+    ``blocks`` are in program order; ``live_bytes`` is what is alive now. What is on another ``device`` is left out.
+    ``say`` is told where the run is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, device: str = "cpu", say: Callable[[str], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._say = device, say
         self.blocks: list[Block] = []
         self.spans: list[Span] = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
@@ -68,6 +70,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     def enter(self, phase: Phase, step: int) -> None:
         """Begin a phase of a step."""
+        if self._say is not None and phase is not Phase.INIT:
+            self._say(f"step {step + 1}: {phase.value}")
         if self.spans[-1].phase is Phase.FORWARD:
             self._settle_forward()
         self.spans.append(Span(step, phase, self.now))
@@ -158,11 +162,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         return result
 
     def _see(self, func: OpOverload, tensor: torch.Tensor) -> None:
+        if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type != self._device:
+            return
         storage = tensor.untyped_storage()
         watch = self._watches.get(storage._cdata)
         if watch is None:
-            if func.is_view and func is not _LIFTED:
-                return  # a view of what was there before the recording
+            if (func.is_view and func is not _LIFTED) or _is_meta(tensor):
+                return  # a view of what was there before the recording, or a shape without memory
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
                 self._request(watch, n_bytes, func)
@@ -313,6 +319,11 @@ class _Modules:
     def _note(self, name: str) -> None:
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._whose.append(name)
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "meta"
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -46,7 +46,23 @@ def main() -> None:
 def _record(task: Task, say: Callable[[str], None]) -> Path:
     say("starting")
     os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
-    import torch  # noqa: PLC0415  what goes wrong here is told like everything else
+    measure = _simulated if task.tensors == "fake" else _measured
+    return measure(task, say)
+
+
+def _simulated(task: Task, say: Callable[[str], None]) -> Path:
+    from zeroplan.verify.record import write_record  # noqa: PLC0415  what goes wrong here is told like everything else
+    from zeroplan.verify.simulate import simulate  # noqa: PLC0415
+    from zeroplan.verify.workload import user_workload  # noqa: PLC0415
+
+    rank = int(os.environ["RANK"])
+    make = user_workload(task.workload) if task.workload else None
+    found = simulate(task.job, rank=rank, steps=task.steps, all_layers=task.all_layers, say=say, make=make)
+    return write_record(replace(found, workload=task.workload), Path(task.folder))
+
+
+def _measured(task: Task, say: Callable[[str], None]) -> Path:
+    import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
     from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]  # noqa: PLC0415
 

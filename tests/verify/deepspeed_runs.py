@@ -1,0 +1,122 @@
+"""Runs of DeepSpeed in a process of its own, which it patches for good: jobs on standard input, one per line, answers out.
+
+Each job runs in a fork that has torch and DeepSpeed imported. Of a job asked for as ``exact`` the answer is what the profiler
+saw on real tensors, what the tracker saw there, and what it saw on fake ones; of ``layers``, the simulation of all layers and
+that of few of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
+
+import torch
+
+from tests.verify.unwatched import Peaks, tracked_peaks, unwatched_peaks, watched
+from zeroplan.spec.base import read
+from zeroplan.spec.job import JobSpec
+from zeroplan.verify.engines import stored_dtype
+from zeroplan.verify.workload import Workload, workload
+
+if TYPE_CHECKING:
+    from zeroplan.measurement import Measurement
+    from zeroplan.verify.tracker import Tracker
+
+STEPS = 3
+
+
+def with_weights(job: JobSpec) -> Workload:
+    """Finite numbers, so that no step is skipped."""
+    work = workload(job, dtype=stored_dtype(job.recipe))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in work.module.parameters():
+            parameter.normal_(0, 0.02)
+    return work
+
+
+def exact(job: JobSpec, rank: int) -> dict[str, object]:
+    def make() -> Workload:
+        return with_weights(job)
+
+    profiled = unwatched_peaks(job, rank=rank, steps=STEPS, make=make)
+    real, fake = (watched(job, fake=fake, rank=rank, steps=STEPS, make=make) for fake in (False, True))
+    return {
+        "profiled": by_name(profiled),
+        "real": by_name(tracked_peaks(real)),
+        "fake": by_name(tracked_peaks(fake)),
+        "real calls": calls(real),
+        "fake calls": calls(fake),
+    }
+
+
+def by_name(peaks: Peaks) -> dict[str, int]:
+    return {f"{step}: {phase.value}": n_bytes for (step, phase), n_bytes in peaks.items()}
+
+
+def calls(tracker: Tracker) -> list[str]:
+    return [str(call) for call in tracker.calls]
+
+
+def layers(job: JobSpec, rank: int) -> dict[str, object]:
+    from zeroplan.verify.simulate import simulate
+
+    every, few = (simulate(job, rank=rank, steps=STEPS, all_layers=every) for every in (True, False))
+    return {"all": figures(every), "few": figures(few), "extended": any("extended" in remark for remark in few.remarks)}
+
+
+def figures(measured: Measurement) -> object:
+    steps = [
+        ([(p.phase, p.peak_bytes, p.kinds) for p in step.phases], step.held_bytes, step.held_kinds) for step in measured.steps
+    ]
+    return steps, sorted(map(str, measured.collectives))
+
+
+QUESTIONS = {"exact": exact, "layers": layers}
+
+
+def answer_and_leave(line: str, answer: Path) -> None:
+    """Run in this fork and end it, whatever happens."""
+    try:
+        question = json.loads(line)
+        job = read(JobSpec, question["job"], where="job")
+        answer.write_text(json.dumps(QUESTIONS[question["ask"]](job, question["rank"])))
+    except Exception:  # noqa: BLE001  any failure is reported, and the fork must end
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  each fork would compile it again
+    import transformers.models.gpt2.modeling_gpt2
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # DeepSpeed prints to standard output
+    for line in sys.stdin:
+        with tempfile.NamedTemporaryFile("r") as answer:
+            if os.fork() == 0:
+                answer_and_leave(line, Path(answer.name))
+            os.wait()
+            answers.write((answer.read() or "{}") + "\n")
+            answers.flush()
+
+
+if __name__ == "__main__":
+    main()
