@@ -7,6 +7,7 @@ from zeroplan.engines.precisions import compute_of
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
 from zeroplan.measurement import Kernels, Measurement, StepMeasured, Tensors
+from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.attention import FLASH_SCRATCH
 from zeroplan.transformer.families.mlp import FP32_ON_CUDA
@@ -79,7 +80,7 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
     highest = max(totals, key=lambda moment: totals[moment])
     return Comparison(
         peak=Compared("peak allocated", totals[highest], steady.peak.peak_bytes),
-        phases=tuple(_phases(totals, steady)),
+        phases=tuple(_phases(totals, steady, loss=answer.job.recipe.loss)),
         held=Compared("held between steps", int(total_bytes(answer.held)), steady.held_bytes),
         kinds=tuple(_kinds(as_run.lines(highest.lines), steady)),
         collectives=tuple(_collectives(answer, measured)),
@@ -121,19 +122,19 @@ class _AsRun(NamedTuple):
         return n_bytes
 
 
-def _phases(totals: dict[Moment, int], steady: StepMeasured) -> list[Compared]:
+def _phases(totals: dict[Moment, int], steady: StepMeasured, *, loss: Loss) -> list[Compared]:
     rows = []
     for phase in steady.phases:
-        predicted = [n_bytes for moment, n_bytes in totals.items() if _phase_of(moment) == phase.phase]
+        predicted = [n_bytes for moment, n_bytes in totals.items() if _phase_of(moment, loss) == phase.phase]
         if predicted:
             rows.append(Compared(phase.phase, max(predicted), phase.peak_bytes))
     return rows
 
 
-def _phase_of(moment: Moment) -> str:
-    """The loss's own moments belong to the pass they happen in, as a run measures them."""
+def _phase_of(moment: Moment, loss: Loss) -> str:
+    """The loss's own moments belong to the pass they happen in, as a run measures them; a chunked loss begins the backward."""
     if moment.phase is Phase.LOSS:
-        return Phase.FORWARD.value if "forward" in moment.name else Phase.BACKWARD.value
+        return Phase.FORWARD.value if "forward" in moment.name and loss != "chunked" else Phase.BACKWARD.value
     return moment.phase.value
 
 

@@ -103,6 +103,8 @@ class Measurement(Spec):
     kernels: Kernels = "cpu"
     process_group: ProcessGroup
     rank: CountOrZero
+    workload: str = ""
+    """A user's own, ``package.module:function``, that was run in place of the job's model."""
     environment: Environment
     initialisation: PhaseMeasured | None = None
     steps: tuple[StepMeasured, ...]

@@ -20,6 +20,7 @@ from zeroplan.records import read_record
 from zeroplan.resolve import job
 
 Run = Callable[..., tuple[int, str, str]]
+ROOT = Path(__file__).parents[2]
 TINY = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 512,
@@ -91,6 +92,33 @@ def raises_in_forward():
 
 def returns_nothing():
     return None
+
+
+def exits():
+    raise SystemExit(0)
+
+
+def reads_values():
+    module, batch, loss = good()
+    return module, batch, lambda output: output if float(output) > 0 else -output
+
+
+OUTSIDE = torch.ones(64)
+
+
+def mixes():
+    module, batch, loss = good()
+    return module, batch, lambda output: output * OUTSIDE.sum()
+
+
+MADE = good()
+
+
+def made_before():
+    return MADE
+
+
+not_a_function = 1
 """
 needs_torch = [pytest.mark.torch, pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")]
 pytestmark = needs_torch
@@ -100,13 +128,18 @@ pytestmark = needs_torch
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's folder; afterwards no process that was started in it is left."""
     (tmp_path / "work.py").write_text(WORKLOADS)
+    (tmp_path / "broken.py").write_text("def f(:")
+    (tmp_path / "needy.py").write_text("import absent_package")
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "scratch").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
+    for name in ("work", "broken", "needy"):
+        sys.modules.pop(name, None)
     assert not left_over(tmp_path)
 
 
@@ -235,33 +268,87 @@ def test_a_rank_that_is_silent_and_will_not_go_is_ended(run: Run):
     assert time.monotonic() - began < 25
 
 
-@pytest.mark.parametrize(
-    ("workload", "said"), [("raises", "ZeroDivisionError: of my own making"), ("raises_in_forward", "RuntimeError")]
-)
+EITHER = pytest.mark.parametrize("backend", ["simulate", "cpu"])
+ON_TWO = ("--gpus", "2", "--stage", "3", "--rank", "0")
+
+
+@EITHER
+@pytest.mark.parametrize(("workload", "said"), [
+    ("work:raises", "ZeroDivisionError: of my own making"), ("work:raises_in_forward", "RuntimeError"),
+    ("work:exits", "SystemExit: 0"), ("broken:f", "SyntaxError"),
+])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_a_workload_that_raises_shows_its_own_traceback(run: Run, workload: str, said: str):
-    code, out, err = run(*CPU, "--gpus", "2", "--rank", "0", "--stage", "3", "--workload", f"work:{workload}")
+def test_a_workload_that_raises_shows_its_own_traceback(run: Run, backend: str, workload: str, said: str):
+    code, out, err = run("--backend", backend, *ON_TWO, "--workload", workload)
     assert (code, out) == (4, "")
-    assert "the workload's own traceback (rank 0)" in err
-    assert 'work.py"' in err
+    shown = err.split("--- the workload's own traceback (rank 0) ---\n")[1].split("--- end of the workload's traceback ---")[0]
+    assert f'{workload.split(":", maxsplit=1)[0]}.py"' in shown
+    assert said in shown
+    assert "zeroplan/" not in shown
     assert err.splitlines()[-1].startswith("zeroplan: the workload raised on rank 0: ")
     assert said in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("workload", ["absent.module:f", "work:absent", "work", "work:returns_nothing"])
+@EITHER
+@pytest.mark.parametrize("workload", [
+    "absent.module:f", "needy:f", "work:absent", "work:not_a_function", "work", ".work:f", "work:returns_nothing",
+])  # fmt: skip
 @pytest.mark.usefixtures("here")
-def test_a_workload_that_is_not_there_is_one_line(run: Run, workload: str):
-    code, out, err = run(*CPU, "--gpus", "2", "--rank", "0", "--stage", "3", "--workload", workload)
+def test_a_workload_that_is_not_there_is_one_line(run: Run, backend: str, workload: str):
+    code, out, err = run("--backend", backend, *ON_TWO, "--workload", workload)
     assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
-    assert err.startswith(f"zeroplan: workload '{workload}'")
+    assert [line for line in err.splitlines() if line != "simulating rank 0 of 2"] == err.splitlines()[-1:]
+    assert err.splitlines()[-1].startswith(f"zeroplan: workload '{workload}'")
+
+
+@pytest.mark.parametrize(("workload", "said"), [
+    ("reads_values", "run it with --backend cpu"), ("mixes", "inside the function"), ("made_before", "inside the function"),
+])  # fmt: skip
+@pytest.mark.usefixtures("here")
+def test_what_only_fake_tensors_refuse_says_the_way_out(run: Run, workload: str, said: str):
+    code, out, err = run(*ON_TWO, "--workload", f"work:{workload}")
+    assert (code, out) == (4, "")
+    assert err.splitlines()[-1].endswith(said)
+
+
+@EITHER
+@pytest.mark.usefixtures("here")
+def test_a_workload_is_not_taken_for_the_job_that_is_estimated(run: Run, backend: str):
+    code, out, _ = run("--backend", backend, *ON_TWO, "--workload", "work:good", "--out", "records")
+    assert code == 3
+    assert out.splitlines()[0] == "workload work:good, fsdp2 ZeRO stage 3, rank 0 of 2"
+    assert "predicted is the job, tiny at the job's batch" in out
+    (record,) = Path("records").iterdir()
+    assert record.name.startswith("work-good-fsdp2")
+    assert read_record(record).workload == "work:good"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_workload_on_fake_tensors_takes_what_it_takes_on_real_ones(run: Run):
+    peaks = []
+    for backend in ("simulate", "cpu"):
+        _, out, _ = run("--backend", backend, *ON_TWO, "--workload", "work:good", "--steps", "3", "--json")
+        steady = json.loads(out)["comparisons"][0]["measurement"]["steps"][-1]
+        peaks.append({phase["phase"]: phase["peak_bytes"] for phase in steady["phases"]} | {"held": steady["held_bytes"]})
+    step = Phase.STEP.value
+    assert abs(peaks[0].pop(step) - peaks[1].pop(step)) <= 16, "numbers wrapped as tensors, of up to 8 bytes"
+    assert peaks[0] == peaks[1]
+
+
+def test_the_program_finds_a_workload_in_the_folder_it_is_called_in(here: Path):
+    """As an installed program it does not have that folder on its path, unlike ``python -m``."""
+    program = here / "bin" / "zeroplan"
+    program.parent.mkdir()
+    program.write_text(f"import sys\nsys.path.insert(1, {str(ROOT)!r})\nfrom zeroplan.cli.app import main\nmain()\n")
+    arguments = ("verify", "--config", "tiny", "--seq-len", "64", *ON_TWO, "--workload", "work:good")
+    done = subprocess.run([sys.executable, program, *arguments], cwd=here, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("workload work:good"), done.stderr
 
 
 def started(here: Path, *arguments: str) -> "subprocess.Popen[str]":
-    root = Path(__file__).parents[2]
     return subprocess.Popen(
-        [sys.executable, "-m", "zeroplan", "verify", "--config", "tiny", "--seq-len", "64", *CPU, *arguments],
-        cwd=here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)},
+        [sys.executable, "-m", "zeroplan", "verify", "--config", "tiny", "--seq-len", "64", *arguments],
+        cwd=here, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  a shell's background jobs ignore it
     )  # fmt: skip
 
@@ -278,12 +365,27 @@ def until(condition: Callable[[], bool], *, seconds: float) -> bool:
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupt_takes_every_process_with_it(here: Path, sign: signal.Signals):
     """Whether the parent may still act or is gone at once."""
-    process = started(here, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", "work:sleeps", "--out", "records")
+    process = started(
+        here, *CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", "work:sleeps", "--out", "records"
+    )
     assert until(lambda: len(left_over(here)) == 2, seconds=20)
     process.send_signal(sign)
     process.communicate(timeout=10)
     assert process.returncode == (130 if sign is signal.SIGINT else -sign)
     assert until(lambda: not left_over(here), seconds=5)
+    assert not (here / "records").exists()
+
+
+def test_an_interrupt_ends_a_simulation_at_once_and_silently(here: Path):
+    """Whatever it is doing: a workload of its own is where the test can tell that it is doing something."""
+    (here / "work.py").write_text("import time\n\ndef waits():\n    open('waiting', 'w').close()\n    time.sleep(600)\n")
+    process = started(here, *ON_TWO, "--workload", "work:waits", "--out", "records")
+    assert until((here / "waiting").exists, seconds=60)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert time.monotonic() - began < 2
+    assert (process.returncode, out, err) == (130, "", "simulating rank 0 of 2\n")
     assert not (here / "records").exists()
 
 

@@ -39,7 +39,7 @@ def test_the_chunked_loss_by_hand():
     """A chunk of ten tokens; labels and the fp32 buffer of the hidden gradients beside it."""
     chunk, beside = 10 * VOCAB, 8 * TOKENS + 4 * TOKENS * HIDDEN
     assert total_bytes(head("chunked").loss_forward) == beside + (2 + 4 + 4) * chunk
-    assert at_the_loss("chunked") == beside + (4 + 8) * chunk
+    assert at_the_loss("chunked") == beside + (2 + 4 + 8) * chunk
     assert head("chunked").output == ()
 
 

@@ -58,7 +58,7 @@ def test_left_over_parameters_have_no_model():
 @pytest.mark.parametrize(("where", "says"), [
     ("nowhere", "form package.module:function"),
     ("no_such_package_at_all:f", "No module named"),
-    ("json:no_such_function", "no attribute"),
+    ("json:no_such_function", "no function"),
 ])  # fmt: skip
 def test_a_workload_that_is_not_there_is_named(where: str, says: str):
     from zeroplan.verify.workload import user_workload

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 #: CPU operators that take memory inside their kernel, and why.
 KERNEL_INNER = {
     "aten::_chunk_cat": "padded and cast copies; CUDA's kernel has none",
+    "aten::mul": "a cast copy of an operand of another dtype; CUDA's kernel casts as it reads",
+    "aten::add": "a cast copy of an operand of another dtype; CUDA's kernel casts as it reads",
     "aten::add_": "a cast copy of an operand of another dtype; CUDA's kernel casts as it reads",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "blocks of scores",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "blocks of scores",

@@ -13,7 +13,7 @@ from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.gpus import gpus_app
 from zeroplan.cli.models import models_app
 from zeroplan.cli.quick import QuickCommand, QuickGroup
-from zeroplan.cli.verify import verify_command
+from zeroplan.cli.verify import INTERRUPTED, verify_command
 from zeroplan.errors import MeasurementError, ZeroplanError
 
 BAD_INPUT, CANNOT_RUN = 2, 4
@@ -70,7 +70,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         _drop_unwritten(sys.stdout)
         return 0
     except (typer.Abort, KeyboardInterrupt):
-        return 130
+        return INTERRUPTED
     except (ZeroplanError, _UsageError, OSError) as error:
         _drop_unwritten(sys.stdout)
         return _refuse(_message(error), CANNOT_RUN if isinstance(error, MeasurementError) else BAD_INPUT)

@@ -24,13 +24,14 @@ class Held(NamedTuple):
 
 
 def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:
-    """Of each run, the record of the fullest rank, which the estimate is about; ranks of one run are told by job and backend.
+    """Of each run, the record of the fullest rank, which the estimate is about.
 
-    Engines that hand out whole tensors or leave the last rank short do not fill ranks alike.
+    Ranks of one run are told by job, workload and backend. Engines that hand out whole tensors or leave the last rank short
+    do not fill ranks alike.
     """
     fullest: dict[str, Held] = {}
     for one in held:
-        run = repr((one.measurement.job, one.measurement.backend, one.measurement.process_group))
+        run = repr((one.measurement.job, one.measurement.backend, one.measurement.process_group, one.measurement.workload))
         if run not in fullest or one.comparison.peak.measured > fullest[run].comparison.peak.measured:
             fullest[run] = one
     return tuple(fullest.values())

@@ -1,7 +1,11 @@
 """``zeroplan verify``: is the estimate true? Runs the real engine and holds what it took against what was predicted."""
 
+import os
+import signal
 import sys
 import traceback
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -15,12 +19,14 @@ from zeroplan.resolve import Resolved
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from zeroplan.measurement import Measurement
     from zeroplan.spec.job import JobSpec
 
 _RUN, _OUTPUT = "Run", "Output"
+#: What a shell makes of SIGINT, 128 + 2.
+INTERRUPTED = 130
 BACKENDS = ("simulate", "cpu", "cuda")
 _SETTLED = 3
 """Steps until every engine is: the first makes the optimizer's state, in the second DDP rebuilds buckets, and DeepSpeed's stage 3
@@ -156,14 +162,14 @@ def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -
     if job.recipe.engine == "paper":
         raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or deepspeed")
     _require(job)
-    if asked.workload and asked.backend != "cpu":
-        raise SpecError("--workload runs on --backend cpu")
     if asked.backend == "simulate":
         say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")
     if asked.backend == "cpu" or job.recipe.engine == "deepspeed":  # which patches torch for good, and prints
         _launch(job, asked, keep)
     else:
-        keep(_simulated(job, asked))
+        with _leaving_at_once():
+            measured = _simulated(job, asked)
+        keep(measured)
 
 
 def _launch(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -> None:
@@ -184,15 +190,37 @@ def _launch(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]"
 
 
 def _simulated(job: "JobSpec", asked: _Asked) -> "Measurement":
-    from zeroplan.verify.simulate import simulate  # noqa: PLC0415  torch comes with it
+    from zeroplan.verify.failures import text_of, whose, workload_raised  # noqa: PLC0415  torch comes with the next
+    from zeroplan.verify.simulate import simulate  # noqa: PLC0415
+    from zeroplan.verify.workload import user_workload  # noqa: PLC0415
 
     try:
-        return simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers)
+        make = user_workload(asked.workload) if asked.workload else None
+        found = simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers, make=make)
     except ZeroplanError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        if asked.workload and whose(error) == "workload":
+            raise workload_raised(text_of(error), rank=asked.rank, say=say) from error
         traceback.print_exc()
         raise MeasurementError(f"the simulation failed: {type(error).__name__}: {error}") from error
+    return replace(found, workload=asked.workload)
+
+
+@contextmanager
+def _leaving_at_once() -> "Iterator[None]":
+    """End on Ctrl-C there and then: torch takes a second to tear down, and an interrupt inside a weak reference is lost.
+
+    A simulation has written nothing and started no process.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else sees to it, or nobody shall
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _require(job: "JobSpec") -> None:

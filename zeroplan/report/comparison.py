@@ -15,7 +15,7 @@ _ALLOCATOR = "CUDA's allocator, not judged"  # what it shows depends on the orde
 def comparison_text(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
     """Return one table per question (peak and phases, kinds, what is sent, the allocator), the verdict and the remarks."""
     parts = [
-        [headline(measurement), how_line(measurement)],
+        [headline(measurement), how_line(measurement), *_own_workload(measurement)],
         list(_table("Memory", _memory(comparison))),
         list(_table("Alive at the peak (each at its own)", comparison.kinds)),
         list(_table("Sent and received per step", comparison.collectives)),
@@ -29,7 +29,7 @@ def comparison_text(comparison: Comparison, measurement: Measurement, *, toleran
 def comparison_markdown(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
     """Return the same as Markdown tables."""
     parts = [
-        [f"## {headline(measurement)}", "", how_line(measurement)],
+        [f"## {headline(measurement)}", "", how_line(measurement), *(f"\n{line}" for line in _own_workload(measurement))],
         list(_markdown_table("memory", _memory(comparison))),
         list(_markdown_table("alive at the peak (each at its own)", comparison.kinds)),
         list(_markdown_table("sent and received per step", comparison.collectives)),
@@ -72,10 +72,20 @@ def rank_line(comparison: Comparison, measurement: Measurement) -> str:
 def headline(measurement: Measurement) -> str:
     """What was run."""
     job = measurement.job
-    model = job.model.name or f"a {job.model.family} model"
-    return (
-        f"{model}, {job.recipe.engine} ZeRO stage {job.recipe.zero_stage}, rank {measurement.rank} of {job.mesh.world_size:,}"
-    )
+    what = f"workload {measurement.workload}" if measurement.workload else _model(measurement)
+    return f"{what}, {job.recipe.engine} ZeRO stage {job.recipe.zero_stage}, rank {measurement.rank} of {job.mesh.world_size:,}"
+
+
+def _model(measurement: Measurement) -> str:
+    model = measurement.job.model
+    return model.name or f"a {model.family} model"
+
+
+def _own_workload(measurement: Measurement) -> list[str]:
+    """Say that two different things may stand side by side."""
+    measured = "measured is the workload with its own module and batch"
+    predicted = f"predicted is the job, {_model(measurement)} at the job's batch and sequence length"
+    return [f"{measured}; {predicted}: the two agree as far as they are the same"] if measurement.workload else []
 
 
 def how_line(measurement: Measurement) -> str:

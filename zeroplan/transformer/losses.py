@@ -91,7 +91,7 @@ def _full_points(
 def chunked_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
     """One chunk of tokens at a time, forward and backward; the hidden gradients gather in one fp32 buffer.
 
-    Read in torchtitan's source, not run.
+    Equal to a run of it where the head is part of FSDP2's root unit. Leaves out a last chunk that is smaller than the others.
     """
     chunk = ceil_div(x.tokens, CHUNKS)
     matrix = x.hidden * vocab
@@ -104,7 +104,8 @@ def chunked_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPas
     gradients = Line(LOGITS, 8 * chunk * vocab, "gradients of a chunk's log-softmax and logits", "8·ceil(T/8)·V", CHUNKED)
     through = Line(GRADIENT, x.element * chunk * x.hidden, "gradient of a chunk's hidden states", "e·ceil(T/8)·h", CHUNKED)
     backward = (labels, buffer, softmax, gradients)
-    every = (*norm_saved, *saved)
+    named = Line(LOGITS, x.element * chunk * vocab, "logits of a chunk, held by name", "e·ceil(T/8)·V", CHUNKED)
+    every = (*norm_saved, *saved, named)
     points = (
         BackwardPoint("loss", (*every, *backward), matrix, 0, 0),
         BackwardPoint("head", (*every, labels, buffer, _chunk_logits(x, chunk, vocab), through), 2 * matrix, matrix, 0),

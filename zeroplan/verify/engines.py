@@ -142,10 +142,13 @@ def forward_and_backward(
     """One forward and backward pass of a plain loop."""
     enter(Phase.FORWARD)
     output = module(**work.batch)
+    if work.loss_goes_backward:
+        enter(Phase.BACKWARD)
     loss = work.loss(output)
     if not keep_logits:
         del output
-    enter(Phase.BACKWARD)
+    if not work.loss_goes_backward:
+        enter(Phase.BACKWARD)
     loss.backward()  # type: ignore[no-untyped-call]
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
+from zeroplan.verify.failures import workload_raised
 from zeroplan.verify.task import Task
 
 _GRACE_S = 2.0
@@ -99,10 +100,7 @@ def _failure(rank: _Rank, said: dict[str, str], say: Callable[[str], None]) -> Z
     if whose == "here":
         return MeasurementError(text)
     if whose == "workload":
-        say(
-            f"--- the workload's own traceback (rank {rank.number}) ---\n{text.rstrip()}\n--- end of the workload's traceback ---"
-        )
-        return MeasurementError(f"the workload raised on rank {rank.number}: {text.rstrip().splitlines()[-1]}")
+        return workload_raised(text, rank=rank.number, say=say)
     _show_tails([rank], say)
     return MeasurementError(f"rank {rank.number} failed: {text.splitlines()[0] if text else 'it did not say why'}")
 

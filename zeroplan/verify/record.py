@@ -13,7 +13,10 @@ from zeroplan.measurement import Measurement
 def record_name(measured: Measurement) -> str:
     """The file name that says what was run: ``gpt2-ddp-stage1-n4-rank0-cpu.json``."""
     job = measured.job
-    model = re.sub(r"[^a-z0-9.]+", "-", (job.model.name or job.model.family).lower()).strip("-.") or job.model.family
+    model = (
+        re.sub(r"[^a-z0-9.]+", "-", (measured.workload or job.model.name or job.model.family).lower()).strip("-.")
+        or job.model.family
+    )
     how = f"{job.recipe.engine}-stage{job.recipe.zero_stage}-n{job.mesh.world_size}-rank{measured.rank}"
     return f"{model[:80]}-{how}-{measured.backend}.json"
 

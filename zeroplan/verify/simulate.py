@@ -1,10 +1,15 @@
 """Run the engine's own code on fake tensors and a fake process group: any model, any number of ranks, no memory."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+
 from zeroplan.engines.device import workspace
+from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
@@ -16,13 +21,14 @@ from zeroplan.verify.replay import Replays
 from zeroplan.verify.run import run
 from zeroplan.verify.timeline import Timeline, collectives, initialisation, steps_measured
 from zeroplan.verify.tracker import Tracker
-from zeroplan.verify.workload import layer_period
+from zeroplan.verify.workload import Workload, layer_period
 
 _FEW_LAYERS = 4
 """With so many layers, and one more, every layer of a longer model has its like: a first, a last, and some between."""
 _COUNT_ELEMENTS = ("deepspeed",)
 """Engines whose buckets, windows of reuse and flat groups end after so many elements, wherever in a layer that is: few layers
 may look alike, and many do otherwise."""
+_NO_SCALER = ("no gradient scaler was run: it reads values, and what it holds is a few numbers",)
 _ALWAYS: tuple[str, ...] = (
     "collectives moved no data: the process group is fake",
     "weights are not initialised, dropout is off",
@@ -30,9 +36,12 @@ _ALWAYS: tuple[str, ...] = (
 
 
 def simulate(
-    job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True, say: Callable[[str], None] | None = None
-) -> Measurement:
+    job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True, say: Callable[[str], None] | None = None,
+    make: Callable[[], Workload] | None = None,
+) -> Measurement:  # fmt: skip
     """Measure a job without memory or GPU; the last step is the steady state. ``say`` is told how far it is.
+
+    ``make`` builds another workload than the job's own model, which is run as it is.
 
     Without ``all_layers`` a few are run and the rest extended from them (:mod:`zeroplan.verify.extend`), or all after all where
     they are not alike. DeepSpeed always runs all, and settles in the third step; it patches torch for good, so simulate it in a
@@ -40,12 +49,13 @@ def simulate(
     :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
     began = time.perf_counter()
-    recording = None if all_layers or job.recipe.engine in _COUNT_ELEMENTS else _from_few_layers(job, rank, steps)
-    remarks = _ALWAYS
+    as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS
+    recording = None if as_it_is else _from_few_layers(job, rank, steps)
+    remarks = (*_ALWAYS, *(_NO_SCALER if job.recipe.precision == "fp16-mixed" else ()))
     if recording is not None:
         remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
     else:
-        recording = _recorded(job, rank, steps, say)
+        recording = _recorded(job, rank, steps, say, make)
     workspace_bytes, _ = workspace(job.cluster.gpu)
     replays = Replays.of(recording, workspace_bytes=workspace_bytes)
     timeline = Timeline(recording, counted=replays.default.allocated)
@@ -66,13 +76,40 @@ def simulate(
     )
 
 
-def _recorded(job: JobSpec, rank: int, steps: int, say: Callable[[str], None] | None = None) -> Recording:
+def _recorded(
+    job: JobSpec, rank: int, steps: int, say: Callable[[str], None] | None = None, make: Callable[[], Workload] | None = None
+) -> Recording:  # fmt: skip
     device = _device(job)
     if device == CARD:
         install()
     tracker = Tracker(device=device, say=say)
-    run(job, tracker, rank=rank, steps=steps, device=device)
+    with _values_are_not_there(job) if make is None else nullcontext():
+        run(job, tracker, rank=rank, steps=steps, device=device, make=None if make is None else lambda: _placed(make, device))
     return tracker.recording
+
+
+@contextmanager
+def _values_are_not_there(job: JobSpec) -> Iterator[None]:
+    """Say in one line that something reads a number out of a tensor, as Adafactor does of every norm."""
+    try:
+        yield
+    except DataDependentOutputException as error:
+        names = f"optimizer {job.recipe.optimizer!r} or engine {job.recipe.engine!r}"
+        raise MeasurementError(
+            f"{names} reads values, which fake tensors do not have ({error}); run a small model with --backend cpu"
+        ) from error
+
+
+def _placed(make: Callable[[], Workload], device: str) -> Workload:
+    """Build a workload on the device, wherever it does not say otherwise, and hand it its batch there."""
+    with torch.device(device):
+        work = make()
+    tensors = (*work.module.parameters(), *work.module.buffers(), *work.batch.values())
+    if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise MeasurementError(
+            "the workload has real tensors, made before the simulation began; make all of them inside the function"
+        )
+    return work._replace(batch={name: tensor.to(device) for name, tensor in work.batch.items()})
 
 
 def _device(job: JobSpec) -> str:

@@ -8,16 +8,16 @@ import json
 import os
 import signal
 import sys
-import sysconfig
 import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.spec.base import read
+from zeroplan.verify.failures import text_of, whose
 from zeroplan.verify.task import Task
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def main() -> None:
     try:
         task = read(Task, json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), where="task")
         _tell(answers, record=str(_record(task, lambda text: _tell(answers, say=text))))
-    except Exception as error:  # noqa: BLE001  whatever it is, the parent is told
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, the parent is told
         traceback.print_exc()
-        _tell(answers, failed=_whose(error), text=_text(error))
+        _tell(answers, failed=whose(error), text=text_of(error))
         answers.flush()
         os._exit(1)  # threads of a broken collective must not hold the process
     answers.flush()
@@ -53,10 +53,12 @@ def _record(task: Task, say: Callable[[str], None]) -> Path:
 def _simulated(task: Task, say: Callable[[str], None]) -> Path:
     from zeroplan.verify.record import write_record  # noqa: PLC0415  what goes wrong here is told like everything else
     from zeroplan.verify.simulate import simulate  # noqa: PLC0415
+    from zeroplan.verify.workload import user_workload  # noqa: PLC0415
 
     rank = int(os.environ["RANK"])
-    found = simulate(task.job, rank=rank, steps=task.steps, all_layers=task.all_layers, say=say)
-    return write_record(found, Path(task.folder))
+    make = user_workload(task.workload) if task.workload else None
+    found = simulate(task.job, rank=rank, steps=task.steps, all_layers=task.all_layers, say=say, make=make)
+    return write_record(replace(found, workload=task.workload), Path(task.folder))
 
 
 def _measured(task: Task, say: Callable[[str], None]) -> Path:
@@ -79,7 +81,7 @@ def _measured(task: Task, say: Callable[[str], None]) -> Path:
     log = join(task.transport, store, rank=rank, ranks=ranks, timeout_s=task.timeout_s)
     build = made or (lambda: _with_weights(workload(task.job, dtype=stored_dtype(task.job.recipe))))
     found = measured(task.job, build, rank=rank, transport=task.transport, log=log, steps=task.steps, say=say)
-    path = write_record(found, Path(task.folder))
+    path = write_record(replace(found, workload=task.workload), Path(task.folder))
     dist.destroy_process_group()
     return path
 
@@ -102,30 +104,6 @@ def _leave_with_the_parent() -> None:
 
 def _tell(answers: TextIO, **message: str) -> None:
     print(json.dumps(message), file=answers, flush=True)
-
-
-def _whose(error: Exception) -> str:
-    if isinstance(error, SpecError):
-        return "input"
-    if isinstance(error, MeasurementError):
-        return "here"
-    return "workload" if _passes_through_users_code(error) else "engine"
-
-
-def _text(error: Exception) -> str:
-    if isinstance(error, ZeroplanError):
-        return str(error)
-    return (
-        "".join(traceback.format_exception(error)) if _passes_through_users_code(error) else f"{type(error).__name__}: {error}"
-    )
-
-
-def _passes_through_users_code(error: Exception) -> bool:
-    """Whether a line that belongs to no library was being run."""
-    libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    libraries.append(Path(__file__).parents[1])
-    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    return any(not any(frame.is_relative_to(library) for library in libraries) for frame in frames)
 
 
 if __name__ == "__main__":

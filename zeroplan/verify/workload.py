@@ -7,7 +7,10 @@ allocator left.
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -18,6 +21,8 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.losses import chunked_loss
+from zeroplan.verify.recomputation import checkpoint_options
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
 
@@ -25,13 +30,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
 class Workload(NamedTuple):
     """A module, the keyword arguments of one forward pass, and the loss in what it returns.
 
-    ``blocks`` are the parts that engines wrap one by one, in order.
+    ``blocks`` are the parts that engines wrap one by one, in order; ``loss_goes_backward`` says that the loss itself begins the
+    backward pass.
     """
 
     module: nn.Module
     batch: Mapping[str, torch.Tensor]
     loss: Callable[[object], torch.Tensor]
     blocks: tuple[nn.Module, ...] = ()
+    loss_goes_backward: bool = False
 
 
 def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Workload:
@@ -39,40 +46,51 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Worklo
 
     Under a fake tensor mode everything it builds is fake.
     """
-    _refuse_what_no_model_does(job.recipe)
+    _refuse_what_cannot_run(job.recipe)
     module = _causal_model(job.model, job.recipe, dtype, device)
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
     with torch.device(device):
         ids = torch.randint(0, job.model.vocab_size, shape)
+        if job.recipe.loss == "chunked":
+            labels = torch.randint(0, job.model.vocab_size, shape)
+            loss = chunked_loss(module, labels)
+            return Workload(module, {"input_ids": ids}, loss, _blocks(module), loss_goes_backward=True)
     return Workload(module, {"input_ids": ids, "labels": ids}, _loss, _blocks(module))
 
 
-def _refuse_what_no_model_does(recipe: RecipeSpec) -> None:
-    if recipe.recompute == "selective":
-        raise MeasurementError("selective recomputation is the training framework's own, not the model's; verify none or full")
+def _refuse_what_cannot_run(recipe: RecipeSpec) -> None:
     if recipe.attention == "flash":
         raise MeasurementError("attention 'flash' runs on GPUs only; verify sdpa or eager")
-    if recipe.loss != "full":
-        raise MeasurementError(
-            f"loss {recipe.loss!r} is not transformers' own and cannot be run; use loss 'full', or --workload"
-        )
-    if recipe.keep_logits == "fp32":
-        raise MeasurementError("keep_logits 'fp32' is what other loops do and cannot be run; use no or yes, or --workload")
+    if recipe.loss == "fused":
+        raise MeasurementError("loss 'fused' is Liger's kernel and runs on GPUs only; use full or chunked, or --workload")
+    if recipe.loss == "chunked" and recipe.engine != "fsdp2":
+        raise MeasurementError("loss 'chunked' goes backward before the engine knows; it runs under fsdp2 only")
 
 
 def user_workload(where: str) -> Callable[[], Workload]:
     """Find the function that ``package.module:function`` names; it returns a module, a batch and a loss, or a Workload.
 
-    The batch is a mapping of keyword arguments; the loss takes what the module returns and gives a scalar.
+    The batch is a mapping of keyword arguments; the loss takes what the module returns and gives a scalar. Engines wrap the
+    blocks of a Workload one by one, or else the parts of the longest list of modules.
     """
     module_name, _, name = where.partition(":")
-    if not module_name or not name:
+    if not module_name or not name or module_name.startswith("."):
         raise SpecError(f"workload {where!r} is not of the form package.module:function")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise SpecError(f"workload {where!r} is not there: {error}") from error
+    function = getattr(_imported(module_name, where), name, None)
+    if not callable(function):
+        raise SpecError(f"workload {where!r} is not there: {module_name} has no function {name!r}")
     return lambda: _as_workload(function(), where)
+
+
+def _imported(module_name: str, where: str) -> ModuleType:
+    """Import a module as ``python -m`` would from here: the current folder comes first."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        raise SpecError(f"workload {where!r} is not there: {error}") from error
 
 
 def _as_workload(made: object, where: str) -> Workload:
@@ -165,11 +183,17 @@ def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
     model.tie_weights()  # type: ignore[operator]  # left out with the initialisation
     model.train()
-    if recipe.recompute == "full":
-        # The random-number state that a checkpoint saves is in host memory; among CPU tensors it would count.
-        options = {"use_reentrant": False, "preserve_rng_state": False}
+    if recipe.recompute != "none":
+        options = checkpoint_options(recipe.recompute)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+    if recipe.keep_logits == "fp32":
+        model.register_forward_hook(_upcast)
     return model
+
+
+def _upcast(_module: nn.Module, _batch: object, output: object) -> None:
+    """Hand the logits on in fp32, as accelerate's ``convert_outputs_to_fp32`` does."""
+    output.logits = output.logits.float()  # type: ignore[attr-defined]  # a transformers output
 
 
 def _loss(output: object) -> torch.Tensor:

@@ -31,7 +31,10 @@ _REPLICAS = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.p
 
 
 def after_the_loss(plan: Plan) -> Iterator[Moment]:
-    """The backward of the loss, the head and the final norm; the last block is gathered ahead of its backward."""
+    """The backward of the loss, the head and the final norm; the last block is gathered ahead of its backward.
+
+    A chunked loss goes backward by itself, before the model's own backward begins and anything is gathered.
+    """
     last = plan.blocks[-1]
     common = (
         *plan.persistent,
@@ -39,14 +42,15 @@ def after_the_loss(plan: Plan) -> Iterator[Moment]:
         root_unsharded(plan),
         *kept(plan, plan.every_layer, every=True),
         *still_unsharded(plan, plan.every_layer),
-        *(() if plan.reshard is False else (gathered(plan, last, "the last block, gathered ahead of its backward"),)),
         *output(plan),
     )
+    ahead = () if plan.reshard is False else (gathered(plan, last, "the last block, gathered ahead of its backward"),)
     for point in plan.head.points:
+        by_itself = plan.recipe.loss == "chunked" and point.name != "final norm"
         yield Moment(
             f"backward of the {point.name}",
             Phase.LOSS if point.name == "loss" else Phase.BACKWARD,
-            (*common, root_gradients(plan, point.gradients), *point.lines),
+            (*common, *(() if by_itself else ahead), root_gradients(plan, point.gradients), *point.lines),
         )
 
 

@@ -1,0 +1,115 @@
+"""Recipes beyond a model's own: selective recomputation, fp32 logits, a loss in chunks. The estimate is held to the runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.verify.test_tracker import WEIGHTS, job
+from zeroplan.comparison import compare
+from zeroplan.errors import MeasurementError
+from zeroplan.estimator import estimate
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.batch import BatchSpec
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+LONG = BatchSpec(micro_batch_size=2, seq_len=256)
+FSDP2 = {
+    "llama, selective": job(recompute="selective"),
+    "llama, selective, activations dominate": job(recompute="selective", batch=LONG),
+    "llama, selective, eager attention": job(recompute="selective", attention="eager", batch=LONG),
+    "gpt2, selective": job("gpt2", recompute="selective"),
+    "qwen3, selective": job("qwen3", recompute="selective", batch=LONG),
+    "mixtral, selective": job("mixtral", ffn=256, recompute="selective", batch=LONG),
+    "llama, fp32 logits kept": job(keep_logits="fp32", vocab=5000),
+    "gpt2, fp32 logits kept": job("gpt2", keep_logits="fp32", vocab=5000),
+    "llama, loss in chunks": job(loss="chunked", vocab=5000, batch=LONG),
+    "llama, loss in chunks, recomputed": job(loss="chunked", vocab=9000, recompute="full", batch=LONG),
+    "llama, loss in chunks, tied head, accumulation": job(
+        loss="chunked", vocab=5000, tied=True, batch=replace(WEIGHTS, grad_accum_steps=2)
+    ),
+    "gpt2, loss in chunks": job("gpt2", loss="chunked", vocab=5000),
+}
+DDP = {
+    "llama, selective": job(engine="ddp", zero_stage=0, recompute="selective", batch=LONG),
+    "llama, fp32 logits kept": job(engine="ddp", zero_stage=0, keep_logits="fp32", vocab=5000),
+}
+
+
+@pytest.mark.parametrize("name", FSDP2)
+def test_the_tracker_sees_what_the_profiler_sees_and_on_fake_tensors_the_same(name: str):
+    from tests.verify.unwatched import unwatched_peaks, watched_peaks
+
+    real = watched_peaks(FSDP2[name], fake=False)
+    assert real == unwatched_peaks(FSDP2[name])
+    assert watched_peaks(FSDP2[name], fake=True) == real
+
+
+@pytest.mark.parametrize("name", DDP)
+def test_under_ddp_it_sees_what_the_profiler_sees(name: str):
+    from tests.verify.unwatched import unwatched_peaks, watched_peaks
+
+    assert watched_peaks(DDP[name], fake=False, steps=3) == unwatched_peaks(DDP[name], steps=3)
+
+
+#: Mixtral's estimate has the gradient of the experts' outputs twice, in fp32 and cast, where the run has dropped an operand of it.
+ABOVE = {"mixtral, selective": 0.02}
+
+
+@pytest.mark.parametrize("name", FSDP2)
+def test_backward_and_peak_are_what_is_estimated(name: str):
+    """Beside the peak of a small job stand numbers and batches of some hundred bytes that the estimate leaves out."""
+    from zeroplan.verify.simulate import simulate
+
+    compared = compare(estimate(FSDP2[name]), simulate(FSDP2[name]))
+    backward = next(row for row in compared.phases if row.what == Phase.BACKWARD)
+    for row in (compared.peak, backward):
+        assert -0.0005 < row.error < ABOVE.get(name, 0.0005), row
+
+
+def test_selective_recomputation_keeps_every_second_product_and_what_attention_gives():
+    """Of a block of seven products the first, third, fifth and seventh; of its attention the output and the log-sum-exp."""
+    from tests.verify.unwatched import watched
+
+    tracker = watched(FSDP2["llama, selective"], fake=True)
+    start = next(span.start for span in tracker.spans if (span.step, span.phase) == (1, Phase.BACKWARD))
+    kept = sorted(
+        (block.module.removeprefix("model.layers.1").removeprefix("."), block.n_bytes)
+        for block in tracker.blocks
+        if block.born <= start < block.died and block.kind is Kind.ACTIVATIONS and block.module.startswith("model.layers.1")
+    )
+    tokens, model = 2 * 64, FSDP2["llama, selective"].model
+    hidden, value = 2 * tokens * model.hidden_size, 2 * tokens * model.num_key_value_heads * model.head_dim
+    assert kept == [
+        ("", hidden),  # what it hands on, the next block's input
+        ("mlp.down_proj", hidden),
+        ("mlp.gate_proj", 2 * tokens * model.intermediate_size),
+        ("self_attn", 4 * tokens * model.num_attention_heads),
+        ("self_attn", hidden),
+        ("self_attn.q_proj", hidden),
+        ("self_attn.v_proj", value),
+    ]
+
+
+def test_an_optimizer_that_reads_values_is_refused_in_one_line():
+    from zeroplan.verify.simulate import simulate
+
+    with pytest.raises(MeasurementError, match=r"'adafactor' .* reads values") as refused:
+        simulate(job(optimizer="adafactor"))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("recipe", "says"), [
+    ({"loss": "fused"}, "Liger"), ({"loss": "chunked", "engine": "ddp", "zero_stage": 0}, "fsdp2 only"),
+    ({"loss": "chunked", "batch": BatchSpec(seq_len=15)}, "15 tokens cannot be cut into the 8 equal chunks"),
+    ({"attention": "flash"}, "GPUs only"),
+])  # fmt: skip
+def test_what_cannot_be_run_is_refused_in_one_line(recipe: dict[str, object], says: str):
+    from zeroplan.verify.workload import workload
+
+    with pytest.raises(MeasurementError, match=says):
+        workload(job(**recipe), dtype=torch.float32, device="meta")

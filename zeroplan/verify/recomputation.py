@@ -1,0 +1,66 @@
+"""What a block recomputes in its backward: everything, or everything but the operators that are dear.
+
+Selective recomputation is torch's own ``create_selective_checkpoint_contexts`` with the policy that torchtitan made known: the
+outputs of attention kernels and of every second matrix product are kept, the first of a block among them. A product with a
+bias is another operator (``addmm``), neither counted nor kept. Later torchtitan also keeps outputs of ``addmm``, ``bmm`` and
+``topk``, and never a router's.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch._ops import OpOverload
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+
+from zeroplan.spec.recipe import Recompute
+
+
+def checkpoint_options(recompute: Recompute) -> dict[str, object]:
+    """Return the keyword arguments of ``torch.utils.checkpoint.checkpoint``.
+
+    The random-number state that a checkpoint saves is in host memory; among CPU tensors it would count. Selective recomputation
+    goes to a block's end, as torchtitan's does: stopped early, it would never take a last product that it kept, nor drop it.
+    """
+    options: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": False}
+    if recompute == "selective":
+        options |= {"context_fn": _contexts, "early_stop": False}
+    return options
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    made: tuple[AbstractContextManager[None], AbstractContextManager[None]] = create_selective_checkpoint_contexts(
+        every_second_product()
+    )  # type: ignore[no-untyped-call]
+    return made
+
+
+Policy = Callable[..., CheckpointPolicy]
+
+
+def every_second_product() -> Policy:
+    """Build the policy for one call of one block: it counts the products, in the forward and in the recomputation."""
+    seen = {False: 0, True: 0}
+
+    def policy(
+        context: SelectiveCheckpointContext, operator: OpOverload, *_args: object, **_kwargs: object
+    ) -> CheckpointPolicy:
+        if operator is _PRODUCT:
+            seen[context.is_recompute] += 1
+            return _KEEP if seen[context.is_recompute] % 2 else _AGAIN
+        return _KEEP if operator in _ATTENTION else _AGAIN
+
+    return policy
+
+
+_KEEP, _AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+_PRODUCT = torch.ops.aten.mm.default
+_ATTENTION = frozenset({
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+})  # fmt: skip
