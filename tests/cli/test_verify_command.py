@@ -330,9 +330,11 @@ def test_a_workload_on_fake_tensors_takes_what_it_takes_on_real_ones(run: Run):
         _, out, _ = run("--backend", backend, *ON_TWO, "--workload", "work:good", "--steps", "3", "--json")
         steady = json.loads(out)["comparisons"][0]["measurement"]["steps"][-1]
         peaks.append({phase["phase"]: phase["peak_bytes"] for phase in steady["phases"]} | {"held": steady["held_bytes"]})
-    step = Phase.STEP.value
-    assert abs(peaks[0].pop(step) - peaks[1].pop(step)) <= 16, "numbers wrapped as tensors, of up to 8 bytes"
-    assert peaks[0] == peaks[1]
+    # AdamW counts the steps of each tensor in a number, which beside a GPU is in host memory; the step itself wraps some more.
+    tensors, beyond = 14, {Phase.STEP.value: 12}
+    assert {what: peaks[1][what] - n_bytes for what, n_bytes in peaks[0].items()} == {
+        what: 4 * tensors + beyond.get(what, 0) for what in peaks[0]
+    }
 
 
 def test_the_program_finds_a_workload_in_the_folder_it_is_called_in(here: Path):
