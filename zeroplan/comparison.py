@@ -15,6 +15,7 @@ from zeroplan.transformer.families.norms import STATISTICS
 
 #: Library workspaces come with CUDA's kernels; a run on other tensors has none.
 _ONLY_ON_CUDA = (Kind.WORKSPACE,)
+_A_THOUSANDTH = 1000
 
 
 class Compared(NamedTuple):
@@ -58,10 +59,12 @@ class Comparison(NamedTuple):
         """What is not within ``tolerance``, the largest difference first.
 
         Peak and held bytes are judged by their own size, a collective by what all collectives of the step move: a flag or a
-        norm that is not predicted is shown, but does not outweigh the gradients.
+        norm that is not predicted is shown, but does not outweigh the gradients. Nor does a batch of token ids where nothing
+        else is held: less than a thousandth of the peak is no difference.
         """
         moved = sum(max(row.predicted, row.measured) for row in self.collectives)
-        found = [row for row in (self.peak, self.held) if abs(row.error) > tolerance]
+        matters = self.peak.measured // _A_THOUSANDTH
+        found = [row for row in (self.peak, self.held) if abs(row.error) > tolerance and abs(row.difference) > matters]
         found += [row for row in self.collectives if abs(row.difference) > tolerance * moved]
         return tuple(sorted(found, key=lambda row: -abs(row.difference)))
 

@@ -81,7 +81,7 @@ def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
 def _unsharded(answer: Estimate) -> dict[Kind, int]:
     """The states of the same job on one data-parallel rank, which holds everything."""
     job = answer.job
-    recipe = replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, reshard_after_forward=None))
+    recipe = replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False))
     return estimate(replace(job, recipe=recipe, mesh=MeshSpec(tp=job.mesh.tp))).states_by_kind
 
 

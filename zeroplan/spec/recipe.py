@@ -32,6 +32,9 @@ class Fsdp2Options(Spec):
     """``None``: True at stage 3, False at stage 2; an int keeps that many ways of sharding between forward and backward."""
     reduce_dtype: Literal["fp32", "param"] = "fp32"
     """Under mixed precision: gradients are reduced in fp32, or in the parameters' compute dtype."""
+    cpu_offload: bool = False
+    """``CPUOffloadPolicy``: shards of parameters and gradients and the optimizer are in host memory, and the optimizer runs
+    there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

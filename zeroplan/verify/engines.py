@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -112,9 +112,12 @@ class Fsdp2:
 
     def __init__(self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> None:
         policy, reshard = _policy(recipe), _reshard(recipe)
+        offload = CPUOffloadPolicy() if recipe.fsdp2.cpu_offload else OffloadPolicy()
         for block in work.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        self._model: FSDPModule = fully_shard(work.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
+        self._model: FSDPModule = fully_shard(
+            work.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload
+        )
         self._work, self._recipe = work, recipe
         self.optimizer = make_optimizer(work.module.parameters(), recipe)
 

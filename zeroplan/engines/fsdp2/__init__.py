@@ -4,7 +4,7 @@ Every block is one group, everything else (embedding, final norm, head) is the r
 lifetimes end with Python references in host order, so the allocated bytes at every moment follow from the code of
 ``torch/distributed/fsdp/_fully_shard`` (torch 2.13). The estimate is for rank 0, whose dim-0 chunk is never the smaller one.
 
-Left out: frozen parameters, other wrappings, explicit prefetching, CPU offload, and buffers of the process group itself.
+Left out: frozen parameters, other wrappings, explicit prefetching, and buffers of the process group itself.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from zeroplan.engines.fsdp2.forward import forward, loss_forward
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
 from zeroplan.engines.optimizers import counted, step_temporary_lines
-from zeroplan.ledger import Moment, Phase
+from zeroplan.ledger import Line, Moment, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -33,7 +33,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     """
     plan = make_plan(model, recipe, mesh, batch)
     states = (*plan.persistent, plan.gradient_shards(plan.every_layer, "after backward", root=True))
-    temporaries = step_temporary_lines(recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol="P/N")
+    temporaries = _step_temporaries(plan)
     moments = (
         *forward(plan),
         loss_forward(plan),
@@ -52,6 +52,13 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
             (f"one {run.kind} block", one.kept(recipe.recompute)) for run, one in zip(plan.runs, plan.passes, strict=True)
         ),
     )
+
+
+def _step_temporaries(plan: Plan) -> tuple[Line, ...]:
+    """What the optimizer takes for its step: nothing of the GPU's where it runs on the host."""
+    if plan.offloaded:
+        return ()
+    return step_temporary_lines(plan.recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol="P/N")
 
 
 def _excess(parameter: Parameter, ranks: int) -> int:
@@ -89,7 +96,9 @@ def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Say where sharding by dim 0 leaves rank 0 with clearly more than its share."""
+    """Say what is on the host, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
+    if plan.offloaded:
+        yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
     shards, even = plan.padded // plan.n, plan.numel // plan.n
     if not isinstance(shards, int) or shards - even <= even // _NOTABLE_EXCESS:
         return

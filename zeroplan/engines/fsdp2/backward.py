@@ -127,10 +127,11 @@ def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> t
     if position.previous_run is None:
         return (gathered(plan, group, "this block's, until it is copied out"),)
     below, width = plan.blocks[position.previous_run], plan.width.compute
-    cast: Int = below.shard * width if plan.width.mixed else 0
+    to_gather = plan.width.mixed or plan.offloaded  # a cast copy, or one from host memory
+    cast: Int = below.shard * width if to_gather else 0
     ahead = plan.gathers * maximum(width * group.padded, width * below.padded + cast)
     own, other = f"{width}·P_{group.symbol}", f"{width}·P_{below.symbol}"
-    formula = f"max({own}, {other} + {other}/N)" if plan.width.mixed else f"max({own}, {other})"
+    formula = f"max({own}, {other} + {other}/N)" if to_gather else f"max({own}, {other})"
     formula = f"{formula}·min(1, N-1)"
     return (Line(Kind.GATHER, ahead, "this block's, then the next one's with its cast input", formula, GATHER),)
 

@@ -21,6 +21,7 @@ from zeroplan.transformer.params import layout
 
 SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param"
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
+OFFLOAD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffloadPolicy"
 ACCUMULATE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_accumulated_grad_if_needed"
 
 
@@ -71,6 +72,12 @@ class Plan(NamedTuple):
     kept: tuple[Int, ...]
     """Bytes one block of each run keeps from its forward to its backward."""
     persistent: tuple[Line, ...]
+    """Parameters and optimizer state of this rank; lines of nothing where they are in host memory."""
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether shards and optimizer are in host memory."""
+        return self.recipe.fsdp2.cpu_offload
 
     @property
     def recomputed(self) -> bool:
@@ -103,7 +110,8 @@ class Plan(NamedTuple):
         formula = shards_formula(stored, layers, self.kinds, root=root)
         if self.recipe.sync_every_micro_batch:
             formula = f"max({formula}, {stored}·M·P/N)"
-        return Line(Kind.GRADIENTS, stored * now, f"this rank's chunk of the gradients, {when}", formula, REDUCE)
+        line = Line(Kind.GRADIENTS, stored * now, f"this rank's chunk of the gradients, {when}", formula, REDUCE)
+        return on_host(line) if self.offloaded else line
 
     def left_behind(self, layers: tuple[int, ...], *, root: bool = True) -> tuple[Line, ...]:
         """Whole gradients that earlier micro-batches left (``no_sync``) of layers that are not reduced yet. [bytes]"""
@@ -125,6 +133,10 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     impl, tensors = implementation(recipe.optimizer, recipe.optimizer_impl), _local_tensors(tree, n)
     root = _group((*tree.embeddings, *tree.tail), n, "root")
     blocks = tuple(_group(run.parameters, n, run.kind) for run in tree.runs)
+    persistent = (
+        _parameter_line(tree, root, blocks, width.stored),
+        *state_lines(recipe.optimizer, impl, tensors, width.stored, symbol="P/N"),
+    )
     return Plan(
         recipe=recipe,
         width=width,
@@ -149,9 +161,13 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         passes=passes,
         head=outside(model, recipe, batch),
         kept=tuple(total_bytes(one.kept(recipe.recompute)) for one in passes),
-        persistent=(_parameter_line(tree, root, blocks, width.stored), *state_lines(
-            recipe.optimizer, impl, tensors, width.stored, symbol="P/N")),
-    )  # fmt: skip
+        persistent=tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent,
+    )
+
+
+def on_host(line: Line) -> Line:
+    """The line as the GPU has it where its memory is the host's: nothing."""
+    return Line(line.kind, 0, f"{line.reason}, in host memory", "0", OFFLOAD)
 
 
 def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
