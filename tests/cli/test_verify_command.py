@@ -297,8 +297,7 @@ def test_a_workload_that_raises_shows_its_own_traceback(run: Run, backend: str, 
 def test_a_workload_that_is_not_there_is_one_line(run: Run, backend: str, workload: str):
     code, out, err = run("--backend", backend, *ON_TWO, "--workload", workload)
     assert (code, out) == (2, "")
-    said = [line for line in err.splitlines() if line != "simulating rank 0 of 2" and not line.startswith("[rank0]:[W")]
-    assert said == err.splitlines()[-1:]
+    assert [line for line in err.splitlines() if line != "simulating rank 0 of 2"] == err.splitlines()[-1:]
     assert err.splitlines()[-1].startswith(f"zeroplan: workload '{workload}'")
 
 
@@ -331,8 +330,11 @@ def test_a_workload_on_fake_tensors_takes_what_it_takes_on_real_ones(run: Run):
         _, out, _ = run("--backend", backend, *ON_TWO, "--workload", "work:good", "--steps", "3", "--json")
         steady = json.loads(out)["comparisons"][0]["measurement"]["steps"][-1]
         peaks.append({phase["phase"]: phase["peak_bytes"] for phase in steady["phases"]} | {"held": steady["held_bytes"]})
-    numbers = 4 * 14 + 16  # Adam counts steps in host memory, 4 bytes for each of 14 parameters; and numbers wrapped as tensors
-    assert all(0 <= peaks[1][name] - peaks[0][name] <= numbers for name in peaks[0])
+    # AdamW counts the steps of each tensor in a number, which beside a GPU is in host memory; the step itself wraps some more.
+    tensors, beyond = 14, {Phase.STEP.value: 12}
+    assert {what: peaks[1][what] - n_bytes for what, n_bytes in peaks[0].items()} == {
+        what: 4 * tensors + beyond.get(what, 0) for what in peaks[0]
+    }
 
 
 def test_the_program_finds_a_workload_in_the_folder_it_is_called_in(here: Path):

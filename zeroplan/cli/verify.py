@@ -1,11 +1,6 @@
 """``zeroplan verify``: is the estimate true? Runs the real engine and holds what it took against what was predicted."""
 
-import os
-import signal
 import sys
-import traceback
-from contextlib import contextmanager
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -14,12 +9,12 @@ import typer
 
 from zeroplan.cli.compare import DISAGREES, TOLERANCE, parse_tolerance
 from zeroplan.cli.job_flags import takes_a_job
-from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
+from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.resolve import Resolved
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from zeroplan.measurement import Measurement
     from zeroplan.spec.job import JobSpec
@@ -33,76 +28,46 @@ _SETTLED = 3
 first follows the trace of the first."""
 
 
+def _flag(name: str, value: str | None, text: str, *, panel: str = _RUN, shown: bool = False) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(name, metavar=value, help=text, rich_help_panel=panel, show_default=shown)
+    return option
+
+
+_Backend = Annotated[str, _flag("--backend", "simulate|cpu", "Fake tensors, or real tensors on the CPU.", shown=True)]
+_Nproc = Annotated[
+    str | None,
+    _flag("--nproc", "N", "cpu: real processes over gloo, one per GPU of the job. (default: one process, fake group)"),
+]
+_Rank = Annotated[str, _flag("--rank", "R", "Which rank to be, where one process stands for all.", shown=True)]
+_Steps = Annotated[str | None, _flag("--steps", "N", "Optimizer steps; the last counts. (default: 3; FSDP2 simulated: 2)")]
+_AllLayers = Annotated[bool, _flag("--all-layers", None, "simulate: run every layer instead of extending a few.")]
+_Workload = Annotated[
+    str | None,
+    _flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, instead of the job's model."),
+]
+_Timeout = Annotated[str, _flag("--timeout", "SECONDS", "How long a collective or a rank may be silent.", shown=True)]
+_Tolerance = Annotated[
+    str,
+    _flag("--tolerance", "FRACTION", "How far peak, held bytes and collectives may be apart.", panel=_OUTPUT, shown=True),
+]
+_Out = Annotated[str | None, _flag("--out", "DIR", "Write the records here.", panel=_OUTPUT)]
+_Json = Annotated[bool, _flag("--json", None, "Versioned JSON.", panel=_OUTPUT)]
+
+
 @takes_a_job
 def verify_command(
     *,
     resolved: Resolved,
-    backend: Annotated[
-        str,
-        typer.Option(
-            "--backend",
-            metavar="simulate|cpu",
-            help="Fake tensors, or real tensors on the CPU.",
-            rich_help_panel=_RUN,
-        ),
-    ] = "simulate",
-    nproc: Annotated[
-        str | None,
-        typer.Option(
-            "--nproc",
-            metavar="N",
-            help="cpu: real processes over gloo, one per GPU of the job. (default: one process, fake group)",
-            rich_help_panel=_RUN,
-            show_default=False,
-        ),
-    ] = None,
-    rank: Annotated[
-        str,
-        typer.Option("--rank", metavar="R", help="Which rank to be, where one process stands for all.", rich_help_panel=_RUN),
-    ] = "0",
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            "--steps",
-            metavar="N",
-            help="Optimizer steps; the last counts. (default: 3; FSDP2 simulated: 2)",
-            rich_help_panel=_RUN,
-            show_default=False,
-        ),
-    ] = None,
-    all_layers: Annotated[
-        bool, typer.Option("--all-layers", help="simulate: run every layer instead of extending a few.", rich_help_panel=_RUN)
-    ] = False,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            "--workload",
-            metavar="PACKAGE.MODULE:FUNCTION",
-            help="Your own module, example batch and loss, instead of the job's model.",
-            rich_help_panel=_RUN,
-            show_default=False,
-        ),
-    ] = None,
-    timeout: Annotated[
-        str,
-        typer.Option(
-            "--timeout", metavar="SECONDS", help="How long a collective or a rank may be silent.", rich_help_panel=_RUN
-        ),
-    ] = "300",
-    tolerance: Annotated[
-        str,
-        typer.Option(
-            "--tolerance",
-            metavar="FRACTION",
-            help="How far peak, held bytes and collectives may be apart.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = TOLERANCE,
-    out: Annotated[
-        str | None,
-        typer.Option("--out", metavar="DIR", help="Write the records here.", rich_help_panel=_OUTPUT, show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
+    backend: _Backend = "simulate",
+    nproc: _Nproc = None,
+    rank: _Rank = "0",
+    steps: _Steps = None,
+    all_layers: _AllLayers = False,
+    workload: _Workload = None,
+    timeout: _Timeout = "300",
+    tolerance: _Tolerance = TOLERANCE,
+    out: _Out = None,
+    as_json: _Json = False,
 ) -> int:
     """Run the job's real engine without a GPU, and hold what it took against the estimate; exit with 3 beyond the tolerance."""
     limit, ranks = parse_tolerance(tolerance), resolved.job.mesh.world_size
@@ -164,15 +129,11 @@ def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -
     _require(job)
     if asked.backend == "simulate":
         say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")
-    if asked.backend == "cpu" or job.recipe.engine == "deepspeed":  # which patches torch for good, and prints
-        _launch(job, asked, keep)
-    else:
-        with _leaving_at_once():
-            measured = _simulated(job, asked)
-        keep(measured)
+    _launch(job, asked, keep)
 
 
 def _launch(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -> None:
+    """Run in processes of their own: torch is patched there, printed to, killed, and nothing of it is left here."""
     from zeroplan.verify.launch import launch  # noqa: PLC0415  only a run pays for it
     from zeroplan.verify.task import Task  # noqa: PLC0415
 
@@ -187,40 +148,6 @@ def _launch(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]"
         timeout_s=asked.timeout_s,
     )
     launch(task, keep=keep, say=say)
-
-
-def _simulated(job: "JobSpec", asked: _Asked) -> "Measurement":
-    from zeroplan.verify.failures import text_of, whose, workload_raised  # noqa: PLC0415  torch comes with the next
-    from zeroplan.verify.simulate import simulate  # noqa: PLC0415
-    from zeroplan.verify.workload import user_workload  # noqa: PLC0415
-
-    try:
-        make = user_workload(asked.workload) if asked.workload else None
-        found = simulate(job, rank=asked.rank, steps=asked.steps, all_layers=asked.all_layers, make=make)
-    except ZeroplanError:
-        raise
-    except (Exception, SystemExit) as error:
-        if asked.workload and whose(error) == "workload":
-            raise workload_raised(text_of(error), rank=asked.rank, say=say) from error
-        traceback.print_exc()
-        raise MeasurementError(f"the simulation failed: {type(error).__name__}: {error}") from error
-    return replace(found, workload=asked.workload)
-
-
-@contextmanager
-def _leaving_at_once() -> "Iterator[None]":
-    """End on Ctrl-C there and then: torch takes a second to tear down, and an interrupt inside a weak reference is lost.
-
-    A simulation has written nothing and started no process.
-    """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # somebody else sees to it, or nobody shall
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _require(job: "JobSpec") -> None:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from zeroplan.errors import MeasurementError
@@ -81,14 +82,27 @@ def _always(answer: object) -> object:
     return lambda *_: answer
 
 
+class FakeCardMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+    """Fake tensors where a GPU is named that is not there: constants stay on the host until they are moved."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Whether to keep from touching the device."""
+        return True
+
+
 @contextmanager
 def decisions() -> Iterator[None]:
-    """Choose attention's kernel as CUDA does, and let host memory be pinned, which changes nothing on the card."""
+    """Choose attention's kernel as CUDA does, and let host memory be pinned, which changes nothing on the card.
+
+    Backward passes run in the calling thread: a thread of the device's own would number autograd's nodes anew.
+    """
     attention, pinned = torch.nn.functional.scaled_dot_product_attention, torch.Tensor.pin_memory
     torch.nn.functional.scaled_dot_product_attention = _attention
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     try:
-        yield
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
     finally:
         torch.nn.functional.scaled_dot_product_attention = attention
         torch.Tensor.pin_memory = pinned  # type: ignore[method-assign]

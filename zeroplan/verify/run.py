@@ -4,19 +4,20 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.card import CARD, decisions
+from zeroplan.verify.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, stored_dtype, train
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload, workload
@@ -76,12 +77,21 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh) -> Engine:
 def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
     """One rank of the job's mesh under torch's fake process group, which moves nothing."""
     ranks = job.mesh.dp_replicate * job.mesh.dp_shard
-    backend = "fake" if device == "cpu" else f"cpu:fake,{device}:fake"
-    dist.init_process_group(backend, rank=rank, world_size=ranks, store=FakeStore())
+    dist.init_process_group(
+        "fake" if device == "cpu" else _fake_group_on(device), rank=rank, world_size=ranks, store=FakeStore()
+    )
     try:
         yield mesh_of(job, device)
     finally:
         dist.destroy_process_group()
+
+
+@cache
+def _fake_group_on(device: str) -> str:
+    """Name a backend that is torch's fake one, for a device that torch's registration of it leaves out."""
+    name = f"fake_on_{device}"
+    dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=["cpu", device])
+    return name
 
 
 def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
@@ -112,8 +122,8 @@ _LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
 @contextmanager
 def fake_tensors(device: str = "cpu") -> Iterator[None]:
     """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
-    as_on_cuda = decisions() if device == CARD else nullcontext()
-    with _unpacked_rows(), _chunks_as_wanted(), as_on_cuda, FakeTensorMode():
+    as_on_cuda, mode = (decisions(), FakeCardMode()) if device == CARD else (nullcontext(), FakeTensorMode())
+    with _unpacked_rows(), _chunks_as_wanted(), as_on_cuda, mode:
         yield
 
 

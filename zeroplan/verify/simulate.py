@@ -32,7 +32,9 @@ _NO_SCALER = ("no gradient scaler was run: it reads values, and what it holds is
 _ALWAYS: tuple[str, ...] = (
     "collectives moved no data: the process group is fake",
     "weights are not initialised, dropout is off",
-)
+    ("CUDA's allocator is a model of it: from a card that holds what initialisation left and never runs out, with cuBLAS's "
+     "workspaces, on the streams the engine chose"),
+)  # fmt: skip
 
 
 def simulate(
