@@ -143,7 +143,8 @@ def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
 def _inside(plan: Plan, position: Position, point: BackwardPoint, alive: tuple[Line, ...]) -> Moment:
     width = plan.width.compute
     elements = point.gradients
-    made = Line(Kind.UNSHARDED_GRADIENTS, width * elements, "this block's, made so far", product(width, elements), ACCUMULATE)
+    n_bytes, formula = width * plan.fresh(elements), plan.fresh_formula(elements)
+    made = Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "this block's, made so far", formula, ACCUMULATE)
     return Moment(f"backward of {position.name}: {point.name}", Phase.BACKWARD, (*alive, *point.lines, made))
 
 

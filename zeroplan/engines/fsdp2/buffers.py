@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from zeroplan.engines.formulas import blocks_sum, product
+from zeroplan.engines.formulas import blocks_sum
 from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan
 from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import FLOWING, KEPT
@@ -91,10 +91,8 @@ def output(plan: Plan) -> tuple[Line, ...]:
 
 def root_gradients(plan: Plan, elements: int) -> Line:
     """Gradients of the root group, kept whole until it is reduced at the very end."""
-    width = plan.width.compute
-    return Line(
-        Kind.UNSHARDED_GRADIENTS, width * elements, "root group's, kept until the very end", product(width, elements), REDUCE
-    )
+    n_bytes, formula = plan.width.compute * plan.fresh(elements), plan.fresh_formula(elements)
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, kept until the very end", formula, REDUCE)
 
 
 def reduce_input(plan: Plan, group: Group, reason: str) -> Line:

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.formulas import blocks_sum
+from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines
 from zeroplan.engines.outside import outside
 from zeroplan.engines.positions import Position, corners
@@ -112,6 +112,19 @@ class Plan(NamedTuple):
             formula = f"max({formula}, {stored}·M·P/N)"
         line = Line(Kind.GRADIENTS, stored * now, f"this rank's chunk of the gradients, {when}", formula, REDUCE)
         return on_host(line) if self.offloaded else line
+
+    def fresh(self, elements: int) -> Int:
+        """Gradients of this micro-batch that stand beside those of earlier ones. [elements]
+
+        Under ``no_sync`` autograd adds to what is there, unless that was put aside in the reduction's wider dtype.
+        """
+        added = not self.recipe.sync_every_micro_batch and self.reduce_bytes == self.width.compute
+        return (1 - self.several) * elements if added else elements
+
+    def fresh_formula(self, elements: int) -> str:
+        """The bytes of :meth:`fresh` in symbols."""
+        formula = product(self.width.compute, elements)
+        return formula if isinstance(fresh := self.fresh(1), int) and fresh == 1 else f"(1-M)·{formula}"
 
     def left_behind(self, layers: tuple[int, ...], *, root: bool = True) -> tuple[Line, ...]:
         """Whole gradients that earlier micro-batches left (``no_sync``) of layers that are not reduced yet. [bytes]"""
