@@ -46,6 +46,7 @@ def configuration(job: JobSpec) -> dict[str, object]:
 
 _PRECISIONS: dict[str, dict[str, object]] = {
     "bf16-mixed": {"bf16": {"enabled": True}},
+    "fp16-mixed": {"fp16": {"enabled": True}},
     "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
 }
 
