@@ -136,7 +136,8 @@ def large() -> dict[str, dict[str, Any]]:
 def test_a_large_job_takes_what_is_estimated(name: str, large: dict[str, dict[str, Any]]):
     measured = read(Measurement, large[name], where="record")
     compared = compare(estimate(LARGE[name].job), measured)
-    assert -0.0001 < compared.peak.error < (0.005 if LARGE[name].job.recipe.recompute == "full" else 0.0001), compared
+    # A recomputed pass peaks where a bucket is full; the estimate knows the largest such moments, not each.
+    assert abs(compared.peak.error) < (0.005 if LARGE[name].job.recipe.recompute == "full" else 0.0001), compared
     assert abs(compared.held.error) < 0.0005, compared
     assert [row.what for row in compared.collectives if abs(row.difference) > 1000] == []
 
