@@ -1,8 +1,7 @@
 """Runs of DeepSpeed in a process of its own, which it patches for good: jobs on standard input, one per line, answers out.
 
 Each job runs in a fork that has torch and DeepSpeed imported. Of a job asked for as ``exact`` the answer is what the profiler
-saw on real tensors, what the tracker saw there, and what it saw on fake ones; of ``layers``, the simulation of all layers and
-that of few of them.
+saw on real tensors, what the tracker saw there, and what it saw on fake ones; of ``simulated``, the record.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,6 @@ from zeroplan.verify.engines import stored_dtype
 from zeroplan.verify.workload import Workload, workload
 
 if TYPE_CHECKING:
-    from zeroplan.measurement import Measurement
     from zeroplan.verify.tracker import Tracker
 
 STEPS = 3
@@ -69,21 +68,14 @@ def calls(tracker: Tracker) -> list[str]:
     return [str(call) for call in tracker.calls]
 
 
-def layers(job: JobSpec, rank: int) -> dict[str, object]:
+def simulated(job: JobSpec, rank: int) -> dict[str, object]:
+    """The record that ``zeroplan verify`` leaves."""
     from zeroplan.verify.simulate import simulate
 
-    every, few = (simulate(job, rank=rank, steps=STEPS, all_layers=every) for every in (True, False))
-    return {"all": figures(every), "few": figures(few), "extended": any("extended" in remark for remark in few.remarks)}
+    return asdict(simulate(job, rank=rank, steps=STEPS, all_layers=False))
 
 
-def figures(measured: Measurement) -> object:
-    steps = [
-        ([(p.phase, p.peak_bytes, p.kinds) for p in step.phases], step.held_bytes, step.held_kinds) for step in measured.steps
-    ]
-    return steps, sorted(map(str, measured.collectives))
-
-
-QUESTIONS = {"exact": exact, "layers": layers}
+QUESTIONS = {"exact": exact, "simulated": simulated}
 
 
 def answer_and_leave(line: str, answer: Path) -> None:

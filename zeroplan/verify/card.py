@@ -12,10 +12,10 @@ from functools import cache
 from typing import Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from zeroplan.errors import MeasurementError
+from zeroplan.verify.fake_mode import QuickFakes
 
 CARD = "card"
 """The device's name."""
@@ -82,7 +82,7 @@ def _always(answer: object) -> object:
     return lambda *_: answer
 
 
-class FakeCardMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+class FakeCardMode(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Fake tensors where a GPU is named that is not there: constants stay on the host until they are moved."""
 
     @property

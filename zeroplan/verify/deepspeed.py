@@ -1,17 +1,21 @@
 """DeepSpeed behind the face of the other engines. It patches torch for good: only for a process that does nothing else."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.engines import Watcher, make_optimizer
+from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload
 
 #: Attributes of DeepSpeed's optimizers (0.18, 0.19) whose tensors are of one kind.
@@ -46,6 +50,7 @@ def configuration(job: JobSpec) -> dict[str, object]:
 
 _PRECISIONS: dict[str, dict[str, object]] = {
     "bf16-mixed": {"bf16": {"enabled": True}},
+    "fp16-mixed": {"fp16": {"enabled": True}},
     "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
 }
 
@@ -95,7 +100,11 @@ class DeepSpeed:
         """Tell the watcher whose DeepSpeed's flat tensors are, whenever they may have changed."""
         self._watcher = watcher
         self._claim()
-        yield
+        with ExitStack() as stack:
+            for owner, name, kind in _LABELS:
+                if hasattr(owner, name):
+                    stack.enter_context(replaced(owner, name, _labelled(watcher, getattr(owner, name), kind)))
+            yield
         self._watcher = None
 
     def _claim(self) -> None:
@@ -107,6 +116,23 @@ class DeepSpeed:
         for name, kind in _HOLDS:
             self._watcher.claim(kind, tensors(getattr(self._wrapper, name, None)))
         self._watcher.claim(_MASTERS, masters)
+
+
+#: Functions of DeepSpeed (0.18, 0.19) and what they ask memory for.
+_LABELS: tuple[tuple[object, str, Kind], ...] = (
+    (PartitionedParameterCoordinator, "fetch_sub_module", Kind.GATHER),
+    (DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", Kind.REDUCE),
+    (DeepSpeedZeroOptimizer, "setup_buckets", Kind.REDUCE),
+    (DeepSpeedZeroOptimizer, "reduce_ipg_grads", Kind.REDUCE),
+)
+
+
+def _labelled(watcher: Watcher, function: Callable[..., object], kind: Kind) -> Callable[..., object]:
+    def labelled(*args: object, **kwargs: object) -> object:
+        with watcher.labelled(kind):
+            return function(*args, **kwargs)
+
+    return labelled
 
 
 #: The copy of the weights that the optimizer updates, as the estimate counts it.

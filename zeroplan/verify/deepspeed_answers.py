@@ -41,6 +41,7 @@ def answers(options: DeepSpeedOptions) -> Iterator[None]:
             replaced(utils, "assert_lst_len_same_as_other_ranks", _among_equals(utils.assert_lst_len_same_as_other_ranks)),
             replaced(utils, "get_lst_from_rank0", _among_equals(utils.get_lst_from_rank0)),
             replaced(get_accelerator(), "available_memory", lambda _index=None: room),
+            replaced(get_accelerator(), "is_fp16_supported", lambda: True),
             replaced(nn.Module, "to", _to(nn.Module.to)),
             *(_forgotten(owner) for owner in (groups, comm, partition_parameters.Init)),
         ):

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
@@ -19,6 +19,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, stored_dtype, train
+from zeroplan.verify.fake_mode import QuickFakes
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload, workload
 
@@ -122,7 +123,7 @@ _LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
 @contextmanager
 def fake_tensors(device: str = "cpu") -> Iterator[None]:
     """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
-    as_on_cuda, mode = (decisions(), FakeCardMode()) if device == CARD else (nullcontext(), FakeTensorMode())
+    as_on_cuda, mode = (decisions(), FakeCardMode()) if device == CARD else (nullcontext(), QuickFakes())
     with _unpacked_rows(), _chunks_as_wanted(), as_on_cuda, mode:
         yield
 

@@ -53,7 +53,8 @@ def simulate(
     began = time.perf_counter()
     as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS
     recording = None if as_it_is else _from_few_layers(job, rank, steps)
-    remarks = (*_ALWAYS, *(_NO_SCALER if job.recipe.precision == "fp16-mixed" else ()))
+    unscaled = job.recipe.precision == "fp16-mixed" and job.recipe.engine != "deepspeed"  # which has a scaler of its own
+    remarks = (*_ALWAYS, *(_NO_SCALER if unscaled else ()))
     if recording is not None:
         remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
     else:

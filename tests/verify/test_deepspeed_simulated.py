@@ -1,0 +1,147 @@
+"""DeepSpeed on fake tensors takes what it takes on real ones, to the byte, and a large job takes what is estimated."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.engines.test_deepspeed_measured import CASES
+from zeroplan.catalog.model import model
+from zeroplan.comparison import compare
+from zeroplan.estimator import estimate
+from zeroplan.measurement import Measurement
+from zeroplan.spec.base import read
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+pytestmark = [pytest.mark.torch, pytest.mark.deepspeed]
+
+
+class Run(NamedTuple):
+    """A job, and as which rank it is run."""
+
+    job: JobSpec
+    rank: int = 0
+
+
+def small(name: str) -> JobSpec:
+    case = CASES[name]
+    return JobSpec(
+        model=replace(case.model, num_hidden_layers=2),
+        recipe=case.recipe,
+        mesh=MeshSpec(dp_shard=case.n_ranks),
+        batch=case.batch,
+    )
+
+
+EXACT = {
+    name: Run(small(name), rank)
+    for name, rank in {
+        "stage 0, FusedAdam's wrapper": 1,
+        "stage 1, accumulating": 3,
+        "stage 2": 0,
+        "stage 2, three ranks, few tokens": 2,
+        "stage 2, experts": 0,
+        "stage 2, no contiguous gradients": 0,
+        "stage 3, three ranks, default bucket": 0,
+        "stage 3, streaming, recomputed": 3,
+        "stage 3, some persistent, accumulating": 0,
+        "stage 3, sub-groups, foreach": 2,
+    }.items()
+}
+
+SEVEN_B, FEW_TOKENS = model("llama-2-7b"), BatchSpec(seq_len=512)
+
+
+def seven_b(stage: int, **fields: Any) -> Run:
+    return Run(
+        JobSpec(
+            model=replace(SEVEN_B, num_hidden_layers=6),
+            recipe=RecipeSpec(engine="deepspeed", zero_stage=stage, **fields),
+            mesh=MeshSpec(dp_shard=8),
+            batch=FEW_TOKENS,
+        )
+    )
+
+
+LARGE = {
+    "7B wide, stage 0": seven_b(0),
+    "7B wide, stage 1, fp16": seven_b(1, precision="fp16-mixed"),
+    "7B wide, stage 2, recomputed": seven_b(2, recompute="full"),
+    "7B wide, stage 3": seven_b(3),
+}
+
+
+def answers(runs: dict[str, Run], ask: str) -> dict[str, dict[str, Any]]:
+    """Every run's answer, by two workers side by side."""
+    pytest.importorskip("torch")
+    pytest.importorskip("deepspeed")
+    names = list(runs)
+    halves = names[::2], names[1::2]
+    with ThreadPoolExecutor(2) as workers:
+        found = list(workers.map(lambda half: _asked([runs[name] for name in half], ask), halves))
+    return {name: answer for half, told in zip(halves, found, strict=True) for name, answer in zip(half, told, strict=True)}
+
+
+def _asked(runs: list[Run], ask: str) -> list[dict[str, Any]]:
+    questions = "".join(json.dumps({"ask": ask, "rank": run.rank, "job": asdict(run.job)}) + "\n" for run in runs)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("deepspeed_runs.py")],
+        input=questions,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert all(told), done.stderr
+    return told
+
+
+@pytest.fixture(scope="module")
+def exact() -> dict[str, dict[str, Any]]:
+    return answers(EXACT, "exact")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_same(name: str, exact: dict[str, dict[str, Any]]):
+    run = exact[name]
+    assert len(run["profiled"]) == 3 * 3
+    assert run["real"] == run["profiled"]
+    assert run["fake"] == run["profiled"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_collective_of_the_real_run_is_in_the_fake_one(name: str, exact: dict[str, dict[str, Any]]):
+    assert exact[name]["real calls"]
+    assert exact[name]["fake calls"] == exact[name]["real calls"]
+
+
+@pytest.fixture(scope="module")
+def large() -> dict[str, dict[str, Any]]:
+    return answers(LARGE, "simulated")
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_job_takes_what_is_estimated(name: str, large: dict[str, dict[str, Any]]):
+    measured = read(Measurement, large[name], where="record")
+    compared = compare(estimate(LARGE[name].job), measured)
+    # A recomputed pass peaks where a bucket is full; the estimate knows the largest such moments, not each.
+    assert abs(compared.peak.error) < (0.005 if LARGE[name].job.recipe.recompute == "full" else 0.0001), compared
+    assert abs(compared.held.error) < 0.0005, compared
+    assert [row.what for row in compared.collectives if abs(row.difference) > 1000] == []
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_all_layers_are_run_where_elements_are_counted(name: str, large: dict[str, dict[str, Any]]):
+    assert not any("extended" in remark for remark in large[name]["remarks"])
