@@ -46,7 +46,7 @@ def step_implementation(recipe: RecipeSpec) -> OptimizerImpl | None:
         from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  see engine_module
 
         return optimizer_impl(recipe)
-    return implementation(recipe.optimizer, recipe.optimizer_impl)
+    return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload)
 
 
 #: The model states of the ZeRO paper (arXiv:1910.02054, section 3.1), in its order; an engine may hold buffers beside them.

@@ -128,8 +128,8 @@ def counted(*lines: Line) -> tuple[Symbol, ...]:
     return tuple(symbols.values())
 
 
-def implementation(optimizer: Optimizer, impl: OptimizerImpl | None) -> OptimizerImpl:
-    """How the step is carried out: what was asked for, or torch's default on CUDA.
+def implementation(optimizer: Optimizer, impl: OptimizerImpl | None, *, on_host: bool = False) -> OptimizerImpl:
+    """How the step is carried out: what was asked for, or torch's default on CUDA; on the host it goes tensor by tensor.
 
     Raises SpecError where the optimizer has no such implementation. Source: torch 2.13, ``_default_to_fused_or_foreach`` and
     each optimizer's functional entry point.
@@ -139,7 +139,7 @@ def implementation(optimizer: Optimizer, impl: OptimizerImpl | None) -> Optimize
     """
     offered = IMPLEMENTATIONS[optimizer]
     if impl is None:
-        return offered[0]
+        return "forloop" if on_host and "forloop" in offered else offered[0]
     if impl not in offered:
         raise SpecError(f"optimizer {optimizer!r} has no {impl} implementation; use {' or '.join(offered)}")
     return impl

@@ -307,5 +307,5 @@ def _optimizer_class(recipe: RecipeSpec) -> tuple[type[torch.optim.Optimizer], M
 
 
 def _implementation(recipe: RecipeSpec) -> dict[str, bool]:
-    chosen = implementation(recipe.optimizer, recipe.optimizer_impl)
+    chosen = implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload)
     return {"fused": True} if chosen == "fused" else {"foreach": chosen == "foreach"}

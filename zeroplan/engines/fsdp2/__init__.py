@@ -33,19 +33,21 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     """
     plan = make_plan(model, recipe, mesh, batch)
     states = (*plan.persistent, plan.gradient_shards(plan.every_layer, "after backward", root=True))
-    temporaries = _step_temporaries(plan)
+    temporaries = step_temporary_lines(recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol="P/N")
+    here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
     moments = (
         *forward(plan),
         loss_forward(plan),
         *after_the_loss(plan),
         *backward(plan),
         *end_of_backward(plan),
-        Moment("optimizer step", Phase.STEP, (*states, *temporaries)),
+        Moment("optimizer step", Phase.STEP, (*states, *here)),
     )
     return Account(
         states=states,
         moments=moments,
         collectives=collectives(plan, mesh, batch),
+        host=(*_in_host_memory(plan), *there),
         symbols=(*_symbols(plan), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
         kept=tuple(
@@ -54,11 +56,11 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     )
 
 
-def _step_temporaries(plan: Plan) -> tuple[Line, ...]:
-    """What the optimizer takes for its step: nothing of the GPU's where it runs on the host."""
-    if plan.offloaded:
+def _in_host_memory(plan: Plan) -> tuple[Line, ...]:
+    """What CPU offload keeps there, per rank; the optimizer's step takes its temporaries there, too."""
+    if not plan.offloaded:
         return ()
-    return step_temporary_lines(plan.recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol="P/N")
+    return (*plan.in_host_memory, plan.reduced_gradients(plan.every_layer, "after backward", root=True))
 
 
 def _excess(parameter: Parameter, ranks: int) -> int:

@@ -73,6 +73,8 @@ class Plan(NamedTuple):
     """Bytes one block of each run keeps from its forward to its backward."""
     persistent: tuple[Line, ...]
     """Parameters and optimizer state of this rank; lines of nothing where they are in host memory."""
+    in_host_memory: tuple[Line, ...]
+    """The same lines where they are."""
 
     @property
     def offloaded(self) -> bool:
@@ -103,6 +105,11 @@ class Plan(NamedTuple):
 
     def gradient_shards(self, layers: tuple[int, ...], when: str, *, root: bool = False) -> Line:
         """This rank's chunk of the gradients of these layers; of all, where earlier micro-batches have left theirs."""
+        line = self.reduced_gradients(layers, when, root=root)
+        return on_host(line) if self.offloaded else line
+
+    def reduced_gradients(self, layers: tuple[int, ...], when: str, *, root: bool = False) -> Line:
+        """The same, wherever its memory is."""
         stored = self.width.stored
         now = self.shards(layers, root=root)
         if self.recipe.sync_every_micro_batch:
@@ -110,8 +117,7 @@ class Plan(NamedTuple):
         formula = shards_formula(stored, layers, self.kinds, root=root)
         if self.recipe.sync_every_micro_batch:
             formula = f"max({formula}, {stored}·M·P/N)"
-        line = Line(Kind.GRADIENTS, stored * now, f"this rank's chunk of the gradients, {when}", formula, REDUCE)
-        return on_host(line) if self.offloaded else line
+        return Line(Kind.GRADIENTS, stored * now, f"this rank's chunk of the gradients, {when}", formula, REDUCE)
 
     def fresh(self, elements: int) -> Int:
         """Gradients of this micro-batch that stand beside those of earlier ones. [elements]
@@ -143,7 +149,10 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     tree, width, n = layout(model), widths(recipe.precision), mesh.dp_shard
     compute = compute_of(recipe)
     passes = tuple(block_pass(model, run.kind, compute, batch) for run in tree.runs)
-    impl, tensors = implementation(recipe.optimizer, recipe.optimizer_impl), _local_tensors(tree, n)
+    impl, tensors = (
+        implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload),
+        _local_tensors(tree, n),
+    )
     root = _group((*tree.embeddings, *tree.tail), n, "root")
     blocks = tuple(_group(run.parameters, n, run.kind) for run in tree.runs)
     persistent = (
@@ -175,6 +184,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         head=outside(model, recipe, batch),
         kept=tuple(total_bytes(one.kept(recipe.recompute)) for one in passes),
         persistent=tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent,
+        in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
     )
 
 

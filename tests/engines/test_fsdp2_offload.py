@@ -1,0 +1,46 @@
+"""FSDP2 with CPU offload: what leaves the GPU, what stays, and where it goes. Against the engine: tests/verify/test_simulate.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zeroplan import Estimate, estimate, job
+from zeroplan.ledger import Kind
+from zeroplan.spec.recipe import Fsdp2Options
+
+
+def offloaded(**said: object) -> tuple[Estimate, Estimate]:
+    asked = job(model="llama-2-7b", gpus=8, stage=3, seq_len=1024, **said)
+    away = replace(asked.recipe, fsdp2=Fsdp2Options(cpu_offload=True))
+    return estimate(asked), estimate(replace(asked, recipe=away))
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp32"])
+def test_the_states_are_in_host_memory_instead(precision: str):
+    here, away = offloaded(precision=precision)
+    assert sum(line.n_bytes for line in away.held) == 0
+    assert all(line.n_bytes == 0 for line in away.states)
+    states = sum(line.n_bytes for line in here.states)
+    temporaries = sum(line.n_bytes for line in away.host if line.kind is Kind.OPTIMIZER_TEMPORARY)
+    assert away.host_bytes == states + temporaries
+    assert here.host_bytes == 0
+
+
+def test_the_peak_is_lower_by_the_states_that_were_alive():
+    here, away = offloaded()
+    alive = sum(line.n_bytes for line in here.peak.lines if line.kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE, Kind.GRADIENTS))
+    assert away.peak_bytes == here.peak_bytes - alive
+
+
+def test_the_step_is_the_hosts_tensor_by_tensor():
+    here, away = offloaded()
+    steps = [moment for answer in (here, away) for moment in answer.moments if moment.name == "optimizer step"]
+    assert steps[1].total_bytes == sum(line.n_bytes for line in away.workspaces) < steps[0].total_bytes
+    assert any("in turn" in line.reason for line in away.host)
+
+
+def test_as_much_is_sent():
+    here, away = offloaded()
+    assert here.traffic.collectives == away.traffic.collectives
