@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from zeroplan.cli.app import main
 from zeroplan.ledger import Phase
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
-from zeroplan.resolve import job
 
 Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
@@ -171,9 +169,6 @@ CPU = ("--backend", "cpu")
 
 
 DEEPSPEED = [pytest.mark.deepspeed, pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed")]
-#: In some runs something of DeepSpeed's, as large as all weights in 16 bits, outlives its step; why is not known. Only these
-#: sizes may differ: a run that fails, or other traffic, still fails its test.
-NOT_THE_SAME = "memory of DeepSpeed under gloo is not the same in every run"
 
 
 @pytest.mark.parametrize("engine", [
@@ -184,8 +179,6 @@ NOT_THE_SAME = "memory of DeepSpeed under gloo is not the same in every run"
 ])  # fmt: skip
 def test_two_real_ranks_agree_with_the_estimate(run: Run, here: Path, engine: tuple[str, ...]):
     code, out, err = run(*CPU, "--gpus", "2", "--nproc", "2", *engine, "--out", "records", "--tolerance", "0.01")
-    if "deepspeed" in engine and code == 3:
-        pytest.xfail(NOT_THE_SAME)
     assert code == 0, (out, err)
     assert "It agrees within 1 %" in out
     records = sorted((here / "records").iterdir())
@@ -194,51 +187,6 @@ def test_two_real_ranks_agree_with_the_estimate(run: Run, here: Path, engine: tu
     assert [(one.rank, one.process_group, len(one.steps)) for one in measured] == [(0, "gloo", 3), (1, "gloo", 3)]
     assert all(sum(phase.kinds.values()) == phase.peak_bytes for one in measured for step in one.steps for phase in step.phases)
     assert [phase.phase for phase in measured[0].steady.phases] == [Phase.FORWARD, Phase.BACKWARD, Phase.STEP]
-
-
-def traffic(measured: Measurement) -> list[str]:
-    return sorted(str(one) for one in measured.collectives)
-
-
-def sizes(measured: Measurement) -> list[int]:
-    """What a record says of memory, number by number: of each step what is held, and of each phase the peak and its kinds."""
-    return [
-        n_bytes
-        for step in measured.steps
-        for n_bytes in (
-            step.held_bytes,
-            *(
-                n_bytes
-                for phase in step.phases
-                for n_bytes in (phase.peak_bytes, *(phase.kinds[kind] for kind in sorted(phase.kinds)))
-            ),
-        )
-    ]
-
-
-@pytest.mark.parametrize("said", [
-    {"engine": "fsdp2", "stage": 3}, {"engine": "fsdp2", "stage": 2, "grad_accum": 2, "sync_every_micro_batch": False},
-    {"engine": "ddp", "stage": 1, "grad_accum": 2},
-    pytest.param({"engine": "deepspeed", "stage": 1},
-                 marks=DEEPSPEED),
-], ids=str)  # fmt: skip
-@pytest.mark.usefixtures("here")
-def test_the_fake_group_shows_every_rank_what_real_ranks_show(said: dict[str, object]):
-    from zeroplan.verify.launch import launch
-    from zeroplan.verify.task import Task
-
-    asked = job(config="tiny", gpus=2, seq_len=64, **said)
-    task = Task(job=asked, transport="gloo", workload="work:good", timeout_s=60)
-    real: list[Measurement] = []
-    launch(task, keep=real.append, say=print)
-    real.sort(key=lambda measured: measured.rank)
-    for rank in (0, 1):
-        fake: list[Measurement] = []
-        launch(replace(task, transport="fake", rank=rank), keep=fake.append, say=print)
-        assert traffic(fake[0]) == traffic(real[rank])
-        if said["engine"] == "deepspeed" and sizes(fake[0]) != sizes(real[rank]):
-            pytest.xfail(NOT_THE_SAME)
-        assert sizes(fake[0]) == sizes(real[rank])
 
 
 @pytest.mark.parametrize(("workload", "said"), [

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import GradBucket, Reducer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -86,7 +86,9 @@ def train(engine: Engine, watcher: Watcher, *, module: nn.Module, steps: int, ac
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for state in optimizer.state.values():
+    """What an optimizer holds; ``ZeroRedundancyOptimizer`` holds it in the one it wraps."""
+    holder = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    for state in holder.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
@@ -255,9 +257,9 @@ class Ddp:
         """Drop the gradients."""
         self.optimizer.zero_grad()
 
-    def labels(self, _watcher: Watcher) -> AbstractContextManager[None]:
-        """Say nothing: the reducer makes its buckets in C++."""
-        return nullcontext()
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Tell the buckets that the reducer makes in the second forward; the first ones are made with the engine."""
+        return _labelled(watcher, Reducer, "_rebuild_buckets", Kind.REDUCE)
 
 
 def _reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -6,10 +6,13 @@ stretch is the block that stands where the longer run's stood among its like, co
 """
 
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import groupby
 
 from zeroplan.errors import MeasurementError
-from zeroplan.ledger import Kind
+from zeroplan.ledger import Kind, Phase
 from zeroplan.verify.recording import STILL_HELD, Block, Call, Recording, Span
 
 _NUMBER = re.compile(r"\d+")
@@ -25,11 +28,12 @@ def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
     Modules are named with ``*`` for the number of their layer. Raises :class:`NotAlikeError` where the two runs are not alike
     enough to say.
     """
-    few, more = _Events(shorter), _Events(longer)
+    calls = _calls(shorter, longer, times)
+    few, more = _Events(without_flattening(shorter)), _Events(without_flattening(longer))
     if len(shorter.spans) != len(longer.spans):
         raise NotAlikeError(_NOT_ALIKE)
-    writer = _Writer(more)
-    for index, span in enumerate(longer.spans):
+    writer = _Writer(more, _whole(few.recording, more.recording, times))
+    for index, span in enumerate(more.recording.spans):
         start = writer.now
         done = 0
         signatures = more.signatures(index)
@@ -40,13 +44,57 @@ def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
             done = end
         writer.repeat(index, done, len(signatures))
         writer.spans.append(Span(span.step, span.phase, start))
-    return Recording(writer.blocks, writer.spans, _calls(shorter.calls, longer.calls, times), writer.now)
+    return Recording(writer.blocks, writer.spans, calls, writer.now)
 
 
-def _calls(few: list[Call], more: list[Call], times: int) -> list[Call]:
-    """Every collective as often as it grows to."""
-    less, found = Counter(few), Counter(more)
+def _calls(shorter: Recording, longer: Recording, times: int) -> list[Call]:
+    """Every collective of the last step as often as it grows to."""
+    less, found = (Counter(_of_the_last_step(recording)) for recording in (shorter, longer))
+    if less - found:  # a collective of the shorter run that is larger in the longer one, and may be two in a still longer one
+        raise NotAlikeError(_NOT_ALIKE)
     return [call for call, count in found.items() for _ in range(less[call] + times * (count - less[call]))]
+
+
+def _of_the_last_step(recording: Recording) -> Iterator[Call]:
+    last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
+    return (call for call in recording.calls if recording.spans[call.span].step == last)
+
+
+# --- what is of all layers at once -------------------------------------------------------------------------------------
+
+
+def is_whole(block: Block) -> bool:
+    """Whether it is DDP's first bucket, which is one for all gradients, or is all gradients, until the second forward."""
+    return block.span == 0 and block.kind in (Kind.REDUCE, Kind.GRADIENTS)
+
+
+def without_flattening(recording: Recording) -> Recording:
+    """Leave out what DDP's constructor takes and gives back: copies of parameters in pieces that end anywhere in a layer.
+
+    There are at most two pieces, of 250 MiB and a tensor at the most, and never as many bytes as the bucket that comes after.
+    """
+    first = recording.spans[1].start if len(recording.spans) > 1 else recording.now
+    passing = {block for block in recording.blocks if is_whole(block) and block.died <= first}
+    gone = sorted(moment for block in passing for moment in (block.born, block.died))
+
+    def moved(moment: int) -> int:
+        return moment if moment == STILL_HELD else moment - bisect_right(gone, moment)
+
+    blocks = []
+    for block in recording.blocks:
+        if block not in passing:
+            blocks.append(block.again(born=moved(block.born), module=block.module))
+            blocks[-1].died = moved(block.died)
+    spans = [span._replace(start=moved(span.start)) for span in recording.spans]
+    return Recording(blocks, spans, recording.calls, moved(recording.now))
+
+
+def _whole(shorter: Recording, longer: Recording, times: int) -> dict[Block, int]:
+    """Bytes in the long run of what is of all layers at once."""
+    few, more = ([block for block in recording.blocks if is_whole(block)] for recording in (shorter, longer))
+    if len(few) != len(more):
+        raise NotAlikeError(_NOT_ALIKE)
+    return {other: one.n_bytes + times * (other.n_bytes - one.n_bytes) for one, other in zip(few, more, strict=True)}
 
 
 # --- what is alike -----------------------------------------------------------------------------------------------------
@@ -57,7 +105,8 @@ _Like = tuple[str, str, int, int, Kind | None]
 
 
 def _like(block: Block) -> _Like:
-    return block.operation, unnumbered(block.module), block.n_bytes, block.stream, block.kind
+    n_bytes = 0 if is_whole(block) else block.n_bytes
+    return block.operation, unnumbered(block.module), n_bytes, block.stream, block.kind
 
 
 _Event = tuple[bool, _Like]
@@ -74,6 +123,17 @@ class _Events:
             self.at[block.born] = (True, block)
             if block.died != STILL_HELD:
                 self.at[block.died] = (False, block)
+        for index in range(len(recording.spans)):
+            self._sort_releases(index)
+
+    def _sort_releases(self, index: int) -> None:
+        """Give releases in a row one order: autocast gives back its casts in that of their addresses."""
+        at = self.recording.spans[index].start + 1
+        for asked, run in groupby(self.of(index), key=lambda event: event[0]):
+            events = list(run)
+            if not asked:
+                self.at[at : at + len(events)] = sorted(events, key=lambda event: str(_like(event[1])))
+            at += len(events)
 
     def of(self, index: int) -> list[tuple[bool, Block]]:
         """Return the requests (True) and releases of a span."""
@@ -137,11 +197,11 @@ _NOT_ALIKE = "runs with few layers are not alike enough to say what many layers 
 class _Writer:
     """Writes the long run, event by event, after a model that it repeats."""
 
-    def __init__(self, model: _Events) -> None:
+    def __init__(self, model: _Events, whole: dict[Block, int]) -> None:
         self.blocks: list[Block] = []
         self.spans: list[Span] = []
         self.now = 0
-        self._model = model
+        self._model, self._whole = model, whole
         self._places = _places(model)
         self._alive: dict[_Like, list[Block]] = defaultdict(list)
 
@@ -156,6 +216,7 @@ class _Writer:
 
     def _request(self, block: Block) -> None:
         mine = block.again(born=self.now, module=unnumbered(block.module))
+        mine.n_bytes = self._whole.get(block, block.n_bytes)
         self.blocks.append(mine)
         self._alive[_like(block)].append(mine)
 

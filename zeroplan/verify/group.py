@@ -6,6 +6,7 @@ memory of a rank is what this rank's own code holds, as it is with NCCL, where w
 gloo's.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -82,11 +83,11 @@ class WatchedGroup(dist.ProcessGroup):
         if largest:
             n_bytes, dtype = sum(buffer.nbytes for buffer in largest), str(largest[0].dtype).removeprefix("torch.")
             self._log.calls.append(Call(operation, dtype, self._ranks, n_bytes, self._log.phase))
-        held = [(buffer, _holders(buffer)) for buffers in tensors for buffer in buffers]
+        buffers = [buffer for given in tensors for buffer in given]
+        before = _holders(buffers)
         with record_function(TRANSPORT[0]):
             run(*arguments).wait()
-            for buffer, holders in held:
-                _await_release(buffer, holders)
+            _await_release(buffers, before)
         return _ended(tensors[0] if operation in ("all_reduce", "broadcast") else [])
 
     @property
@@ -141,16 +142,21 @@ def _tensors(argument: object) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
-def _holders(tensor: torch.Tensor) -> int:
-    """How many hold the tensor or its storage: a worker thread of gloo's holds either."""
-    of_tensor: int = tensor._use_count()  # type: ignore[attr-defined]  # in no stub
-    of_storage: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return of_tensor + of_storage
+def _holders(buffers: list[torch.Tensor]) -> list[int]:
+    """How many hold each tensor, its storage or its Python object.
+
+    A worker thread of gloo's holds any of them, the last one longest: it lets go of the tensor first and then waits for Python's
+    lock to let go of the object. Who counted tensors only would drop an object that the worker then frees, unseen.
+    """
+    return [
+        sys.getrefcount(tensor) + tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        for tensor in buffers
+    ]
 
 
-def _await_release(tensor: torch.Tensor, holders: int) -> None:
+def _await_release(buffers: list[torch.Tensor], before: list[int]) -> None:
     until = time.monotonic() + _LETTING_GO_S
-    while _holders(tensor) > holders:
+    while any(now > then for now, then in zip(_holders(buffers), before, strict=True)):
         if time.monotonic() > until:
             raise MeasurementError("gloo did not let go of a buffer after its collective; the record would be wrong")
         time.sleep(0)

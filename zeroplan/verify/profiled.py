@@ -58,6 +58,8 @@ class Profiled(AbstractContextManager["Profiled"]):
     def __enter__(self) -> Self:
         """Begin to record."""
         gc.collect()  # whatever was dropped before would be released into the recording
+        gc.freeze()  # torch's own objects are many, and would be gone through at the beginning of each phase
+        self._stack.callback(gc.unfreeze)
         gc.disable()  # reference cycles go at the beginning of each phase, not whenever the collector happens to run
         self._stack.callback(gc.enable)
         self._everything = self._stack.enter_context(recorded())

@@ -3,11 +3,12 @@
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
@@ -19,6 +20,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, stored_dtype, train
+from zeroplan.verify.reducer import readable_bookkeeping
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload, workload
 
@@ -30,15 +32,9 @@ def run(
     """Train as one rank of a fake process group, on fake tensors or on real ones.
 
     Fake ones may be on a pretended GPU (:mod:`zeroplan.verify.card`). ``make`` builds another workload than the job's own
-    model. Raises :class:`~zeroplan.errors.MeasurementError` for engines
-    whose C++ reads tensors that fake ones do not have.
+    model.
     """
-    if fake and job.recipe.engine == "ddp":
-        raise MeasurementError(
-            f"engine {job.recipe.engine!r} reads real tensors in its C++ and cannot run on fake ones; "
-            "run a small model with --backend cpu"
-        )
-    fakes = fake_tensors(device) if fake else nullcontext()
+    fakes = fake_tensors(watcher, device) if fake else nullcontext()
     with fake_ranks(job, rank, device) as mesh, answered(job.recipe), fakes:
         observe(job, watcher, mesh, steps=steps, make=make)
 
@@ -52,17 +48,18 @@ def observe(
         work = make() if make is not None else workload(job, dtype=stored_dtype(job.recipe), device=mesh.device_type)
         watcher.name_modules(work.module)
         watcher.claim(Kind.ACTIVATIONS, work.batch.values())
-        engine = _build(job, work, mesh)
+        engine = _build(job, work, mesh, watcher)
         watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers()))
         with engine.labels(watcher):
             train(engine, watcher, module=work.module, steps=steps, accumulate=job.batch.grad_accum_steps)
 
 
-def _build(job: JobSpec, work: Workload, mesh: DeviceMesh) -> Engine:
+def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> Engine:
     if job.recipe.engine == "fsdp2":
         return Fsdp2(work, job.recipe, mesh)
     if job.recipe.engine == "ddp":
-        engine = Ddp(work, job.recipe)
+        with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
+            engine = Ddp(work, job.recipe)
         if dist.get_backend() == "fake":
             engine.hand_buckets_back()
         return engine
@@ -120,10 +117,13 @@ _LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
 
 
 @contextmanager
-def fake_tensors(device: str = "cpu") -> Iterator[None]:
+def fake_tensors(watcher: Watcher, device: str = "cpu") -> Iterator[None]:
     """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
     as_on_cuda, mode = (decisions(), FakeCardMode()) if device == CARD else (nullcontext(), FakeTensorMode())
-    with _unpacked_rows(), _chunks_as_wanted(), as_on_cuda, mode:
+    as_real = _unpacked_rows(), _chunks_as_wanted(), _grouped_products(), readable_bookkeeping(watcher)
+    with ExitStack() as answers:
+        for answer in (*as_real, as_on_cuda, mode):
+            answers.enter_context(answer)
         yield
 
 
@@ -159,6 +159,19 @@ class _Chunks:
 def _chunks_as_wanted() -> AbstractContextManager[None]:
     """Spare FSDP2 the views of a parameter that belong to other ranks: it takes one, and a thousand fake ones take time."""
     return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
+
+
+def _grouped_products() -> AbstractContextManager[None]:
+    """Let fake experts compute in 32 bits, as real ones do: torch 2.13 refuses what its kernels take."""
+    original: Callable[..., object] = _meta_registrations._meta_grouped_mm_common
+    shaped: Callable[..., object] = _meta_registrations._create_grouped_mm_output_tensor
+
+    def product(mat_a: torch.Tensor, mat_b: torch.Tensor, **others: object) -> object:
+        if mat_a.dtype == mat_b.dtype == torch.float32:
+            return shaped(mat_a, mat_b, others["offs"], others["out_dtype"])
+        return original(mat_a, mat_b, **others)
+
+    return replaced(_meta_registrations, "_meta_grouped_mm_common", product)
 
 
 def _real_meshes(watcher: Watcher) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.card import CARD, install
 from zeroplan.verify.environment import environment
 from zeroplan.verify.extend import NotAlikeError, extended
@@ -46,12 +47,12 @@ def simulate(
     ``make`` builds another workload than the job's own model, which is run as it is.
 
     Without ``all_layers`` a few are run and the rest extended from them (:mod:`zeroplan.verify.extend`), or all after all where
-    they are not alike. DeepSpeed always runs all, and settles in the third step; it patches torch for good, so simulate it in a
-    process that does nothing else (:func:`zeroplan.verify.launch.launch`, with fake tensors). Raises
+    they are not alike. DDP and DeepSpeed settle in the third step. DeepSpeed always runs all layers; it patches torch for good,
+    so simulate it in a process that does nothing else (:func:`zeroplan.verify.launch.launch`, with fake tensors). Raises
     :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
     began = time.perf_counter()
-    as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS
+    as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job.recipe)
     recording = None if as_it_is else _from_few_layers(job, rank, steps)
     remarks = (*_ALWAYS, *(_NO_SCALER if job.recipe.precision == "fp16-mixed" else ()))
     if recording is not None:
@@ -76,6 +77,11 @@ def simulate(
         remarks=remarks,
         seconds=time.perf_counter() - began,
     )
+
+
+def _hands_out_tensors(recipe: RecipeSpec) -> bool:
+    """Whether ranks get whole tensors, the largest first: what one gets of more layers does not follow from a few."""
+    return recipe.engine == "ddp" and recipe.zero_stage == 1
 
 
 def _recorded(

@@ -154,14 +154,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             if in_place:
                 self._take_over(args[0], result)  # type: ignore[arg-type]  # these operators begin with a tensor
             else:
-                self._see(func, result)
+                self._see(func, result, args[0] if func is _CAST else None)
         elif isinstance(result, (tuple, list)):
             for one in result:
                 if isinstance(one, torch.Tensor):
                     self._see(func, one)
         return result
 
-    def _see(self, func: OpOverload, tensor: torch.Tensor) -> None:
+    def _see(self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None) -> None:
         if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type != self._device:
             return
         storage = tensor.untyped_storage()
@@ -171,7 +171,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
                 return  # a view of what was there before the recording, or a shape without memory
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
-                self._request(watch, n_bytes, func)
+                block = self._request(watch, n_bytes, func)
+                if isinstance(cast_from, nn.Parameter) and block.kind is None:
+                    block.kind = Kind.WEIGHT_CASTS
         elif (n_bytes := storage.nbytes()) != (watch.block.n_bytes if watch.block is not None else 0):
             self._resized(watch, n_bytes, func)
 
@@ -331,6 +333,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 _ADD = torch.ops.aten.add.Tensor
+_CAST = torch.ops.aten._to_copy.default
 _DEVICE = torch.ops.prim.device.default
 #: A tensor of Python numbers comes in by an operator that counts as a view.
 _LIFTED = torch.ops.aten.lift_fresh.default

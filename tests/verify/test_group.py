@@ -1,0 +1,48 @@
+"""What a collective leaves behind: nothing that another thread still holds when it has returned."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+def test_after_a_collective_every_release_is_this_threads_own():
+    from torch._C._distributed_c10d import ProcessGroupGloo
+    from torch.distributed import AllreduceOptions, HashStore
+
+    from zeroplan.verify.allocations import recorded
+    from zeroplan.verify.group import TRANSPORT, Log, WatchedGroup
+
+    calls, log = 500, Log()
+    group = WatchedGroup(ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60)), (0, 1), log)
+    with recorded() as timeline:
+        for _ in range(calls):
+            group.allreduce([torch.ones(1)], AllreduceOptions()).wait()
+    seen = timeline.without(*TRANSPORT).allocations
+    assert len(log.calls) == calls
+    assert sum(event.n_bytes > 0 for event in seen) == sum(event.n_bytes < 0 for event in seen) == calls
+
+
+def test_a_collective_ends_when_the_last_thread_has_let_go_of_the_tensors_object():
+    """Gloo's thread counts as no holder of the tensor any more when it still waits for Python's lock to give up the object."""
+    from zeroplan.verify.group import Log, WatchedGroup, _ended
+
+    let_go = threading.Event()
+
+    class Lingering:
+        def allreduce(self, tensors: list[object]) -> object:
+            threading.Thread(target=self.keep, args=tensors).start()
+            return _ended([])
+
+        def keep(self, tensor: object) -> None:
+            time.sleep(0.1)
+            del tensor
+            let_go.set()
+
+    given = torch.ones(1)
+    WatchedGroup(Lingering(), (0, 2), Log()).allreduce([given])
+    assert let_go.wait(0.05)

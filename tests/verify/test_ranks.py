@@ -1,0 +1,39 @@
+"""A fake process group shows every rank what real ranks show, under every engine: peaks, what is held, kinds and collectives."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_fake_group_shows_every_rank_what_real_ranks_show(tmp_path: Path):
+    """One test for all, so that each group of ranks is started once."""
+    from tests.verify.ranks import CASES, can_be
+
+    said = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.verify.ranks", str(tmp_path)],
+        cwd=ROOT, env=os.environ | said, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    for ranks in (2, 4):
+        real, fake = ([read(tmp_path, transport, ranks, rank) for rank in range(ranks)] for transport in ("gloo", "fake"))
+        for name in CASES:
+            for rank in range(ranks):
+                shown = rank if can_be(name, rank) else 0  # whose share of DeepSpeed's stage 3 is everyone's
+                assert real[rank][name] == fake[shown][name], (name, ranks, rank)
+        assert real[0]["fsdp2, stage 3"] != real[-1]["fsdp2, stage 3"]  # ranks are not alike: the last has less
+
+
+def read(folder: Path, transport: str, ranks: int, rank: int) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / f"{transport}-{ranks}-{rank}.json").read_text(encoding="utf-8"))
+    return found
