@@ -28,6 +28,11 @@ def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport
              say: Callable[[str], None]) -> Measurement:  # fmt: skip
     """Take ``steps`` optimizer steps and return what they took on this rank."""
     _refuse_what_has_no_cpu_form(job)
+    if transport == "fake" and rank and job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
+        raise MeasurementError(
+            f"rank {rank} of a fake group finds what nobody wrote in what DeepSpeed's stage 3 gathers, and would skip its steps; "
+            "use --rank 0, --nproc, or --backend simulate"
+        )
     began = time.monotonic()
     seen = Profiled(log, say)
     with answered(job.recipe) if transport == "fake" else nullcontext():
