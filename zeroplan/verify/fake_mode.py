@@ -1,4 +1,7 @@
-"""Fake tensors that are cut and joined at once: engines make one piece per rank of large buffers, thousands per layer."""
+"""Fake tensors without the detour through torch's cache of answers, where the answer is quicker than the key.
+
+Engines cut and join large buffers, one piece per rank, thousands per layer; optimizers work on lists of all parameters.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,12 +25,29 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
         """Run an operator on fake tensors: views and joined pieces without the detour, everything else as torch does."""
+        if func.namespace == "aten" and func._opname.startswith("_foreach_") and self._are_plain(args[0]):
+            return self._foreach(func, args, kwargs or {})
         like = self._quick(func, args)
         if like is None or kwargs:
             return super().dispatch(func, types, args, kwargs or {})
         with in_kernel_invocation_manager(self):
             made = func(*args)
         return FakeTensor(self, made, like.fake_device)
+
+    def _foreach(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """An operator on a list: in place there is nothing to do, else one new tensor for each."""
+        if func._opname.endswith("_"):
+            return None
+        with in_kernel_invocation_manager(self):
+            made = func(*args, **kwargs)
+        return [FakeTensor(self, one, like.fake_device) for one, like in zip(made, args[0], strict=True)]  # type: ignore[call-overload]
+
+    def _are_plain(self, tensors: object) -> bool:
+        """Whether they are tensors of this mode and all on one device."""
+        if not isinstance(tensors, list):
+            return False
+        plain = all(isinstance(one, FakeTensor) and self._is_plain(one) for one in tensors)
+        return plain and len({one.fake_device for one in tensors}) == 1
 
     def _quick(self, func: OpOverload, args: Sequence[object]) -> FakeTensor | None:
         """The tensor whose device the result is on, where an operator can be run as it stands."""

@@ -12,6 +12,7 @@ from torch import _meta_registrations
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
+from torch.distributed.tensor import _sharding_prop
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
 from zeroplan.errors import MeasurementError
@@ -121,7 +122,7 @@ _LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
 def fake_tensors(watcher: Watcher, device: str = "cpu") -> Iterator[None]:
     """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
     as_on_cuda, mode = (decisions(), FakeCardMode()) if device == CARD else (nullcontext(), QuickFakes())
-    as_real = _unpacked_rows(), _chunks_as_wanted(), _grouped_products(), readable_bookkeeping(watcher)
+    as_real = _unpacked_rows(), _chunks_as_wanted(), _no_strided_shards(), _grouped_products(), readable_bookkeeping(watcher)
     with ExitStack() as answers:
         for answer in (*as_real, as_on_cuda, mode):
             answers.enter_context(answer)
@@ -160,6 +161,12 @@ class _Chunks:
 def _chunks_as_wanted() -> AbstractContextManager[None]:
     """Spare FSDP2 the views of a parameter that belong to other ranks: it takes one, and a thousand fake ones take time."""
     return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
+
+
+def _no_strided_shards() -> AbstractContextManager[None]:
+    """Spare DTensor the search for dimensions that are sharded twice: no mesh here has them, and lists of tensors take long."""
+    name = "_propagate_use_strided_shard_flag"  # since torch 2.13
+    return replaced(_sharding_prop, name, lambda *_: None) if hasattr(_sharding_prop, name) else nullcontext()
 
 
 def _grouped_products() -> AbstractContextManager[None]:
