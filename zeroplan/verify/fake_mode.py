@@ -1,38 +1,85 @@
 """Fake tensors without the detour through torch's cache of answers, where the answer is quicker than the key.
 
-Engines cut and join large buffers, one piece per rank, thousands per layer; optimizers work on lists of all parameters.
+Engines cut and join large buffers, one piece per rank, thousands per layer; optimizers work on lists of all parameters; models do
+a few things over and over. What is answered here is computed as torch would, by the operator itself on shapes alone.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 _aten = torch.ops.aten
-#: Operators that return one view of their first argument and take no other tensor.
-_VIEWS = frozenset({
-    _aten.slice.Tensor, _aten.view.default, _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.expand.default,
-    _aten.select.int,
+#: Operators whose tensors are their first argument, or their first two, and that return one tensor beside them.
+_OF_ONE = frozenset({
+    _aten.slice.Tensor, _aten.view.default, _aten._unsafe_view.default, _aten.t.default, _aten.transpose.int, _aten.detach.default,
+    _aten.unsqueeze.default, _aten.expand.default, _aten.select.int, _aten.as_strided.default,
 })  # fmt: skip
+_OF_TWO = frozenset({_aten.mm.default})
+#: Of floating-point tensors of one shape, dtype and order of elements they make another such tensor.
+_ALIKE_OF_ONE = frozenset({
+    _aten.neg.default, _aten.pow.Tensor_Scalar, _aten.mul.Scalar, _aten.div.Scalar, _aten.rsqrt.default, _aten.silu.default,
+})  # fmt: skip
+_ALIKE_OF_TWO = frozenset({_aten.mul.Tensor, _aten.add.Tensor, _aten.silu_backward.default})
+_NEW = frozenset({_aten.empty.memory_format, _aten.empty_strided.default})
 _CAT = _aten.cat.default
+_META = torch.device("meta")
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
-    """torch's mode looks up what it answered before, by a key that costs more than to cut a piece or to join many anew."""
+    """torch's mode looks up what it answered before, by a key that costs more than the answer does."""
 
     def dispatch(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        """Run an operator on fake tensors: views and joined pieces without the detour, everything else as torch does."""
-        if func.namespace == "aten" and func._opname.startswith("_foreach_") and self._are_plain(args[0]):
-            return self._foreach(func, args, kwargs or {})
-        like = self._quick(func, args)
-        if like is None or kwargs:
-            return super().dispatch(func, types, args, kwargs or {})
+        """Run an operator on fake tensors: the common ones at once, everything else as torch does."""
+        options = kwargs or {}
+        if func in _NEW and isinstance(options.get("device"), torch.device):
+            return self._new(func, args, options)
+        if not options and (like := self._like(func, args)) is not None:
+            with in_kernel_invocation_manager(self):
+                made = func(*args)
+            return FakeTensor(self, made, like)
+        if not options and (alike := self._alike(func, args)) is not None:
+            with in_kernel_invocation_manager(self):
+                made = torch.empty_strided(alike.shape, alike.stride(), dtype=alike.dtype, device=_META)
+            return FakeTensor(self, made, alike.fake_device)
+        if func.namespace == "profiler":
+            return func(*args, **options)
+        if func.namespace == "aten" and func._opname.startswith("_foreach_") and self._device_of_all(args[0]) is not None:
+            return self._foreach(func, args, options)
+        return super().dispatch(func, types, args, options)
+
+    def _new(self, func: OpOverload, args: Sequence[object], options: Mapping[str, object]) -> FakeTensor:
+        device = cast("torch.device", options["device"])
         with in_kernel_invocation_manager(self):
-            made = func(*args)
-        return FakeTensor(self, made, like.fake_device)
+            made = func(*args, **{**options, "device": _META, "pin_memory": None})
+        return FakeTensor(self, made, device)
+
+    def _like(self, func: OpOverload, args: Sequence[object]) -> torch.device | None:
+        """The device of the result, where an operator can be run as it stands."""
+        if func in _OF_ONE:
+            return self._device_of_all(args[:1])
+        if func in _OF_TWO:
+            return self._device_of_all(args[:2])
+        if func is _CAT and len(args) == 1 and isinstance(pieces := args[0], list):
+            flat = all(isinstance(one, FakeTensor) and one.dim() == 1 and one.dtype == pieces[0].dtype for one in pieces)
+            return self._device_of_all(pieces) if flat else None
+        return None
+
+    def _alike(self, func: OpOverload, args: Sequence[object]) -> FakeTensor | None:
+        """What the result is like, where it is like all that goes in."""
+        count = 1 if func in _ALIKE_OF_ONE else 2 if func in _ALIKE_OF_TWO else 0
+        if not count or self._device_of_all(args[:count]) is None:
+            return None
+        first = cast("FakeTensor", args[0])
+        if not first.is_floating_point() or not first.is_contiguous():
+            return None
+        others = cast("Sequence[FakeTensor]", args[1:count])
+        alike = all(other.shape == first.shape and other.dtype == first.dtype and other.is_contiguous() for other in others)
+        return first if alike else None
 
     def _foreach(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """An operator on a list: in place there is nothing to do, else one new tensor for each."""
@@ -42,24 +89,13 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
             made = func(*args, **kwargs)
         return [FakeTensor(self, one, like.fake_device) for one, like in zip(made, args[0], strict=True)]  # type: ignore[call-overload]
 
-    def _are_plain(self, tensors: object) -> bool:
-        """Whether they are tensors of this mode and all on one device."""
-        if not isinstance(tensors, list):
-            return False
-        plain = all(isinstance(one, FakeTensor) and self._is_plain(one) for one in tensors)
-        return plain and len({one.fake_device for one in tensors}) == 1
-
-    def _quick(self, func: OpOverload, args: Sequence[object]) -> FakeTensor | None:
-        """The tensor whose device the result is on, where an operator can be run as it stands."""
-        if func in _VIEWS:
-            tensor = args[0]
-            return tensor if isinstance(tensor, FakeTensor) and self._is_plain(tensor) else None
-        if func is not _CAT or len(args) > 1 or not isinstance(args[0], list):
-            return None
-        pieces = [piece for piece in args[0] if isinstance(piece, FakeTensor) and self._is_plain(piece) and piece.dim() == 1]
-        alike = len(pieces) == len(args[0]) and len({(piece.dtype, piece.fake_device) for piece in pieces}) == 1
-        return pieces[0] if alike else None
-
-    def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Whether it is of this mode, and no number that torch follows."""
-        return tensor.constant is None and tensor.fake_mode is self
+    def _device_of_all(self, tensors: object) -> torch.device | None:
+        """Where they are, if all are tensors of this mode, on one device, and none a number that torch follows."""
+        found: torch.device | None = None
+        for tensor in cast("Sequence[object]", tensors):
+            if not isinstance(tensor, FakeTensor) or tensor.constant is not None or tensor.fake_mode is not self:
+                return None
+            if found is not None and tensor.fake_device != found:
+                return None
+            found = tensor.fake_device
+        return found

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from zeroplan.ledger import Kind, Phase
 from zeroplan.measurement import PhaseMeasured, StepMeasured
 from zeroplan.verify.allocations import Allocation, Timeline, mark, recorded
+from zeroplan.verify.cycles import collected_when_told
 from zeroplan.verify.group import TRANSPORT, Log
 
 #: What the CPU's kernels request and CUDA's do not: padded and cast copies inside ``_chunk_cat``, and the cast copy of an
@@ -57,11 +58,7 @@ class Profiled(AbstractContextManager["Profiled"]):
 
     def __enter__(self) -> Self:
         """Begin to record."""
-        gc.collect()  # whatever was dropped before would be released into the recording
-        gc.freeze()  # torch's own objects are many, and would be gone through at the beginning of each phase
-        self._stack.callback(gc.unfreeze)
-        gc.disable()  # reference cycles go at the beginning of each phase, not whenever the collector happens to run
-        self._stack.callback(gc.enable)
+        self._stack.enter_context(collected_when_told())
         self._everything = self._stack.enter_context(recorded())
         self._mark(-1, Phase.INIT)
         return self

@@ -8,6 +8,7 @@ Autograd adds and scatters gradients in place, but not while a dispatch mode wat
 nobody does: the result takes over the block of the operand.
 """
 
+import gc
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.verify.collectives import COLLECTIVES, call
+from zeroplan.verify.cycles import collected_when_told
 from zeroplan.verify.recording import LIFTED, Block, Call, Recording, Span
 from zeroplan.verify.timeline import is_head
 
@@ -72,6 +74,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         """Begin a phase of a step."""
         if self._say is not None and phase is not Phase.INIT:
             self._say(f"step {step + 1}: {phase.value}")
+        gc.collect()
         if self.spans[-1].phase is Phase.FORWARD:
             self._settle_forward()
         self.spans.append(Span(step, phase, self.now))
@@ -121,6 +124,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     # --- what torch does ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        self._hooks.enter_context(collected_when_told())
         self._hooks.enter_context(self._modules)
         self._hooks.enter_context(self._resizes())
         self._hooks.enter_context(self._thoughts_of_dtensor())
