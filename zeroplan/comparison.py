@@ -12,6 +12,7 @@ from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.attention import FLASH_SCRATCH
 from zeroplan.transformer.families.mlp import FP32_ON_CUDA
 from zeroplan.transformer.families.norms import STATISTICS
+from zeroplan.transformer.families.written_out import ON_CUDA
 
 #: Library workspaces come with CUDA's kernels; a run on other tensors has none.
 _ONLY_ON_CUDA = (Kind.WORKSPACE,)
@@ -118,6 +119,8 @@ class _AsRun(NamedTuple):
             return 0
         if self.kernels == "cuda":
             return n_bytes
+        if line.reason.endswith(ON_CUDA):
+            return 0
         if FP32_ON_CUDA in line.reason:
             return n_bytes // 2
         if line.reason.endswith(STATISTICS) and not self.compute.autocast:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import pytest
 
-from tests.formulas import evaluate
+from tests.formulas import WITHOUT_FORMULA, evaluate
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import FAMILIES, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.activations import TREATMENTS, block_pass, is_approximate
 from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
-from zeroplan.transformer.families.llama import ATTENTION_EXCESS, EAGER_EXCESS
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.legend import SYMBOLS, legend
 
@@ -95,7 +94,7 @@ def test_formulas_give_their_numbers(family: str, compute: Compute, batch: tuple
     for kind in kinds(model):
         lists += block_lines(block_pass(model, kind, compute, size))
     for line in {line for lines in lists for line in lines}:
-        if line.reason in (EAGER_EXCESS, ATTENTION_EXCESS):
+        if line.reason in WITHOUT_FORMULA:
             assert not line.formula
         else:
             assert evaluate(line.formula, values) == line.n_bytes, line

@@ -44,6 +44,16 @@ LARGE = {
         recipe=RecipeSpec(fsdp2=Fsdp2Options(cpu_offload=True), precision="bf16", sync_every_micro_batch=False),
         batch=BatchSpec(seq_len=1024, grad_accum_steps=2),
     ),
+    "llama 8B on 8 in fp32, grouped heads": JobSpec(
+        model=model("llama-3.1-8b"), mesh=MeshSpec(dp_shard=8), recipe=RecipeSpec(precision="fp32")
+    ),
+    "llama 8B on 8 in fp32, grouped heads, recomputed": JobSpec(
+        model=model("llama-3.1-8b"), mesh=MeshSpec(dp_shard=8), recipe=RecipeSpec(precision="fp32", recompute="full")
+    ),
+    "qwen3 8B on 8 in fp32, short sequences": JobSpec(
+        model=model("qwen3-8b"), mesh=MeshSpec(dp_shard=8), recipe=RecipeSpec(precision="fp32"), batch=BatchSpec(seq_len=500)
+    ),
+    "llama 7B on 8 in fp32": replace(SEVEN_B, recipe=RecipeSpec(precision="fp32"), batch=BatchSpec(seq_len=1000)),
     "mixtral on 64": MIXTRAL,
     "llama 7B on 8, DDP": replace(SEVEN_B, recipe=RecipeSpec(engine="ddp", zero_stage=0)),
     "llama 7B on 8, DDP and ZeroRedundancyOptimizer": replace(SEVEN_B, recipe=RecipeSpec(engine="ddp", zero_stage=1)),

@@ -3,6 +3,7 @@
 from zeroplan.ledger import Line
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.families import written_out
 from zeroplan.transformer.families.norms import HeadNorm, key_norm, query_norm
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
@@ -74,7 +75,8 @@ Attended = tuple[tuple[Line, ...], tuple[BackwardPoint, ...]]
 def _sdpa(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attended:
     """``scaled_dot_product_attention`` on the flash kernel: keys and values are not repeated for grouped heads.
 
-    The random-number state (two scalars) that the CUDA kernel saves is left out. The scratch of its backward on CUDA (an
+    In 32 bits CUDA takes other kernels (:mod:`zeroplan.transformer.families.written_out`). The random-number state (two scalars)
+    that the CUDA kernel saves is left out. The scratch of its backward on CUDA (an
     fp32 accumulator of the query gradient, row sums, and key and value gradients repeated for grouped heads) is a line
     of its own.
     """
@@ -86,14 +88,16 @@ def _sdpa(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attende
         Line(SAVED, e * tokens * x.value, "values", "e·T·v", SDPA),
         Line(SAVED, 4 * tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA),
         Line(SAVED, e * tokens * x.context, "attention output, input of the output projection", "e·T·c", SDPA),
+        *written_out.saved(x),
     )
     alive = (
         *saved,
         Line(GRADIENT, e * tokens * x.context, "gradient of the attention output", "e·T·c", SDPA),
         Line(GRADIENT, e * tokens * (x.query + x.key + x.value), "gradients of q, k and v", "e·T·(q+k+v)", SDPA),
-        _flash_scratch(x),
+        *(() if written_out.in_32_bits(x) else (_flash_scratch(x),)),
     )
-    return saved, (BackwardPoint("attention", alive, made, 0, casts),)
+    point = BackwardPoint("attention", alive, made, 0, casts)
+    return saved, (point, *written_out.softmax_point(x, before, made, casts))
 
 
 def _flash_scratch(x: Widths) -> Line:
@@ -169,11 +173,15 @@ def eager_forward_bytes(x: Widths, *, head_norms: bool, recomputed: bool) -> Int
     live = live + _eager_operands(x)
     if recomputed:
         return live if x.autocast else live + x.element * x.tokens * x.hidden
-    for line in _projection_inputs(x):
-        live = live + line.n_bytes
-    for line in (*query_norm(x).saved, *key_norm(x)) if head_norms else ():
+    for line in inputs(x, head_norms=head_norms):
         live = live + line.n_bytes
     return live + _eager_copies(x)
+
+
+def inputs(x: Widths, *, head_norms: bool) -> tuple[Line, ...]:
+    """What is saved of attention before queries meet keys."""
+    norms = (*query_norm(x).saved, *key_norm(x)) if head_norms else ()
+    return (*_projection_inputs(x), *norms)
 
 
 def _eager_operands(x: Widths) -> Int:

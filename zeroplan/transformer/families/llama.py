@@ -4,7 +4,8 @@ from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import MlaSpec, ModelSpec
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
-from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, grouped_query_attention
+from zeroplan.transformer.families import written_out
+from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, grouped_query_attention, inputs
 from zeroplan.transformer.families.mlp import LLAMA, gated_mlp
 from zeroplan.transformer.families.norms import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, rms_norm
 from zeroplan.transformer.families.parts import LAYER, SAVED, TEMPORARY, Part, assemble
@@ -28,7 +29,9 @@ def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
     recompute = _recompute(model, x)
     if x.attention == "eager":
         forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
+    forward = (*forward, *written_out_excess(x, parts, forward, head_norms=has_head_norms(model)))
     recompute = (*recompute, attention_excess(x, recompute, x.context * x.hidden + mlp.casts))
+    recompute = (*recompute, *written_out.recompute_excess(x, total_bytes(recompute)))
     return assemble(
         x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=not copied
     )  # fmt: skip
@@ -93,8 +96,18 @@ def eager_excess(x: Widths, parts: tuple[Part, ...], forward: tuple[Line, ...], 
     The block's input is alive at both moments, whether it counts as saved or not.
     """
     at_softmax = eager_forward_bytes(x, head_norms=head_norms, recomputed=False)
-    at_end = total_bytes(parts[1].saved) + total_bytes(parts[2].saved) + total_bytes(parts[3].saved) + total_bytes(forward)
-    return Line(TEMPORARY, maximum(0, at_softmax - at_end), EAGER_EXCESS, source=EAGER)
+    return Line(TEMPORARY, maximum(0, at_softmax - _at_end(parts, forward)), EAGER_EXCESS, source=EAGER)
+
+
+def written_out_excess(
+    x: Widths, parts: tuple[Part, ...], forward: tuple[Line, ...], *, head_norms: bool = False
+) -> tuple[Line, ...]:
+    """Return the same of attention that CUDA writes out in 32 bits."""
+    return written_out.forward_excess(x, _at_end(parts, forward), inputs(x, head_norms=head_norms))
+
+
+def _at_end(parts: tuple[Part, ...], forward: tuple[Line, ...]) -> Int:
+    return total_bytes(parts[1].saved) + total_bytes(parts[2].saved) + total_bytes(parts[3].saved) + total_bytes(forward)
 
 
 def attention_excess(x: Widths, recompute: tuple[Line, ...], later_casts: int) -> Line:

@@ -1,9 +1,10 @@
 """Blocks of the Mixtral kind: Llama's attention, and routed experts in place of the MLP."""
 
-from zeroplan.ledger import Line
+from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import maximum
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import BlockPass
+from zeroplan.transformer.families import written_out
 from zeroplan.transformer.families.llama import (
     SELECTIVE,
     attention,
@@ -14,6 +15,7 @@ from zeroplan.transformer.families.llama import (
     middle,
     norm_output,
     query_and_value,
+    written_out_excess,
 )
 from zeroplan.transformer.families.moe import EXPERTS, routed_experts
 from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
@@ -34,8 +36,10 @@ def mixtral_block(model: ModelSpec, x: Widths) -> BlockPass:
     forward, recompute = _forward(x, model.moe), _recompute(x, model.moe)
     if x.attention == "eager":
         forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
+    forward = (*forward, *written_out_excess(x, parts, forward, head_norms=has_head_norms(model)))
     later_casts = x.context * x.hidden + parts[3].casts
     recompute = (*recompute, attention_excess(x, recompute, later_casts))
+    recompute = (*recompute, *written_out.recompute_excess(x, total_bytes(recompute)))
     return assemble(
         x, parts, forward=forward, recompute=recompute, selective=_selective(x, model.moe), input_is_saved=not copied
     )  # fmt: skip
