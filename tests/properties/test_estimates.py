@@ -124,6 +124,7 @@ def test_a_larger_batch_never_needs_less(job: JobSpec, what: str):
 @thorough
 @given(jobs())
 def test_another_layer_never_needs_less(job: JobSpec):
+    assume(job.recipe.engine != "deepspeed")  # its buckets and windows end after so many elements, which may fall out better
     deeper = replace(job, model=replace(job.model, num_hidden_layers=job.model.num_hidden_layers + 1))
     assert answered(deeper).peak_bytes >= answered(job).peak_bytes
 
