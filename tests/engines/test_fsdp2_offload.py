@@ -30,7 +30,9 @@ def test_the_states_are_in_host_memory_instead(precision: str):
 
 def test_the_peak_is_lower_by_the_states_that_were_alive():
     here, away = offloaded()
-    alive = sum(line.n_bytes for line in here.peak.lines if line.kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE, Kind.GRADIENTS))
+    alive = sum(
+        line.n_bytes for line in here.peak.lines if line.kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE, Kind.GRADIENTS)
+    )
     assert away.peak_bytes == here.peak_bytes - alive
 
 
