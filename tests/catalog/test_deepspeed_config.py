@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -276,3 +278,8 @@ def test_the_reader_alone(tmp_path: Path):
         "engine": "deepspeed", "stage": 0, "precision": "bf16-mixed",
     }  # fmt: skip
     assert (config.options, config.notes) == ({}, ())
+
+
+def test_who_has_no_configuration_does_not_pay_for_it():
+    loaded = "import sys, zeroplan.cli.app; sys.exit('zeroplan.catalog.deepspeed_config' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], check=False).returncode == 0
