@@ -6,7 +6,7 @@ shape where only a parameter count is known, and applies the defaults a PyTorch 
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 from zeroplan.catalog.config import read_config
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.model import model as find_model
+from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.spec.base import Count, Degree, Spec
 from zeroplan.spec.batch import BatchSpec
@@ -83,6 +84,7 @@ class Request(Spec):
     ddp: DdpOptions | None = None
     fsdp2: Fsdp2Options | None = None
     deepspeed: DeepSpeedOptions | None = None
+    deepspeed_config: str | None = None
 
     def overridden_by(self, other: "Request") -> "Request":
         """Return this request with everything that ``other`` says instead; another model replaces the model as a whole."""
@@ -141,13 +143,17 @@ def job(**said: object) -> JobSpec:
     return resolve(Request(**said)).job  # type: ignore[arg-type]  # Request checks every field
 
 
-def resolve(request: Request, *, extra: Path | None = None) -> Resolved:
+def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str] = ()) -> Resolved:
     """Complete a request. ``extra`` is a folder of the user's own catalogue entries (``models/*.toml``, ``gpus/*.toml``).
+
+    ``chosen`` names options of DeepSpeed that were asked for one by one, so that a DeepSpeed configuration that says otherwise
+    is refused even where the default was asked for.
 
     Raises :class:`~zeroplan.errors.SpecError` or :class:`~zeroplan.errors.UnknownNameError`, one line each.
     """
     own_folder(extra, "models")  # a catalogue that is none is refused even where nothing is looked up in it
     model, model_note = _model(request, extra)
+    request, config_notes = _with_deepspeed_config(request, model, chosen)
     gpus = request.gpus or 1
     stage: Stage = request.stage if request.stage is not None else (3 if gpus > 1 else 0)
     seq_len, seq_note = _seq_len(request, model)
@@ -158,7 +164,7 @@ def resolve(request: Request, *, extra: Path | None = None) -> Resolved:
         mesh=_mesh(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
-    notes = (model_note, seq_note, _beyond_positions(complete), *_unheeded(complete.recipe))
+    notes = (model_note, seq_note, *config_notes, _beyond_positions(complete), *_unheeded(complete.recipe))
     return Resolved(complete, tuple(note for note in notes if note))
 
 
@@ -283,6 +289,46 @@ def _with_mlp_for(shape: ModelSpec, parameters: int) -> ModelSpec:
         )
     left = parameters - without - (width - 1) * per_unit
     return replace(narrow, name=f"{parameters:,} parameters", intermediate_size=width, unplaced_parameters=left)
+
+
+# DeepSpeed's own configuration
+
+
+def _with_deepspeed_config(request: Request, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
+    """Add what a DeepSpeed configuration says; what is said beside it must be the same."""
+    if request.deepspeed_config is None:
+        return request, ()
+    if not request.deepspeed_config:
+        raise SpecError("--deepspeed-config '' names no file; give the path of a DeepSpeed configuration")
+    from zeroplan.catalog.deepspeed_config import Beside, Stated, read_deepspeed_config  # noqa: PLC0415  only this flag pays for it
+
+    path = Path(request.deepspeed_config)
+    beside = Beside(model.hidden_size, request.gpus or 1, request.precision, request.micro_batch, request.grad_accum)
+    config = read_deepspeed_config(path, beside)
+    for name, stated in config.flags.items():
+        if getattr(request, name) not in (None, stated.value):
+            raise SpecError(_contradiction(f"--{name.replace('_', '-')} {getattr(request, name)}", path, stated))
+    asked = _asked_of_deepspeed(request.deepspeed or DeepSpeedOptions(), chosen)
+    for name, value in asked.items():
+        stated = config.options.get(name, Stated("", value))
+        if stated.value != value and not stated.auto:
+            raise SpecError(_contradiction(f"deepspeed.{name}={value}", path, stated))
+    taken = {name: stated for name, stated in config.options.items() if name not in asked}
+    said: dict[str, object] = {name: stated.value for name, stated in config.flags.items()}
+    said["deepspeed"] = DeepSpeedOptions(**asked, **{name: stated.value for name, stated in taken.items()})  # type: ignore[arg-type]
+    filled_in = [f"{stated}, filled in for auto" for stated in taken.values() if stated.auto]
+    notes = tuple(f"{shown(path.name)}: {note}" for note in (*config.notes, *filled_in))
+    return replace(request, **said), notes  # type: ignore[arg-type]  # Request checks every field
+
+
+def _asked_of_deepspeed(options: DeepSpeedOptions, chosen: Sequence[str]) -> dict[str, object]:
+    """The options that were asked for beside the file: one by one, or visibly, since they are not the default."""
+    default, names = DeepSpeedOptions(), [field.name for field in fields(DeepSpeedOptions)]
+    return {name: mine for name in names if (mine := getattr(options, name)) != getattr(default, name) or name in chosen}
+
+
+def _contradiction(mine: str, path: Path, stated: object) -> str:
+    return f"{mine} contradicts DeepSpeed configuration {str(path)!r}, where {stated}; leave one of them out"
 
 
 # The rest of the job

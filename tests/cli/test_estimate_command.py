@@ -154,6 +154,19 @@ def test_a_config_in_a_job_file_is_meant_beside_it(run: Run, tmp_path: Path, mon
     assert json.loads(run("estimate", str(tmp_path / "job.toml"), "--json")[1])["job"]["model"]["hidden_size"] == 64
 
 
+def test_a_deepspeed_configuration_is_meant_beside_the_job_file_that_names_it(run: Run, tmp_path: Path):
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7}, "frob": 1}')
+    (tmp_path / "job.toml").write_text('model = "gpt2"\ngpus = 4\ndeepspeed_config = "ds.json"\n')
+    answer = json.loads(run("estimate", str(tmp_path / "job.toml"), "--json")[1])
+    recipe = answer["job"]["recipe"]
+    assert (recipe["engine"], recipe["zero_stage"], recipe["precision"]) == ("deepspeed", 2, "fp32")
+    assert recipe["deepspeed"]["reduce_bucket_size"] == 50_000_000
+    assert "'ds.json': 'frob' is not known here and left out" in answer["notes"]
+    code, out, err = run("estimate", str(tmp_path / "job.toml"), "--set", "deepspeed.reduce_bucket_size=500_000_000")
+    assert (code, out) == (2, "")
+    assert "deepspeed.reduce_bucket_size=500000000 contradicts" in err
+
+
 def test_a_catalogue_of_ones_own(run: Run, tmp_path: Path):
     (tmp_path / "models").mkdir()
     entry = "\n".join(f"{key} = {value}" for key, value in TINY.items() if key != "model_type")
@@ -228,6 +241,9 @@ BAD = [
     (("--config", "/dev/zero"), "/dev/zero"),
     (("--config", "a/" * 10_000), "too long"),
     (("--config", "a\0b"), "check the path"),
+    (("--params", "7e9", "--deepspeed-config", ""), "--deepspeed-config ''"),
+    (("--params", "7e9", "--deepspeed-config", "/nowhere"), "/nowhere"),
+    (("--params", "7e9", "--deepspeed-config", "/"), "is not a file"),
     (("",), "job file ''"),
     (("/dev/zero",), "/dev/zero"),
     (("a" * 10_000,), "File name too long"),

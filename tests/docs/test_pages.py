@@ -28,6 +28,7 @@ def a_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "path" / "to").mkdir(parents=True)
     (tmp_path / "path" / "to" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
+    (tmp_path / "ds_config.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

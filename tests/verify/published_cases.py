@@ -21,6 +21,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.recomputation import checkpoint_options
+from zeroplan.verify.replay import replay
 from zeroplan.verify.run import fake_ranks, fake_tensors, run
 from zeroplan.verify.tracker import Tracker
 from zeroplan.verify.workload import Workload
@@ -30,6 +31,18 @@ if TYPE_CHECKING:
 
     from zeroplan.spec.recipe import Recompute
     from zeroplan.verify.recording import Recording
+
+
+def shown_peaks(recording: Recording, *, workspace_bytes: int) -> dict[tuple[int, Phase], int]:
+    """Return the most that ``memory_allocated`` would have shown in each phase of each step. [bytes]"""
+    shown = replay(recording, workspace_bytes=workspace_bytes).allocated
+    ends = [span.start for span in recording.spans[1:]] + [recording.now]
+    peaks: dict[tuple[int, Phase], int] = {}
+    for span, end in zip(recording.spans, ends, strict=True):
+        key = span.step, span.phase
+        peaks[key] = max(peaks.get(key, 0), *shown[span.start : end + 1])
+    return peaks
+
 
 # --- Llama 2 as torchtitan had it in March 2024 (github.com/pytorch/torchtitan, commit 83c879f18) -----------------------
 
@@ -138,12 +151,13 @@ def torchtitan(recompute: Recompute, *, ranks: int = 8, batch: tuple[int, int] =
     The source checkpoints with torch's defaults of its time, early stop among them; torch 2.13 runs here, torch's nightly of
     March 2024 ran there.
     """
-    with fake_ranks(JobSpec(model=model("llama-2-7b"), mesh=MeshSpec(dp_shard=ranks)), 0, "cpu") as mesh, fake_tensors():
-        return _steps(mesh, recompute, batch, steps)
+    job, tracker = JobSpec(model=model("llama-2-7b"), mesh=MeshSpec(dp_shard=ranks)), Tracker()
+    with fake_ranks(job, 0, "cpu") as mesh, fake_tensors(tracker):
+        return _steps(tracker, mesh, recompute, batch=batch, steps=steps)
 
 
-def _steps(mesh: DeviceMesh, recompute: Recompute, batch: tuple[int, int], steps: int) -> Recording:
-    with Tracker() as tracker:
+def _steps(tracker: Tracker, mesh: DeviceMesh, recompute: Recompute, *, batch: tuple[int, int], steps: int) -> Recording:
+    with tracker:
         llama = Llama(**LLAMA_7B)
         _sharded(llama, mesh, recompute)
         optimizer = torch.optim.AdamW(llama.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)

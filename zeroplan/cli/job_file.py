@@ -3,6 +3,7 @@
 import json
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from zeroplan.catalog.text import one_line, read_text, shown
@@ -13,7 +14,7 @@ from zeroplan.spec.job import JobSpec
 
 
 def read_job_file(path: Path) -> Request:
-    """Read a job file; a relative ``config`` in it is meant relative to the file.
+    """Read a job file; a relative ``config`` or ``deepspeed_config`` in it is meant relative to the file.
 
     Raises SpecError in one line for everything that is no job file.
     """
@@ -24,9 +25,12 @@ def read_job_file(path: Path) -> Request:
     if isinstance(data.get("model"), dict):
         return request_of(read(JobSpec, data, where=where))
     request = read(Request, _keys_of_flags(data), where=where)
-    if request.config is None or Path(request.config).is_absolute():
-        return request
-    return request.overridden_by(Request(config=str(path.parent / request.config), treat_as=request.treat_as))
+    return replace(request, config=_beside(path, request.config), deepspeed_config=_beside(path, request.deepspeed_config))
+
+
+def _beside(path: Path, named: str | None) -> str | None:
+    """A file that a job file names, from where the job file is."""
+    return named if not named or Path(named).is_absolute() else str(path.parent / named)
 
 
 def _parsed(path: Path, text: str) -> object:

@@ -50,6 +50,8 @@ FLAGS = (
           "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion, muon or adamw-8bit. (default: adamw)",
           _RECIPE),
     _Flag("optimizer_impl", "NAME", "How it steps: foreach, fused or forloop. (default: the engine's own)", _RECIPE),
+    _Flag("deepspeed_config", "FILE", "A DeepSpeed configuration (JSON), \"auto\" as transformers' Trainer fills it in; flags "
+          "must not contradict it.", _RECIPE),
     _Flag("recompute", "NAME", "Activation checkpointing: none, selective or full. (default: none)", _RECIPE),
     _Flag("attention", "NAME", "sdpa, flash or eager. (default: sdpa)", _RECIPE),
     _Flag("loss", "NAME", "full (all logits at once), chunked (torchtitan) or fused (Liger). (default: full)", _RECIPE),
@@ -116,14 +118,16 @@ def _set_parameter() -> inspect.Parameter:
 
 def _resolved(given: dict[str, object]) -> Resolved:
     catalog = given.pop("catalog")
-    settings = given.pop("settings") or []
+    settings = given.pop("settings")
+    settings = settings if isinstance(settings, (list, tuple)) else []
     job_file = given.pop("job_file")
     said = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
     request = _from_file(str(job_file)) if job_file is not None else Request()
     request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
-    for setting in settings if isinstance(settings, list) else []:
+    for setting in settings:
         request = _with_setting(request, str(setting))
-    return resolve(request, extra=folder(None if catalog is None else str(catalog)))
+    chosen = [str(setting).partition("=")[0].removeprefix("deepspeed.") for setting in settings]
+    return resolve(request, extra=folder(None if catalog is None else str(catalog)), chosen=chosen)
 
 
 _KEEP_LOGITS = {"no": False, "yes": True}

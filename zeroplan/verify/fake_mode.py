@@ -81,6 +81,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
         alike = all(other.shape == first.shape and other.dtype == first.dtype and other.is_contiguous() for other in others)
         return first if alike else None
 
+    def __deepcopy__(self, memo: object) -> "QuickFakes":
+        """Tensors name the mode they are of, and a copied one is of the same: ``nn.Transformer`` copies its layers."""
+        return self
+
     def _foreach(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """An operator on a list: in place there is nothing to do, else one new tensor for each."""
         if func._opname.endswith("_"):

@@ -1,0 +1,379 @@
+"""What does a DeepSpeed configuration (``ds_config.json``) say about a job?
+
+Keys are DeepSpeed 0.19's. What changes memory and has a field in a job goes into it; what changes memory and has none is
+refused; what changes none is left alone; a key that is not known here is named in a note. ``"auto"`` is filled in as transformers'
+Trainer does (transformers 5.23, integrations/deepspeed.py), by the flags beside the file, or by DeepSpeed's default.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+from zeroplan.catalog.text import one_line, read_text, shown
+from zeroplan.errors import SpecError
+from zeroplan.spec.recipe import DeepSpeedOptions, Stage
+
+_AUTO = "auto"
+
+
+class Beside(NamedTuple):
+    """What the file's ``"auto"`` values are filled in with: the model's width, the ranks, and flags where they are given."""
+
+    hidden_size: int
+    ranks: int
+    precision: str | None = None
+    micro_batch: int | None = None
+    grad_accum: int | None = None
+
+
+class Stated(NamedTuple):
+    """What the file says, and under which key; ``auto`` where the value is only what is filled in."""
+
+    key: str
+    value: object
+    auto: bool = False
+
+    def __str__(self) -> str:
+        """Say it in a sentence."""
+        if isinstance(self.value, bool):
+            return f"{self.key} is {str(self.value).lower()}"
+        if isinstance(self.value, int):
+            return f"{self.key} is {self.value:,}"
+        return f"{self.key} is {'left to DeepSpeed' if self.value is None else self.value}"
+
+
+class DeepSpeedConfig(NamedTuple):
+    """What the file says of a job: by the flag it stands for, and by the option of DeepSpeed."""
+
+    flags: Mapping[str, Stated]
+    options: Mapping[str, Stated]
+    notes: tuple[str, ...]
+
+
+def read_deepspeed_config(path: Path, beside: Beside) -> DeepSpeedConfig:
+    """Read a DeepSpeed configuration; raises SpecError in one line for what is none, or is not modelled.
+
+    Left out: what DeepSpeed itself would refuse beyond what is looked at here.
+    """
+    where = f"DeepSpeed configuration {str(path)!r}"
+    return _Reader(_parsed(read_text(path, what="DeepSpeed configuration"), where), where, beside).read()
+
+
+def _parsed(text: str, where: str) -> dict[str, object]:
+    try:
+        data = json.loads(text, object_pairs_hook=lambda pairs: _each_key_once(pairs, where))
+    except RecursionError:
+        raise SpecError(f"{where} is nested too deep") from None
+    except SpecError:
+        raise
+    except ValueError as error:
+        raise SpecError(f"{where} is not JSON: {one_line(str(error))}") from None
+    if not isinstance(data, dict):
+        raise SpecError(f"{where} holds {shown(data)}, not a JSON object")
+    return data
+
+
+def _each_key_once(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
+    """Refuse a key that stands twice, as DeepSpeed does."""
+    together = dict(pairs)
+    if len(together) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise SpecError(f"{where} has {shown(next(key for key in names if names.count(key) > 1))} twice; keep one")
+    return together
+
+
+class _Reader:
+    """One file, read once."""
+
+    def __init__(self, data: dict[str, object], where: str, beside: Beside) -> None:
+        self._where, self._beside, self._data = where, beside, data
+        self._zero = self._section("zero_optimization")
+        self._flags: dict[str, Stated] = {"engine": Stated("its engine", "deepspeed")}
+        self._options: dict[str, Stated] = {}
+        self._notes: list[str] = []
+
+    def read(self) -> DeepSpeedConfig:
+        self._refuse_what_is_not_modelled()
+        self._read_stage()
+        self._read_precision()
+        self._read_optimizer()
+        self._read_batch()
+        self._read_options()
+        self._read_data_types()
+        self._read_clipping()
+        self._note_unknown_keys()
+        return DeepSpeedConfig(self._flags, self._options, tuple(self._notes))
+
+    # What is refused, and what is not known
+
+    def _refuse_what_is_not_modelled(self) -> None:
+        for prefix, section, refused in (("", self._data, _REFUSED), ("zero_optimization.", self._zero, _ZERO_REFUSED)):
+            for key, harmless in refused.items():
+                if key in section and not _is_off(section[key], harmless):
+                    raise SpecError(
+                        f"{self._where}: {prefix}{key}={shown(section[key])} changes memory in a way that is not modelled; "
+                        "leave it out"
+                    )
+        for section_name, inner in _INNER_REFUSED:
+            if not _is_off(value := self._section(section_name).get(inner), None):
+                raise SpecError(
+                    f"{self._where}: {section_name}.{inner}={shown(value)} changes memory in a way that is not modelled; "
+                    "leave it out"
+                )
+
+    def _note_unknown_keys(self) -> None:
+        known = {"": _KNOWN | _REFUSED.keys(), "zero_optimization.": _ZERO_KNOWN | _ZERO_REFUSED.keys() | _OPTION_OF.keys()}
+        for prefix, section in (("", self._data), ("zero_optimization.", self._zero)):
+            for key in sorted(section.keys() - known[prefix]):
+                self._notes.append(f"{shown(prefix + key)} is not known here and left out")
+
+    # What goes into the job
+
+    def _read_stage(self) -> None:
+        key = "zero_optimization.stage"
+        stage = self._whole(self._zero.get("stage", 0), key)
+        if stage not in get_args(Stage):
+            raise SpecError(f"{self._where}: {key}={stage} is none of {', '.join(map(str, get_args(Stage)))}")
+        self._flags["stage"] = Stated(key, stage)
+
+    def _read_precision(self) -> None:
+        low = {name: self._section(key) for name, key in (("bf16-mixed", "bf16"), ("fp16-mixed", "fp16"))}
+        if "bfloat16" in self._data:
+            low["bf16-mixed"] = {**self._section("bfloat16"), **low["bf16-mixed"]}
+        enabled = {name: self._switch(section.get("enabled", False), name) for name, section in low.items()}
+        on = [name for name, value in enabled.items() if value is True]
+        auto = [name for name, value in enabled.items() if value is None]
+        if len(on) > 1:
+            raise SpecError(f"{self._where} enables bf16 and fp16; DeepSpeed runs one of them")
+        if on or not auto:
+            precision = on[0] if on else "fp32"
+            self._flags["precision"] = Stated(f"{precision[:4]}.enabled" if on else "neither bf16 nor fp16", precision)
+        else:
+            self._resolve_auto_precision(auto)
+        self._read_low_precision_states(low["bf16-mixed"])
+
+    def _resolve_auto_precision(self, auto: list[str]) -> None:
+        """The Trainer's ``bf16`` and ``fp16`` decide, which are ``--precision`` here; not given, the file's own is taken."""
+        key, asked = f"{auto[0][:4]}.enabled", self._beside.precision
+        if asked is None:
+            self._notes.append(f"{key} is auto and --precision not given: {auto[0]} taken")
+        fits = asked is None or asked in (*auto, "fp32")
+        self._flags["precision"] = Stated(key, (asked or auto[0]) if fits else auto[0])
+
+    def _read_low_precision_states(self, bf16: Mapping[str, object]) -> None:
+        """Both kept in bf16 is the precision ``bf16``; only one of them is not modelled."""
+        keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+        low = [self._switch(bf16.get(key, False), f"bf16.{key}") is True for key in keys]
+        if not any(low) or self._flags["precision"].value != "bf16-mixed":
+            return
+        if not all(low):
+            raise SpecError(f"{self._where}: bf16.{keys[0]} without bf16.{keys[1]} is not modelled; set both or neither")
+        self._flags["precision"] = Stated(f"bf16.{keys[0]}", "bf16")
+
+    def _read_optimizer(self) -> None:
+        """DeepSpeed's Adam and AdamW are its FusedAdam, or torch's own where ``torch_adam`` is set (runtime/engine.py)."""
+        section = self._section("optimizer")
+        kind = section.get("type")
+        if kind is None:
+            return
+        name = kind.lower() if isinstance(kind, str) else ""
+        if name not in ("adam", "adamw"):
+            raise SpecError(f"{self._where}: optimizer.type={shown(kind)} is not modelled; Adam and AdamW are")
+        params = self._object(section.get("params", {}), "optimizer.params")
+        torchs = self._switch(params.get("torch_adam", False), "optimizer.params.torch_adam") is True
+        listed = params.get("foreach") is not False
+        self._flags["optimizer"] = Stated("optimizer.type", name)
+        self._flags["optimizer_impl"] = Stated("optimizer.type", ("foreach" if listed else "forloop") if torchs else "fused")
+
+    def _read_batch(self) -> None:
+        """Two of three numbers make the third, as DeepSpeed has it (``_set_batch_related_parameters``)."""
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        total, micro, steps = (self._count(key) for key in keys)
+        for flag, key, value in (("micro_batch", keys[1], micro), ("grad_accum", keys[2], steps)):
+            if value is not None:
+                self._flags[flag] = Stated(key, value)
+            elif self._data.get(key) == _AUTO and getattr(self._beside, flag) is None and total is None:
+                self._notes.append(f"{key} is auto and --{flag.replace('_', '-')} not given: 1 taken")
+        if total is not None:
+            self._divide(total, micro or self._beside.micro_batch, steps or self._beside.grad_accum)
+
+    def _divide(self, total: int, micro: int | None, steps: int | None) -> None:
+        ranks = self._beside.ranks
+        if micro is None:
+            steps = steps or 1
+            micro = total // (ranks * steps)
+        elif steps is None:
+            steps = total // (ranks * micro)
+        if total != ranks * micro * steps or not micro or not steps:
+            raise SpecError(
+                f"{self._where}: train_batch_size={total:,} is not {micro:,} sequences per GPU x {steps:,} micro-batches x "
+                f"{ranks:,} GPUs (--gpus)"
+            )
+        self._flags.setdefault("micro_batch", Stated("train_batch_size", micro))
+        self._flags.setdefault("grad_accum", Stated("train_batch_size", steps))
+
+    def _read_options(self) -> None:
+        for key, name in _OPTION_OF.items():
+            if key not in self._zero:
+                continue
+            value, key_shown = self._zero[key], f"zero_optimization.{key}"
+            if value == _AUTO:
+                self._options[name] = Stated(key_shown, self._auto(name), auto=True)
+                continue
+            self._set_option(name, key_shown, int(value) if isinstance(value, float) and value.is_integer() else value)  # 5e8
+
+    def _auto(self, name: str) -> object:
+        """What the Trainer fills in (``trainer_config_finalize``), or DeepSpeed's default, which it takes for ``"auto"``."""
+        width, third = self._beside.hidden_size, self._flags["stage"].value == 3
+        if name == "reduce_bucket_size":
+            return width * width
+        if third and name == "stage3_prefetch_bucket_size":
+            return int(0.9 * width * width)
+        if third and name == "stage3_param_persistence_threshold":
+            return 10 * width
+        return getattr(DeepSpeedOptions(), name)
+
+    def _set_option(self, name: str, key: str, value: object) -> None:
+        try:
+            DeepSpeedOptions(**{name: value})  # type: ignore[arg-type]  # checked there
+        except SpecError as error:
+            raise SpecError(f"{self._where}: {key}: {error}") from None
+        self._options[name] = Stated(key, value)
+
+    def _read_data_types(self) -> None:
+        types, precision = self._section("data_types"), str(self._flags["precision"].value)
+        own = "fp32" if precision == "fp32" else precision[:4]
+        dtype = {key: self._dtype(types.get(key), f"data_types.{key}") for key in ("grad_accum_dtype", "param_dtype")}
+        if dtype["param_dtype"] not in (None, own):
+            raise SpecError(f"{self._where}: data_types.param_dtype={dtype['param_dtype']!r}, but the weights are {own}")
+        accumulated = dtype["grad_accum_dtype"]
+        if accumulated not in (None, own, "fp32"):
+            raise SpecError(f"{self._where}: data_types.grad_accum_dtype={accumulated!r} beside {own} weights is not modelled")
+        if accumulated is not None:
+            self._set_option("grad_accum_dtype", "data_types.grad_accum_dtype", "param" if accumulated == own else "fp32")
+        communicated = self._dtype(self._data.get("communication_data_type"), "communication_data_type")
+        if communicated not in (None, own):
+            raise SpecError(f"{self._where}: communication_data_type={communicated!r} beside {own} weights is not modelled")
+
+    def _read_clipping(self) -> None:
+        """Norms are taken either way, and gradients are clipped in place: nothing changes."""
+        limit = self._data.get("gradient_clipping", 0.0)
+        if limit == _AUTO:
+            return
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
+            raise SpecError(f"{self._where}: gradient_clipping={shown(limit)} is not a number from 0 on")
+        norm = self._options.get("compute_grad_norm")
+        if limit and norm is not None and norm.value is False:
+            raise SpecError(f"{self._where}: gradient_clipping={limit} needs the norm that compute_grad_norm=false leaves out")
+
+    # Types
+
+    def _section(self, key: str) -> dict[str, object]:
+        value = self._data.get(key)
+        return {} if value is None else self._object(value, key)
+
+    def _object(self, value: object, key: str) -> dict[str, object]:
+        if not isinstance(value, dict):
+            raise SpecError(f"{self._where}: {key}={shown(value)} is not a JSON object")
+        return value
+
+    def _switch(self, value: object, key: str) -> bool | None:
+        if value == _AUTO:
+            return None
+        if not isinstance(value, bool):
+            raise SpecError(f"{self._where}: {key}={shown(value)} is neither true nor false")
+        return value
+
+    def _whole(self, value: object, key: str) -> int:
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SpecError(f"{self._where}: {key}={shown(value)} is not a whole number")
+        return value
+
+    def _count(self, key: str) -> int | None:
+        value = self._data.get(key)
+        if value is None or value == _AUTO:
+            return None
+        count = self._whole(value, key)
+        if not 1 <= count <= 10**15:
+            raise SpecError(f"{self._where}: {key}={shown(value)} is not from 1 to 1e15")
+        return count
+
+    def _dtype(self, value: object, key: str) -> str | None:
+        if value is None or value == _AUTO:
+            return None
+        if not isinstance(value, str) or value not in _DTYPES:
+            raise SpecError(f"{self._where}: {key}={shown(value)} is none of {', '.join(dict.fromkeys(_DTYPES.values()))}")
+        return _DTYPES[value]
+
+
+def _is_off(value: object, harmless: object) -> bool:
+    """Whether a key leaves out what it stands for."""
+    if harmless is True:
+        return value is None or value is True or value == _AUTO
+    if isinstance(value, dict):
+        switch = next((key for key in ("enabled", "device", "autotp_size") if key in value), None)
+        return not value if switch is None else _is_off(value[switch], harmless)
+    return not value or value in (_AUTO, "none") or (not isinstance(value, bool) and value == harmless)
+
+
+def _option_keys() -> Iterator[tuple[str, str]]:
+    """Keys of ``zero_optimization`` and their options; DeepSpeed takes ``stage3_`` keys without their prefix too."""
+    for field in fields(DeepSpeedOptions):
+        if field.name not in ("grad_accum_dtype", "zero_init", "flatten_on_accelerator"):
+            yield field.name, field.name
+            if field.name.startswith("stage3_"):
+                yield field.name.removeprefix("stage3_"), field.name
+
+
+_OPTION_OF = dict(_option_keys())
+_DTYPES = {
+    spelt: name
+    for name, spellings in (
+        ("fp32", ("fp32", "float32", "float", "torch.float32")),
+        ("bf16", ("bf16", "bfloat16", "torch.bfloat16")),
+        ("fp16", ("fp16", "float16", "half", "torch.float16")),
+    )
+    for spelt in spellings
+}
+
+#: Keys that change memory and have no field in a job, and the value at which they do not.
+_ZERO_REFUSED: dict[str, object] = {
+    "offload_optimizer": None, "offload_param": None, "cpu_offload": None, "cpu_offload_param": None, "zenflow": None,
+    "zero_hpz_partition_size": 1, "zero_quantized_weights": None, "zero_quantized_nontrainable_weights": None,
+    "zero_quantized_gradients": None, "mics_shard_size": -1, "mics_hierarchical_params_gather": None, "leaf_module": None,
+    "parameter_alignment": None, "round_robin_gradients": None, "legacy_stage1": None, "memory_efficient_linear": True,
+    "allgather_partitions": True, "use_multi_rank_bucket_allreduce": True, "stage3_module_granularity_threshold": 0,
+    "module_granularity_threshold": 0, "stage3_use_all_reduce_for_fetch_params": None, "use_all_reduce_for_fetch_params": None,
+    "save_muon_momentum_buffer_in_memory": None,
+}  # fmt: skip
+_REFUSED: dict[str, object] = {
+    "fp8": None, "amp": None, "torch_autocast": None, "sparse_gradients": None, "sparse_attention": None,
+    "compression_training": None, "quantize_training": None, "weight_quantization": None, "hybrid_engine": None,
+    "progressive_layer_drop": None, "eigenvalue": None, "curriculum_learning": None, "data_efficiency": None,
+    "expert_parallel": None, "tensor_parallel": None, "sequence_parallel_size": 1, "elasticity": None, "autotuning": None,
+}  # fmt: skip
+_INNER_REFUSED = (
+    ("activation_checkpointing", "partition_activations"), ("activation_checkpointing", "cpu_checkpointing"),
+    ("activation_checkpointing", "contiguous_memory_optimization"), ("fp16", "fp16_master_weights_and_grads"),
+    ("bf16", "immediate_grad_update"), ("compile", "deepcompile"), ("data_types", "keep_in_fp32_modules"),
+)  # fmt: skip
+#: Keys that are read, and keys that change no memory of a training step.
+_ZERO_KNOWN = frozenset({
+    "stage", "allgather_bucket_size", "load_from_fp32_weights", "elastic_checkpoint", "cpu_offload_use_pin_memory",
+    "stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "pipeline_loading_checkpoint",
+    "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
+})  # fmt: skip
+_KNOWN = frozenset({
+    "zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types", "train_batch_size",
+    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "communication_data_type",
+    "activation_checkpointing", "compile", "scheduler", "steps_per_print", "wall_clock_breakdown", "memory_breakdown",
+    "dump_state", "log_level", "tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "comms_logger",
+    "flops_profiler", "timers", "checkpoint", "nebula", "aio", "dataloader_drop_last", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op",
+    "seq_parallel_communication_data_type", "disable_python_gc", "vocabulary_size", "use_data_before_expert_parallelism",
+})  # fmt: skip
