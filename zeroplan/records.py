@@ -9,6 +9,16 @@ from zeroplan.measurement import SCHEMA_VERSION, Measurement
 from zeroplan.spec.base import read
 
 
+def record_paths(path: Path) -> list[Path]:
+    """Return the records that a path stands for: those of a folder by name, or the file itself."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.glob("*.json"))
+    if not found:
+        raise SpecError(f"folder {str(path)!r} holds no record; `zeroplan verify --out` writes them as *.json")
+    return found
+
+
 def read_record(path: Path) -> Measurement:
     """Read the record at ``path``.
 

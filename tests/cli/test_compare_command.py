@@ -57,6 +57,19 @@ def test_several_runs_are_summed_up(run: Run, tmp_path: Path):
     assert out.splitlines()[-1] == "1 of 2 runs agree within 2 %; the largest error of a peak is +100.00 %."
 
 
+def test_a_folder_stands_for_its_records(run: Run, tmp_path: Path):
+    for measured in (twin(), twin(factor=0.97)):
+        write_record(measured, tmp_path)
+    assert run("compare", tmp_path)[1] == run("compare", *sorted(tmp_path.iterdir()))[1]
+
+
+def test_a_folder_without_records_is_one_line(run: Run, tmp_path: Path):
+    code, out, err = run("compare", tmp_path)
+    assert (code, out) == (2, "")
+    assert "holds no record" in err
+    assert len(err.splitlines()) == 1
+
+
 def test_of_the_ranks_of_one_run_the_fullest_is_judged(run: Run, tmp_path: Path):
     """The estimate is about it; the others are shown."""
     ranks = (replace(twin(factor=0.8), rank=0), replace(twin(), rank=1))

@@ -12,7 +12,9 @@ TOLERANCE = "0.02"
 
 
 def compare_command(
-    records: Annotated[list[str], typer.Argument(metavar="RECORD...", help="Records that `zeroplan verify --out` wrote.")],
+    records: Annotated[
+        list[str], typer.Argument(metavar="RECORD...", help="Records that `zeroplan verify --out` wrote, or folders of them.")
+    ],
     *,
     tolerance: Annotated[
         str, typer.Option("--tolerance", metavar="FRACTION", help="How far peak, held bytes and collectives may be apart.")
@@ -22,10 +24,10 @@ def compare_command(
 ) -> int:
     """Hold the estimate of each record's job against what the record measured; exit with 3 beyond the tolerance."""
     from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  the other commands need none of it
-    from zeroplan.records import read_record  # noqa: PLC0415
+    from zeroplan.records import read_record, record_paths  # noqa: PLC0415
 
     limit = parse_tolerance(tolerance)
-    held = tuple(Held.of(read_record(Path(record))) for record in records)
+    held = tuple(Held.of(read_record(path)) for record in records for path in record_paths(Path(record)))
     typer.echo(printed(held, tolerance=limit, as_json=as_json, as_markdown=as_markdown))
     return 0 if all(one.comparison.agrees(limit) for one in judged(held)) else DISAGREES
 
