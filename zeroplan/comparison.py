@@ -1,13 +1,14 @@
 """Does the estimate agree with what was measured, and where not? Needs no torch: records are replayed anywhere."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.engines.precisions import compute_of
-from zeroplan.estimator import Estimate
+from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
-from zeroplan.measurement import Kernels, Measurement, StepMeasured, Tensors
-from zeroplan.spec.recipe import Loss
+from zeroplan.measurement import Measurement, StepMeasured, Tensors
+from zeroplan.spec.recipe import Kernels, Loss
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.attention import FLASH_SCRATCH
 from zeroplan.transformer.families.mlp import FP32_ON_CUDA
@@ -68,6 +69,12 @@ class Comparison(NamedTuple):
         found = [row for row in (self.peak, self.held) if abs(row.error) > tolerance and abs(row.difference) > matters]
         found += [row for row in self.collectives if abs(row.difference) > tolerance * moved]
         return tuple(sorted(found, key=lambda row: -abs(row.difference)))
+
+
+def compare_with_estimate(measured: Measurement) -> Comparison:
+    """Estimate the job of a measurement, with the kernels that ran, and hold the two against each other."""
+    recipe = replace(measured.job.recipe, kernels=measured.kernels)
+    return compare(estimate(replace(measured.job, recipe=recipe)), measured)
 
 
 def compare(answer: Estimate, measured: Measurement) -> Comparison:

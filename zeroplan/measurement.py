@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import Kernels
 
 SCHEMA_VERSION = 1
 
 Backend = Literal["simulate", "cpu", "cuda"]
 Tensors = Literal["fake", "cpu", "cuda"]
-Kernels = Literal["cpu", "cuda"]
 ProcessGroup = Literal["fake", "gloo", "nccl", "none"]
 AllocatorSettings = Literal["default", "expandable_segments"]
 SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")

@@ -15,8 +15,7 @@ import pytest
 
 from tests.engines.test_deepspeed_measured import CASES
 from zeroplan.catalog.model import model
-from zeroplan.comparison import compare
-from zeroplan.estimator import estimate
+from zeroplan.comparison import compare_with_estimate
 from zeroplan.measurement import Measurement
 from zeroplan.spec.base import read
 from zeroplan.spec.batch import BatchSpec
@@ -135,7 +134,7 @@ def large() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_job_takes_what_is_estimated(name: str, large: dict[str, dict[str, Any]]):
     measured = read(Measurement, large[name], where="record")
-    compared = compare(estimate(LARGE[name].job), measured)
+    compared = compare_with_estimate(measured)
     # A recomputed pass peaks where a bucket is full; the estimate knows the largest such moments, not each.
     assert abs(compared.peak.error) < (0.005 if LARGE[name].job.recipe.recompute == "full" else 0.0001), compared
     assert abs(compared.held.error) < 0.0005, compared

@@ -10,10 +10,9 @@ from tests.transformer.tiny_configs import tiny_config
 from tests.verify.test_tracker import DDP, FSDP2, HALF, TWICE, WEIGHTS, job
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.model import model
-from zeroplan.comparison import compare
+from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.ddp.zero_redundancy import fullest_share
 from zeroplan.engines.optimizers import implementation
-from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind
 from zeroplan.measurement import Measurement
 from zeroplan.spec.batch import BatchSpec
@@ -71,7 +70,7 @@ def test_a_large_job_takes_what_is_estimated(name: str):
     from zeroplan.verify.simulate import simulate
 
     asked = LARGE[name]
-    compared = compare(estimate(asked), simulate(asked, all_layers=False, steps=steps(asked)))
+    compared = compare_with_estimate(simulate(asked, all_layers=False, steps=steps(asked)))
     assert abs(compared.peak.error) < 0.001, compared
     assert abs(compared.held.difference) < max(0.001 * compared.held.measured, TOKEN_IDS), compared
     unknown = OF_BUFFERS if asked.recipe.engine == "ddp" else 0
@@ -87,7 +86,7 @@ def test_a_small_job_takes_what_is_estimated(name: str):
     from zeroplan.verify.simulate import simulate
 
     asked = (FSDP2 | DDP)[name]
-    compared = compare(estimate(asked), simulate(asked, steps=steps(asked), rank=fullest(asked)))
+    compared = compare_with_estimate(simulate(asked, steps=steps(asked), rank=fullest(asked)))
     assert compared.agrees(0.005), compared
 
 
@@ -104,7 +103,7 @@ def test_buckets_and_weight_casts_are_told_apart_as_estimated(said: dict[str, ob
     from zeroplan.verify.simulate import simulate
 
     asked = job(engine="ddp", zero_stage=0, optimizer="sgd", ffn=1024, **said)  # so that backward is the highest
-    kinds = {row.what: row for row in compare(estimate(asked), simulate(asked, steps=3)).kinds}
+    kinds = {row.what: row for row in compare_with_estimate(simulate(asked, steps=3)).kinds}
     for kind in (Kind.REDUCE, Kind.WEIGHT_CASTS, Kind.GRADIENTS):
         assert kinds[kind].predicted == kinds[kind].measured > 0
 

@@ -3,8 +3,7 @@
 import json
 from typing import NamedTuple
 
-from zeroplan.comparison import Comparison, compare
-from zeroplan.estimator import estimate
+from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.measurement import Measurement
 from zeroplan.report.comparison import comparison_markdown, comparison_payload, comparison_text, rank_line, summary_line
 
@@ -20,7 +19,7 @@ class Held(NamedTuple):
     @classmethod
     def of(cls, measurement: Measurement) -> "Held":
         """Estimate the job of a measurement and hold the two against each other."""
-        return cls(measurement, compare(estimate(measurement.job), measurement))
+        return cls(measurement, compare_with_estimate(measurement))
 
 
 def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:

@@ -47,4 +47,5 @@ def compute_of(recipe: RecipeSpec) -> Compute:
     (True, False)
     """
     width = widths(recipe.precision)
-    return Compute(width.compute, autocast=recipe.engine == "ddp" and width.mixed, attention=recipe.attention)
+    autocast = recipe.engine == "ddp" and width.mixed
+    return Compute(width.compute, autocast=autocast, attention=recipe.attention, kernels=recipe.kernels)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 
+Kernels = Literal["cuda", "cpu"]
 Engine = Literal["paper", "ddp", "fsdp2", "deepspeed"]
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
@@ -94,6 +95,8 @@ class RecipeSpec(Spec):
     ddp: DdpOptions = DdpOptions()
     fsdp2: Fsdp2Options = Fsdp2Options()
     deepspeed: DeepSpeedOptions = DeepSpeedOptions()
+    kernels: Kernels = "cuda"
+    """Whose kernels compute: a GPU's, or a CPU's, where a run without a GPU is to be held against the estimate."""
 
     def check_rules(self) -> None:
         """Refuse what would be ignored: an answer must not look as if it had been heeded."""

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from zeroplan.ledger import Line
 from zeroplan.numeric import Int
-from zeroplan.spec.recipe import Recompute
+from zeroplan.spec.recipe import Kernels, Recompute
 
 
 class Compute(NamedTuple):
@@ -18,6 +18,8 @@ class Compute(NamedTuple):
     autocast: bool
     """The weights are fp32 and each matrix multiplication casts its operands (DDP under ``torch.autocast``)."""
     attention: Literal["sdpa", "flash", "eager"]
+    kernels: Kernels = "cuda"
+    """Whose attention kernels: a CPU's flash kernel takes what CUDA's refuses."""
 
 
 class BackwardPoint(NamedTuple):

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Kernels
 from zeroplan.transformer.blocks import Compute
 
 #: Families whose attention is treated as GPT-2's.
@@ -34,6 +35,7 @@ class Widths(NamedTuple):
     attention: Literal["sdpa", "flash", "eager"]
     fused_projection: bool
     """One matrix makes q, k and v, as in GPT-2."""
+    kernels: Kernels
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch) -> Widths:
@@ -58,4 +60,5 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch) -> Widths:
         compute.autocast,
         compute.attention,
         model.family in FUSED_PROJECTION,
+        compute.kernels,
     )

@@ -27,7 +27,7 @@ _ROWS = 32
 
 def in_32_bits(x: Widths) -> bool:
     """Whether attention gets fp32 tensors: not under autocast, which casts them."""
-    return x.attention == "sdpa" and x.element == 4 and not x.autocast
+    return x.attention == "sdpa" and x.element == 4 and not x.autocast and x.kernels == "cuda"
 
 
 def is_written_out(x: Widths) -> bool:
