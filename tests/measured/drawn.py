@@ -83,10 +83,9 @@ def drawn(count: int) -> list[JobSpec]:
     return list(jobs)[:count]
 
 
-def first_sweep() -> int:
-    """How many jobs bring every two choices together once."""
-    dice = random.Random(SEED)  # noqa: S311  a sample, not a secret
-    return len(dict.fromkeys(_job(row) for row in _sweep(dice)))
+def sweep() -> list[Row]:
+    """Return the first sweep: rows in which every two choices meet."""
+    return list(_sweep(random.Random(SEED)))  # noqa: S311  a sample, not a secret
 
 
 def _rows() -> Iterator[Row]:
