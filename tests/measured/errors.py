@@ -38,6 +38,11 @@ class Held(NamedTuple):
         return self.predicted_phase == self.measured.steady.peak.phase
 
     @property
+    def same_kinds(self) -> bool:
+        """Whether every kind of line at the peak is within 2 % or 16 MiB."""
+        return all(abs(row.difference) <= max(0.02 * row.measured, 16 * MIB) for row in self.found.kinds)
+
+    @property
     def predicted_phase(self) -> str:
         """The phase with the highest predicted moment."""
         return max(self.found.phases, key=lambda row: row.predicted).what
@@ -71,7 +76,7 @@ def table(records: list[Measurement], refusals: list[Refusal]) -> str:
     all_held = held(records)
     parts = [_HEAD, _row("all", all_held)]
     for name, side in _SIDES.items():
-        parts.append(f"| **{name}** | | | | | | | |")
+        parts.append(f"| **{name}** {'| ' * 9}|")
         values = sorted({side(one.measured.job) for one in all_held}, key=str)
         parts += [_row(str(value), [one for one in all_held if side(one.measured.job) == value]) for value in values]
     parts += ["", *_others(all_held), "", f"The worst {_WORST}:", "", *_worst(all_held), ""]
@@ -80,8 +85,8 @@ def table(records: list[Measurement], refusals: list[Refusal]) -> str:
 
 
 _HEAD = f"""\
-| peak | records | median | 95 in 100 | highest | lowest | within {MOST:.2%} | within {EVERY:.0%} | phase right |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+| peak | records | median | 95 in 100 | highest | lowest | within {MOST:.2%} | within {EVERY:.0%} | phase right | kinds right |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 def _row(name: str, some: list[Held]) -> str:
@@ -95,6 +100,7 @@ def _row(name: str, some: list[Held]) -> str:
         f"{min(one.error for one in some):+.3%}",
         *(f"{_share(error <= limit for error in errors):.0%}" for limit in (MOST, EVERY)),
         f"{_share(one.same_phase for one in some):.0%}",
+        f"{_share(one.same_kinds for one in some):.0%}",
     )
     return f"| {' | '.join(cells)} |"
 

@@ -24,15 +24,56 @@ if TYPE_CHECKING:
 
 
 class Cause(NamedTuple):
-    """Why the estimate of some jobs is off, and which they are; ``beyond`` says how far it is at most today."""
+    """Why the estimate of some jobs is off, which they are, and how far it is off at most today. [fractions of the peak]"""
 
     why: str
     jobs: Callable[[JobSpec], bool]
     below: float
-    above: float
+    above: float = EVERY
 
 
-CAUSES: tuple[Cause, ...] = ()
+def _approximate(job: JobSpec) -> bool:
+    return bool(is_approximate(job.model))
+
+
+def _all_scores(job: JobSpec) -> bool:
+    grouped = job.model.num_key_value_heads < job.model.num_attention_heads
+    return job.recipe.engine == "fsdp2" and job.recipe.precision == "fp32" and grouped
+
+
+def _reduced_twice(job: JobSpec) -> bool:
+    return job.mesh.dp_replicate > 1 and job.batch.grad_accum_steps > 1
+
+
+def _tied(job: JobSpec) -> bool:
+    collects = job.recipe.engine == "deepspeed" and job.recipe.zero_stage in (1, 2)
+    return job.model.tie_word_embeddings and (job.recipe.engine == "fsdp2" or collects)
+
+
+def _experts_beyond_buckets(job: JobSpec) -> bool:
+    return job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 2 and job.model.moe is not None
+
+
+CAUSES: tuple[Cause, ...] = (
+    Cause("families whose activations are approximate", _approximate, 0.65, 0.11),
+    # torch 2.13, sdp_utils.cpp: flash is for 16 bits, and the memory-efficient kernel has as many heads of keys as of queries.
+    Cause("fp32 with grouped heads has no attention kernel, and keeps all scores", _all_scores, 0.42),
+    # torch 2.13, _fsdp_param_group.py, AllReduceState: let go in finalize_backward. It is the gradient itself in one micro-batch.
+    Cause("replicas: what is all-reduced stays to the backward's end, beside earlier gradients", _reduced_twice, 0.20),
+    # torch 2.13, torch/csrc/autograd/input_buffer.cpp. With DeepSpeed the head's gradient no longer waits at the last flush.
+    Cause("a tied head: autograd adds its gradient and the embedding's into a third tensor", _tied, 0.24, 0.10),
+    Cause(
+        "a bucket is all-reduced in a lower block than is assumed, where experts go beyond it",
+        _experts_beyond_buckets,
+        0.01,
+        0.03,
+    ),
+)
+
+
+def _cause(one: Held) -> Cause | None:
+    """The first that applies; a record may be of several."""
+    return next((cause for cause in CAUSES if cause.jobs(one.measured.job)), None)
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +82,19 @@ def replayed() -> list[Held]:
 
 
 def test_every_record_of_no_known_cause_reaches_the_goal(replayed: list[Held]):
-    judged = [one for one in replayed if not any(cause.jobs(one.measured.job) for cause in CAUSES)]
+    judged = [one for one in replayed if _cause(one) is None]
     beyond = [f"{one.error:+.2%} {what(one.measured.job)}" for one in judged if abs(one.error) > EVERY]
     assert not beyond, "\n".join(beyond)
     assert sum(abs(one.error) <= MOST for one in judged) >= 0.95 * len(judged)
     assert len(judged) > len(replayed) // 4
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.why[:40])
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.why)
 def test_a_known_cause_is_as_bad_as_is_said_and_no_worse(replayed: list[Held], cause: Cause):
-    errors = [one.error for one in replayed if cause.jobs(one.measured.job)]
+    errors = [one.error for one in replayed if _cause(one) is cause]
     assert -cause.below <= min(errors)
     assert max(errors) <= cause.above
-    assert max(map(abs, errors)) > MOST, "mended: take the cause out of the list"
+    assert max(map(abs, errors)) > EVERY, "mended: take the cause out of the list"
 
 
 def test_what_is_held_between_steps_is_predicted_everywhere(replayed: list[Held]):
