@@ -39,6 +39,8 @@ def main() -> None:
     missing = [package for package in ("torch", "transformers", "deepspeed") if find_spec(package) is None]
     if missing:
         sys.exit(f"not installed, and the engines need it: {', '.join(missing)}")
+    if asked.retry:
+        stored.REFUSED.unlink(missing_ok=True)
     jobs = drawn(asked.cases)
     done = {record.job for record in stored.records()} | {refusal.job for refusal in stored.refusals()}
     left = [job for job in jobs if job not in done]
@@ -54,6 +56,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=600, help="how many of the sample's jobs")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other case after so long")
     parser.add_argument("--timeout", type=float, default=180.0, help="give a case up after so many seconds")
+    parser.add_argument("--retry", action="store_true", help="try again what could not be measured")
     parser.add_argument("--table", action="store_true", help="print the errors of the estimate, and run nothing")
     return parser.parse_args()
 
