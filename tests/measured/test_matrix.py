@@ -41,7 +41,7 @@ def _in_32_bits(job: JobSpec) -> bool:
 
 
 def _on_cpu_kernels(job: JobSpec) -> bool:
-    return job.recipe.engine == "deepspeed" and job.recipe.zero_stage in (2, 3) and _in_32_bits(job)
+    return job.recipe.engine == "deepspeed" and _in_32_bits(job)
 
 
 def _all_scores_again(job: JobSpec) -> bool:
