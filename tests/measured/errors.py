@@ -1,0 +1,157 @@
+"""How far is the estimate from the records of the matrix: by engine, family and recipe, and where most. Needs no torch."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
+
+from zeroplan import estimate
+from zeroplan.comparison import Comparison, compare
+from zeroplan.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tests.measured.stored import Refusal
+    from zeroplan.measurement import Measurement
+    from zeroplan.spec.job import JobSpec
+
+#: What the estimate is meant to reach: every peak, nineteen in twenty, and the median. [fraction of what was measured]
+EVERY, MOST, MEDIAN = 0.01, 0.0025, 0.0005
+_WORST = 25
+
+
+class Held(NamedTuple):
+    """A record, and what the estimate of its job makes of it."""
+
+    measured: Measurement
+    found: Comparison
+
+    @property
+    def error(self) -> float:
+        """Of the peak, in fractions of what was measured."""
+        return self.found.peak.error
+
+    @property
+    def same_phase(self) -> bool:
+        """Whether the peak is predicted in the phase in which it was."""
+        return self.predicted_phase == self.measured.steady.peak.phase
+
+    @property
+    def same_kinds(self) -> bool:
+        """Whether every kind of line at the peak is within 2 % or 16 MiB."""
+        return all(abs(row.difference) <= max(0.02 * row.measured, 16 * MIB) for row in self.found.kinds)
+
+    @property
+    def predicted_phase(self) -> str:
+        """The phase with the highest predicted moment."""
+        return max(self.found.phases, key=lambda row: row.predicted).what
+
+
+def held(records: list[Measurement]) -> list[Held]:
+    """Hold the estimate of every record's job against it."""
+    return [Held(record, compare(estimate(record.job), record)) for record in records]
+
+
+def engine_of(job: JobSpec) -> str:
+    """An engine, its stage, and whether there are replicas of the sharded group."""
+    replicas = " HSDP" if job.mesh.dp_replicate > 1 else ""
+    return f"{job.recipe.engine} {job.recipe.zero_stage}{replicas}"
+
+
+_SIDES: dict[str, Callable[[JobSpec], object]] = {
+    "engine": engine_of,
+    "family": lambda job: job.model.family,
+    "recompute": lambda job: job.recipe.recompute,
+    "precision": lambda job: job.recipe.precision,
+    "optimizer step": lambda job: job.recipe.optimizer_impl,
+    "accumulation": lambda job: job.batch.grad_accum_steps,
+    "ranks": lambda job: job.mesh.world_size,
+    "batch": lambda job: (job.batch.micro_batch_size, job.batch.seq_len),
+}
+
+
+def table(records: list[Measurement], refusals: list[Refusal]) -> str:
+    """Return the errors of the peak in Markdown."""
+    all_held = held(records)
+    parts = [_HEAD, _row("all", all_held)]
+    for name, side in _SIDES.items():
+        parts.append(f"| **{name}** {'| ' * 9}|")
+        values = sorted({side(one.measured.job) for one in all_held}, key=str)
+        parts += [_row(str(value), [one for one in all_held if side(one.measured.job) == value]) for value in values]
+    parts += ["", *_others(all_held), "", f"The worst {_WORST}:", "", *_worst(all_held), ""]
+    parts += [f"Refused: {what(refusal.job)}: {refusal.reason}" for refusal in refusals]
+    return "\n".join(parts)
+
+
+_HEAD = f"""\
+| peak | records | median | 95 in 100 | highest | lowest | within {MOST:.2%} | within {EVERY:.0%} | phase right | kinds right |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+
+
+def _row(name: str, some: list[Held]) -> str:
+    errors = sorted(abs(one.error) for one in some)
+    cells = (
+        name,
+        f"{len(some)}",
+        f"{median(errors):.3%}",
+        f"{errors[min(len(errors) - 1, 95 * len(errors) // 100)]:.3%}",
+        f"{max(one.error for one in some):+.3%}",
+        f"{min(one.error for one in some):+.3%}",
+        *(f"{_share(error <= limit for error in errors):.0%}" for limit in (MOST, EVERY)),
+        f"{_share(one.same_phase for one in some):.0%}",
+        f"{_share(one.same_kinds for one in some):.0%}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _share(truths: Iterable[bool]) -> float:
+    found = list(truths)
+    return sum(found) / len(found)
+
+
+def _others(all_held: list[Held]) -> list[str]:
+    """What is held between steps and what the collectives move, where the peak is not what differs."""
+    between = [one for one in all_held if abs(one.found.held.difference) > one.found.peak.measured // 1000]
+    moved = [one for one in all_held if any(row.difference for row in one.found.collectives)]
+    return [
+        f"Held between steps: {len(between)} records differ by more than a thousandth of the peak.",
+        f"Collectives: {len(moved)} records differ in the bytes of some operation.",
+    ]
+
+
+def _worst(all_held: list[Held]) -> list[str]:
+    rows = sorted(all_held, key=lambda one: -abs(one.error))[:_WORST]
+    return [
+        "| job | error | predicted GiB | measured GiB | phase | where | kinds that differ (MiB) |",
+        "| --- | ---: | ---: | ---: | --- | --- | --- |",
+        *(_at_the_peak(one) for one in rows),
+    ]
+
+
+def _at_the_peak(one: Held) -> str:
+    peak, seen = one.found.peak, one.measured.steady.peak
+    cells = (
+        what(one.measured.job),
+        f"{one.error:+.2%}",
+        f"{peak.predicted / GIB:.3f}",
+        f"{peak.measured / GIB:.3f}",
+        seen.phase if one.same_phase else f"{seen.phase}, not {one.predicted_phase}",
+        f"{seen.module or 'root'} {seen.operation}",
+        kinds(one),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def kinds(one: Held, most: int = 4) -> str:
+    """The kinds at the peak that differ most, predicted less measured. [MiB]"""
+    rows = [row for row in one.found.kinds if row.difference][:most]
+    return ", ".join(f"{row.what} {row.difference / MIB:+.1f}" for row in rows)
+
+
+def what(job: JobSpec) -> str:
+    """A job in one line; its layers in brackets, its batch as accumulation x micro-batch x sequence."""
+    recipe, batch = job.recipe, job.batch
+    model = f"{job.model.name} ({job.model.num_hidden_layers})"
+    shape = f"{batch.grad_accum_steps}x{batch.micro_batch_size}x{batch.seq_len}"
+    return f"{engine_of(job)} {model} {recipe.precision} {recipe.recompute} {recipe.optimizer_impl} N={job.mesh.world_size} {shape}"

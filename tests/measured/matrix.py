@@ -1,0 +1,136 @@
+"""Measure the matrix: ``python -m tests.measured.matrix --cases 600`` from the repository's root.
+
+Every job of the sample is simulated (real engine, fake tensors) in a process of its own and leaves one line. Jobs that have a
+line are skipped, so it may be stopped at any time and goes on where it was. ``--table`` prints how far the estimate is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from tests.measured import stored
+from tests.measured.drawn import drawn
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from zeroplan.measurement import Measurement
+    from zeroplan.spec.job import JobSpec
+
+#: Imported once; every case begins as a copy of that process. Not DeepSpeed, which patches torch.
+_READY = ["zeroplan.verify.simulate", "transformers.models.auto.modeling_auto"]
+
+
+def main() -> None:
+    """Run what has no line yet, or print the table."""
+    asked = _asked()
+    if asked.table:
+        from tests.measured.errors import table
+
+        print(table(stored.records(), stored.refusals()))
+        return
+    missing = [package for package in ("torch", "transformers", "deepspeed") if find_spec(package) is None]
+    if missing:
+        sys.exit(f"not installed, and the engines need it: {', '.join(missing)}")
+    if asked.retry:
+        stored.REFUSED.unlink(missing_ok=True)
+    jobs = drawn(asked.cases)
+    done = {record.job for record in stored.records()} | {refusal.job for refusal in stored.refusals()}
+    left = [job for job in jobs if job not in done]
+    print(f"{len(jobs) - len(left)} of {len(jobs)} cases have a record", flush=True)
+    try:
+        _run(left, seconds=asked.seconds, silent_after=asked.timeout)
+    finally:
+        stored.sort(stored.RECORDS, jobs)
+
+
+def _asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", type=int, default=600, help="how many of the sample's jobs")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other case after so long")
+    parser.add_argument("--timeout", type=float, default=180.0, help="give a case up after so many seconds")
+    parser.add_argument("--retry", action="store_true", help="try again what could not be measured")
+    parser.add_argument("--table", action="store_true", help="print the errors of the estimate, and run nothing")
+    return parser.parse_args()
+
+
+def _run(jobs: list[JobSpec], *, seconds: float, silent_after: float) -> None:
+    began = time.monotonic()
+    for number, job in enumerate(jobs):
+        if time.monotonic() - began > seconds:
+            return
+        found = measured(job, silent_after=silent_after)
+        if isinstance(found, str):
+            stored.keep_refusal(job, found)
+        else:
+            stored.keep(found)
+        what = f"refused: {found}" if isinstance(found, str) else f"{found.seconds:.1f} s"
+        recipe = job.recipe
+        print(f"{number + 1}/{len(jobs)} {recipe.engine} {recipe.zero_stage} {job.model.name}: {what}", flush=True)
+
+
+def measured(job: JobSpec, *, silent_after: float) -> Measurement | str:
+    """Simulate a job in a process of its own; where that fails, the reason in one line."""
+    os.environ.update(HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_READY)
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(job, there), daemon=True)
+    process.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(silent_after) else f"no answer within {silent_after:g} s"
+    except EOFError:
+        process.join()
+        return f"the process died with exit code {process.exitcode}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _measure(job: JobSpec, answer: Connection) -> None:
+    """Send the record, or why there is none. What engines print is not wanted."""
+    with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        answer.send(_simulated(job))
+    except BaseException as error:  # noqa: BLE001  whatever it is becomes the reason
+        answer.send(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+    answer.close()
+    os._exit(0)  # what a destroyed group leaves has nothing more to do
+
+
+def _simulated(job: JobSpec) -> Measurement:
+    import torch
+
+    from zeroplan.verify.simulate import simulate
+
+    torch.set_num_threads(1)
+    began = time.process_time()
+    steps = 2 if job.recipe.engine == "fsdp2" else 3
+    found = simulate(job, rank=fullest_rank(job), steps=steps, all_layers=False)
+    return stored.small(replace(found, seconds=round(time.process_time() - began, 1)))
+
+
+def fullest_rank(job: JobSpec) -> int:
+    """Return the rank that the estimate is about: rank 0, but where whole tensors are handed out."""
+    if job.recipe.engine != "ddp" or job.recipe.zero_stage != 1:
+        return 0
+    from zeroplan.engines.ddp.zero_redundancy import fullest_share
+    from zeroplan.engines.precisions import widths
+
+    recipe = job.recipe
+    stored_bytes = widths(recipe.precision).stored
+    return fullest_share(job.model, recipe.optimizer, recipe.optimizer_impl or "foreach", stored_bytes, job.mesh.dp_shard).rank
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The estimate against every record of the matrix, and the sample that the records are of. Needs no torch.
+
+The goal is that every peak is within 1 %, none more than 1 % below, nineteen in twenty within 0.25 %. It is asked of all
+records but those of a known cause; a cause without a record beyond the goal has been mended, and its line must go.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from tests.measured import drawn, stored
+from tests.measured.errors import EVERY, MOST, Held, held, what
+from zeroplan import estimate
+from zeroplan.transformer.activations import is_approximate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from zeroplan.spec.job import JobSpec
+
+
+class Cause(NamedTuple):
+    """Why the estimate of some jobs is off, which they are, and how far it is off at most today. [fractions of the peak]"""
+
+    why: str
+    jobs: Callable[[JobSpec], bool]
+    below: float
+    above: float = EVERY
+
+
+def _approximate(job: JobSpec) -> bool:
+    return bool(is_approximate(job.model))
+
+
+def _in_32_bits(job: JobSpec) -> bool:
+    return job.recipe.precision == "fp32" and job.model.num_key_value_heads < job.model.num_attention_heads
+
+
+def _on_cpu_kernels(job: JobSpec) -> bool:
+    return job.recipe.engine == "deepspeed" and _in_32_bits(job)
+
+
+def _all_scores_again(job: JobSpec) -> bool:
+    return job.recipe.engine == "fsdp2" and job.recipe.recompute == "selective" and _in_32_bits(job)
+
+
+def _reduced_twice(job: JobSpec) -> bool:
+    return job.mesh.dp_replicate > 1 and job.batch.grad_accum_steps > 1
+
+
+def _tied(job: JobSpec) -> bool:
+    collects = job.recipe.engine == "deepspeed" and job.recipe.zero_stage in (1, 2)
+    return job.model.tie_word_embeddings and (job.recipe.engine == "fsdp2" or collects)
+
+
+def _experts_beyond_buckets(job: JobSpec) -> bool:
+    return job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 2 and job.model.moe is not None
+
+
+CAUSES: tuple[Cause, ...] = (
+    Cause("families whose activations are approximate", _approximate, 0.70, 1.25),
+    # The record is at fault, not the estimate: CPU's kernel keeps no scores, and `compare` takes CUDA's out of single lines only.
+    Cause(
+        "DeepSpeed in 32 bits runs a CPU's attention, and sums of blocks are predicted as CUDA's", _on_cpu_kernels, 0.01, 3.5
+    ),
+    # Scores that are written out belong to no operator that selective recomputation keeps (zeroplan.verify.recomputation).
+    Cause("selective recomputation where scores are written out", _all_scores_again, 0.01, 0.03),
+    # torch 2.13, _fsdp_param_group.py, AllReduceState: let go in finalize_backward. It is the gradient itself in one micro-batch.
+    Cause("replicas: what is all-reduced stays to the backward's end, beside earlier gradients", _reduced_twice, 0.17),
+    # torch 2.13, torch/csrc/autograd/input_buffer.cpp. With DeepSpeed the head's gradient no longer waits at the last flush.
+    Cause("a tied head: autograd adds its gradient and the embedding's into a third tensor", _tied, 0.16, 0.10),
+    Cause(
+        "a bucket is all-reduced in a lower block than is assumed, where experts go beyond it",
+        _experts_beyond_buckets,
+        0.01,
+        0.03,
+    ),
+)
+
+
+def _cause(one: Held) -> Cause | None:
+    """The first that applies; a record may be of several."""
+    return next((cause for cause in CAUSES if cause.jobs(one.measured.job)), None)
+
+
+@pytest.fixture(scope="module")
+def replayed() -> list[Held]:
+    return held(stored.records())
+
+
+def test_every_record_of_no_known_cause_reaches_the_goal(replayed: list[Held]):
+    judged = [one for one in replayed if _cause(one) is None]
+    beyond = [f"{one.error:+.2%} {what(one.measured.job)}" for one in judged if abs(one.error) > EVERY]
+    assert not beyond, "\n".join(beyond)
+    assert sum(abs(one.error) <= MOST for one in judged) >= 0.95 * len(judged)
+    assert len(judged) > len(replayed) // 4
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.why)
+def test_a_known_cause_is_as_bad_as_is_said_and_no_worse(replayed: list[Held], cause: Cause):
+    errors = [one.error for one in replayed if _cause(one) is cause]
+    assert -cause.below <= min(errors)
+    assert max(errors) <= cause.above
+    assert max(map(abs, errors)) > EVERY, "mended: take the cause out of the list"
+
+
+def test_what_is_held_between_steps_is_predicted_everywhere(replayed: list[Held]):
+    """Within a thousandth of the peak, whatever the model; batches and labels are held too, where nothing else is."""
+    beyond = [what(one.measured.job) for one in replayed if abs(one.found.held.difference) > one.found.peak.measured // 1000]
+    assert not beyond, "\n".join(beyond)
+
+
+# --- the sample -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_two_choices_meet_in_the_first_sweep():
+    rows = drawn.sweep()
+    for one, other in combinations(range(len(drawn.FACTORS)), 2):
+        met = {(row[one], row[other]) for row in rows}
+        wanted = {
+            (here, there)
+            for here, this in enumerate(drawn.FACTORS[one])
+            for there, that in enumerate(drawn.FACTORS[other])
+            if (this, that) not in drawn.NOT_OFFERED
+        }
+        assert met == wanted
+
+
+def test_no_two_jobs_of_the_sample_are_one_to_the_estimate():
+    jobs = drawn.drawn(600)
+    assert len({_as_estimated(job) for job in jobs}) == len(jobs) == 600
+
+
+def _as_estimated(job: JobSpec) -> str:
+    answer = estimate(job)
+    lines = [(moment.name, [(line.kind, line.n_bytes) for line in moment.lines]) for moment in answer.moments]
+    return repr((lines, [(call.operation, call.calls, call.n_bytes) for call in answer.traffic.collectives]))
+
+
+def test_a_larger_sample_begins_with_a_smaller_one():
+    assert drawn.drawn(200)[:150] == drawn.drawn(150)
+
+
+# --- the files --------------------------------------------------------------------------------------------------------------
+
+
+def test_records_are_small_and_of_different_jobs():
+    found = stored.records()
+    assert len({record.job for record in found}) == len(found)
+    assert stored.RECORDS.stat().st_size < 1800 * len(found)
+
+
+def test_a_record_is_read_as_it_was_kept(tmp_path: Path):
+    found, path = stored.records()[:40], tmp_path / "kept.jsonl"
+    for record in found:
+        stored.keep(record, path)
+    assert stored.records(path) == found
+
+
+def test_sorted_records_are_the_same_records(tmp_path: Path):
+    found, path = stored.records()[:40], tmp_path / "kept.jsonl"
+    for record in reversed(found):
+        stored.keep(record, path)
+    stored.sort(path, [record.job for record in found])
+    assert stored.records(path) == found
+    stored.sort(path, [])
+    assert stored.records(path) == found
+
+
+def test_refusals_say_why(tmp_path: Path):
+    path, jobs = tmp_path / "refused.jsonl", drawn.drawn(3)
+    for job in jobs:
+        stored.keep_refusal(job, "too deep", path)
+    assert stored.refusals(path) == [stored.Refusal(job, "too deep") for job in jobs]
