@@ -5,8 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from zeroplan import estimate
-from zeroplan.comparison import Comparison, compare
+from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Held(NamedTuple):
 
 def held(records: list[Measurement]) -> list[Held]:
     """Hold the estimate of every record's job against it."""
-    return [Held(record, compare(estimate(record.job), record)) for record in records]
+    return [Held(record, compare_with_estimate(record)) for record in records]
 
 
 def engine_of(job: JobSpec) -> str:

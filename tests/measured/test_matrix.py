@@ -40,10 +40,6 @@ def _in_32_bits(job: JobSpec) -> bool:
     return job.recipe.precision == "fp32" and job.model.num_key_value_heads < job.model.num_attention_heads
 
 
-def _on_cpu_kernels(job: JobSpec) -> bool:
-    return job.recipe.engine == "deepspeed" and _in_32_bits(job)
-
-
 def _all_scores_again(job: JobSpec) -> bool:
     return job.recipe.engine == "fsdp2" and job.recipe.recompute == "selective" and _in_32_bits(job)
 
@@ -63,10 +59,6 @@ def _experts_beyond_buckets(job: JobSpec) -> bool:
 
 CAUSES: tuple[Cause, ...] = (
     Cause("families whose activations are approximate", _approximate, 0.70, 1.25),
-    # The record is at fault, not the estimate: CPU's kernel keeps no scores, and `compare` takes CUDA's out of single lines only.
-    Cause(
-        "DeepSpeed in 32 bits runs a CPU's attention, and sums of blocks are predicted as CUDA's", _on_cpu_kernels, 0.01, 3.5
-    ),
     # Scores that are written out belong to no operator that selective recomputation keeps (zeroplan.verify.recomputation).
     Cause("selective recomputation where scores are written out", _all_scores_again, 0.01, 0.03),
     # torch 2.13, _fsdp_param_group.py, AllReduceState: let go in finalize_backward. It is the gradient itself in one micro-batch.
