@@ -18,10 +18,10 @@ from zeroplan.transformer.head import head_pass
 
 pytestmark = pytest.mark.torch
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3")
 
 #: One of each kind of block, for what does not depend on biases.
-KINDS = ("llama", "qwen3", "gpt2", "mixtral")
+KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3")
 PRECISIONS = {"bf16": (2, False), "fp32": (4, False), "autocast": (2, True)}
 
 #: (micro-batch, tokens, heads, key/value heads, head_dim, MLP width, vocabulary, hidden width). The widths differ from each

@@ -13,6 +13,7 @@ from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families.gpt2 import gpt2_block
 from zeroplan.transformer.families.llama import llama_block
 from zeroplan.transformer.families.mixtral import mixtral_block
+from zeroplan.transformer.families.traced import traced_block
 from zeroplan.transformer.families.widths import Widths, widths
 
 Block = Callable[[ModelSpec, Widths], BlockPass]
@@ -34,7 +35,7 @@ TREATMENTS: dict[str, Treatment] = {
     "qwen3": Treatment(llama_block),
     "gpt2": Treatment(gpt2_block),
     "mixtral": Treatment(llama_block),
-    "phi3": Treatment(llama_block, approximation="phi3 is treated as llama: joint projections are taken apart."),
+    "phi3": Treatment(traced_block),
     "gemma2": Treatment(llama_block, approximation="gemma2 is treated as llama with two more norms: no soft-capping."),
     "gemma3_text": Treatment(
         llama_block, approximation="gemma3_text is treated as llama with two more norms: no sliding-window masks."

@@ -1,0 +1,468 @@
+"""The operators that blocks are written in, each with what it allocates, what it saves, and what its backward makes.
+
+Tensors keep transformers' names; sizes are those of the eager operators of torch 2.13. Where several sequences make a batch,
+a matrix product of heads copies operands that are not contiguous: the copy takes the place of the original among what is
+saved, so that only names hold both.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from zeroplan.ledger import Kind
+from zeroplan.transformer.families.attention import EAGER, FLASH_BACKWARD, FLASH_SCRATCH, SDPA
+from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+
+TENSOR, TEMPORARY = Kind.ACTIVATIONS, Kind.TEMPORARY
+
+
+class Site(NamedTuple):
+    """Where in the module something happens: the name of its moments, and its source."""
+
+    name: str
+    source: str
+
+
+def tensor(tape: Tape, reason: str, dtype: str, shape: str, source: str) -> Value:
+    """Allocate a tensor that gradients flow to."""
+    return Value(tape.make(TENSOR, reason, f"{dtype}·{shape}", source), dtype, shape)
+
+
+def gradient(tape: Tape, value: Value, reason: str, source: str) -> Store:
+    """Allocate the gradient of a tensor."""
+    return tape.make(TENSOR, reason, f"{value.dtype}·{value.shape}", source)
+
+
+def through(value: Value, passed: Store) -> tuple[Value, Store]:
+    """Hand a gradient on as it is."""
+    passed.holds += 1
+    return value, passed
+
+
+def cast(tape: Tape, value: Value, dtype: str, site: Site) -> Value:
+    """``Tensor.to``: the same tensor where it has that dtype already, else a copy. The name for ``value`` stays."""
+    if tape.is_wide(value.dtype) == tape.is_wide(dtype):
+        tape.hold(value.store)
+        return value
+    suffix = {"4": " in fp32", "e": ", cast"}.get(dtype, "")
+    made = tensor(tape, f"{site.name}{suffix}", dtype, value.shape, site.source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, gradient(tape, value, f"gradient through the {site.name}", site.source))]
+
+    tape.add(f"{site.name}: cast", (made,), (), backward)
+    return made
+
+
+def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
+    """``first + second`` in the wider dtype; the gradient goes to both, cast for one that is narrower."""
+    dtype = first.dtype if tape.is_wide(first.dtype) or not tape.is_wide(second.dtype) else second.dtype
+    made = tensor(tape, reason, dtype, first.shape, site.source)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        return [_narrowed(tape, value, taken[0], made, site) for value in (first, second)]
+
+    tape.add(site.name, (made,), (), backward)
+    return made
+
+
+def _narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) -> tuple[Value, Store]:
+    if tape.is_wide(value.dtype) == tape.is_wide(made.dtype):
+        return through(value, taken)
+    return value, gradient(tape, value, "gradient of the residual stream, cast for the branch", site.source)
+
+
+def linear(
+    tape: Tape, value: Value, width: str, site: Site, *, reads: str = "h", bias: bool = False, out: str = ""
+) -> Value:  # fmt: skip
+    """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with a cast of its input and of its weight.
+
+    The copy of the weight is made before that of the input, so that its gradient is cast after the input's.
+    """
+    matrix = f"{reads}·{width}"
+    weight = _weight(tape, matrix, width, site, bias=bias)
+    given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source)) if tape.autocast else value
+    if not tape.autocast:
+        tape.hold(value.store)
+    made = tensor(tape, out or f"output of the {site.name}", "e", f"T·{width}", site.source)
+    if not bias:
+        tape.products.append(made.store)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(given, gradient(tape, given, f"gradient through the {site.name}", site.source))]
+        if weight is not None:
+            return [*arriving, (weight, tape.make(TEMPORARY, f"gradient of the {site.name}'s weight, not yet cast",
+                                                  f"e·{matrix}", site.source))]  # fmt: skip
+        tape.weight_gradient(matrix)
+        if bias:
+            tape.weight_gradient(width)
+        return arriving
+
+    tape.add(site.name, (made,), (given.store,), backward, cast=matrix if tape.autocast else "")
+    tape.release(given)
+    return made
+
+
+def _weight(tape: Tape, matrix: str, width: str, site: Site, *, bias: bool) -> Value | None:
+    """Autocast's copy of a weight: the engine counts its bytes, its gradient is made in 16 bits and then cast."""
+    if not tape.autocast:
+        return None
+    tape.casts.append(matrix)
+    made = Value(Store(TEMPORARY, "", "", ""), "e", matrix)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.weight_gradient(matrix)
+        if bias:
+            tape.weight_gradient(width)
+        return []
+
+    tape.add(f"{site.name}: cast of the weight gradient", (made,), (), backward)
+    return made
+
+
+class NormAs(NamedTuple):
+    """How a family writes RMSNorm: ``one_plus`` scales by 1 + weight in fp32 (Gemma), else by the weight (Llama)."""
+
+    one_plus: bool
+    source: str
+
+
+def rms_norm(tape: Tape, value: Value, name: str, kind: NormAs, *, weight: str = "h", rows: str = "T") -> Value:
+    """RMSNorm from single operators, in fp32; ``weight`` is the formula of its weight's elements."""
+    site = Site(name, kind.source)
+    wide = cast(tape, value, "4", Site(f"{name}: its input", kind.source))
+    scale = _scale(tape, wide, rows, site)
+    normal = _times(tape, wide, scale, site)
+    tape.release(wide, scale)
+    if kind.one_plus:
+        plus = tape.make(TENSOR, f"{name}: one plus its weight, fp32", f"4·{weight}", kind.source)
+        scaled = _weighted(tape, normal, (normal.store, plus), weight, site)
+        tape.drop(plus)
+        tape.release(normal)
+        made = cast(tape, scaled, value.dtype, Site(f"output of the {name}", kind.source))
+        tape.release(scaled)
+        return made
+    narrow = cast(tape, normal, value.dtype, Site(f"{name}: normalised input", kind.source))
+    tape.release(normal)
+    made = _weighted(tape, narrow, (narrow.store,), weight, site)
+    tape.release(narrow)
+    return made
+
+
+def _scale(tape: Tape, wide: Value, rows: str, site: Site) -> Value:
+    """``rsqrt(mean(x²) + eps)``, of which the root is saved and pow saves its base."""
+    square = tensor(tape, f"{site.name}: square of its input", "4", wide.shape, site.source)
+
+    def power(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("derivative of pow, fp32", f"8·{wide.shape}", site.source)
+        return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
+
+    tape.add(site.name, (square,), (wide.store,), power)
+    root = tensor(tape, f"{site.name}: reciprocal root mean square", "4", rows, site.source)
+
+    def mean(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(square, gradient(tape, square, "gradient of the squared input", site.source))]
+
+    tape.add(site.name, (root,), (root.store,), mean)
+    tape.release(square)
+    return root
+
+
+def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
+    made = tensor(tape, f"{site.name}: normalised input", "4", wide.shape, site.source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        direct = gradient(tape, wide, "gradient of the input beside its square, fp32", site.source)
+        tape.temporary("gradient of the root mean square, not yet summed", f"4·{wide.shape}", site.source)
+        return [(wide, direct), (root, gradient(tape, root, "gradient of the reciprocal root mean square", site.source))]
+
+    tape.add(site.name, (made,), (wide.store, root.store), backward)
+    return made
+
+
+def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: str, site: Site) -> Value:
+    made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, site.source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(value, gradient(tape, value, "gradient of the normalised input", site.source))]
+        tape.temporary("gradient of the norm's weight, not yet summed", f"{value.dtype}·{value.shape}", site.source)
+        tape.weight_gradient(weight)
+        return arriving
+
+    tape.add(site.name, (made,), saved, backward)
+    return made
+
+
+def layer_norm(tape: Tape, value: Value, name: str, statistics: str, source: str) -> Value:
+    """``torch.nn.LayerNorm``, one operator; ``statistics`` names its mean and deviation, fp32 on CUDA."""
+    made = tensor(tape, f"output of the {name}", value.dtype, value.shape, source)
+    kept = tape.make(TENSOR, statistics, "8·T", source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.weight_gradient("h")
+        tape.weight_gradient("h")
+        return [(value, gradient(tape, value, f"gradient through the {name}", source))]
+
+    tape.add(name, (made,), (value.store, kept), backward)
+    tape.drop(kept)
+    return made
+
+
+def rotary(tape: Tape, value: Value, site: Site) -> Value:
+    """``x·cos + rotate_half(x)·sin``, the tables in the residual stream's dtype; saves nothing of the block's."""
+    dtype = "r" if tape.is_wide("r") != tape.is_wide(value.dtype) else value.dtype
+    formula = f"{dtype}·{value.shape}"
+    direct = tape.make(TEMPORARY, f"{site.name} times cos", formula, site.source)
+    turned = tape.make(TEMPORARY, f"{site.name}, halves exchanged", f"{value.dtype}·{value.shape}", site.source)
+    times_sin = tape.make(TEMPORARY, f"{site.name} times sin", formula, site.source)
+    tape.drop(turned)
+    made = tensor(tape, site.name, dtype, value.shape, site.source)
+    tape.drop(direct, times_sin)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        given = gradient(tape, value, f"gradient of the {site.name}", site.source)
+        tape.temporary("gradients of the exchanged halves", f"2·{value.dtype}·{value.shape}", site.source)
+        return [(value, given)]
+
+    tape.add(f"rotary positions of the {site.name}", (made,), (), backward)
+    return made
+
+
+def slices(tape: Tape, whole: Value, shapes: tuple[str, ...], site: Site) -> tuple[Value, ...]:
+    """``x[..., a:b]`` for each shape: views, whose gradients are each put into zeros of the whole's size."""
+    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
+    for view in views:
+        def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+            return [(whole, gradient(tape, whole, f"gradient of the {site.name}", site.source))]
+
+        tape.add(site.name, (view,), (), backward)
+    return views
+
+
+def chunk(tape: Tape, whole: Value, shapes: tuple[str, ...], site: Site) -> tuple[Value, ...]:
+    """``x.chunk(n, dim=-1)``: views, whose gradients are joined."""
+    views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(whole, gradient(tape, whole, f"gradients of the {site.name}, joined", site.source))]
+
+    tape.add(site.name, views, (), backward)
+    return views
+
+
+def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result: bool = False) -> Value:
+    """An activation in one operator: SiLU and GELU save their input, ReLU its result."""
+    made = tensor(tape, reason, value.dtype, value.shape, site.source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, gradient(tape, value, f"gradient of the input of {site.name}", site.source))]
+
+    tape.add(site.name, (made,), (made.store if saves_result else value.store,), backward)
+    return made
+
+
+def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
+    """``first * second``, both saved."""
+    made = tensor(tape, reason, first.dtype, first.shape, site.source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, gradient(tape, value, f"gradient of a factor of the {site.name}", site.source)) for value in (first, second)]
+
+    tape.add(site.name, (made,), (first.store, second.store), backward)
+    return made
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values before attention, and how they came about."""
+
+    query: Value
+    key: Value
+    value: Value
+    grouped: bool
+    """Several query heads share a key/value head."""
+    one_key: bool
+    """There is a single key/value head, of which repeating it makes a view."""
+    joined: bool = False
+    """Rotary positions have copied queries and keys head by head, so that they are contiguous."""
+    joint: bool = False
+    """The values are a view of the joint projection's output."""
+
+
+class Attended(NamedTuple):
+    """What attention returns: its output, and the weights where they are written out, which the layer holds by name."""
+
+    context: Value
+    weights: Value | None = None
+
+
+Attention = Callable[[Tape, Heads], Attended]
+
+
+def flash(tape: Tape, heads: Heads) -> Attended:
+    """``scaled_dot_product_attention`` on the flash kernel: keys and values are not repeated for grouped heads.
+
+    Its output has the layout of the queries. Where rotary positions copied these head by head, the output is copied into
+    the order of tokens, and both are saved.
+    """
+    names = ("queries", "keys", "values")
+    query, key, value = (cast(tape, one, "e", Site(name, SDPA)) for one, name in zip(heads[:3], names, strict=True))
+    reason = "attention output" if heads.joined else "attention output, input of the output projection"
+    made = tensor(tape, reason, "e", "T·c", SDPA)
+    sums = tape.make(TENSOR, "log-sum-exp of the scores, fp32", "4·T·a", SDPA)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(one, gradient(tape, one, "gradients of q, k and v", SDPA)) for one in (query, key, value)]
+        tape.temporary(FLASH_SCRATCH, _flash_scratch(grouped=heads.grouped), FLASH_BACKWARD)
+        return arriving
+
+    tape.add("attention", (made,), (query.store, key.store, value.store, made.store, sums), backward)
+    tape.drop(sums)
+    tape.release(query, key, value)
+    return Attended(_in_order_of_tokens(tape, made) if heads.joined else made)
+
+
+def _in_order_of_tokens(tape: Tape, value: Value) -> Value:
+    """``transpose(1, 2).contiguous()`` where that is a copy; the gradient passes as a view."""
+    made = tensor(tape, "attention output in the order of tokens, input of the output projection", value.dtype, value.shape, SDPA)
+    tape.add("order of tokens", (made,), (), lambda _tape, taken: [through(value, taken[0])])
+    tape.release(value)
+    return made
+
+
+def _flash_scratch(*, grouped: bool) -> str:
+    accumulator = "512·a·b·ceil(s/128)·(32·ceil(d/32)+1)"
+    return f"{accumulator} + 2·e·T·q" if grouped else accumulator
+
+
+def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False) -> Attended:
+    """Attention written out: keys and values repeated for grouped heads, scores and their softmax kept.
+
+    ``capped`` puts the scores through ``tanh`` before the mask, as Gemma 2 does.
+    """
+    copies: list[Store] = []
+    key = _repeated(tape, heads.key, heads, Site("keys", source)) if heads.grouped else heads.key
+    value = _repeated(tape, heads.value, heads, Site("values", source)) if heads.grouped else heads.value
+    operands = (
+        _operand(tape, heads.query, copies, Site("queries", source), contiguous=heads.joined),
+        _operand(tape, key, copies, Site("keys", source), contiguous=heads.grouped or heads.joined, one_key=heads.one_key),
+    )
+    weights = _softmax(tape, _scores(tape, operands, Site("attention: scores", source), capped=capped), heads.query.dtype, source)
+    context = _weighted_values(tape, weights, value, copies, heads, source)
+    tape.drop(*copies)
+    if heads.grouped:
+        tape.release(key, value)
+    return Attended(context, weights)
+
+
+def _repeated(tape: Tape, value: Value, heads: Heads, site: Site) -> Value:
+    """``repeat_kv``: a copy for each query head, or a view of a single head; gradients are summed over its copies."""
+    reason = f"{site.name}, repeated for each query head"
+    if heads.one_key:
+        made = Value(tape.hold(value.store), value.dtype, "T·q")
+    else:
+        made = tensor(tape, reason, value.dtype, "T·q", site.source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, gradient(tape, value, f"gradient of the {site.name}", site.source))]
+
+    tape.add(reason, (made,), (), backward)
+    return made
+
+
+Operand = tuple[Value, tuple[Store, ...]]
+
+
+def _operand(
+    tape: Tape, value: Value, copies: list[Store], site: Site, *, contiguous: bool, one_key: bool = False, joint: bool = False
+) -> Operand:  # fmt: skip
+    """Return a factor of a product of heads, and what the product saves of it."""
+    if tape.is_wide(value.dtype) != tape.is_wide("e"):
+        made = cast(tape, value, "e", site)
+        copies.append(made.store)
+        return made, (made.store,)
+    if one_key or joint:
+        # Of a single sequence the product takes the tensor as it is, of several a copy, which alone is saved then.
+        tape.part_by_batch(value.store)
+        copy = tape.make(TENSOR, f"{site.name}, copied for the product", f"e·{value.shape}·min(1, b-1)", site.source)
+        copies.append(copy)
+        return value, (value.store, copy)
+    if not contiguous:
+        formula = f"{value.dtype}·{value.shape}·min(1, b-1)"
+        copies.append(tape.make(TEMPORARY, f"{site.name}, copied for the product", formula, site.source))
+    return value, (value.store,)
+
+
+def _scores(tape: Tape, operands: tuple[Operand, Operand], site: Site, *, capped: bool) -> Value:
+    (query, kept_query), (key, kept_key) = operands
+    made = tensor(tape, "scores", "e", "a·T·s", site.source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(one, gradient(tape, one, "gradients of queries and keys", site.source)) for one in (query, key)]
+
+    tape.add(site.name, (made,), (*kept_query, *kept_key), backward)
+    scaled = _scaled(tape, made, "scores, scaled", site)
+    if capped:
+        divided = _scaled(tape, scaled, "scores, divided by the cap", site)
+        bent = pointwise(tape, divided, "tanh of the scores", Site("attention: tanh of the scores", site.source), saves_result=True)
+        tape.release(divided)
+        scaled = _scaled(tape, bent, "scores, capped", site)
+    return _masked(tape, scaled, site)
+
+
+def _scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
+    """Multiply by a number; the name goes over to the product."""
+    made = tensor(tape, reason, value.dtype, value.shape, site.source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, gradient(tape, value, "gradient of the scores", site.source))]
+
+    tape.add(site.name, (made,), (), backward)
+    tape.release(value)
+    return made
+
+
+def _masked(tape: Tape, value: Value, site: Site) -> Value:
+    """Add the mask, which has the residual stream's dtype and no gradient."""
+    dtype = "r" if tape.is_wide("r") != tape.is_wide(value.dtype) else value.dtype
+    made = tensor(tape, "scores, masked", dtype, value.shape, site.source)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        return [_narrowed(tape, value, taken[0], made, site)]
+
+    tape.add(site.name, (made,), (), backward)
+    tape.release(value)
+    return made
+
+
+def _softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
+    """Softmax in fp32, cast to the queries' dtype; the name of the scores goes over to it."""
+    wide = cast(tape, scores, "4", Site("masked scores", source))
+    made = tensor(tape, "softmax of the scores", "4", scores.shape, source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(wide, gradient(tape, wide, "gradient of the scores", source))]
+
+    tape.add("attention: softmax", (made,), (made.store,), backward)
+    tape.release(wide)
+    weights = cast(tape, made, dtype, Site("softmax of the scores", source))
+    tape.release(made, scores)
+    return weights
+
+
+def _weighted_values(tape: Tape, weights: Value, value: Value, copies: list[Store], heads: Heads, source: str) -> Value:
+    given, kept = _operand(tape, weights, copies, Site("softmax of the scores", source), contiguous=True)
+    by_head, kept_values = _operand(
+        tape,
+        value,
+        copies,
+        Site("values", source),
+        contiguous=heads.grouped,
+        one_key=heads.one_key and heads.grouped,
+        joint=heads.joint and not heads.grouped,
+    )
+    made = tensor(tape, "attention output, head by head", "e", "T·c", source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(one, gradient(tape, one, "gradient of a factor of the product", source)) for one in (given, by_head)]
+
+    tape.add("attention: product with the values", (made,), (*kept, *kept_values), backward)
+    return _in_order_of_tokens(tape, made)

@@ -1,0 +1,50 @@
+"""Blocks of the Phi-3 kind: Llama's, with one projection for q, k and v and one for gate and up."""
+
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.operators import Attended, Attention, Heads, NormAs, Site
+from zeroplan.transformer.families.tape import Tape, Value
+
+LAYER = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3DecoderLayer.forward"
+ATTENTION = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3Attention.forward"
+MLP = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3MLP.forward"
+NORM = NormAs(one_plus=False, source="transformers 5.23, models/phi3/modeling_phi3.py, Phi3RMSNorm.forward")
+
+
+def phi3(tape: Tape, given: Value, attend: Attention, *, grouped: bool, one_key: bool) -> Value:
+    """One decoder layer."""
+    normal = op.rms_norm(tape, given, "norm before attention", NORM)
+    attended, weights = _attention(tape, normal, attend, grouped=grouped, one_key=one_key)
+    tape.release(normal)
+    middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
+    tape.release(attended)
+    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM)
+    branch = _mlp(tape, normal)
+    tape.release(normal)
+    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
+    tape.release(branch, middle)
+    if weights is not None:
+        tape.release(weights)
+    return made
+
+
+def _attention(tape: Tape, normal: Value, attend: Attention, *, grouped: bool, one_key: bool) -> Attended:
+    joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION))
+    query, key, value = op.slices(tape, joint, ("T·q", "T·k", "T·v"), Site("slices of q, k and v", ATTENTION))
+    turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
+    tape.release(query, key)
+    context, weights = attend(tape, Heads(*turned, value, grouped, one_key, joined=True, joint=True))
+    made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
+    tape.release(joint, value, *turned, context)
+    return Attended(made, weights)
+
+
+def _mlp(tape: Tape, normal: Value) -> Value:
+    both = op.linear(tape, normal, "(f+f)", Site("joint gate and up projection", MLP))
+    gate, up = op.chunk(tape, both, ("T·f", "T·f"), Site("gate and up", MLP))
+    tape.release(both)
+    active = op.pointwise(tape, gate, "silu of the gate", Site("silu", MLP))
+    inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", MLP))
+    tape.release(active, up)
+    made = op.linear(tape, inner, "h", Site("down projection", MLP), reads="f")
+    tape.release(inner, gate)
+    return made

@@ -1,0 +1,86 @@
+"""The formulas of lines as data: read once, then worked out for any batch.
+
+A formula is a sum of products in the legend's symbols: ``e·T·(q+k+v) + 8·T``. Factors that are no plain product, such as
+``ceil(s/32)``, are names of their own, and :func:`quantities` gives their value.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.transformer.families.widths import Widths
+
+Factor = int | str | tuple[tuple["Factor", ...], ...]
+Terms = tuple[tuple[Factor, ...], ...]
+
+
+def quantities(x: Widths, intermediate_size: int) -> dict[str, Int]:
+    """Return what a formula's symbols and the functions in it stand for."""
+    return {
+        "b": x.micro_batch,
+        "s": x.seq_len,
+        "T": x.tokens,
+        "h": x.hidden,
+        "a": x.heads,
+        "d": x.head_dim,
+        "q": x.query,
+        "k": x.key,
+        "v": x.value,
+        "c": x.context,
+        "f": intermediate_size,
+        "e": x.element,
+        "r": x.residual,
+        "k/d": x.key // x.head_dim,
+        "ceil(s/128)": ceil_div(x.seq_len, 128),
+        "ceil(s/32)": ceil_div(x.seq_len, 32),
+        "ceil(s/16)": ceil_div(x.seq_len, 16),
+        "ceil(d/32)": ceil_div(x.head_dim, 32),
+        "min(1, b-1)": minimum(1, x.micro_batch - 1),
+        "max(0, 2-b)": maximum(0, 2 - x.micro_batch),
+    }
+
+
+def worked_out(formula: str, values: Mapping[str, Int]) -> Int:
+    """Give the number a formula stands for.
+
+    >>> worked_out("2·T·(h+f) + 8·T", {"T": 10, "h": 3, "f": 4})
+    220
+    """
+    return _sum(terms(formula), values)
+
+
+@lru_cache(maxsize=None)
+def terms(formula: str) -> Terms:
+    """Read a formula: a sum of products of numbers, names and sums in brackets."""
+    return tuple(tuple(_factor(factor) for factor in _split(term, "·")) for term in _split(formula, "+"))
+
+
+def _sum(every: Terms, values: Mapping[str, Int]) -> Int:
+    total: Int = 0
+    for term in every:
+        product: Int = 1
+        for factor in term:
+            if isinstance(factor, str):
+                product = product * values[factor]
+            else:
+                product = product * (factor if isinstance(factor, int) else _sum(factor, values))
+        total = total + product
+    return total
+
+
+def _factor(text: str) -> Factor:
+    if text.isdecimal():
+        return int(text)
+    return terms(text[1:-1]) if text.startswith("(") else text
+
+
+def _split(text: str, sign: str) -> list[str]:
+    """Split at a sign outside brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == sign and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]

@@ -1,0 +1,177 @@
+"""A block written as the operators it runs, and what is alive at every moment of running them forward and backward.
+
+The block's program calls the operators of ``operators.py`` in the order of the module's ``forward``; the tape keeps account
+of who holds each tensor: the program by name, or an operator that saved it for its backward. The backward then goes through
+the operators the other way round, as autograd does: gradients wait in the buffer of the operator that takes them, a second
+one is added to the first, and what an operator saved goes when it is done. Sizes are formulas, so that one tape serves every
+batch.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from zeroplan.ledger import Kind
+
+
+class Store:
+    """One piece of memory and who needs it: names, operators that saved it, buffers of gradients."""
+
+    __slots__ = ("formula", "holds", "kind", "reason", "source", "twin")
+
+    def __init__(self, kind: Kind, reason: str, formula: str, source: str) -> None:
+        """Begin with one who holds it: its maker."""
+        self.kind, self.reason, self.formula, self.source, self.holds = kind, reason, formula, source, 1
+        self.twin: Store | None = None
+
+
+class Value:
+    """A tensor that gradients flow to: its memory, and the dtype and elements its gradient has. Views share memory."""
+
+    __slots__ = ("dtype", "shape", "store")
+
+    def __init__(self, store: Store, dtype: str, shape: str) -> None:
+        """``dtype`` is the symbol of its bytes per element, ``shape`` the formula of its elements."""
+        self.store, self.dtype, self.shape = store, dtype, shape
+
+
+Arriving = list[tuple[Value, Store]]
+Backward = Callable[["Tape", list[Store]], Arriving]
+
+
+class Operator(NamedTuple):
+    """One node of the graph: what it made, what it keeps, and how it turns gradients of its outputs into those of its inputs."""
+
+    name: str
+    outputs: tuple[Value, ...]
+    saved: tuple[Store, ...]
+    backward: Backward
+    cast: str
+    """Elements of a weight whose autocast copy it uses, as a formula."""
+
+
+class Alive(NamedTuple):
+    """A moment: what is alive, and of the weights the gradients made so far, those being made, and the casts that are there."""
+
+    name: str
+    stores: tuple[Store, ...]
+    gradients: tuple[str, ...]
+    current: tuple[str, ...]
+    casts: tuple[str, ...]
+
+
+class Tape:
+    """What a program has done so far. ``saving`` says whether operators save anything, as they do outside a checkpoint."""
+
+    def __init__(self, *, wide: bool, autocast: bool, saving: bool) -> None:
+        """``wide``: the compute dtype is fp32."""
+        self.wide, self.autocast, self.saving = wide, autocast, saving
+        self.alive: dict[Store, None] = {}
+        self.operators: list[Operator] = []
+        self.moments: list[Alive] = []
+        self.saved: dict[Store, None] = {}
+        self.casts: list[str] = []
+        self.products: list[Store] = []
+        """Outputs of plain matrix products, in order."""
+        self.gradients: list[str] = []
+        self.current: list[str] = []
+        self.scratch: list[Store] = []
+        self.name = ""
+
+    def is_wide(self, dtype: str) -> bool:
+        """Whether a dtype's symbol means fp32 here."""
+        return dtype == "4" or self.wide or (dtype == "r" and self.autocast)
+
+    def make(self, kind: Kind, reason: str, formula: str, source: str) -> Store:
+        """Allocate, and note the moment."""
+        store = Store(kind, reason, formula, source)
+        self.alive[store] = None
+        self.note()
+        return store
+
+    def note(self) -> None:
+        """Note what is alive now."""
+        moment = Alive(self.name, tuple(self.alive), tuple(self.gradients), tuple(self.current), tuple(self.casts))
+        self.moments.append(moment)
+
+    def hold(self, store: Store) -> Store:
+        """One more needs it."""
+        store.holds += 1
+        return store
+
+    def drop(self, *stores: Store) -> None:
+        """One fewer needs each."""
+        for store in stores:
+            store.holds -= 1
+            if not store.holds:
+                del self.alive[store]
+
+    def release(self, *values: Value) -> None:
+        """A name goes."""
+        for value in values:
+            self.drop(value.store)
+            if value.store.twin is not None:
+                self.drop(value.store.twin)
+
+    def part_by_batch(self, store: Store) -> None:
+        """Tell apart the store of a single sequence, which a product may save, and that of several, which only names hold."""
+        whole, names = store.formula, store.holds
+        store.formula = f"{whole}·max(0, 2-b)"
+        store.twin = Store(store.kind, store.reason, f"{whole}·min(1, b-1)", store.source)
+        store.twin.holds = names
+        self.alive[store.twin] = None
+
+    def add(
+        self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *, cast: str = ""
+    ) -> None:  # fmt: skip
+        """Put an operator into the graph; what it saves stays until its backward is done."""
+        kept = saved if self.saving else ()
+        for store in kept:
+            self.hold(store)
+            self.saved[store] = None
+        self.operators.append(Operator(name, outputs, kept, backward, cast))
+
+    def temporary(self, reason: str, formula: str, source: str) -> Store:
+        """Allocate what is gone when the operator is done."""
+        store = self.make(Kind.TEMPORARY, reason, formula, source)
+        self.scratch.append(store)
+        return store
+
+    def weight_gradient(self, formula: str, *, seen: bool = True) -> None:
+        """Make a weight's gradient, which stays for the engine."""
+        self.gradients.append(formula)
+        if seen:
+            self.current.append(formula)
+
+    def run_backward(self, output: Value, incoming: Store) -> None:
+        """Go through the operators the other way round, with the gradient of the output arriving."""
+        self.moments.clear()
+        self.alive[incoming] = None
+        waiting: dict[Value, Store] = {output: incoming}
+        for operator in reversed(self.operators):
+            if operator.outputs and all(value in waiting for value in operator.outputs):
+                self._step(operator, waiting)
+
+    def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:
+        self.name = operator.name
+        taken = [waiting.pop(value) for value in operator.outputs]
+        arriving = operator.backward(self, taken)
+        self.note()
+        self.drop(*self.scratch, *taken, *operator.saved)
+        self.scratch.clear()
+        self.current.clear()
+        if operator.cast:
+            self.casts.remove(operator.cast)
+        for value, gradient in arriving:
+            self._deliver(value, gradient, waiting)
+
+    def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:
+        """Add to a gradient that waits already: in place where nobody else has it (torch, csrc/autograd/input_buffer.cpp)."""
+        first = waiting.get(value)
+        if first is None:
+            waiting[value] = gradient
+            return
+        if first.holds == 1:
+            self.drop(gradient)
+            return
+        waiting[value] = self.make(first.kind, first.reason, first.formula, first.source)
+        self.drop(first, gradient)
