@@ -8,6 +8,7 @@ import pytest
 
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.families.widths import WITHOUT_SDPA
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -16,6 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+#: Longer than any sequence here; a class that always has a window takes no None.
+NO_WINDOW = 4096
 
 
 def tiny_spec(
@@ -44,7 +49,7 @@ def tiny_spec(
 def causal_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None) -> PreTrainedModel:
     """Build the transformers module, randomly initialised, in training mode, dropout off, without a cache."""
     config = _config(spec, layers or spec.num_hidden_layers)
-    config._attn_implementation = compute.attention
+    config._attn_implementation = "eager" if spec.family in WITHOUT_SDPA else compute.attention
     if spec.moe is not None:
         config._experts_implementation = "grouped_mm"
     torch.manual_seed(0)
@@ -78,7 +83,7 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
         "num_key_value_heads": spec.num_key_value_heads,
         "head_dim": spec.head_dim,
     }
-    window = {} if spec.family == "llama" else {"sliding_window": spec.sliding_window}
+    window = {} if spec.family == "llama" else {"sliding_window": spec.sliding_window or NO_WINDOW}
     experts = {}
     if spec.moe is not None:
         experts = {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}

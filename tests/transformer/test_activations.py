@@ -18,10 +18,10 @@ from zeroplan.transformer.head import head_pass
 
 pytestmark = pytest.mark.torch
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2")
 
 #: One of each kind of block, for what does not depend on biases.
-KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3")
+KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2")
 PRECISIONS = {"bf16": (2, False), "fp32": (4, False), "autocast": (2, True)}
 
 #: (micro-batch, tokens, heads, key/value heads, head_dim, MLP width, vocabulary, hidden width). The widths differ from each
@@ -63,6 +63,7 @@ def _holds_saved_tensors(spec: ModelSpec, compute: Compute, batch: BatchSpec) ->
     # Input ids are the caller's; 4 bytes hold the sum of label weights.
     tables = cpu_bytes(head.shared[1:], compute)
     outside = cpu_bytes(head.saved + head.loss, compute) + tables + casts * spec.vocab_size * spec.hidden_size + 4
+    outside += _embedding_scale(spec, compute)
     assert one - (two - one) == outside
 
 
@@ -180,6 +181,12 @@ def _mixed_addition(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> int:
     """Bytes that the CPU takes to add a bf16 branch to an fp32 residual: it casts the branch first; CUDA does not."""
     ends_with_it = compute.autocast and spec.moe is None
     return 4 * batch.micro_batch_size * batch.seq_len * spec.hidden_size if ends_with_it else 0
+
+
+def _embedding_scale(spec: ModelSpec, compute: Compute) -> int:
+    """One number that Gemma multiplies embeddings by."""
+    scaled = spec.family in ("gemma2", "gemma3_text")
+    return (4 if compute.autocast else compute.element_bytes) if scaled else 0
 
 
 def _bias_copies(spec: ModelSpec, compute: Compute) -> int:

@@ -36,10 +36,8 @@ TREATMENTS: dict[str, Treatment] = {
     "gpt2": Treatment(gpt2_block),
     "mixtral": Treatment(llama_block),
     "phi3": Treatment(traced_block),
-    "gemma2": Treatment(llama_block, approximation="gemma2 is treated as llama with two more norms: no soft-capping."),
-    "gemma3_text": Treatment(
-        llama_block, approximation="gemma3_text is treated as llama with two more norms: no sliding-window masks."
-    ),
+    "gemma2": Treatment(traced_block),
+    "gemma3_text": Treatment(traced_block),
     "qwen3_moe": Treatment(llama_block, approximation="qwen3_moe is treated as mixtral with norms over queries and keys."),
     "deepseek_v3": Treatment(
         llama_block,

@@ -7,15 +7,19 @@ from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
 from zeroplan.transformer.families.norms import FINAL, LAYER_FINAL, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
-from zeroplan.transformer.families.widths import Widths, widths
-from zeroplan.transformer.losses import FULL, HEAD, chunked_loss, full_loss, fused_loss
+from zeroplan.transformer.families.traced import PROGRAMS, FinalNorm, final_norm
+from zeroplan.transformer.families.widths import Widths, kinds_of_layers, widths
+from zeroplan.transformer.losses import FULL, HEAD, capped, chunked_loss, full_loss, fused_loss
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
 MASK = "transformers 5.23, masking_utils.py, create_causal_mask"
 ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward"
+GEMMA3 = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3TextModel.forward"
 LOGITS = Kind.LOGITS
 
+#: Families that bend the logits through ``tanh`` before the loss.
+CAPPED = ("gemma2",)
 
 _LOSSES = {"full": full_loss, "chunked": chunked_loss, "fused": fused_loss}
 
@@ -37,10 +41,13 @@ def head_pass(
     weights (4 bytes each).
     """
     x = widths(model, compute, batch)
-    norm = layer_norm(x, LAYER_FINAL) if x.fused_projection else rms_norm(x, FINAL)
+    norm = _final_norm(model, x)
     way = _LOSSES[loss](x, model.vocab_size, norm.saved)
-    (named, first_input), mask = _embedding_by_name(x), _mask(x)
-    at_norm = BackwardPoint("final norm", _norm_backward(x, norm), x.hidden * model.vocab_size + norm.weights, 0, 0)
+    if model.family in CAPPED and loss == "full":
+        way = capped(way, x, model.vocab_size)
+    (named, first_input), mask = _embedding_by_name(x), _mask(model, x)
+    matrix = x.hidden * model.vocab_size
+    at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     return HeadPass(
         (*_shared(model, x), *(mask if recomputed else ())),
         (*norm.saved, *way.saved),
@@ -50,8 +57,15 @@ def head_pass(
         (*named, *(() if recomputed else mask)),
         () if recomputed else first_input,
         way.kept,
-        (*way.points, at_norm),
+        (*way.points, *at_norm),
     )
+
+
+def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
+    if model.family in PROGRAMS:
+        return final_norm(model, x)
+    norm = layer_norm(x, LAYER_FINAL) if x.fused_projection else rms_norm(x, FINAL)
+    return FinalNorm(norm.saved, (BackwardPoint("final norm", _norm_backward(x, norm), norm.weights, 0, 0),))
 
 
 def _wide(x: Widths, vocab: int) -> tuple[Line, ...]:
@@ -62,6 +76,9 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     ids = Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD)
     if model.positions:
         return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2)
+    if kinds_of_layers(model) > 1 and model.family == "gemma3_text":
+        n_bytes = 4 * x.residual * x.seq_len * x.head_dim
+        return ids, Line(SAVED, n_bytes, "rotary cos and sin, of local and of global layers", "4·r·s·d", GEMMA3)
     return ids, Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY)
 
 
@@ -78,10 +95,12 @@ def _embedding_by_name(x: Widths) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     return (), () if x.residual == 4 else (embedded,)
 
 
-def _mask(x: Widths) -> tuple[Line, ...]:
+def _mask(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     if x.attention != "eager":
         return ()
     n_bytes = x.residual * x.micro_batch * x.seq_len * x.seq_len
+    if model.family in ("gemma2", "gemma3_text"):
+        return (Line(TEMPORARY, 2 * n_bytes, "masks of eager attention, local and global", "2·r·b·s²", MASK),)
     return (Line(TEMPORARY, n_bytes, "attention mask of eager attention", "r·b·s²", MASK),)
 
 

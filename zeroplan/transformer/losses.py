@@ -15,6 +15,7 @@ from zeroplan.transformer.families.widths import Widths
 
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
+CAP = "transformers 5.23, models/gemma2/modeling_gemma2.py, Gemma2ForCausalLM.forward"
 CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
@@ -47,6 +48,14 @@ def full_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
     backward = (kept[0], gradients)
     points = _full_points(x, vocab, saved=(*norm_saved, *saved), backward=backward)
     return LossPass(saved, kept, (output, *kept, *_full_temporaries(x, vocab)), points, (output,))
+
+
+def capped(way: LossPass, x: Widths, vocab: int) -> LossPass:
+    """Bend the logits through ``tanh`` on the way, whose result is kept until the loss's gradient has passed it."""
+    kept = Line(LOGITS, x.element * x.tokens * vocab, "tanh of the logits, kept by the soft cap", "e·T·V", CAP)
+    at_loss, *later = way.points
+    points = (at_loss._replace(lines=(*at_loss.lines, kept)), *later)
+    return way._replace(kept=(*way.kept, kept), forward=(*way.forward, kept), points=points)
 
 
 def _kept_by_full(x: Widths, vocab: int) -> tuple[Line, Line]:

@@ -315,6 +315,7 @@ def flash(tape: Tape, heads: Heads) -> Attended:
         return arriving
 
     tape.add("attention", (made,), (query.store, key.store, value.store, made.store, sums), backward)
+    tape.kernel_outputs += [made.store, sums]
     tape.drop(sums)
     tape.release(query, key, value)
     return Attended(_in_order_of_tokens(tape, made) if heads.joined else made)
@@ -343,7 +344,7 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
     value = _repeated(tape, heads.value, heads, Site("values", source)) if heads.grouped else heads.value
     operands = (
         _operand(tape, heads.query, copies, Site("queries", source), contiguous=heads.joined),
-        _operand(tape, key, copies, Site("keys", source), contiguous=heads.grouped or heads.joined, one_key=heads.one_key),
+        _operand(tape, key, copies, Site("keys", source), contiguous=heads.grouped or heads.joined, one_key=heads.one_key and heads.grouped),
     )
     weights = _softmax(tape, _scores(tape, operands, Site("attention: scores", source), capped=capped), heads.query.dtype, source)
     context = _weighted_values(tape, weights, value, copies, heads, source)
@@ -351,6 +352,11 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
     if heads.grouped:
         tape.release(key, value)
     return Attended(context, weights)
+
+
+def capped_eager(tape: Tape, heads: Heads) -> Attended:
+    """Attention of Gemma 2, its scores capped by ``tanh``."""
+    return eager(tape, heads, capped=True)
 
 
 def _repeated(tape: Tape, value: Value, heads: Heads, site: Site) -> Value:

@@ -1,7 +1,8 @@
 """Blocks of the Phi-3 kind: Llama's, with one projection for q, k and v and one for gate and up."""
 
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.operators import Attended, Attention, Heads, NormAs, Site
+from zeroplan.transformer.families.operators import Attended, Heads, NormAs, Site
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
 
 LAYER = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3DecoderLayer.forward"
@@ -10,10 +11,10 @@ MLP = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3MLP.forward"
 NORM = NormAs(one_plus=False, source="transformers 5.23, models/phi3/modeling_phi3.py, Phi3RMSNorm.forward")
 
 
-def phi3(tape: Tape, given: Value, attend: Attention, *, grouped: bool, one_key: bool) -> Value:
+def phi3(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer."""
     normal = op.rms_norm(tape, given, "norm before attention", NORM)
-    attended, weights = _attention(tape, normal, attend, grouped=grouped, one_key=one_key)
+    attended, weights = _attention(tape, normal, block)
     tape.release(normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(attended)
@@ -27,12 +28,17 @@ def phi3(tape: Tape, given: Value, attend: Attention, *, grouped: bool, one_key:
     return made
 
 
-def _attention(tape: Tape, normal: Value, attend: Attention, *, grouped: bool, one_key: bool) -> Attended:
+def final_norm(tape: Tape, given: Value) -> Value:
+    """The norm before the head."""
+    return op.rms_norm(tape, given, "final norm", NORM)
+
+
+def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION))
     query, key, value = op.slices(tape, joint, ("T·q", "T·k", "T·v"), Site("slices of q, k and v", ATTENTION))
     turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
     tape.release(query, key)
-    context, weights = attend(tape, Heads(*turned, value, grouped, one_key, joined=True, joint=True))
+    context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True, joint=True))
     made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
     tape.release(joint, value, *turned, context)
     return Attended(made, weights)

@@ -72,6 +72,8 @@ class Tape:
         self.casts: list[str] = []
         self.products: list[Store] = []
         """Outputs of plain matrix products, in order."""
+        self.kernel_outputs: list[Store] = []
+        """Outputs of attention's kernel."""
         self.gradients: list[str] = []
         self.current: list[str] = []
         self.scratch: list[Store] = []

@@ -1,7 +1,7 @@
 """From a block's program to what it costs: the program runs once per structure, its formulas once per batch."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,17 +9,27 @@ from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
-from zeroplan.transformer.families.attention import EAGER
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
-from zeroplan.transformer.families.operators import Attention, eager, flash
-from zeroplan.transformer.families.phi3 import phi3
+from zeroplan.transformer.families import gemma, phi3
+from zeroplan.transformer.families.operators import Attention, capped_eager, eager, flash
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sizes import quantities, worked_out
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths
 
-Program = Callable[..., Value]
-PROGRAMS: dict[str, Program] = {"phi3": phi3}
-LAYERS = {"phi3": "transformers 5.23, models/phi3/modeling_phi3.py, Phi3DecoderLayer.forward"}
+class Program(NamedTuple):
+    """A family's block and final norm, and the source of what they are."""
+
+    block: Callable[[Tape, Value, Block], Value]
+    final: Callable[[Tape, Value], Value]
+    source: str
+
+
+PROGRAMS: dict[str, Program] = {
+    "phi3": Program(phi3.phi3, phi3.final_norm, phi3.LAYER),
+    "gemma2": Program(gemma.gemma, gemma.final_norm, gemma.LAYER),
+    "gemma3_text": Program(gemma.gemma, gemma.final_norm, gemma.LAYER),
+}
 
 
 class Structure(NamedTuple):
@@ -31,6 +41,7 @@ class Structure(NamedTuple):
     eager: bool
     grouped: bool
     one_key: bool
+    attention_bias: bool
 
 
 class Plan(NamedTuple):
@@ -42,7 +53,9 @@ class Plan(NamedTuple):
     recompute: tuple[Alive, ...]
     points: tuple[Alive, ...]
     casts: tuple[str, ...]
-    products: tuple[Store, ...]
+    selective: tuple[Store, ...]
+    """What per-operation recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
+    family: str
 
 
 def traced_block(model: ModelSpec, x: Widths) -> BlockPass:
@@ -54,8 +67,36 @@ def traced_block(model: ModelSpec, x: Widths) -> BlockPass:
         x.attention == "eager",
         x.key != x.query,
         x.key == x.head_dim,
+        model.attention_bias,
     )
-    return _worked_out(_plan(structure), quantities(x, model.intermediate_size), autocast=x.autocast)
+    return _worked_out(_plan(structure), Sizes(quantities(x, model.intermediate_size)), autocast=x.autocast)
+
+
+class FinalNorm(NamedTuple):
+    """What a norm outside the blocks saves, and the moments of its backward."""
+
+    saved: tuple[Line, ...]
+    points: tuple[BackwardPoint, ...]
+
+
+def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
+    """The final norm of a family that is written as a program; its gradients count the norm's own weight only."""
+    wide = x.element == 4  # noqa: PLR2004  bytes
+    saved, moments = _final_plan(model.family, wide=wide, autocast=x.autocast)
+    sizes = Sizes(quantities(x, model.intermediate_size))
+    return FinalNorm(sizes.lines(saved), tuple(sizes.point(moment) for moment in moments))
+
+
+@lru_cache(maxsize=64)
+def _final_plan(family: str, *, wide: bool, autocast: bool) -> tuple[tuple[Store, ...], tuple[Alive, ...]]:
+    tape = Tape(wide=wide, autocast=autocast, saving=True)
+    source = PROGRAMS[family].source
+    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "r·T·h", source), "r", "T·h")
+    made = PROGRAMS[family].final(tape, given)
+    tape.release(made, given)
+    saved = tuple(tape.saved)
+    tape.run_backward(made, Store(Kind.ACTIVATIONS, "gradient of the final norm's output", "r·T·h", source))
+    return saved, _highest(tape.moments)
 
 
 @lru_cache(maxsize=256)
@@ -65,18 +106,27 @@ def _plan(structure: Structure) -> Plan:
     saved, casts = tuple(saving.saved), tuple(saving.casts)
     output = next(iter(saving.operators[-1].outputs))
     saving.release(output, given)
-    source = LAYERS[structure.family]
+    source = PROGRAMS[structure.family].source
     saving.run_backward(output, Store(Kind.ACTIVATIONS, "gradient of the residual stream", f"r·{output.shape}", source))
     recompute, _ = _run(structure, saving=False)
-    return Plan(saved, given.store, forward, _highest(recompute.moments), _highest(saving.moments), casts, tuple(saving.products))
+    selective = (*saving.products[::2], *saving.kernel_outputs)
+    again, back = _highest(recompute.moments), _highest(saving.moments)
+    return Plan(saved, given.store, forward, again, back, casts, selective, structure.family)
 
 
 def _run(structure: Structure, *, saving: bool) -> tuple[Tape, Value]:
+    program = PROGRAMS[structure.family]
     tape = Tape(wide=structure.wide, autocast=structure.autocast, saving=saving)
-    given = Value(tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", LAYERS[structure.family]), "r", "T·h")
-    attend: Attention = eager if structure.eager else flash
-    PROGRAMS[structure.family](tape, given, attend, grouped=structure.grouped, one_key=structure.one_key)
+    given = Value(tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", program.source), "r", "T·h")
+    program.block(tape, given, _block(structure))
     return tape, given
+
+
+def _block(structure: Structure) -> Block:
+    capped = structure.family == "gemma2"
+    attend: Attention = (capped_eager if capped else eager) if structure.eager else flash
+    head_norms = structure.family == "gemma3_text"
+    return Block(attend, structure.grouped, structure.one_key, structure.attention_bias, head_norms)
 
 
 def _highest(moments: list[Alive]) -> tuple[Alive, ...]:
@@ -97,56 +147,70 @@ def _count(moment: Alive) -> Counter[str]:
     return count
 
 
-def _worked_out(plan: Plan, values: dict[str, Int], *, autocast: bool) -> BlockPass:
-    lines: dict[Store, Line] = {}
+class Sizes:
+    """Lines of tapes' stores for one batch, each made once."""
 
-    def line(store: Store) -> Line:
-        found = lines.get(store)
+    def __init__(self, values: dict[str, Int]) -> None:
+        """Take the value of every symbol."""
+        self.values = values
+        self._lines: dict[Store, Line] = {}
+
+    def line(self, store: Store) -> Line:
+        """Write a store as a line."""
+        found = self._lines.get(store)
         if found is None:
-            found = lines[store] = Line(store.kind, worked_out(store.formula, values), store.reason, store.formula, store.source)
+            n_bytes = worked_out(store.formula, self.values)
+            found = self._lines[store] = Line(store.kind, n_bytes, store.reason, store.formula, store.source)
         return found
 
-    def elements(formulas: tuple[str, ...]) -> int:
-        total = 0
-        for formula in formulas:
-            total += worked_out(formula, values)
-        return total
+    def lines(self, stores: Iterable[Store]) -> tuple[Line, ...]:
+        """Write several."""
+        return tuple(self.line(store) for store in stores)
 
-    def top(moments: tuple[Alive, ...], kept: frozenset[Store]) -> tuple[Line, ...]:
-        """The last moment's tensors beyond those kept, and by how much an earlier one is above."""
-        everything = elements(plan.casts)
-        last = tuple(line(store) for store in moments[-1].stores if store not in kept)
-        at_end = total_bytes(last)
-        for store in kept:
-            at_end = at_end + line(store).n_bytes
-        sums = [
-            total_bytes(tuple(line(store) for store in moment.stores))
-            - (values["e"] * (everything - elements(moment.casts)) if autocast else 0)
-            for moment in moments
-        ]
-        above = maximum(0, *(total - at_end for total in sums))
-        return (*last, Line(Kind.TEMPORARY, above, ATTENTION_EXCESS, source=EAGER))
+    def elements(self, formulas: tuple[str, ...]) -> int:
+        """Add up elements of weights, which do not depend on the batch."""
+        return sum(int(worked_out(formula, self.values)) for formula in formulas)
 
-    saved = tuple(line(store) for store in plan.saved)
-    is_saved = plan.given in plan.saved
-    block_input = line(plan.given)
-    points = tuple(
-        BackwardPoint(
-            point.name,
-            tuple(line(store) for store in point.stores),
-            elements(point.gradients),
-            elements(point.current),
-            elements(point.casts),
+    def point(self, moment: Alive) -> BackwardPoint:
+        """Write a moment of the backward."""
+        elements = self.elements
+        return BackwardPoint(
+            moment.name,
+            self.lines(moment.stores),
+            elements(moment.gradients),
+            elements(moment.current),
+            elements(moment.casts),
         )
-        for point in plan.points
-    )
+
+
+def _worked_out(plan: Plan, sizes: Sizes, *, autocast: bool) -> BlockPass:
+    (block_input,) = sizes.lines((plan.given,))
+    selective = sizes.lines(plan.selective)
     return BlockPass(
-        saved,
+        sizes.lines(plan.saved),
         (block_input,),
-        (block_input,),
-        top(plan.forward, frozenset(plan.saved)),
-        top(plan.recompute, frozenset((plan.recompute[-1].stores[0],))),
-        points,
-        elements(plan.casts),
-        () if is_saved else (block_input,),
+        (block_input, *selective),
+        _top(sizes, plan, plan.forward, plan.saved, autocast=autocast),
+        _top(sizes, plan, plan.recompute, (plan.given,), autocast=autocast),
+        tuple(sizes.point(moment) for moment in plan.points),
+        sizes.elements(plan.casts),
+        () if plan.given in plan.saved else (block_input,),
     )
+
+
+def _top(
+    sizes: Sizes, plan: Plan, moments: tuple[Alive, ...], kept: tuple[Store, ...], *, autocast: bool
+) -> tuple[Line, ...]:  # fmt: skip
+    """List the last moment's tensors beyond those kept, and by how much an earlier moment is above it.
+
+    Autocast has made fewer casts by an earlier moment, while an engine counts them all.
+    """
+    last = sizes.lines(store for store in moments[-1].stores if store not in kept)
+    at_end = total_bytes(last) + total_bytes(sizes.lines(kept))
+    width: Int = sizes.values["e"] if autocast else 0
+    every = sizes.elements(plan.casts)
+    above: Int = 0
+    for moment in moments[:-1]:
+        missing = width * (every - sizes.elements(moment.casts))
+        above = maximum(above, total_bytes(sizes.lines(moment.stores)) - missing - at_end)
+    return (*last, Line(Kind.TEMPORARY, above, ATTENTION_EXCESS, source=PROGRAMS[plan.family].source))

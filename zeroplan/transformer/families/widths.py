@@ -10,6 +10,12 @@ from zeroplan.transformer.blocks import Compute
 
 #: Families whose attention is treated as GPT-2's.
 FUSED_PROJECTION = frozenset({"gpt2", "gpt_neox", "opt", "bloom"})
+#: Families that transformers 5.23 does not run through ``scaled_dot_product_attention`` (``_supports_sdpa`` of their classes):
+#: attention is written out instead.
+WITHOUT_SDPA = frozenset({"gemma2", "bloom"})
+
+#: Every so many layers one sees the whole sequence, the others a window.
+GLOBAL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
 
 
 class Widths(NamedTuple):
@@ -58,7 +64,16 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch) -> Widths:
         compute.element_bytes,
         4 if compute.autocast else compute.element_bytes,
         compute.autocast,
-        compute.attention,
+        "eager" if compute.attention == "sdpa" and model.family in WITHOUT_SDPA else compute.attention,
         model.family in FUSED_PROJECTION,
         compute.kernels,
     )
+
+
+def kinds_of_layers(model: ModelSpec) -> int:
+    """How many kinds of attention take turns: 2 where some layers see a window and others everything.
+
+    Gemma 3: every sixth layer is global, Gemma 2: every second (transformers 5.23, configuration_gemma3.py, configuration_gemma2.py).
+    """
+    every = GLOBAL_LAYERS.get(model.family)
+    return 1 if every is None or model.num_hidden_layers < every else 2

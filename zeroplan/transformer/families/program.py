@@ -1,0 +1,18 @@
+"""What a block's program branches on."""
+
+from typing import NamedTuple
+
+from zeroplan.transformer.families.operators import Attention
+
+
+class Block(NamedTuple):
+    """The structure of one block, beside its dtypes."""
+
+    attend: Attention
+    grouped: bool
+    """Several query heads share a key/value head."""
+    one_key: bool
+    """There is a single key/value head."""
+    attention_bias: bool
+    head_norms: bool
+    """Queries and keys are normalised over each head."""
