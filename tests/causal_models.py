@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.widths import WITHOUT_SDPA
@@ -26,22 +27,22 @@ NO_WINDOW = 4096
 def tiny_spec(
     family: str, *, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, hidden: int | None = None, layers: int = 2
 ) -> ModelSpec:
-    """Describe a model of a few thousand parameters; GPT-2 has no grouped heads, Mixtral gets four experts."""
-    gpt2, mixtral = family == "gpt2", family == "mixtral"
+    """Describe a model of a few thousand parameters; GPT-2 and its like have no grouped heads, Mixtral gets four experts."""
+    plain, positions, mixtral = family in PLAIN_HEADS, {"gpt2": 512, "opt": 514}.get(family, 0), family == "mixtral"
     return ModelSpec(
         family=family,
         hidden_size=hidden or heads * head_dim,
         intermediate_size=ffn,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads if gpt2 else kv_heads,
+        num_key_value_heads=heads if plain else kv_heads,
         head_dim=head_dim,
         vocab_size=vocab,
         max_position_embeddings=512,
-        positions=512 if gpt2 else 0,
-        tie_word_embeddings=gpt2,
-        attention_bias=gpt2 or family == "qwen2",
-        mlp_bias=gpt2,
+        positions=positions,
+        tie_word_embeddings=family == "gpt2",
+        attention_bias=plain or family == "qwen2",
+        mlp_bias=plain,
         moe=MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=ffn) if mixtral else None,
     )
 
@@ -78,6 +79,8 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
     if spec.family == "gpt2":
         no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
         return AutoConfig.for_model("gpt2", n_inner=spec.intermediate_size, **common, **no_dropout)
+    if spec.family in PLAIN_HEADS:
+        return AutoConfig.for_model(spec.family, **common, **_two_layer_mlp(spec))
     rotary = {
         "intermediate_size": spec.intermediate_size,
         "num_key_value_heads": spec.num_key_value_heads,
@@ -88,3 +91,12 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
     if spec.moe is not None:
         experts = {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}
     return AutoConfig.for_model(spec.family, **common, **rotary, **window, **experts)
+
+
+def _two_layer_mlp(spec: ModelSpec) -> dict[str, object]:
+    """What GPT-NeoX, OPT and BLOOM call their own, without dropout."""
+    if spec.family == "opt":
+        return {"ffn_dim": spec.intermediate_size, "word_embed_proj_dim": spec.hidden_size, "dropout": 0.0, "layerdrop": 0.0}
+    if spec.family == "bloom":
+        return {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return {"intermediate_size": spec.intermediate_size, "hidden_dropout": 0.0, "attention_bias": spec.attention_bias}

@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 
 from tests.autograd_runs import saved_bytes, step_timeline
 from tests.causal_models import causal_model, tiny_spec
+from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.comparison import cpu_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
@@ -18,10 +19,10 @@ from zeroplan.transformer.head import head_pass
 
 pytestmark = pytest.mark.torch
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox")
 
 #: One of each kind of block, for what does not depend on biases.
-KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2")
+KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox")
 PRECISIONS = {"bf16": (2, False), "fp32": (4, False), "autocast": (2, True)}
 
 #: (micro-batch, tokens, heads, key/value heads, head_dim, MLP width, vocabulary, hidden width). The widths differ from each
@@ -159,7 +160,7 @@ def _case(family: str, precision: str, attention: str, shape: tuple[int, ...]) -
         head_dim=head_dim,
         ffn=ffn,
         vocab=vocab,
-        hidden=None if family == "gpt2" else hidden,
+        hidden=None if family in PLAIN_HEADS else hidden,
     )
     assert attention in ("sdpa", "eager")
     return spec, Compute(*PRECISIONS[precision], attention), BatchSpec(micro_batch_size=micro_batch, seq_len=tokens)

@@ -44,7 +44,7 @@ TREATMENTS: dict[str, Treatment] = {
         approximation="deepseek_v3 is treated as mixtral with shared experts: its low-rank projections save more than counted.",
     ),
     "gpt_oss": Treatment(llama_block, approximation="gpt_oss is treated as mixtral: its sinks and biases are left out."),
-    "gpt_neox": Treatment(gpt2_block, approximation="gpt_neox is treated as gpt2 with its own widths: no rotary positions."),
+    "gpt_neox": Treatment(traced_block),
     "opt": Treatment(gpt2_block, approximation="opt is treated as gpt2 with its own widths: ReLU keeps less than GELU."),
     "bloom": Treatment(gpt2_block, approximation="bloom is treated as gpt2 with its own widths: ALiBi is left out."),
 }

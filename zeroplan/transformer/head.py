@@ -15,6 +15,7 @@ MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
 MASK = "transformers 5.23, masking_utils.py, create_causal_mask"
 ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward"
+NEOX = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXRotaryEmbedding.forward"
 GEMMA3 = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3TextModel.forward"
 LOGITS = Kind.LOGITS
 
@@ -76,6 +77,10 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     ids = Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD)
     if model.positions:
         return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2)
+    if model.family == "gpt_neox":
+        # A quarter of each head is turned (GPTNeoXConfig's rotary_pct, 0.25 in every published model).
+        n_bytes = 2 * x.residual * x.seq_len * (x.head_dim // 4)
+        return ids, Line(SAVED, n_bytes, "rotary cos and sin, of a quarter of each head", "r·s·d/2", NEOX)
     if kinds_of_layers(model) > 1 and model.family == "gemma3_text":
         n_bytes = 4 * x.residual * x.seq_len * x.head_dim
         return ids, Line(SAVED, n_bytes, "rotary cos and sin, of local and of global layers", "4·r·s·d", GEMMA3)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Kind
 from zeroplan.transformer.families.attention import EAGER, FLASH_BACKWARD, FLASH_SCRATCH, SDPA
+from zeroplan.transformer.families.norms import NormNames
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 
 TENSOR, TEMPORARY = Kind.ACTIVATIONS, Kind.TEMPORARY
@@ -192,10 +193,11 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: str, s
     return made
 
 
-def layer_norm(tape: Tape, value: Value, name: str, statistics: str, source: str) -> Value:
-    """``torch.nn.LayerNorm``, one operator; ``statistics`` names its mean and deviation, fp32 on CUDA."""
+def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value:
+    """``torch.nn.LayerNorm``, one operator: it saves its input, and a mean and a deviation per token, fp32 on CUDA."""
+    name = names.name
     made = tensor(tape, f"output of the {name}", value.dtype, value.shape, source)
-    kept = tape.make(TENSOR, statistics, "8·T", source)
+    kept = tape.make(TENSOR, names.scale, "8·T", source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.weight_gradient("h")
@@ -339,16 +341,17 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
 
     ``capped`` puts the scores through ``tanh`` before the mask, as Gemma 2 does.
     """
-    copies: list[Store] = []
+    copies = Copies([], [])
     key = _repeated(tape, heads.key, heads, Site("keys", source)) if heads.grouped else heads.key
     value = _repeated(tape, heads.value, heads, Site("values", source)) if heads.grouped else heads.value
     operands = (
         _operand(tape, heads.query, copies, Site("queries", source), contiguous=heads.joined),
         _operand(tape, key, copies, Site("keys", source), contiguous=heads.grouped or heads.joined, one_key=heads.one_key and heads.grouped),
     )
-    weights = _softmax(tape, _scores(tape, operands, Site("attention: scores", source), capped=capped), heads.query.dtype, source)
+    scores = _scores(tape, operands, copies, Site("attention: scores", source), capped=capped)
+    weights = _softmax(tape, scores, heads.query.dtype, source)
     context = _weighted_values(tape, weights, value, copies, heads, source)
-    tape.drop(*copies)
+    tape.drop(*copies.in_place)
     if heads.grouped:
         tape.release(key, value)
     return Attended(context, weights)
@@ -377,27 +380,44 @@ def _repeated(tape: Tape, value: Value, heads: Heads, site: Site) -> Value:
 Operand = tuple[Value, tuple[Store, ...]]
 
 
+class Copies(NamedTuple):
+    """Copies of operands, which a product makes."""
+
+    own: list[Store]
+    """Those that only the product needs."""
+    in_place: list[Store]
+    """Those that are saved, where the account has the original instead: they stay as long as the original's name does."""
+
+    def used(self, tape: Tape) -> None:
+        """The product is done."""
+        tape.drop(*self.own)
+        self.own.clear()
+        if not tape.saving:
+            tape.drop(*self.in_place)
+            self.in_place.clear()
+
+
 def _operand(
-    tape: Tape, value: Value, copies: list[Store], site: Site, *, contiguous: bool, one_key: bool = False, joint: bool = False
+    tape: Tape, value: Value, copies: Copies, site: Site, *, contiguous: bool, one_key: bool = False, joint: bool = False
 ) -> Operand:  # fmt: skip
     """Return a factor of a product of heads, and what the product saves of it."""
     if tape.is_wide(value.dtype) != tape.is_wide("e"):
         made = cast(tape, value, "e", site)
-        copies.append(made.store)
+        copies.own.append(made.store)
         return made, (made.store,)
     if one_key or joint:
         # Of a single sequence the product takes the tensor as it is, of several a copy, which alone is saved then.
         tape.part_by_batch(value.store)
         copy = tape.make(TENSOR, f"{site.name}, copied for the product", f"e·{value.shape}·min(1, b-1)", site.source)
-        copies.append(copy)
+        copies.own.append(copy)
         return value, (value.store, copy)
     if not contiguous:
         formula = f"{value.dtype}·{value.shape}·min(1, b-1)"
-        copies.append(tape.make(TEMPORARY, f"{site.name}, copied for the product", formula, site.source))
+        copies.in_place.append(tape.make(TEMPORARY, f"{site.name}, copied for the product", formula, site.source))
     return value, (value.store,)
 
 
-def _scores(tape: Tape, operands: tuple[Operand, Operand], site: Site, *, capped: bool) -> Value:
+def _scores(tape: Tape, operands: tuple[Operand, Operand], copies: Copies, site: Site, *, capped: bool) -> Value:
     (query, kept_query), (key, kept_key) = operands
     made = tensor(tape, "scores", "e", "a·T·s", site.source)
 
@@ -405,6 +425,7 @@ def _scores(tape: Tape, operands: tuple[Operand, Operand], site: Site, *, capped
         return [(one, gradient(tape, one, "gradients of queries and keys", site.source)) for one in (query, key)]
 
     tape.add(site.name, (made,), (*kept_query, *kept_key), backward)
+    copies.used(tape)
     scaled = _scaled(tape, made, "scores, scaled", site)
     if capped:
         divided = _scaled(tape, scaled, "scores, divided by the cap", site)
@@ -454,7 +475,7 @@ def _softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
     return weights
 
 
-def _weighted_values(tape: Tape, weights: Value, value: Value, copies: list[Store], heads: Heads, source: str) -> Value:
+def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, heads: Heads, source: str) -> Value:
     given, kept = _operand(tape, weights, copies, Site("softmax of the scores", source), contiguous=True)
     by_head, kept_values = _operand(
         tape,
@@ -471,4 +492,5 @@ def _weighted_values(tape: Tape, weights: Value, value: Value, copies: list[Stor
         return [(one, gradient(tape, one, "gradient of a factor of the product", source)) for one in (given, by_head)]
 
     tape.add("attention: product with the values", (made,), (*kept, *kept_values), backward)
+    copies.used(tape)
     return _in_order_of_tokens(tape, made)
