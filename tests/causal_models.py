@@ -32,7 +32,7 @@ def tiny_spec(
     return ModelSpec(
         family=family,
         hidden_size=hidden or heads * head_dim,
-        intermediate_size=ffn,
+        intermediate_size=4 * heads * head_dim if family == "bloom" else ffn,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads if plain else kv_heads,

@@ -15,14 +15,16 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.families.widths import WITHOUT_SDPA
 from zeroplan.transformer.head import head_pass
+from zeroplan.verify.allocations import Allocation
 
 pytestmark = pytest.mark.torch
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox", "opt", "bloom")
 
 #: One of each kind of block, for what does not depend on biases.
-KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox")
+KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox", "opt", "bloom")
 PRECISIONS = {"bf16": (2, False), "fp32": (4, False), "autocast": (2, True)}
 
 #: (micro-batch, tokens, heads, key/value heads, head_dim, MLP width, vocabulary, hidden width). The widths differ from each
@@ -63,6 +65,7 @@ def _holds_saved_tensors(spec: ModelSpec, compute: Compute, batch: BatchSpec) ->
     assert two - one == cpu_bytes(block.saved, compute) + casts * block.cast_elements
     # Input ids are the caller's; 4 bytes hold the sum of label weights.
     tables = cpu_bytes(head.shared[1:], compute)
+    tables -= _held_by_name_only(head)
     outside = cpu_bytes(head.saved + head.loss, compute) + tables + casts * spec.vocab_size * spec.hidden_size + 4
     outside += _embedding_scale(spec, compute)
     assert one - (two - one) == outside
@@ -80,7 +83,8 @@ def test_backward_of_a_block_peaks_at_one_of_its_points(family: str, precision: 
     casts = 2 if compute.autocast else 0
     at_start = cpu_bytes(block.saved, compute) + casts * block.cast_elements + head.hidden_bytes
     highest = max(_live(point, compute) for point in block.points)
-    measured = timeline.peak_bytes("backward 1", "backward 1 end") - timeline.live_bytes("backward 1") + at_start
+    peak = max(event.live_bytes for event in timeline.between("backward 1", "backward 1 end") if not _is_scratch(event))
+    measured = peak - timeline.live_bytes("backward 1") + at_start
     # The points leave out scalars and, under autocast and in fp32, the reciprocal root mean square at a norm.
     assert highest == pytest.approx(measured, rel=5e-4)
 
@@ -97,7 +101,10 @@ def test_forward_of_a_block_peaks_where_it_says(family: str, precision: str, att
     assert isinstance(head.hidden_bytes, int)
     measured = timeline.peak_bytes("forward 1", "forward 1 end") - timeline.live_bytes("forward 1") + head.hidden_bytes
     predicted = cpu_bytes(block.saved + block.forward, compute) + (2 * block.cast_elements if compute.autocast else 0)
-    assert predicted + _mixed_addition(spec, compute, batch) == pytest.approx(measured, rel=4e-3)
+    if compute.autocast and family not in PEAK_IS_THE_ADDITION:
+        assert predicted * 0.996 <= measured <= (predicted + _mixed_operands(spec, compute, batch)) * 1.004
+    else:
+        assert predicted + _mixed_addition(spec, compute, batch) == pytest.approx(measured, rel=4e-3)
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -112,7 +119,7 @@ def test_full_recomputation_keeps_the_input_and_peaks_at_the_same_points(family:
     predicted = cpu_bytes(block.forward_recompute, compute) + kept + RANDOM_STATE
     if compute.autocast:
         # The CPU casts bf16 operands that meet fp32 ones (rotary positions, residual); in GPT-2 it does not make GELU fp32.
-        assert family == "gpt2" or predicted <= forward * 1.001 <= (predicted + _mixed_operands(spec, batch)) * 1.002
+        assert family == "gpt2" or predicted <= forward * 1.001 <= (predicted + _mixed_operands(spec, compute, batch)) * 1.002
     else:
         assert predicted == pytest.approx(forward, rel=1e-3)
     assert isinstance(head.hidden_bytes, int)
@@ -149,6 +156,18 @@ def test_head_and_loss_peak_where_they_say(
 
 #: What checkpointing keeps of the CPU's random-number generator, which on a GPU machine lies in host memory.
 RANDOM_STATE = 5056
+
+
+#: Families whose forward peaks where the branch is added to the residual, so that the CPU's cast there comes on top of it.
+PEAK_IS_THE_ADDITION = ("llama", "qwen3", "gpt2", "mixtral", "phi3")
+
+#: Its backward has scratch of its own, other than that of the kernel on CUDA, which the account has as a line.
+CPU_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+
+
+def _is_scratch(event: Allocation) -> bool:
+    """Whether memory was taken or given back by the kernel itself, not for a gradient it returns."""
+    return event.operators[-1:] == (CPU_ATTENTION,) or event.operators[-2:] == (CPU_ATTENTION, "aten::empty")
 
 
 def _case(family: str, precision: str, attention: str, shape: tuple[int, ...]) -> tuple[ModelSpec, Compute, BatchSpec]:
@@ -190,16 +209,22 @@ def _embedding_scale(spec: ModelSpec, compute: Compute) -> int:
     return (4 if compute.autocast else compute.element_bytes) if scaled else 0
 
 
+def _held_by_name_only(head: HeadPass) -> int:
+    """Tables that a name keeps until the end of the forward, and no operator: BLOOM's ALiBi, OPT's position ids."""
+    return sum(int(line.n_bytes) for line in head.shared if line.reason.endswith(("by name", "ALiBi")))
+
+
 def _bias_copies(spec: ModelSpec, compute: Compute) -> int:
     """Autocast's copies of GPT-2's biases, which no backward needs: they die with the forward."""
     biases = spec.num_hidden_layers * (5 * spec.hidden_size + spec.intermediate_size) if spec.family == "gpt2" else 0
     return 2 * biases if compute.autocast else 0
 
 
-def _mixed_operands(spec: ModelSpec, batch: BatchSpec) -> int:
+def _mixed_operands(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> int:
     """Upper bound of the copies the CPU makes where bf16 and fp32 meet; CUDA makes none."""
     tokens = batch.micro_batch_size * batch.seq_len
-    return tokens * (4 * spec.hidden_size + 2 * spec.num_attention_heads * spec.head_dim)
+    scores = 4 * spec.num_attention_heads * batch.seq_len if spec.family in WITHOUT_SDPA or compute.attention == "eager" else 0
+    return tokens * (4 * spec.hidden_size + 2 * spec.num_attention_heads * spec.head_dim + scores)
 
 
 def _expert_outputs(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> int:

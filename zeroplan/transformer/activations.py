@@ -45,8 +45,8 @@ TREATMENTS: dict[str, Treatment] = {
     ),
     "gpt_oss": Treatment(llama_block, approximation="gpt_oss is treated as mixtral: its sinks and biases are left out."),
     "gpt_neox": Treatment(traced_block),
-    "opt": Treatment(gpt2_block, approximation="opt is treated as gpt2 with its own widths: ReLU keeps less than GELU."),
-    "bloom": Treatment(gpt2_block, approximation="bloom is treated as gpt2 with its own widths: ALiBi is left out."),
+    "opt": Treatment(traced_block),
+    "bloom": Treatment(traced_block),
 }
 
 

@@ -5,7 +5,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
-from zeroplan.transformer.families.norms import FINAL, LAYER_FINAL, layer_norm, rms_norm
+from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, LAYER_FINAL, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.traced import PROGRAMS, FinalNorm, final_norm
 from zeroplan.transformer.families.widths import Widths, kinds_of_layers, widths
@@ -15,6 +15,8 @@ MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
 MASK = "transformers 5.23, masking_utils.py, create_causal_mask"
 ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward"
+OPT = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoder.forward"
+BLOOM = "transformers 5.23, models/bloom/modeling_bloom.py, BloomModel.forward"
 NEOX = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXRotaryEmbedding.forward"
 GEMMA3 = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3TextModel.forward"
 LOGITS = Kind.LOGITS
@@ -46,7 +48,7 @@ def head_pass(
     way = _LOSSES[loss](x, model.vocab_size, norm.saved)
     if model.family in CAPPED and loss == "full":
         way = capped(way, x, model.vocab_size)
-    (named, first_input), mask = _embedding_by_name(x), _mask(model, x)
+    (named, first_input), mask = _embedding_by_name(model, x), _mask(model, x)
     matrix = x.hidden * model.vocab_size
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     return HeadPass(
@@ -75,6 +77,11 @@ def _wide(x: Widths, vocab: int) -> tuple[Line, ...]:
 
 def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     ids = Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD)
+    if model.family == "bloom":
+        return ids, *_embedding_norm(x), Line(SAVED, x.residual * x.seq_len * x.heads * x.micro_batch, "ALiBi", "r·a·T", BLOOM)
+    if model.family == "opt":
+        held = Line(SAVED, 12 * x.tokens, "position ids and a mask of ones, held by name", "12·T", OPT)
+        return ids, Line(SAVED, 8 * x.tokens, "position ids with their offset, int64", "8·T", OPT), held
     if model.positions:
         return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2)
     if model.family == "gpt_neox":
@@ -87,17 +94,26 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     return ids, Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY)
 
 
-def _embedding_by_name(x: Widths) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+def _embedding_norm(x: Widths) -> tuple[Line, ...]:
+    """BLOOM's norm of the embeddings; its backward comes last."""
+    return layer_norm(x, LAYER_AFTER_EMBEDDING).saved
+
+
+def _embedding_by_name(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     """What the model's forward holds by name of the embedding: tensors of their own, and the one that is block 0's input.
 
     Learned positions are added to the token embeddings, so that block 0's input is another tensor; where block 0's first norm
     saves its input as it is, it counts there.
     """
     embedded = Line(TEMPORARY, x.residual * x.tokens * x.hidden, "token embeddings, held by name", "r·T·h", MODEL)
+    if model.family == "bloom":
+        return (), ()
+    if model.family == "opt":
+        return (embedded, Line(TEMPORARY, x.residual * x.tokens * x.hidden, "position embeddings, held by name", "r·T·h", OPT)), ()
     if x.fused_projection:
         positions = Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings, held by name", "r·s·h", GPT2)
         return (embedded, positions), ()
-    return (), () if x.residual == 4 else (embedded,)
+    return (), () if x.residual == 4 or model.family == "gpt_neox" else (embedded,)
 
 
 def _mask(model: ModelSpec, x: Widths) -> tuple[Line, ...]:

@@ -58,6 +58,9 @@ LAYER_BEFORE_ATTENTION = NormNames(
     "norm before attention", "norm before attention: its input", f"norm before attention: {STATISTICS}", ""
 )
 LAYER_BEFORE_MLP = NormNames("norm before the MLP", "norm before the MLP: its input", f"norm before the MLP: {STATISTICS}", "")
+LAYER_AFTER_EMBEDDING = NormNames(
+    "norm after the embedding", "norm after the embedding: its input", f"norm after the embedding: {STATISTICS}", ""
+)
 LAYER_FINAL = NormNames("final norm", "final norm: its input", f"final norm: {STATISTICS}", "")
 
 

@@ -75,45 +75,41 @@ def _narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) -
 def linear(
     tape: Tape, value: Value, width: str, site: Site, *, reads: str = "h", bias: bool = False, out: str = ""
 ) -> Value:  # fmt: skip
-    """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with a cast of its input and of its weight.
+    """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with casts of its input, weight and bias.
 
-    The copy of the weight is made before that of the input, so that its gradient is cast after the input's.
+    Autocast makes the copies from the last argument to the first, so that the gradient of the input is cast first.
     """
     matrix = f"{reads}·{width}"
-    weight = _weight(tape, matrix, width, site, bias=bias)
-    given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source)) if tape.autocast else value
-    if not tape.autocast:
-        tape.hold(value.store)
+    weights = [width, matrix] if bias else [matrix]
+    casts = [_weight(tape, elements, site, tracked=elements is matrix) for elements in weights] if tape.autocast else []
+    given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
     made = tensor(tape, out or f"output of the {site.name}", "e", f"T·{width}", site.source)
     if not bias:
         tape.products.append(made.store)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving = [(given, gradient(tape, given, f"gradient through the {site.name}", site.source))]
-        if weight is not None:
-            return [*arriving, (weight, tape.make(TEMPORARY, f"gradient of the {site.name}'s weight, not yet cast",
-                                                  f"e·{matrix}", site.source))]  # fmt: skip
-        tape.weight_gradient(matrix)
-        if bias:
-            tape.weight_gradient(width)
-        return arriving
+        for elements in () if casts else weights:
+            tape.weight_gradient(elements)
+        reason = f"gradient of the {site.name}'s weights, not yet cast"
+        return [*arriving, *((one, tape.make(TEMPORARY, reason, f"e·{one.shape}", site.source)) for one in casts)]
 
-    tape.add(site.name, (made,), (given.store,), backward, cast=matrix if tape.autocast else "")
+    tape.add(site.name, (made,), (given.store,), backward, cast=matrix if casts else "")
     tape.release(given)
     return made
 
 
-def _weight(tape: Tape, matrix: str, width: str, site: Site, *, bias: bool) -> Value | None:
-    """Autocast's copy of a weight: the engine counts its bytes, its gradient is made in 16 bits and then cast."""
-    if not tape.autocast:
-        return None
-    tape.casts.append(matrix)
-    made = Value(Store(TEMPORARY, "", "", ""), "e", matrix)
+def _weight(tape: Tape, elements: str, site: Site, *, tracked: bool) -> Value:
+    """Autocast's copy of a weight or bias: its gradient is made in 16 bits and then cast.
+
+    The engine counts the bytes of a weight's copy, which is kept for the backward; that of a bias is not.
+    """
+    if tracked:
+        tape.casts.append(elements)
+    made = Value(Store(TEMPORARY, "", "", ""), "e", elements)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(matrix)
-        if bias:
-            tape.weight_gradient(width)
+        tape.weight_gradient(elements)
         return []
 
     tape.add(f"{site.name}: cast of the weight gradient", (made,), (), backward)
@@ -209,20 +205,23 @@ def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value
     return made
 
 
-def rotary(tape: Tape, value: Value, site: Site) -> Value:
-    """``x·cos + rotate_half(x)·sin``, the tables in the residual stream's dtype; saves nothing of the block's."""
+def rotary(tape: Tape, value: Value, site: Site, *, part: str = "") -> Value:
+    """``x·cos + rotate_half(x)·sin``, the tables in the residual stream's dtype; saves nothing of the block's.
+
+    ``part`` is the share of each head that is turned, where not all of it: ``/4``.
+    """
     dtype = "r" if tape.is_wide("r") != tape.is_wide(value.dtype) else value.dtype
-    formula = f"{dtype}·{value.shape}"
-    direct = tape.make(TEMPORARY, f"{site.name} times cos", formula, site.source)
-    turned = tape.make(TEMPORARY, f"{site.name}, halves exchanged", f"{value.dtype}·{value.shape}", site.source)
-    times_sin = tape.make(TEMPORARY, f"{site.name} times sin", formula, site.source)
+    turned_part = f"{value.shape}{part}"
+    direct = tape.make(TEMPORARY, f"{site.name} times cos", f"{dtype}·{turned_part}", site.source)
+    turned = tape.make(TEMPORARY, f"{site.name}, halves exchanged", f"{value.dtype}·{turned_part}", site.source)
+    times_sin = tape.make(TEMPORARY, f"{site.name} times sin", f"{dtype}·{turned_part}", site.source)
     tape.drop(turned)
     made = tensor(tape, site.name, dtype, value.shape, site.source)
     tape.drop(direct, times_sin)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         given = gradient(tape, value, f"gradient of the {site.name}", site.source)
-        tape.temporary("gradients of the exchanged halves", f"2·{value.dtype}·{value.shape}", site.source)
+        tape.temporary("gradients of the exchanged halves", f"2·{value.dtype}·{turned_part}", site.source)
         return [(value, given)]
 
     tape.add(f"rotary positions of the {site.name}", (made,), (), backward)
@@ -320,10 +319,10 @@ def flash(tape: Tape, heads: Heads) -> Attended:
     tape.kernel_outputs += [made.store, sums]
     tape.drop(sums)
     tape.release(query, key, value)
-    return Attended(_in_order_of_tokens(tape, made) if heads.joined else made)
+    return Attended(in_order_of_tokens(tape, made) if heads.joined else made)
 
 
-def _in_order_of_tokens(tape: Tape, value: Value) -> Value:
+def in_order_of_tokens(tape: Tape, value: Value) -> Value:
     """``transpose(1, 2).contiguous()`` where that is a copy; the gradient passes as a view."""
     made = tensor(tape, "attention output in the order of tokens, input of the output projection", value.dtype, value.shape, SDPA)
     tape.add("order of tokens", (made,), (), lambda _tape, taken: [through(value, taken[0])])
@@ -349,7 +348,8 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
         _operand(tape, key, copies, Site("keys", source), contiguous=heads.grouped or heads.joined, one_key=heads.one_key and heads.grouped),
     )
     scores = _scores(tape, operands, copies, Site("attention: scores", source), capped=capped)
-    weights = _softmax(tape, scores, heads.query.dtype, source)
+    weights = softmax(tape, scores, heads.query.dtype, source)
+    tape.release(scores)
     context = _weighted_values(tape, weights, value, copies, heads, source)
     tape.drop(*copies.in_place)
     if heads.grouped:
@@ -426,16 +426,18 @@ def _scores(tape: Tape, operands: tuple[Operand, Operand], copies: Copies, site:
 
     tape.add(site.name, (made,), (*kept_query, *kept_key), backward)
     copies.used(tape)
-    scaled = _scaled(tape, made, "scores, scaled", site)
+    factor = scaled(tape, made, "scores, scaled", site)
     if capped:
-        divided = _scaled(tape, scaled, "scores, divided by the cap", site)
+        divided = scaled(tape, factor, "scores, divided by the cap", site)
         bent = pointwise(tape, divided, "tanh of the scores", Site("attention: tanh of the scores", site.source), saves_result=True)
         tape.release(divided)
-        scaled = _scaled(tape, bent, "scores, capped", site)
-    return _masked(tape, scaled, site)
+        factor = scaled(tape, bent, "scores, capped", site)
+    made_masked = masked(tape, factor, site)
+    tape.release(factor)
+    return made_masked
 
 
-def _scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
+def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Multiply by a number; the name goes over to the product."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
 
@@ -447,8 +449,8 @@ def _scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     return made
 
 
-def _masked(tape: Tape, value: Value, site: Site) -> Value:
-    """Add the mask, which has the residual stream's dtype and no gradient."""
+def masked(tape: Tape, value: Value, site: Site) -> Value:
+    """Add the mask, which has the residual stream's dtype and no gradient. The name for ``value`` stays."""
     dtype = "r" if tape.is_wide("r") != tape.is_wide(value.dtype) else value.dtype
     made = tensor(tape, "scores, masked", dtype, value.shape, site.source)
 
@@ -456,12 +458,11 @@ def _masked(tape: Tape, value: Value, site: Site) -> Value:
         return [_narrowed(tape, value, taken[0], made, site)]
 
     tape.add(site.name, (made,), (), backward)
-    tape.release(value)
     return made
 
 
-def _softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
-    """Softmax in fp32, cast to the queries' dtype; the name of the scores goes over to it."""
+def softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
+    """Softmax in fp32, cast to ``dtype``. The name for the scores stays."""
     wide = cast(tape, scores, "4", Site("masked scores", source))
     made = tensor(tape, "softmax of the scores", "4", scores.shape, source)
 
@@ -471,7 +472,7 @@ def _softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
     tape.add("attention: softmax", (made,), (made.store,), backward)
     tape.release(wide)
     weights = cast(tape, made, dtype, Site("softmax of the scores", source))
-    tape.release(made, scores)
+    tape.release(made)
     return weights
 
 
@@ -493,4 +494,4 @@ def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, h
 
     tape.add("attention: product with the values", (made,), (*kept, *kept_values), backward)
     copies.used(tape)
-    return _in_order_of_tokens(tape, made)
+    return in_order_of_tokens(tape, made)

@@ -10,7 +10,7 @@ from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
-from zeroplan.transformer.families import gemma, gpt_neox, phi3
+from zeroplan.transformer.families import bloom, gemma, gpt_neox, opt, phi3
 from zeroplan.transformer.families.operators import Attention, capped_eager, eager, flash
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sizes import quantities, worked_out
@@ -28,6 +28,8 @@ class Program(NamedTuple):
 PROGRAMS: dict[str, Program] = {
     "phi3": Program(phi3.phi3, phi3.final_norm, phi3.LAYER),
     "gpt_neox": Program(gpt_neox.gpt_neox, gpt_neox.final_norm, gpt_neox.LAYER),
+    "opt": Program(opt.opt, opt.final_norm, opt.LAYER),
+    "bloom": Program(bloom.bloom, bloom.final_norm, bloom.LAYER),
     "gemma2": Program(gemma.gemma, gemma.final_norm, gemma.LAYER),
     "gemma3_text": Program(gemma.gemma, gemma.final_norm, gemma.LAYER),
 }

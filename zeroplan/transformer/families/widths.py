@@ -9,7 +9,7 @@ from zeroplan.spec.recipe import Kernels
 from zeroplan.transformer.blocks import Compute
 
 #: Families whose attention is treated as GPT-2's.
-FUSED_PROJECTION = frozenset({"gpt2", "opt", "bloom"})
+FUSED_PROJECTION = frozenset({"gpt2"})
 #: Families that transformers 5.23 does not run through ``scaled_dot_product_attention`` (``_supports_sdpa`` of their classes):
 #: attention is written out instead.
 WITHOUT_SDPA = frozenset({"gemma2", "bloom"})

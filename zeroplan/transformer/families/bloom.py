@@ -1,0 +1,87 @@
+"""Blocks of BLOOM: LayerNorm, a joint projection, attention written out with ALiBi, and a GELU that saves its input only."""
+
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_FINAL, LAYER_NORM
+from zeroplan.transformer.families.operators import Attended, Site
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+
+LAYER = "transformers 5.23, models/bloom/modeling_bloom.py, BloomBlock.forward"
+ATTENTION = "transformers 5.23, models/bloom/modeling_bloom.py, BloomAttention.forward"
+MLP = "transformers 5.23, models/bloom/modeling_bloom.py, BloomMLP.forward"
+GELU = "transformers 5.23, models/bloom/modeling_bloom.py, bloom_gelu_forward and bloom_gelu_back"
+
+
+def bloom(tape: Tape, given: Value, _block: Block) -> Value:
+    """One block; the attention weights are among its outputs, so that those of the block below are alive while it runs."""
+    if not tape.saving:
+        tape.make(op.TENSOR, "attention weights of the block below, one of its outputs", "e·a·T·s", LAYER)
+    normal = op.layer_norm(tape, given, LAYER_BEFORE_ATTENTION, LAYER_NORM)
+    middle, weights = _attention(tape, normal, given)
+    tape.release(normal)
+    normal = op.layer_norm(tape, middle, LAYER_BEFORE_MLP, LAYER_NORM)
+    inner = op.linear(tape, normal, "f", Site("first MLP projection", MLP), bias=True)
+    active = _gelu(tape, inner)
+    tape.release(inner)
+    branch = op.linear(tape, active, "h", Site("second MLP projection", MLP), reads="f", bias=True)
+    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
+    tape.release(branch, active, normal, middle)
+    if weights is not None:
+        tape.release(weights)
+    return made
+
+
+def final_norm(tape: Tape, given: Value) -> Value:
+    """The norm before the head."""
+    return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
+
+
+def _attention(tape: Tape, normal: Value, given: Value) -> Attended:
+    """Attention and the residual addition, which it does itself."""
+    joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION), bias=True)
+    query, key, value = op.slices(tape, joint, ("T·q", "T·k", "T·v"), Site("slices of q, k and v", ATTENTION))
+    copies = _flattened(tape, joint)
+    tape.release(query, key, value)
+    scores = _product(tape, (query, key), (joint.store, *copies[:2]), "scores with ALiBi", "a·T·s")
+    masked = op.masked(tape, scores, Site("attention: scores", ATTENTION))
+    weights = op.softmax(tape, masked, "e", ATTENTION)
+    by_head = _product(tape, (weights, value), (weights.store, joint.store, copies[2]), "attention output, head by head", "T·c")
+    context = op.in_order_of_tokens(tape, by_head)
+    branch = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=True)
+    made = op.add(tape, given, branch, "residual stream between attention and MLP", Site("residual addition", ATTENTION))
+    tape.drop(*copies)
+    tape.release(joint, scores, masked, context, branch)
+    return Attended(made, weights)
+
+
+def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:
+    """``reshape`` to one dimension for batch and heads: views of a single sequence, copies of several."""
+    tape.part_by_batch(joint.store)
+    names = (("queries", "q"), ("keys", "k"), ("values", "v"))
+    return tuple(
+        tape.make(op.TENSOR, f"{name}, batch and heads in one", f"e·T·{width}·min(1, b-1)", ATTENTION) for name, width in names
+    )
+
+
+def _product(tape: Tape, factors: tuple[Value, Value], saved: tuple[Store, ...], reason: str, shape: str) -> Value:
+    made = op.tensor(tape, reason, "e", shape, ATTENTION)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(one, op.gradient(tape, one, "gradient of a factor of the product", ATTENTION)) for one in factors]
+
+    tape.add(f"attention: {reason}", (made,), saved, backward)
+    return made
+
+
+def _gelu(tape: Tape, value: Value) -> Value:
+    formula = f"{value.dtype}·{value.shape}"
+    terms = tape.make(op.TEMPORARY, "terms of tanh GELU", f"3·{formula}", GELU)
+    made = op.tensor(tape, "gelu, input of the second projection", value.dtype, value.shape, GELU)
+    tape.drop(terms)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("terms of tanh GELU's derivative", f"4·{formula}", GELU)
+        return [(value, op.gradient(tape, value, "gradient of the input of gelu", GELU))]
+
+    tape.add("gelu", (made,), (value.store,), backward)
+    return made

@@ -1,0 +1,47 @@
+"""Blocks of OPT: LayerNorm, three projections with biases, an MLP with ReLU."""
+
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_FINAL, LAYER_NORM
+from zeroplan.transformer.families.operators import Attended, Heads, Site
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Tape, Value
+
+LAYER = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoderLayer.forward"
+ATTENTION = "transformers 5.23, models/opt/modeling_opt.py, OPTAttention.forward"
+
+
+def opt(tape: Tape, given: Value, block: Block) -> Value:
+    """One decoder layer with its norms before the branches."""
+    normal = op.layer_norm(tape, given, LAYER_BEFORE_ATTENTION, LAYER_NORM)
+    attended, weights = _attention(tape, normal, block)
+    tape.release(normal)
+    middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
+    tape.release(attended)
+    normal = op.layer_norm(tape, middle, LAYER_BEFORE_MLP, LAYER_NORM)
+    inner = op.linear(tape, normal, "f", Site("first MLP projection", LAYER), bias=True)
+    tape.release(normal)
+    active = op.pointwise(tape, inner, "relu, input of the second projection", Site("relu", LAYER), saves_result=True)
+    tape.release(inner)
+    branch = op.linear(tape, active, "h", Site("second MLP projection", LAYER), reads="f", bias=True)
+    tape.release(active)
+    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
+    tape.release(branch, middle)
+    if weights is not None:
+        tape.release(weights)
+    return made
+
+
+def final_norm(tape: Tape, given: Value) -> Value:
+    """The norm before the head."""
+    return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
+
+
+def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    bare = op.linear(tape, normal, "q", Site("q projection", ATTENTION), bias=True)
+    query = op.scaled(tape, bare, "queries, scaled", Site("scale of the queries", ATTENTION))
+    key = op.linear(tape, normal, "k", Site("k projection", ATTENTION), bias=True)
+    value = op.linear(tape, normal, "v", Site("v projection", ATTENTION), bias=True)
+    context, weights = block.attend(tape, Heads(query, key, value, grouped=False, one_key=False))
+    made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=True)
+    tape.release(query, key, value, context)
+    return Attended(made, weights)
