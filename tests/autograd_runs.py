@@ -111,7 +111,9 @@ def _before(index: int) -> Hook:
 
 
 def _after(index: int) -> Hook:
-    def hook(_block: torch.nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor | tuple[torch.Tensor, ...]) -> object:
+    def hook(
+        _block: torch.nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> object:
         mark(f"forward {index} end")
         if isinstance(output, tuple):
             return (_Passage.apply(output[0], f"backward {index}"), *output[1:])

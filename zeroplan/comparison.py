@@ -10,6 +10,7 @@ from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind, total_byte
 from zeroplan.measurement import Measurement, StepMeasured, Tensors
 from zeroplan.spec.recipe import Kernels, Loss
 from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.families.attend import TWICE_ON_CPU
 from zeroplan.transformer.families.attention import FLASH_SCRATCH
 from zeroplan.transformer.families.mlp import FP32_ON_CUDA
 from zeroplan.transformer.families.norms import STATISTICS
@@ -128,6 +129,8 @@ class _AsRun(NamedTuple):
             return n_bytes
         if line.reason.endswith(ON_CUDA):
             return 0
+        if line.reason.endswith(TWICE_ON_CPU):
+            return 2 * n_bytes
         if FP32_ON_CUDA in line.reason:
             return n_bytes // 2
         if line.reason.endswith(STATISTICS) and not self.compute.autocast:

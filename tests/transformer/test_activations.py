@@ -21,7 +21,20 @@ from zeroplan.verify.allocations import Allocation
 
 pytestmark = pytest.mark.torch
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox", "opt", "bloom")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "mixtral",
+    "phi3",
+    "gemma3_text",
+    "gemma2",
+    "gpt_neox",
+    "opt",
+    "bloom",
+)
 
 #: One of each kind of block, for what does not depend on biases.
 KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox", "opt", "bloom")

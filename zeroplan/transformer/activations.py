@@ -16,6 +16,8 @@ from zeroplan.transformer.families.mixtral import mixtral_block
 from zeroplan.transformer.families.traced import traced_block
 from zeroplan.transformer.families.widths import Widths, widths
 
+#: Families of which every layer sees the window alone, where there is one.
+ALL_WINDOWED = ("phi3",)
 Block = Callable[[ModelSpec, Widths], BlockPass]
 
 
@@ -62,6 +64,8 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch) -> B
     an explicit mask and repeated keys; compiled graphs and fused kernels, which change every number.
     """
     treatment = TREATMENTS[model.family]
+    if treatment.dense is traced_block:
+        return traced_block(model, widths(model, compute, batch), windowed=kind == "local" or model.family in ALL_WINDOWED)
     block = treatment.moe if kind == "moe" else treatment.dense
     return block(model, widths(model, compute, batch))
 

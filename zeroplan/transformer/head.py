@@ -109,7 +109,10 @@ def _embedding_by_name(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], t
     if model.family == "bloom":
         return (), ()
     if model.family == "opt":
-        return (embedded, Line(TEMPORARY, x.residual * x.tokens * x.hidden, "position embeddings, held by name", "r·T·h", OPT)), ()
+        return (
+            embedded,
+            Line(TEMPORARY, x.residual * x.tokens * x.hidden, "position embeddings, held by name", "r·T·h", OPT),
+        ), ()
     if x.fused_projection:
         positions = Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings, held by name", "r·s·h", GPT2)
         return (embedded, positions), ()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+from zeroplan.transformer.families.widths import GLOBAL_LAYERS
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params_modules import Parameters, embedding, linear, rms_norm, whole
 
@@ -21,12 +22,26 @@ def gated_layout(model: ModelSpec) -> Layout:
 
 
 def _gated_runs(model: ModelSpec) -> tuple[BlockRun, ...]:
+    if model.sliding_window is not None and model.family in GLOBAL_LAYERS:
+        return _local_and_global(model)
     if model.moe is None:
         return (BlockRun("dense", model.num_hidden_layers, _gated_block(model, _dense_mlp(model))),)
     n_dense = model.moe.num_dense_layers
     dense = BlockRun("dense", n_dense, _gated_block(model, _dense_mlp(model)))
     sparse = BlockRun("moe", model.num_hidden_layers - n_dense, _gated_block(model, _EXPERTS[model.family](model, model.moe)))
     return tuple(run for run in (dense, sparse) if run.layers)
+
+
+def _local_and_global(model: ModelSpec) -> tuple[BlockRun, ...]:
+    """Layers that see a window and layers that see everything, as if each kind stood together, that of the last layer last.
+
+    They take turns and have the same parameters, so that sums over all layers are exact whatever the order.
+    """
+    block, every = _gated_block(model, _dense_mlp(model)), GLOBAL_LAYERS[model.family]
+    n_global = model.num_hidden_layers // every
+    both = BlockRun("local", model.num_hidden_layers - n_global, block), BlockRun("global", n_global, block)
+    ordered = both if model.num_hidden_layers % every == 0 else both[::-1]
+    return tuple(run for run in ordered if run.layers)
 
 
 def _gated_block(model: ModelSpec, mlp: Parameters) -> Parameters:

@@ -1,8 +1,9 @@
 """Blocks of BLOOM: LayerNorm, a joint projection, attention written out with ALiBi, and a GELU that saves its input only."""
 
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attend import Attended, in_order_of_tokens, masked, softmax
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_FINAL, LAYER_NORM
-from zeroplan.transformer.families.operators import Attended, Site
+from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 
@@ -43,14 +44,14 @@ def _attention(tape: Tape, normal: Value, given: Value) -> Attended:
     copies = _flattened(tape, joint)
     tape.release(query, key, value)
     scores = _product(tape, (query, key), (joint.store, *copies[:2]), "scores with ALiBi", "a·T·s")
-    masked = op.masked(tape, scores, Site("attention: scores", ATTENTION))
-    weights = op.softmax(tape, masked, "e", ATTENTION)
+    with_mask = masked(tape, scores, Site("attention: scores", ATTENTION))
+    weights = softmax(tape, with_mask, "e", ATTENTION)
     by_head = _product(tape, (weights, value), (weights.store, joint.store, copies[2]), "attention output, head by head", "T·c")
-    context = op.in_order_of_tokens(tape, by_head)
+    context = in_order_of_tokens(tape, by_head, "attention output")
     branch = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=True)
     made = op.add(tape, given, branch, "residual stream between attention and MLP", Site("residual addition", ATTENTION))
     tape.drop(*copies)
-    tape.release(joint, scores, masked, context, branch)
+    tape.release(joint, scores, with_mask, context, branch)
     return Attended(made, weights)
 
 

@@ -1,7 +1,8 @@
 """Blocks of Gemma 2 and Gemma 3: norms before and after each branch, scaled in fp32; Gemma 3 also norms queries and keys."""
 
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.operators import Attended, Heads, NormAs, Site
+from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
 

@@ -1,8 +1,9 @@
 """Blocks of GPT-NeoX and Pythia: attention and MLP side by side over the same input, each behind a LayerNorm."""
 
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_FINAL, LAYER_NORM
-from zeroplan.transformer.families.operators import Attended, Heads, Site
+from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
 

@@ -1,15 +1,11 @@
 """The operators that blocks are written in, each with what it allocates, what it saves, and what its backward makes.
 
-Tensors keep transformers' names; sizes are those of the eager operators of torch 2.13. Where several sequences make a batch,
-a matrix product of heads copies operands that are not contiguous: the copy takes the place of the original among what is
-saved, so that only names hold both.
+Tensors keep transformers' names; sizes are those of the eager operators of torch 2.13.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind
-from zeroplan.transformer.families.attention import EAGER, FLASH_BACKWARD, FLASH_SCRATCH, SDPA
 from zeroplan.transformer.families.norms import NormNames
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 
@@ -60,13 +56,14 @@ def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Val
     made = tensor(tape, reason, dtype, first.shape, site.source)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [_narrowed(tape, value, taken[0], made, site) for value in (first, second)]
+        return [narrowed(tape, value, taken[0], made, site) for value in (first, second)]
 
     tape.add(site.name, (made,), (), backward)
     return made
 
 
-def _narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) -> tuple[Value, Store]:
+def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) -> tuple[Value, Store]:
+    """Hand on the gradient of a sum to one of its terms, cast where that is narrower."""
     if tape.is_wide(value.dtype) == tape.is_wide(made.dtype):
         return through(value, taken)
     return value, gradient(tape, value, "gradient of the residual stream, cast for the branch", site.source)
@@ -232,6 +229,7 @@ def slices(tape: Tape, whole: Value, shapes: tuple[str, ...], site: Site) -> tup
     """``x[..., a:b]`` for each shape: views, whose gradients are each put into zeros of the whole's size."""
     views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
     for view in views:
+
         def backward(tape: Tape, _taken: list[Store]) -> Arriving:
             return [(whole, gradient(tape, whole, f"gradient of the {site.name}", site.source))]
 
@@ -266,175 +264,12 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
     made = tensor(tape, reason, first.dtype, first.shape, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, f"gradient of a factor of the {site.name}", site.source)) for value in (first, second)]
+        return [
+            (value, gradient(tape, value, f"gradient of a factor of the {site.name}", site.source)) for value in (first, second)
+        ]
 
     tape.add(site.name, (made,), (first.store, second.store), backward)
     return made
-
-
-class Heads(NamedTuple):
-    """Queries, keys and values before attention, and how they came about."""
-
-    query: Value
-    key: Value
-    value: Value
-    grouped: bool
-    """Several query heads share a key/value head."""
-    one_key: bool
-    """There is a single key/value head, of which repeating it makes a view."""
-    joined: bool = False
-    """Rotary positions have copied queries and keys head by head, so that they are contiguous."""
-    joint: bool = False
-    """The values are a view of the joint projection's output."""
-
-
-class Attended(NamedTuple):
-    """What attention returns: its output, and the weights where they are written out, which the layer holds by name."""
-
-    context: Value
-    weights: Value | None = None
-
-
-Attention = Callable[[Tape, Heads], Attended]
-
-
-def flash(tape: Tape, heads: Heads) -> Attended:
-    """``scaled_dot_product_attention`` on the flash kernel: keys and values are not repeated for grouped heads.
-
-    Its output has the layout of the queries. Where rotary positions copied these head by head, the output is copied into
-    the order of tokens, and both are saved.
-    """
-    names = ("queries", "keys", "values")
-    query, key, value = (cast(tape, one, "e", Site(name, SDPA)) for one, name in zip(heads[:3], names, strict=True))
-    reason = "attention output" if heads.joined else "attention output, input of the output projection"
-    made = tensor(tape, reason, "e", "T·c", SDPA)
-    sums = tape.make(TENSOR, "log-sum-exp of the scores, fp32", "4·T·a", SDPA)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        arriving = [(one, gradient(tape, one, "gradients of q, k and v", SDPA)) for one in (query, key, value)]
-        tape.temporary(FLASH_SCRATCH, _flash_scratch(grouped=heads.grouped), FLASH_BACKWARD)
-        return arriving
-
-    tape.add("attention", (made,), (query.store, key.store, value.store, made.store, sums), backward)
-    tape.kernel_outputs += [made.store, sums]
-    tape.drop(sums)
-    tape.release(query, key, value)
-    return Attended(in_order_of_tokens(tape, made) if heads.joined else made)
-
-
-def in_order_of_tokens(tape: Tape, value: Value) -> Value:
-    """``transpose(1, 2).contiguous()`` where that is a copy; the gradient passes as a view."""
-    made = tensor(tape, "attention output in the order of tokens, input of the output projection", value.dtype, value.shape, SDPA)
-    tape.add("order of tokens", (made,), (), lambda _tape, taken: [through(value, taken[0])])
-    tape.release(value)
-    return made
-
-
-def _flash_scratch(*, grouped: bool) -> str:
-    accumulator = "512·a·b·ceil(s/128)·(32·ceil(d/32)+1)"
-    return f"{accumulator} + 2·e·T·q" if grouped else accumulator
-
-
-def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False) -> Attended:
-    """Attention written out: keys and values repeated for grouped heads, scores and their softmax kept.
-
-    ``capped`` puts the scores through ``tanh`` before the mask, as Gemma 2 does.
-    """
-    copies = Copies([], [])
-    key = _repeated(tape, heads.key, heads, Site("keys", source)) if heads.grouped else heads.key
-    value = _repeated(tape, heads.value, heads, Site("values", source)) if heads.grouped else heads.value
-    operands = (
-        _operand(tape, heads.query, copies, Site("queries", source), contiguous=heads.joined),
-        _operand(tape, key, copies, Site("keys", source), contiguous=heads.grouped or heads.joined, one_key=heads.one_key and heads.grouped),
-    )
-    scores = _scores(tape, operands, copies, Site("attention: scores", source), capped=capped)
-    weights = softmax(tape, scores, heads.query.dtype, source)
-    tape.release(scores)
-    context = _weighted_values(tape, weights, value, copies, heads, source)
-    tape.drop(*copies.in_place)
-    if heads.grouped:
-        tape.release(key, value)
-    return Attended(context, weights)
-
-
-def capped_eager(tape: Tape, heads: Heads) -> Attended:
-    """Attention of Gemma 2, its scores capped by ``tanh``."""
-    return eager(tape, heads, capped=True)
-
-
-def _repeated(tape: Tape, value: Value, heads: Heads, site: Site) -> Value:
-    """``repeat_kv``: a copy for each query head, or a view of a single head; gradients are summed over its copies."""
-    reason = f"{site.name}, repeated for each query head"
-    if heads.one_key:
-        made = Value(tape.hold(value.store), value.dtype, "T·q")
-    else:
-        made = tensor(tape, reason, value.dtype, "T·q", site.source)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, f"gradient of the {site.name}", site.source))]
-
-    tape.add(reason, (made,), (), backward)
-    return made
-
-
-Operand = tuple[Value, tuple[Store, ...]]
-
-
-class Copies(NamedTuple):
-    """Copies of operands, which a product makes."""
-
-    own: list[Store]
-    """Those that only the product needs."""
-    in_place: list[Store]
-    """Those that are saved, where the account has the original instead: they stay as long as the original's name does."""
-
-    def used(self, tape: Tape) -> None:
-        """The product is done."""
-        tape.drop(*self.own)
-        self.own.clear()
-        if not tape.saving:
-            tape.drop(*self.in_place)
-            self.in_place.clear()
-
-
-def _operand(
-    tape: Tape, value: Value, copies: Copies, site: Site, *, contiguous: bool, one_key: bool = False, joint: bool = False
-) -> Operand:  # fmt: skip
-    """Return a factor of a product of heads, and what the product saves of it."""
-    if tape.is_wide(value.dtype) != tape.is_wide("e"):
-        made = cast(tape, value, "e", site)
-        copies.own.append(made.store)
-        return made, (made.store,)
-    if one_key or joint:
-        # Of a single sequence the product takes the tensor as it is, of several a copy, which alone is saved then.
-        tape.part_by_batch(value.store)
-        copy = tape.make(TENSOR, f"{site.name}, copied for the product", f"e·{value.shape}·min(1, b-1)", site.source)
-        copies.own.append(copy)
-        return value, (value.store, copy)
-    if not contiguous:
-        formula = f"{value.dtype}·{value.shape}·min(1, b-1)"
-        copies.in_place.append(tape.make(TEMPORARY, f"{site.name}, copied for the product", formula, site.source))
-    return value, (value.store,)
-
-
-def _scores(tape: Tape, operands: tuple[Operand, Operand], copies: Copies, site: Site, *, capped: bool) -> Value:
-    (query, kept_query), (key, kept_key) = operands
-    made = tensor(tape, "scores", "e", "a·T·s", site.source)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(one, gradient(tape, one, "gradients of queries and keys", site.source)) for one in (query, key)]
-
-    tape.add(site.name, (made,), (*kept_query, *kept_key), backward)
-    copies.used(tape)
-    factor = scaled(tape, made, "scores, scaled", site)
-    if capped:
-        divided = scaled(tape, factor, "scores, divided by the cap", site)
-        bent = pointwise(tape, divided, "tanh of the scores", Site("attention: tanh of the scores", site.source), saves_result=True)
-        tape.release(divided)
-        factor = scaled(tape, bent, "scores, capped", site)
-    made_masked = masked(tape, factor, site)
-    tape.release(factor)
-    return made_masked
 
 
 def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
@@ -447,51 +282,3 @@ def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     tape.add(site.name, (made,), (), backward)
     tape.release(value)
     return made
-
-
-def masked(tape: Tape, value: Value, site: Site) -> Value:
-    """Add the mask, which has the residual stream's dtype and no gradient. The name for ``value`` stays."""
-    dtype = "r" if tape.is_wide("r") != tape.is_wide(value.dtype) else value.dtype
-    made = tensor(tape, "scores, masked", dtype, value.shape, site.source)
-
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [_narrowed(tape, value, taken[0], made, site)]
-
-    tape.add(site.name, (made,), (), backward)
-    return made
-
-
-def softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
-    """Softmax in fp32, cast to ``dtype``. The name for the scores stays."""
-    wide = cast(tape, scores, "4", Site("masked scores", source))
-    made = tensor(tape, "softmax of the scores", "4", scores.shape, source)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(wide, gradient(tape, wide, "gradient of the scores", source))]
-
-    tape.add("attention: softmax", (made,), (made.store,), backward)
-    tape.release(wide)
-    weights = cast(tape, made, dtype, Site("softmax of the scores", source))
-    tape.release(made)
-    return weights
-
-
-def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, heads: Heads, source: str) -> Value:
-    given, kept = _operand(tape, weights, copies, Site("softmax of the scores", source), contiguous=True)
-    by_head, kept_values = _operand(
-        tape,
-        value,
-        copies,
-        Site("values", source),
-        contiguous=heads.grouped,
-        one_key=heads.one_key and heads.grouped,
-        joint=heads.joint and not heads.grouped,
-    )
-    made = tensor(tape, "attention output, head by head", "e", "T·c", source)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(one, gradient(tape, one, "gradient of a factor of the product", source)) for one in (given, by_head)]
-
-    tape.add("attention: product with the values", (made,), (*kept, *kept_values), backward)
-    copies.used(tape)
-    return in_order_of_tokens(tape, made)

@@ -1,8 +1,9 @@
 """Blocks of OPT: LayerNorm, three projections with biases, an MLP with ReLU."""
 
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_FINAL, LAYER_NORM
-from zeroplan.transformer.families.operators import Attended, Heads, Site
+from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
 

@@ -1,7 +1,8 @@
 """Blocks of the Phi-3 kind: Llama's, with one projection for q, k and v and one for gate and up."""
 
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.operators import Attended, Heads, NormAs, Site
+from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
 

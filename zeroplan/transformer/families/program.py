@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zeroplan.transformer.families.operators import Attention
+from zeroplan.transformer.families.attend import Attention
 
 
 class Block(NamedTuple):

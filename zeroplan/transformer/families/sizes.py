@@ -5,7 +5,7 @@ A formula is a sum of products in the legend's symbols: ``e·T·(q+k+v) + 8·T``
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.transformer.families.widths import Widths
@@ -51,10 +51,11 @@ def worked_out(formula: str, values: Mapping[str, Int]) -> Int:
     return _sum(terms(formula), values)
 
 
-@lru_cache(maxsize=None)
+@cache
 def terms(formula: str) -> Terms:
-    """Read a formula: a sum of products of numbers, names and sums in brackets."""
-    return tuple(tuple(_factor(factor) for factor in _split(term, "·")) for term in _split(formula, "+"))
+    """Read a formula: a sum or difference of products of numbers, names and sums in brackets."""
+    signed = formula.replace(" - ", " + -1·").replace("s²", "s·s")
+    return tuple(tuple(_factor(factor) for factor in _split(term, "·")) for term in _split(signed, "+"))
 
 
 def _sum(every: Terms, values: Mapping[str, Int]) -> Int:
@@ -71,7 +72,7 @@ def _sum(every: Terms, values: Mapping[str, Int]) -> Int:
 
 
 def _factor(text: str) -> Factor:
-    if text.isdecimal():
+    if text.lstrip("-").isdecimal():
         return int(text)
     return terms(text[1:-1]) if text.startswith("(") else text
 

@@ -6,16 +6,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
-from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families import bloom, gemma, gpt_neox, opt, phi3
-from zeroplan.transformer.families.operators import Attention, capped_eager, eager, flash
+from zeroplan.transformer.families.attend import Attention, capped_eager, eager, efficient, flash, in_32_bits_grouped, with_mask
+from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sizes import quantities, worked_out
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths
+
 
 class Program(NamedTuple):
     """A family's block and final norm, and the source of what they are."""
@@ -41,7 +42,9 @@ class Structure(NamedTuple):
     family: str
     wide: bool
     autocast: bool
-    eager: bool
+    attention: str
+    masked: bool
+    """``scaled_dot_product_attention`` is given a mask."""
     grouped: bool
     one_key: bool
     attention_bias: bool
@@ -61,18 +64,55 @@ class Plan(NamedTuple):
     family: str
 
 
-def traced_block(model: ModelSpec, x: Widths) -> BlockPass:
-    """One block of a family that is written as a program."""
+def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False) -> BlockPass:
+    """One block of a family that is written as a program; ``windowed`` says that it sees a sliding window only.
+
+    A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
+    """
+    whole = _of(model, x, masked=False)
+    if not windowed or model.sliding_window is None or x.attention != "sdpa":
+        return whole
+    if isinstance(x.seq_len, int):
+        return _of(model, x, masked=True) if x.seq_len >= model.sliding_window else whole
+    return _either(x.seq_len >= model.sliding_window, _of(model, x, masked=True), whole)
+
+
+def _of(model: ModelSpec, x: Widths, *, masked: bool) -> BlockPass:
     structure = Structure(
         model.family,
-        x.element == 4,  # noqa: PLR2004  bytes
+        x.element == 4,
         x.autocast,
-        x.attention == "eager",
+        x.attention,
+        masked,
         x.key != x.query,
         x.key == x.head_dim,
         model.attention_bias,
     )
     return _worked_out(_plan(structure), Sizes(quantities(x, model.intermediate_size)), autocast=x.autocast)
+
+
+def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
+    """One pass for a column of batches, some of which are of one kind and some of the other: lines of both, those of one nought."""
+
+    def lines(first: tuple[Line, ...], second: tuple[Line, ...]) -> tuple[Line, ...]:
+        return (
+            *(line._replace(n_bytes=where(condition, line.n_bytes, 0)) for line in first),
+            *(line._replace(n_bytes=where(condition, 0, line.n_bytes)) for line in second),
+        )
+
+    return BlockPass(
+        lines(yes.saved, no.saved),
+        yes.checkpoint,
+        lines(yes.selective, no.selective),
+        lines(yes.forward, no.forward),
+        lines(yes.forward_recompute, no.forward_recompute),
+        (
+            *(point._replace(lines=lines(point.lines, ())) for point in yes.points),
+            *(point._replace(lines=lines((), point.lines)) for point in no.points),
+        ),
+        yes.cast_elements,
+        yes.checkpoint_in_backward,
+    )
 
 
 class FinalNorm(NamedTuple):
@@ -84,7 +124,7 @@ class FinalNorm(NamedTuple):
 
 def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
     """The final norm of a family that is written as a program; its gradients count the norm's own weight only."""
-    wide = x.element == 4  # noqa: PLR2004  bytes
+    wide = x.element == 4
     saved, moments = _final_plan(model.family, wide=wide, autocast=x.autocast)
     sizes = Sizes(quantities(x, model.intermediate_size))
     return FinalNorm(sizes.lines(saved), tuple(sizes.point(moment) for moment in moments))
@@ -126,10 +166,21 @@ def _run(structure: Structure, *, saving: bool) -> tuple[Tape, Value]:
 
 
 def _block(structure: Structure) -> Block:
-    capped = structure.family == "gemma2"
-    attend: Attention = (capped_eager if capped else eager) if structure.eager else flash
     head_norms = structure.family == "gemma3_text"
-    return Block(attend, structure.grouped, structure.one_key, structure.attention_bias, head_norms)
+    return Block(_attention(structure), structure.grouped, structure.one_key, structure.attention_bias, head_norms)
+
+
+def _attention(structure: Structure) -> Attention:
+    """Which kernel ``scaled_dot_product_attention`` takes on CUDA (torch 2.13, sdp_utils.cpp), or attention written out."""
+    if structure.attention == "eager":
+        return capped_eager if structure.family == "gemma2" else eager
+    if structure.attention == "flash":
+        return flash
+    if structure.masked:
+        return with_mask
+    if structure.wide:
+        return in_32_bits_grouped if structure.grouped else efficient
+    return flash
 
 
 def _highest(moments: list[Alive]) -> tuple[Alive, ...]:
