@@ -25,7 +25,16 @@ NO_WINDOW = 4096
 
 
 def tiny_spec(
-    family: str, *, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, hidden: int | None = None, layers: int = 2
+    family: str,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    ffn: int,
+    vocab: int,
+    hidden: int | None = None,
+    layers: int = 2,
+    window: int | None = None,
 ) -> ModelSpec:
     """Describe a model of a few thousand parameters; GPT-2 and its like have no grouped heads, Mixtral gets four experts."""
     plain, positions, mixtral = family in PLAIN_HEADS, {"gpt2": 512, "opt": 514}.get(family, 0), family == "mixtral"
@@ -43,6 +52,7 @@ def tiny_spec(
         tie_word_embeddings=family == "gpt2",
         attention_bias=plain or family == "qwen2",
         mlp_bias=plain,
+        sliding_window=window,
         moe=MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=ffn) if mixtral else None,
     )
 

@@ -125,15 +125,17 @@ class _AsRun(NamedTuple):
         n_bytes = int(line.n_bytes)
         if line.kind in _ONLY_ON_CUDA or line.reason.endswith("(CUDA)") or line.reason == FLASH_SCRATCH:
             return 0
-        if self.kernels == "cuda":
-            return n_bytes
-        if line.reason.endswith(ON_CUDA):
+        return n_bytes if self.kernels == "cuda" else self._on_cpu(line.reason, n_bytes)
+
+    def _on_cpu(self, reason: str, n_bytes: int) -> int:
+        """What a CPU's kernels take in place of this."""
+        if reason.endswith(ON_CUDA):
             return 0
-        if line.reason.endswith(TWICE_ON_CPU):
+        if reason.endswith(TWICE_ON_CPU):
             return 2 * n_bytes
-        if FP32_ON_CUDA in line.reason:
+        if FP32_ON_CUDA in reason:
             return n_bytes // 2
-        if line.reason.endswith(STATISTICS) and not self.compute.autocast:
+        if reason.endswith(STATISTICS) and not self.compute.autocast:
             return n_bytes * self.compute.element_bytes // 4
         return n_bytes
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from tests.formulas import WITHOUT_FORMULA, evaluate
+from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import FAMILIES, MlaSpec, ModelSpec, MoeSpec
-from zeroplan.transformer.activations import TREATMENTS, block_pass, is_approximate
+from zeroplan.transformer.activations import block_pass, is_approximate
 from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.legend import SYMBOLS, legend
@@ -24,7 +25,9 @@ COMPUTES = [
     for element_bytes, autocast in ((2, False), (4, False), (2, True))
     for attention in ("sdpa", "flash", "eager")
 ]
-EXACT = {"llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral"}
+EXACT = {
+    "llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom",
+}  # fmt: skip
 
 
 class Column(NamedTuple):
@@ -34,12 +37,12 @@ class Column(NamedTuple):
 
 
 def spec(family: str) -> ModelSpec:
-    gpt2 = TREATMENTS[family].dense is TREATMENTS["gpt2"].dense
+    gpt2 = family in PLAIN_HEADS
     moe = family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
     return ModelSpec(
         family=family,
         hidden_size=96,
-        intermediate_size=160,
+        intermediate_size=4 * 96 if family == "bloom" else 160,
         num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=6 if gpt2 or family == "deepseek_v3" else 2,

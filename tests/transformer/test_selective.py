@@ -13,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts  # noqa: E402
 
 from tests.causal_models import causal_model, tiny_spec  # noqa: E402
+from zeroplan.catalog.config_keys import PLAIN_HEADS  # noqa: E402
 from zeroplan.comparison import cpu_bytes  # noqa: E402
 from zeroplan.spec.batch import BatchSpec  # noqa: E402
 from zeroplan.transformer.activations import block_pass  # noqa: E402
@@ -34,12 +35,12 @@ RANDOM_STATE = 5056
 """Each checkpoint's copy of the CPU generator; host memory on a GPU machine."""
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "phi3", "gemma3_text", "gpt_neox", "opt"])
 def test_keeps_the_input_attention_outputs_and_every_second_product(family: str) -> None:
-    spec = tiny_spec(family, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=104, hidden=None if family == "gpt2" else 72)
+    spec = tiny_spec(family, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=104, hidden=None if family in PLAIN_HEADS else 72)
     kept = _kept(spec, layers=3) - _kept(spec, layers=2) - RANDOM_STATE
     selective = block_pass(spec, "dense", BF16, BATCH).selective
-    constants = 3 * 8 if family == "gpt2" else 0  # of GELU, each wrapped in a tensor
+    constants = {"gpt2": 3 * 8, "opt": 8}.get(family, 0)  # of GELU and of the queries' scale, each wrapped in a tensor
     assert kept - constants == cpu_bytes(selective, BF16)
 
 

@@ -14,10 +14,8 @@ from zeroplan.transformer.families.gpt2 import gpt2_block
 from zeroplan.transformer.families.llama import llama_block
 from zeroplan.transformer.families.mixtral import mixtral_block
 from zeroplan.transformer.families.traced import traced_block
-from zeroplan.transformer.families.widths import Widths, widths
+from zeroplan.transformer.families.widths import WINDOWED, Widths, widths
 
-#: Families of which every layer sees the window alone, where there is one.
-ALL_WINDOWED = ("phi3",)
 Block = Callable[[ModelSpec, Widths], BlockPass]
 
 
@@ -65,7 +63,7 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch) -> B
     """
     treatment = TREATMENTS[model.family]
     if treatment.dense is traced_block:
-        return traced_block(model, widths(model, compute, batch), windowed=kind == "local" or model.family in ALL_WINDOWED)
+        return traced_block(model, widths(model, compute, batch), windowed=kind != "global" and model.family in WINDOWED)
     block = treatment.moe if kind == "moe" else treatment.dense
     return block(model, widths(model, compute, batch))
 

@@ -1,6 +1,7 @@
 """What do the parts outside the blocks cost in one pass: embedding, position tables, final norm, head and loss?"""
 
 from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
@@ -8,7 +9,7 @@ from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
 from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, LAYER_FINAL, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.traced import PROGRAMS, FinalNorm, final_norm
-from zeroplan.transformer.families.widths import Widths, kinds_of_layers, widths
+from zeroplan.transformer.families.widths import GLOBAL_LAYERS, WINDOWED, Widths, kinds_of_layers, widths
 from zeroplan.transformer.losses import FULL, HEAD, capped, chunked_loss, full_loss, fused_loss
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
@@ -120,12 +121,25 @@ def _embedding_by_name(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], t
 
 
 def _mask(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
-    if x.attention != "eager":
+    if x.attention == "flash":
         return ()
-    n_bytes = x.residual * x.micro_batch * x.seq_len * x.seq_len
-    if model.family in ("gemma2", "gemma3_text"):
+    square = x.seq_len * x.seq_len
+    if x.attention == "sdpa":
+        return _window_mask(model, x, square)
+    n_bytes = x.residual * x.micro_batch * square
+    if model.family in GLOBAL_LAYERS:
         return (Line(TEMPORARY, 2 * n_bytes, "masks of eager attention, local and global", "2·r·b·s²", MASK),)
     return (Line(TEMPORARY, n_bytes, "attention mask of eager attention", "r·b·s²", MASK),)
+
+
+def _window_mask(model: ModelSpec, x: Widths, square: Int) -> tuple[Line, ...]:
+    """Booleans that say what a sliding window sees, made once, where a sequence is at least as long as the window."""
+    if model.family not in WINDOWED or model.sliding_window is None:
+        return ()
+    is_masked = x.seq_len >= model.sliding_window
+    if is_masked is False:
+        return ()
+    return (Line(TEMPORARY, where(is_masked, square, 0), "mask of the sliding window, booleans", "s²", MASK),)
 
 
 def _norm_backward(x: Widths, norm: Part) -> tuple[Line, ...]:

@@ -178,16 +178,11 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
     copies = Copies([], [])
     key = _repeated(tape, heads.key, heads, Site("keys", source)) if heads.grouped else heads.key
     value = _repeated(tape, heads.value, heads, Site("values", source)) if heads.grouped else heads.value
+    in_order = heads.grouped or heads.joined
+    one_key = heads.one_key and heads.grouped
     operands = (
         _operand(tape, heads.query, copies, Site("queries", source), contiguous=heads.joined),
-        _operand(
-            tape,
-            key,
-            copies,
-            Site("keys", source),
-            contiguous=heads.grouped or heads.joined,
-            one_key=heads.one_key and heads.grouped,
-        ),
+        _operand(tape, key, copies, Site("keys", source), contiguous=in_order, one_key=one_key),
     )
     scores = _scores(tape, operands, copies, Site("attention: scores", source), capped=capped)
     weights = softmax(tape, scores, heads.query.dtype, source)

@@ -37,7 +37,10 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     bias = block.attention_bias
     joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION), bias=bias)
     query, key, value = op.chunk(tape, joint, ("T·q", "T·k", "T·v"), Site("parts q, k and v", ATTENTION))
-    turned = tuple(op.rotary(tape, one, Site(name, ATTENTION), part="/4") for one, name in ((query, "queries"), (key, "keys")))
+    turned = (
+        op.rotary(tape, query, Site("queries", ATTENTION), part="/4"),
+        op.rotary(tape, key, Site("keys", ATTENTION), part="/4"),
+    )
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, grouped=False, one_key=False, joined=True, joint=True))
     made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=bias)

@@ -14,6 +14,8 @@ FUSED_PROJECTION = frozenset({"gpt2"})
 #: attention is written out instead.
 WITHOUT_SDPA = frozenset({"gemma2", "bloom"})
 
+#: Families whose layers see a sliding window, where the model has one.
+WINDOWED = frozenset({"phi3", "gemma2", "gemma3_text"})
 #: Every so many layers one sees the whole sequence, the others a window.
 GLOBAL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
 
@@ -73,7 +75,8 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch) -> Widths:
 def kinds_of_layers(model: ModelSpec) -> int:
     """How many kinds of attention take turns: 2 where some layers see a window and others everything.
 
-    Gemma 3: every sixth layer is global, Gemma 2: every second (transformers 5.23, configuration_gemma3.py, configuration_gemma2.py).
+    Gemma 3: every sixth layer is global, Gemma 2: every second. Source: transformers 5.23, ``configuration_gemma3.py`` and
+    ``configuration_gemma2.py``, ``layer_types``.
     """
     every = GLOBAL_LAYERS.get(model.family)
     return 1 if every is None or model.num_hidden_layers < every else 2
