@@ -10,11 +10,10 @@ from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind, total_byte
 from zeroplan.measurement import Measurement, StepMeasured, Tensors
 from zeroplan.spec.recipe import Kernels, Loss
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.attend import TWICE_ON_CPU
 from zeroplan.transformer.families.attention import FLASH_SCRATCH
 from zeroplan.transformer.families.mlp import FP32_ON_CUDA
 from zeroplan.transformer.families.norms import STATISTICS
-from zeroplan.transformer.families.written_out import ON_CUDA
+from zeroplan.transformer.families.written_out import ON_CUDA, TWICE_ON_CPU
 
 #: Library workspaces come with CUDA's kernels; a run on other tensors has none.
 _ONLY_ON_CUDA = (Kind.WORKSPACE,)

@@ -6,10 +6,9 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
-from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, LAYER_FINAL, layer_norm, rms_norm
+from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, LAYER_FINAL, FinalNorm, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
-from zeroplan.transformer.families.traced import PROGRAMS, FinalNorm, final_norm
-from zeroplan.transformer.families.widths import GLOBAL_LAYERS, WINDOWED, Widths, kinds_of_layers, widths
+from zeroplan.transformer.families.widths import GLOBAL_LAYERS, PROGRAMMED, WINDOWED, Widths, kinds_of_layers, widths
 from zeroplan.transformer.losses import FULL, HEAD, capped, chunked_loss, full_loss, fused_loss
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
@@ -66,7 +65,9 @@ def head_pass(
 
 
 def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
-    if model.family in PROGRAMS:
+    if model.family in PROGRAMMED:
+        from zeroplan.transformer.families.traced import final_norm  # noqa: PLC0415  the others' answers need not wait for it
+
         return final_norm(model, x)
     norm = layer_norm(x, LAYER_FINAL) if x.fused_projection else rms_norm(x, FINAL)
     return FinalNorm(norm.saved, (BackwardPoint("final norm", _norm_backward(x, norm), norm.weights, 0, 0),))

@@ -21,12 +21,9 @@ from zeroplan.transformer.families.operators import (
     through,
 )
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
-from zeroplan.transformer.families.written_out import CHOICE, MATH, ON_CUDA
+from zeroplan.transformer.families.written_out import CHOICE, MATH, ON_CUDA, TWICE_ON_CPU
 
 EFFICIENT_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
-
-TWICE_ON_CPU = "twice on a CPU"
-"""The end of the reason of attention's output where a CPU's kernel leaves it in another order than CUDA's, and it is copied."""
 
 
 class Heads(NamedTuple):

@@ -24,6 +24,13 @@ class NormNames(NamedTuple):
     normalised: str
 
 
+class FinalNorm(NamedTuple):
+    """What the norm before the head saves, and the moments of its backward, its own weight's gradients counted."""
+
+    saved: tuple[Line, ...]
+    points: tuple[BackwardPoint, ...]
+
+
 BEFORE_ATTENTION = NormNames(
     "norm before attention",
     "norm before attention: its input in fp32",

@@ -58,6 +58,34 @@ def terms(formula: str) -> Terms:
     return tuple(tuple(_factor(factor) for factor in _split(term, "·")) for term in _split(signed, "+"))
 
 
+Monomial = tuple[str, ...]
+
+
+@cache
+def expanded(formula: str, element: int, residual: int) -> Mapping[Monomial, int]:
+    """Multiply a formula out, with so many bytes for ``e`` and ``r``."""
+    return _polynomial(terms(formula), {"e": element, "r": residual})
+
+
+def _polynomial(factor: Factor, widths: Mapping[str, int]) -> dict[Monomial, int]:
+    if isinstance(factor, int):
+        return {(): factor}
+    if isinstance(factor, str):
+        return {(): widths[factor]} if factor in widths else {(factor,): 1}
+    polynomial: dict[Monomial, int] = {}
+    for term in factor:
+        product: dict[Monomial, int] = {(): 1}
+        for each in term:
+            product = _product(product, _polynomial(each, widths))
+        for monomial, times in product.items():
+            polynomial[monomial] = polynomial.get(monomial, 0) + times
+    return polynomial
+
+
+def _product(first: dict[Monomial, int], second: dict[Monomial, int]) -> dict[Monomial, int]:
+    return {tuple(sorted(one + other)): a * b for one, a in first.items() for other, b in second.items()}
+
+
 def _sum(every: Terms, values: Mapping[str, Int]) -> Int:
     total: Int = 0
     for term in every:

@@ -78,6 +78,7 @@ class Tape:
         self.current: list[str] = []
         self.scratch: list[Store] = []
         self.name = ""
+        self.fell = True
 
     def is_wide(self, dtype: str) -> bool:
         """Whether a dtype's symbol means fp32 here."""
@@ -91,9 +92,12 @@ class Tape:
         return store
 
     def note(self) -> None:
-        """Note what is alive now."""
+        """Note what is alive now; in place of the last moment where nothing has gone since."""
         moment = Alive(self.name, tuple(self.alive), tuple(self.gradients), tuple(self.current), tuple(self.casts))
+        if not self.fell:
+            self.moments.pop()
         self.moments.append(moment)
+        self.fell = False
 
     def hold(self, store: Store) -> Store:
         """One more needs it."""
@@ -106,6 +110,7 @@ class Tape:
             store.holds -= 1
             if not store.holds:
                 del self.alive[store]
+                self.fell = True
 
     def release(self, *values: Value) -> None:
         """A name goes."""
@@ -147,6 +152,7 @@ class Tape:
     def run_backward(self, output: Value, incoming: Store) -> None:
         """Go through the operators the other way round, with the gradient of the output arriving."""
         self.moments.clear()
+        self.fell = True
         self.alive[incoming] = None
         waiting: dict[Value, Store] = {output: incoming}
         for operator in reversed(self.operators):
@@ -160,8 +166,10 @@ class Tape:
         self.note()
         self.drop(*self.scratch, *taken, *operator.saved)
         self.scratch.clear()
+        self.fell = self.fell or bool(self.current)
         self.current.clear()
         if operator.cast:
+            self.fell = True
             self.casts.remove(operator.cast)
         for value, gradient in arriving:
             self._deliver(value, gradient, waiting)

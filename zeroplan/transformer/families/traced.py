@@ -1,6 +1,5 @@
 """From a block's program to what it costs: the program runs once per structure, its formulas once per batch."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
@@ -11,7 +10,9 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
 from zeroplan.transformer.families import bloom, gemma, gpt_neox, opt, phi3
 from zeroplan.transformer.families.attend import Attention, capped_eager, eager, efficient, flash, in_32_bits_grouped, with_mask
+from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
+from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sizes import quantities, worked_out
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
@@ -50,18 +51,54 @@ class Structure(NamedTuple):
     attention_bias: bool
 
 
+Places = tuple[int, ...]
+
+
+class Placed(NamedTuple):
+    """A moment whose tensors and weights stand as their places among a plan's."""
+
+    name: str
+    stores: Places
+    gradients: Places
+    current: Places
+    casts: Places
+
+
 class Plan(NamedTuple):
     """What a structure's runs came to: who is alive when, with formulas for sizes."""
 
-    saved: tuple[Store, ...]
-    given: Store
-    forward: tuple[Alive, ...]
-    recompute: tuple[Alive, ...]
-    points: tuple[Alive, ...]
-    casts: tuple[str, ...]
-    selective: tuple[Store, ...]
+    stores: tuple[Store, ...]
+    weights: tuple[str, ...]
+    """Formulas of the elements of weights."""
+    saved: Places
+    forward: tuple[Placed, ...]
+    recompute: tuple[Placed, ...]
+    points: tuple[Placed, ...]
+    casts: Places
+    selective: Places
     """What per-operation recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
-    family: str
+    given: Places
+    source: str
+
+
+class _Index:
+    """Gives every store and every formula of a weight its place, in the order they come."""
+
+    def __init__(self) -> None:
+        self.stores: dict[Store, int] = {}
+        self.weights: dict[str, int] = {}
+
+    def of(self, stores: Iterable[Store]) -> Places:
+        return tuple(self.stores.setdefault(store, len(self.stores)) for store in stores)
+
+    def elements(self, formulas: Iterable[str]) -> Places:
+        return tuple(self.weights.setdefault(formula, len(self.weights)) for formula in formulas)
+
+    def moments(self, moments: Iterable[Alive]) -> tuple[Placed, ...]:
+        return tuple(
+            Placed(one.name, self.of(one.stores), *map(self.elements, (one.gradients, one.current, one.casts)))
+            for one in moments
+        )
 
 
 def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False) -> BlockPass:
@@ -69,12 +106,12 @@ def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False) -> Bloc
 
     A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
     """
-    whole = _of(model, x, masked=False)
     if not windowed or model.sliding_window is None or x.attention != "sdpa":
-        return whole
-    if isinstance(x.seq_len, int):
-        return _of(model, x, masked=True) if x.seq_len >= model.sliding_window else whole
-    return _either(x.seq_len >= model.sliding_window, _of(model, x, masked=True), whole)
+        return _of(model, x, masked=False)
+    is_masked = x.seq_len >= model.sliding_window
+    if isinstance(is_masked, bool):
+        return _of(model, x, masked=is_masked)
+    return _either(is_masked, _of(model, x, masked=True), _of(model, x, masked=False))
 
 
 def _of(model: ModelSpec, x: Widths, *, masked: bool) -> BlockPass:
@@ -88,7 +125,8 @@ def _of(model: ModelSpec, x: Widths, *, masked: bool) -> BlockPass:
         x.key == x.head_dim,
         model.attention_bias,
     )
-    return _worked_out(_plan(structure), Sizes(quantities(x, model.intermediate_size)), autocast=x.autocast)
+    plan = _plan(structure)
+    return _worked_out(plan, Sizes(plan, quantities(x, model.intermediate_size)), autocast=x.autocast)
 
 
 def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
@@ -115,54 +153,54 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
     )
 
 
-class FinalNorm(NamedTuple):
-    """What a norm outside the blocks saves, and the moments of its backward."""
-
-    saved: tuple[Line, ...]
-    points: tuple[BackwardPoint, ...]
-
-
 def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
     """The final norm of a family that is written as a program; its gradients count the norm's own weight only."""
-    wide = x.element == 4
-    saved, moments = _final_plan(model.family, wide=wide, autocast=x.autocast)
-    sizes = Sizes(quantities(x, model.intermediate_size))
-    return FinalNorm(sizes.lines(saved), tuple(sizes.point(moment) for moment in moments))
+    plan = _final_plan(model.family, wide=x.element == 4, autocast=x.autocast)
+    sizes = Sizes(plan, quantities(x, model.intermediate_size))
+    return FinalNorm(sizes.lines(plan.saved), tuple([sizes.point(moment) for moment in plan.points]))
 
 
 @lru_cache(maxsize=64)
-def _final_plan(family: str, *, wide: bool, autocast: bool) -> tuple[tuple[Store, ...], tuple[Alive, ...]]:
-    tape = Tape(wide=wide, autocast=autocast, saving=True)
-    source = PROGRAMS[family].source
-    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "r·T·h", source), "r", "T·h")
-    made = PROGRAMS[family].final(tape, given)
+def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
+    tape, program, index = Tape(wide=wide, autocast=autocast, saving=True), PROGRAMS[family], _Index()
+    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "r·T·h", program.source), "r", "T·h")
+    made = program.final(tape, given)
     tape.release(made, given)
-    saved = tuple(tape.saved)
-    tape.run_backward(made, Store(Kind.ACTIVATIONS, "gradient of the final norm's output", "r·T·h", source))
-    return saved, _highest(tape.moments)
+    saved = index.of(tape.saved)
+    tape.run_backward(made, Store(Kind.ACTIVATIONS, "gradient of the final norm's output", "r·T·h", program.source))
+    points = index.moments(highest(tape.moments, wide=wide, autocast=autocast))
+    return Plan(tuple(index.stores), tuple(index.weights), saved, (), (), points, (), (), (), program.source)
 
 
 @lru_cache(maxsize=256)
 def _plan(structure: Structure) -> Plan:
+    index, source = _Index(), PROGRAMS[structure.family].source
+    dtypes = {"wide": structure.wide, "autocast": structure.autocast}
     saving, given = _run(structure, saving=True)
-    forward = _highest(saving.moments)
-    saved, casts = tuple(saving.saved), tuple(saving.casts)
+    forward = index.moments(highest(saving.moments, **dtypes))
+    saved, casts = index.of(saving.saved), index.elements(saving.casts)
     output = next(iter(saving.operators[-1].outputs))
     saving.release(output, given)
-    source = PROGRAMS[structure.family].source
     saving.run_backward(output, Store(Kind.ACTIVATIONS, "gradient of the residual stream", f"r·{output.shape}", source))
-    recompute, _ = _run(structure, saving=False)
-    selective = (*saving.products[::2], *saving.kernel_outputs)
-    again, back = _highest(recompute.moments), _highest(saving.moments)
-    return Plan(saved, given.store, forward, again, back, casts, selective, structure.family)
+    points = index.moments(highest(saving.moments, **dtypes))
+    selective = index.of((*saving.products[::2], *saving.kernel_outputs))
+    again, _ = _run(structure, saving=False, given=given.store)
+    recompute = index.moments(highest(again.moments, **dtypes))
+    places, stores, weights = index.of((given.store,)), tuple(index.stores), tuple(index.weights)
+    return Plan(stores, weights, saved, forward, recompute, points, casts, selective, places, source)
 
 
-def _run(structure: Structure, *, saving: bool) -> tuple[Tape, Value]:
+def _run(structure: Structure, *, saving: bool, given: Store | None = None) -> tuple[Tape, Value]:
+    """Run the program forward, over an input that another run has had, or over one of its own."""
     program = PROGRAMS[structure.family]
     tape = Tape(wide=structure.wide, autocast=structure.autocast, saving=saving)
-    given = Value(tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", program.source), "r", "T·h")
-    program.block(tape, given, _block(structure))
-    return tape, given
+    store = given or tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", program.source)
+    if given is not None:
+        store.holds = 1
+        tape.alive[store] = None
+    value = Value(store, "r", "T·h")
+    program.block(tape, value, _block(structure))
+    return tape, value
 
 
 def _block(structure: Structure) -> Block:
@@ -183,88 +221,63 @@ def _attention(structure: Structure) -> Attention:
     return flash
 
 
-def _highest(moments: list[Alive]) -> tuple[Alive, ...]:
-    """Leave out moments at which no more is alive than at another, formula by formula."""
-    counts = [_count(moment) for moment in moments]
-    kept: list[int] = []
-    for at, count in enumerate(counts):
-        later = (other for place, other in enumerate(counts) if place != at and (place > at or other != count))
-        if not any(count <= other for other in later):
-            kept.append(at)
-    return tuple(moments[at] for at in kept)
-
-
-def _count(moment: Alive) -> Counter[str]:
-    count = Counter(store.formula for store in moment.stores)
-    for mark, formulas in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
-        count.update(mark + formula for formula in formulas)
-    return count
-
-
 class Sizes:
-    """Lines of tapes' stores for one batch, each made once."""
+    """A plan's tensors as lines and its weights as numbers, for one batch."""
 
-    def __init__(self, values: dict[str, Int]) -> None:
+    def __init__(self, plan: Plan, values: dict[str, Int]) -> None:
         """Take the value of every symbol."""
-        self.values = values
-        self._lines: dict[Store, Line] = {}
+        numbers: dict[str, Int] = {}
+        for store in plan.stores:
+            if store.formula not in numbers:
+                numbers[store.formula] = worked_out(store.formula, values)
+        self.element = values["e"]
+        self._lines = [
+            Line(store.kind, numbers[store.formula], store.reason, store.formula, store.source) for store in plan.stores
+        ]
+        self._weights = [int(worked_out(formula, values)) for formula in plan.weights]
 
-    def line(self, store: Store) -> Line:
-        """Write a store as a line."""
-        found = self._lines.get(store)
-        if found is None:
-            n_bytes = worked_out(store.formula, self.values)
-            found = self._lines[store] = Line(store.kind, n_bytes, store.reason, store.formula, store.source)
-        return found
+    def lines(self, places: Places) -> tuple[Line, ...]:
+        """Write tensors as lines."""
+        return tuple(map(self._lines.__getitem__, places))
 
-    def lines(self, stores: Iterable[Store]) -> tuple[Line, ...]:
-        """Write several."""
-        return tuple(self.line(store) for store in stores)
-
-    def elements(self, formulas: tuple[str, ...]) -> int:
+    def elements(self, places: Places) -> int:
         """Add up elements of weights, which do not depend on the batch."""
-        return sum(int(worked_out(formula, self.values)) for formula in formulas)
+        return sum(map(self._weights.__getitem__, places))
 
-    def point(self, moment: Alive) -> BackwardPoint:
+    def point(self, moment: Placed) -> BackwardPoint:
         """Write a moment of the backward."""
+        name, stores, gradients, current, casts = moment
         elements = self.elements
-        return BackwardPoint(
-            moment.name,
-            self.lines(moment.stores),
-            elements(moment.gradients),
-            elements(moment.current),
-            elements(moment.casts),
-        )
+        return BackwardPoint(name, self.lines(stores), elements(gradients), elements(current), elements(casts))
 
 
 def _worked_out(plan: Plan, sizes: Sizes, *, autocast: bool) -> BlockPass:
-    (block_input,) = sizes.lines((plan.given,))
-    selective = sizes.lines(plan.selective)
+    given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     return BlockPass(
-        sizes.lines(plan.saved),
-        (block_input,),
-        (block_input, *selective),
+        saved,
+        given,
+        (*given, *sizes.lines(plan.selective)),
         _top(sizes, plan, plan.forward, plan.saved, autocast=autocast),
-        _top(sizes, plan, plan.recompute, (plan.given,), autocast=autocast),
-        tuple(sizes.point(moment) for moment in plan.points),
+        _top(sizes, plan, plan.recompute, plan.given, autocast=autocast),
+        tuple([sizes.point(moment) for moment in plan.points]),
         sizes.elements(plan.casts),
-        () if plan.given in plan.saved else (block_input,),
+        () if plan.given[0] in plan.saved else given,
     )
 
 
-def _top(
-    sizes: Sizes, plan: Plan, moments: tuple[Alive, ...], kept: tuple[Store, ...], *, autocast: bool
-) -> tuple[Line, ...]:  # fmt: skip
+def _top(sizes: Sizes, plan: Plan, moments: tuple[Placed, ...], kept: Places, *, autocast: bool) -> tuple[Line, ...]:
     """List the last moment's tensors beyond those kept, and by how much an earlier moment is above it.
 
     Autocast has made fewer casts by an earlier moment, while an engine counts them all.
     """
-    last = sizes.lines(store for store in moments[-1].stores if store not in kept)
+    *earlier, end = moments
+    last = sizes.lines(tuple([place for place in end.stores if place not in kept]))
     at_end = total_bytes(last) + total_bytes(sizes.lines(kept))
-    width: Int = sizes.values["e"] if autocast else 0
     every = sizes.elements(plan.casts)
     above: Int = 0
-    for moment in moments[:-1]:
-        missing = width * (every - sizes.elements(moment.casts))
-        above = maximum(above, total_bytes(sizes.lines(moment.stores)) - missing - at_end)
-    return (*last, Line(Kind.TEMPORARY, above, ATTENTION_EXCESS, source=PROGRAMS[plan.family].source))
+    for moment in earlier:
+        total = total_bytes(sizes.lines(moment.stores))
+        if autocast:
+            total = total - sizes.element * (every - sizes.elements(moment.casts))
+        above = maximum(above, total - at_end)
+    return (*last, Line(Kind.TEMPORARY, above, ATTENTION_EXCESS, source=plan.source))

@@ -14,6 +14,8 @@ FUSED_PROJECTION = frozenset({"gpt2"})
 #: attention is written out instead.
 WITHOUT_SDPA = frozenset({"gemma2", "bloom"})
 
+#: Families whose blocks are written as programs (``traced.py``).
+PROGRAMMED = frozenset({"phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom"})
 #: Families whose layers see a sliding window, where the model has one.
 WINDOWED = frozenset({"phi3", "gemma2", "gemma3_text"})
 #: Every so many layers one sees the whole sequence, the others a window.

@@ -19,6 +19,8 @@ CHOICE = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_
 MATH = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math"
 ON_CUDA = "on CUDA"
 """The end of the reason of every line here; a comparison with a CPU's kernels leaves them out by it."""
+TWICE_ON_CPU = "twice on a CPU"
+"""The end of the reason of attention's output where a CPU's kernel leaves it in another order than CUDA's, and it is copied."""
 EXCESS = "attention written out, beyond the later peak, on CUDA"
 """The reason of lines that say how far its softmax is above the later moment that the other lines describe."""
 _ROWS = 32

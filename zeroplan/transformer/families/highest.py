@@ -1,0 +1,61 @@
+"""Which moments of a tape can be the highest for some batch: those at which no other has at least as much of everything."""
+
+from zeroplan.transformer.families.sizes import Monomial, expanded
+from zeroplan.transformer.families.tape import Alive
+
+#: What is never more than what: a token's numbers are at least as many as its heads, its heads at least one; keys are at most as
+#: wide as queries; a norm's weight has a token's width.
+_AT_MOST: dict[Monomial, tuple[Monomial, ...]] = {
+    ("T",): (("T", "h"), ("T", "q"), ("T", "f")),
+    ("T", "a"): (("T", "q"), ("T", "h"), ("T", "f")),
+    ("T", "k/d"): (("T", "k"), ("T", "q"), ("T", "h")),
+    ("T", "k"): (("T", "q"),),
+    ("h",): (("T", "h"),),
+    ("d",): (("T", "q"),),
+}
+#: Values are as wide as keys and attention's output as queries, in every family that is written as a program.
+_AS_WIDE = {"v": "k", "c": "q"}
+
+Amounts = dict[Monomial, int]
+
+
+def highest(moments: list[Alive], *, wide: bool, autocast: bool) -> tuple[Alive, ...]:
+    """Leave out moments at which no more is alive than at another, whatever the batch."""
+    widths = 4 if wide else 2, 4 if wide or autocast else 2
+    amounts = [_amounts(moment, widths) for moment in moments]
+    kept = list(range(len(moments)))
+    for at in reversed(range(len(moments))):
+        if any(other != at and _covers(amounts[other], amounts[at]) for other in kept):
+            kept.remove(at)
+    return tuple(moments[at] for at in kept)
+
+
+def _amounts(moment: Alive, widths: tuple[int, int]) -> Amounts:
+    amounts: Amounts = {}
+    for store in moment.stores:
+        _count(amounts, store.formula, widths, ())
+    for mark, formulas in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
+        for formula in formulas:
+            _count(amounts, formula, widths, (mark,))
+    return amounts
+
+
+def _count(amounts: Amounts, formula: str, widths: tuple[int, int], mark: Monomial) -> None:
+    for monomial, times in expanded(formula, *widths).items():
+        key = mark + tuple(sorted(_AS_WIDE.get(symbol, symbol) for symbol in monomial))
+        amounts[key] = amounts.get(key, 0) + times
+
+
+def _covers(first: Amounts, second: Amounts) -> bool:
+    """Whether ``first`` is at least ``second``; what it lacks of one amount it may have too much of a larger one."""
+    surplus = {key: first.get(key, 0) - second.get(key, 0) for key in {**first, **second}}
+    for key, more in sorted(surplus.items(), key=lambda pair: len(pair[0])):
+        lacking = -more
+        for larger in _AT_MOST.get(key, ()) if lacking > 0 else ():
+            paid = max(0, min(lacking, surplus.get(larger, 0)))
+            if paid:
+                surplus[larger] -= paid
+                lacking -= paid
+        if lacking > 0:
+            return False
+    return True
