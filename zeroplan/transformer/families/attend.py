@@ -91,22 +91,20 @@ def with_mask(tape: Tape, heads: Heads) -> Attended:
 def in_32_bits_grouped(tape: Tape, heads: Heads) -> Attended:
     """Write attention out as CUDA does for grouped heads in 32 bits, where no kernel takes them.
 
-    What it has beyond a kernel says so, since a CPU's kernel takes 32 bits.
+    What it has beyond a kernel says so, since a CPU's kernel takes 32 bits. Of a joint projection it keeps nothing, where a
+    kernel keeps all; with fewer than three query heads to a key this account is above what it keeps, by e·T·(2·k + v - q).
     """
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
-    extra = tuple(
-        tape.make(TENSOR, reason, formula, MATH)
-        for reason, formula in (
-            (f"keys and values repeated for each query head, {ON_CUDA}", "e·T·(2·q - k - v)"),
-            (f"softmax of all scores, for log-sum-exp, {ON_CUDA}", "4·a·T·s - 4·T·a"),
-        )
+    repeated = "e·T·max(0, q-2·k-v)" if heads.joint else "e·T·(2·q - k - v)"
+    extra = (
+        tape.make(TENSOR, f"keys and values repeated for each query head, {ON_CUDA}", repeated, MATH),
+        tape.make(TENSOR, f"softmax of all scores, for log-sum-exp, {ON_CUDA}", "4·a·T·s - 4·T·a", MATH),
     )
     work = tape.make(TEMPORARY, f"scores and mask, {ON_CUDA}", "4·a·T·s + 4·s²", MATH)
-    made = _kernel(
-        tape, operands, (f"gradients of softmax and scores, {ON_CUDA}", "8·a·T·s", MATH), *extra, copied=heads.joined
-    )
+    scratch = (f"gradients of softmax and scores, {ON_CUDA}", "8·a·T·s", MATH)
+    made = _kernel(tape, operands, scratch, *extra, twice=heads.joined)
     tape.drop(work, *extra)
-    return Attended(in_order_of_tokens(tape, made, "attention output in the order of tokens") if heads.joined else made)
+    return Attended(made)
 
 
 Scratch = tuple[str, str, str]

@@ -38,6 +38,7 @@ def quantities(x: Widths, intermediate_size: int) -> dict[str, Int]:
         "ceil(s/16)": ceil_div(x.seq_len, 16),
         "ceil(d/32)": ceil_div(x.head_dim, 32),
         "min(1, b-1)": minimum(1, x.micro_batch - 1),
+        "max(0, q-2·k-v)": max(0, x.query - 2 * x.key - x.value),
         "max(0, 2-b)": maximum(0, 2 - x.micro_batch),
     }
 
