@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,8 +15,13 @@ pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from zeroplan.verify.workload import config  # noqa: E402
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+#: Families whose config is the one that a measurement runs.
+MOE = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 def tiny_spec(
@@ -58,6 +64,8 @@ def weight_dtype(compute: Compute) -> torch.dtype:
 
 
 def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
+    if spec.family in MOE:
+        return AutoConfig.for_model(**config(replace(spec, num_hidden_layers=layers)))
     common = {
         "num_hidden_layers": layers,
         "num_attention_heads": spec.num_attention_heads,

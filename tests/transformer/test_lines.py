@@ -24,7 +24,7 @@ COMPUTES = [
     for element_bytes, autocast in ((2, False), (4, False), (2, True))
     for attention in ("sdpa", "flash", "eager")
 ]
-EXACT = {"llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral"}
+EXACT = {"llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"}
 
 
 class Column(NamedTuple):

@@ -62,7 +62,14 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     ids = Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD)
     if model.positions:
         return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2)
-    return ids, Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY)
+    return ids, _rotary(model, x)
+
+
+def _rotary(model: ModelSpec, x: Widths) -> Line:
+    if model.mla is not None:
+        size = 2 * x.residual * x.seq_len * model.mla.qk_rope_head_dim
+        return Line(SAVED, size, "rotary cos and sin", "2·r·s·o", ROTARY)
+    return Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY)
 
 
 def _embedding_by_name(x: Widths) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
