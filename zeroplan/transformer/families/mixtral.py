@@ -77,14 +77,14 @@ def experts_recompute(x: Widths, moe: MoeSpec, router: Router) -> tuple[Line, ..
     wide = max(x.residual, router.applied)
     experts = Line(
         TEMPORARY,
-        maximum(outer + 4 * inner, 2 * outer + 2 * wide * pairs * x.hidden),
-        "experts: input and operands of the gated product, or input, output and weighted outputs",
-        f"max(r·T·t·h + 4·r·T·t·m, 2·r·T·t·h + {'8' if wide == 4 else '2·r'}·T·t·h)",
+        maximum(outer + 4 * inner, 2 * outer + 2 * wide * pairs * x.hidden + 8 * pairs),
+        "experts: input and operands of the gated product, or input, output, weighted outputs and order",
+        f"max(r·T·t·h + 4·r·T·t·m, 2·r·T·t·h + {'8' if wide == 4 else '2·r'}·T·t·h + 8·T·t)",
         EXPERTS,
     )
     logits = router_logits(x, router)
-    tables = (36 + 2 * router.applied) * pairs + logits * x.tokens * moe.num_experts + 8 * moe.num_experts
-    formula = ("44" if router.applied == 4 else "(36+2·e)") + "·T·t + " + ("4" if logits == 4 else "e") + "·T·E + 8·E"
+    tables = (28 + 2 * router.applied) * pairs + logits * x.tokens * moe.num_experts + 8 * moe.num_experts
+    formula = ("36" if router.applied == 4 else "(28+2·e)") + "·T·t + " + ("4" if logits == 4 else "e") + "·T·E + 8·E"
     routing = Line(TEMPORARY, tables, "routing tables held by name, partly int64", formula, EXPERTS)
     return middle(x), norm_output(x), experts, routing
 
