@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -25,20 +26,31 @@ if TYPE_CHECKING:
 
 
 def saved_bytes(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, layers: int) -> int:
-    """Bytes of the distinct storages that autograd saves in one forward with loss, parameters and input ids excluded."""
+    """Bytes of the distinct storages that autograd keeps after one forward with loss, parameters and input ids excluded.
+
+    What it saves for a part of the graph that nothing leads to is gone by then.
+    """
     model, ids = causal_model(spec, compute, layers=layers), _ids(spec, batch)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), ids)}
-    storages: dict[int, torch.UntypedStorage] = {}
+    kept: weakref.WeakSet[_Saved] = weakref.WeakSet()
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            storages[storage.data_ptr()] = storage
-        return tensor
+    def keep(tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        kept.add(saved)
+        return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _loss(model, ids, compute)
-    return sum(storage.nbytes() for storage in storages.values())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved.tensor):
+        loss = _loss(model, ids, compute)
+    storages = {saved.tensor.untyped_storage().data_ptr(): saved.tensor.untyped_storage().nbytes() for saved in kept}
+    assert loss.requires_grad
+    return sum(n_bytes for address, n_bytes in storages.items() if address not in known)
+
+
+class _Saved:
+    """What a node of the graph holds in a tensor's place."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
 
 
 def step_timeline(

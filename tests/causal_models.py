@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,8 +17,13 @@ pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from zeroplan.verify.workload import config  # noqa: E402
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+#: Families whose config is the one that a measurement runs.
+MOE = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 #: Longer than any sequence here; a class that always has a window takes no None.
@@ -74,6 +80,8 @@ def weight_dtype(compute: Compute) -> torch.dtype:
 
 
 def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
+    if spec.family in MOE:
+        return AutoConfig.for_model(**config(replace(spec, num_hidden_layers=layers)))
     common = {
         "num_hidden_layers": layers,
         "num_attention_heads": spec.num_attention_heads,

@@ -26,7 +26,8 @@ COMPUTES = [
     for attention in ("sdpa", "flash", "eager")
 ]
 EXACT = {
-    "llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom",
+    "llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3",
+    "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom",
 }  # fmt: skip
 
 

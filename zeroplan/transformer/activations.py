@@ -10,6 +10,7 @@ from typing import NamedTuple
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
+from zeroplan.transformer.families.deepseek import deepseek_dense, deepseek_moe
 from zeroplan.transformer.families.gpt2 import gpt2_block
 from zeroplan.transformer.families.llama import llama_block
 from zeroplan.transformer.families.mixtral import mixtral_block
@@ -34,17 +35,16 @@ TREATMENTS: dict[str, Treatment] = {
     "qwen3": Treatment(llama_block),
     "gpt2": Treatment(gpt2_block),
     "mixtral": Treatment(llama_block),
-    "qwen3_moe": Treatment(llama_block, approximation="qwen3_moe is treated as mixtral with norms over queries and keys."),
-    "deepseek_v3": Treatment(
-        llama_block,
-        approximation="deepseek_v3 is treated as mixtral with shared experts: its low-rank projections save more than counted.",
-    ),
+    "qwen3_moe": Treatment(llama_block),
+    "deepseek_v3": Treatment(deepseek_dense, deepseek_moe),
     "gpt_oss": Treatment(llama_block, approximation="gpt_oss is treated as mixtral: its sinks and biases are left out."),
 }
 
 
-def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch) -> BlockPass:
+def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool = False) -> BlockPass:
     """Return what one block of ``kind`` (``dense`` or ``moe``; ``local`` or ``global``) costs in one forward and backward pass.
+
+    ``recomputed`` says that the backward runs the block's forward again first; few points differ then.
 
     Follows CUDA where a CPU differs: LayerNorm statistics are fp32, autocast runs ``pow`` and what follows in fp32, flash
     attention takes scratch in its backward, and mixed-dtype additions make no copy. Takes attention's ``sdpa`` for its
@@ -63,7 +63,7 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch) -> B
         return traced_block(model, widths(model, compute, batch), windowed=kind != "global" and model.family in WINDOWED)
     treatment = TREATMENTS[model.family]
     block = treatment.moe if kind == "moe" else treatment.dense
-    return block(model, widths(model, compute, batch))
+    return block(model, widths(model, compute, batch, recomputed=recomputed))
 
 
 def is_approximate(model: ModelSpec) -> str:

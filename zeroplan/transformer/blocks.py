@@ -19,7 +19,7 @@ class Compute(NamedTuple):
     """The weights are fp32 and each matrix multiplication casts its operands (DDP under ``torch.autocast``)."""
     attention: Literal["sdpa", "flash", "eager"]
     kernels: Kernels = "cuda"
-    """Whose attention kernels: a CPU's flash kernel takes what CUDA's refuses."""
+    """Whose attention kernels: a CPU's flash kernel takes what CUDA's refuses, but writes heads of two sizes out."""
 
 
 class BackwardPoint(NamedTuple):

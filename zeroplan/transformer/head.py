@@ -86,14 +86,22 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
         return ids, Line(SAVED, 8 * x.tokens, "position ids with their offset, int64", "8·T", OPT), held
     if model.positions:
         return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2)
+    return ids, _rotary(model, x)
+
+
+def _rotary(model: ModelSpec, x: Widths) -> Line:
+    """Describe the tables of cosines and sines that all layers share."""
+    if model.mla is not None:
+        size = 2 * x.residual * x.seq_len * model.mla.qk_rope_head_dim
+        return Line(SAVED, size, "rotary cos and sin", "2·r·s·o", ROTARY)
     if model.family == "gpt_neox":
         # A quarter of each head is turned (GPTNeoXConfig's rotary_pct, 0.25 in every published model).
         n_bytes = 2 * x.residual * x.seq_len * (x.head_dim // 4)
-        return ids, Line(SAVED, n_bytes, "rotary cos and sin, of a quarter of each head", "r·s·d/2", NEOX)
+        return Line(SAVED, n_bytes, "rotary cos and sin, of a quarter of each head", "r·s·d/2", NEOX)
     if kinds_of_layers(model) > 1 and model.family == "gemma3_text":
         n_bytes = 4 * x.residual * x.seq_len * x.head_dim
-        return ids, Line(SAVED, n_bytes, "rotary cos and sin, of local and of global layers", "4·r·s·d", GEMMA3)
-    return ids, Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY)
+        return Line(SAVED, n_bytes, "rotary cos and sin, of local and of global layers", "4·r·s·d", GEMMA3)
+    return Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY)
 
 
 def _embedding_norm(x: Widths) -> tuple[Line, ...]:

@@ -18,6 +18,9 @@ SYMBOLS: dict[str, str] = {
     "k": "width of the keys, key/value heads · d",
     "v": "width of the values",
     "c": "width of the attention output",
+    "u": "rank of compressed queries",
+    "w": "rank of the latent that keys and values come from",
+    "o": "width of the rotary part of a head, where it has one apart",
     "f": "width of a dense MLP",
     "m": "width of an expert's MLP",
     "E": "experts",
@@ -33,7 +36,7 @@ SYMBOLS: dict[str, str] = {
 def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> dict[str, Int]:
     """Return the value of every symbol of ``SYMBOLS``; experts count 0 in a dense model."""
     x = widths(model, compute, batch)
-    moe = model.moe
+    moe, mla = model.moe, model.mla
     return {
         "b": x.micro_batch,
         "s": x.seq_len,
@@ -45,6 +48,9 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         "k": x.key,
         "v": x.value,
         "c": x.context,
+        "u": (mla.q_lora_rank or 0) if mla else 0,
+        "w": mla.kv_lora_rank if mla else 0,
+        "o": mla.qk_rope_head_dim if mla else 0,
         "f": model.intermediate_size,
         "m": moe.moe_intermediate_size if moe else 0,
         "E": moe.num_experts if moe else 0,

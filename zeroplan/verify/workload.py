@@ -143,6 +143,7 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
         made["moe_intermediate_size"] = spec.moe.moe_intermediate_size
     if spec.moe is not None and spec.family == "qwen3_moe":
         made["mlp_only_layers"] = list(range(spec.moe.num_dense_layers))
+        made["norm_topk_prob"] = True  # as every published one; the class assumes otherwise
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
     return made | _latent(spec)

@@ -63,7 +63,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         batch.grad_accum_steps,
     )
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
-    blocks = tuple(block_pass(model, run.kind, compute, batch) for run in weights.runs)
+    recomputed = recipe.recompute != "none"
+    blocks = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in weights.runs)
     moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, parameters))
     symbols = (*_symbols(step, tuple(kept_casts(recipe, block) for block in blocks)), *counted(*held, *temporary))
     return Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols)

@@ -75,7 +75,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     runs: list[RunPass] = []
     first = 0
     for run in layout(model).runs:
-        block = block_pass(model, run.kind, compute, batch)
+        block = block_pass(model, run.kind, compute, batch, recomputed=recipe.recompute != "none")
         kept = block.kept(recipe.recompute)
         beside = total_bytes(block.checkpoint_in_backward) if recipe.recompute == "full" else 0
         settled = tuple(beside + _settled_bytes(point) for point in block.points)

@@ -148,7 +148,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     """Size the groups and collect what every moment needs."""
     tree, width, n = layout(model), widths(recipe.precision), mesh.dp_shard
     compute = compute_of(recipe)
-    passes = tuple(block_pass(model, run.kind, compute, batch) for run in tree.runs)
+    recomputed = recipe.recompute != "none"
+    passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
     impl, tensors = (
         implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload),
         _local_tensors(tree, n),

@@ -18,16 +18,11 @@ FLASH_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/
 FLASH_SCRATCH = "scratch of the flash-attention backward kernel (CUDA)"
 
 
-def grouped_query_attention(
-    x: Widths, *, bias: bool = False, output_bias: bool = False, head_norms: bool = False, inward: int | None = None
-) -> Part:
-    """Attention of the Llama kind, causal, without an explicit mask; ``head_norms`` as in Qwen3.
-
-    ``inward`` counts the weights that make q, k and v where they are not three plain matrices.
-    """
+def grouped_query_attention(x: Widths, *, bias: bool = False, output_bias: bool = False, head_norms: bool = False) -> Part:
+    """Attention of the Llama kind, causal, without an explicit mask; ``head_norms`` as in Qwen3."""
     norm = query_norm(x) if head_norms else None
     before = _projection_inputs(x) if norm is None else (*_projection_inputs(x), *norm.saved, *key_norm(x))
-    inward = x.hidden * (x.query + x.key + x.value) if inward is None else inward
+    inward = x.hidden * (x.query + x.key + x.value)
     outward = x.context * x.hidden
     inward_biases, outward_bias = (x.query + x.key + x.value) if bias else 0, x.hidden if output_bias else 0
     head_scales = 2 * x.head_dim if head_norms else 0

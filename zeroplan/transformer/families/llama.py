@@ -2,7 +2,7 @@
 
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import Int, maximum
-from zeroplan.spec.model import MlaSpec, ModelSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
 from zeroplan.transformer.families import written_out
 from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, grouped_query_attention, inputs
@@ -26,7 +26,7 @@ def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
     parts = (rms_norm(x, BEFORE_ATTENTION), attended, rms_norm(x, BEFORE_MLP), mlp)
     copied = x.residual != 4
     forward = dense_forward(x)
-    recompute = _recompute(model, x)
+    recompute = gated_recompute(model, x)
     if x.attention == "eager":
         forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
     forward = (*forward, *written_out_excess(x, parts, forward, head_norms=has_head_norms(model)))
@@ -53,18 +53,7 @@ def attention(model: ModelSpec, x: Widths) -> Part:
         bias=bias,
         output_bias=bias and model.family != "qwen2",
         head_norms=has_head_norms(model),
-        inward=None if model.mla is None else _latent_weights(model, model.mla),
     )
-
-
-def _latent_weights(model: ModelSpec, mla: MlaSpec) -> int:
-    """Count the low-rank projections of multi-head latent attention and the norms between them."""
-    heads, hidden = model.num_attention_heads, model.hidden_size
-    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    rank = mla.q_lora_rank
-    queries = hidden * query if rank is None else hidden * rank + rank + rank * query
-    compressed = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
-    return queries + compressed + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
 
 
 def has_head_norms(model: ModelSpec) -> bool:
@@ -124,7 +113,8 @@ def attention_excess(x: Widths, recompute: tuple[Line, ...], later_casts: int) -
     return Line(TEMPORARY, maximum(0, at_attention - absent - total_bytes(recompute)), ATTENTION_EXCESS, source=LAYER)
 
 
-def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
+def gated_recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
+    """List what is alive at a gated MLP's highest point where nothing is saved."""
     inner, matrix = x.element * x.tokens * model.intermediate_size, x.element * x.hidden * model.intermediate_size
     if not x.autocast:
         return middle(x), norm_output(x), Line(TEMPORARY, 3 * inner, "silu, up and gated product", "3·e·T·f", LLAMA)

@@ -1,23 +1,51 @@
 """Routed experts between their norm and the residual addition, on grouped matrix multiplication."""
 
+from typing import NamedTuple
+
 from zeroplan.ledger import Line
+from zeroplan.numeric import Int
 from zeroplan.spec.model import MoeSpec
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, Part
 from zeroplan.transformer.families.widths import Widths
 
-ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
+MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
 EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
 
 
-def routed_experts(x: Widths, moe: MoeSpec) -> Part:
-    """Build a softmax router and SwiGLU experts; every token visits ``t`` of them, so the sums do not depend on the routing.
+class Router(NamedTuple):
+    """What a family's router keeps: the bytes of an element in each step, and what it does in fp32."""
+
+    scores: int
+    """Of the softmax or sigmoid over all experts."""
+    chosen: int
+    """Of the chosen experts' weights as they are divided by their sum."""
+    applied: int
+    """Of the weights that the experts' outputs are multiplied with; the product has the wider dtype of the two."""
+    logits: int = 0
+    """Of its logits, where that is not the compute dtype's."""
+    source: str = MIXTRAL
+
+
+def router_logits(x: Widths, router: Router) -> int:
+    """Bytes of an element of the router's logits."""
+    return router.logits or x.element
+
+
+def softmax_router(x: Widths, *, narrowed: bool = False) -> Router:
+    """Mixtral's router, in fp32 to the end; ``narrowed``: Qwen3's, which hands the weights on in the dtype of its logits."""
+    return Router(4, 4, x.element) if narrowed else Router(4, 4, 4)
+
+
+def routed_experts(x: Widths, moe: MoeSpec, router: Router, inputs: tuple[Line, ...] | None = None) -> Part:
+    """Build a router and SwiGLU experts; every token visits ``t`` of them, so the sums do not depend on the routing.
 
     The grouped multiplication takes no part in autocast: the experts compute in the dtype of their weights. GPUs below
-    compute capability 8.0 fall back to a loop, which is not modelled. Under recomputation the expert outputs go one operation
-    earlier than the point of their weighting says.
+    compute capability 8.0 fall back to a loop, which is not modelled. ``inputs`` are what the router's product saves, where
+    that is not its input in the compute dtype.
     """
-    routing = _routing(x, moe)
+    made = (_router_input(x, router),) if inputs is None else inputs
+    routing = (*made, *_routing(x, moe, router))
     pairs = x.tokens * moe.num_experts_per_tok
     outer, inner = x.residual * pairs * x.hidden, x.residual * pairs * moe.moe_intermediate_size
     selected = Line(SAVED, outer, "tokens sorted by expert, input of the experts", "r·T·t·h", EXPERTS)
@@ -29,51 +57,56 @@ def routed_experts(x: Widths, moe: MoeSpec) -> Part:
     outputs = Line(SAVED, outer, "experts: output before the routing weights", "r·T·t·h", EXPERTS)
     order = Line(SAVED, 8 * pairs, "order that undoes the sorting, int64", "8·T·t", EXPERTS)
     before = (*routing, selected, *hidden, product)
-    saved = (*before, outputs, order)
-    shared = _shared_experts(x, moe)
-    expert, router = moe.num_experts * x.hidden * moe.moe_intermediate_size, moe.num_experts * x.hidden
-    shared_weights = 3 * x.hidden * moe.num_shared_experts * moe.moe_intermediate_size
+    expert, weight = moe.num_experts * x.hidden * moe.moe_intermediate_size, moe.num_experts * x.hidden
     return Part(
-        saved + shared,
+        (*before, outputs, order),
         (
-            _weighting(x, moe, (*before, outputs, *shared)),
-            *_expert_points(x, moe, before=(*routing, selected, *shared), hidden=hidden, product=product),
+            _weighting(x, moe, router, (*before, outputs)),
+            *_expert_points(x, moe, before=(*routing, selected), hidden=hidden, product=product),
         ),
-        3 * expert + router + shared_weights,
-        router + shared_weights,
+        3 * expert + weight,
+        weight,
     )
 
 
-def _shared_experts(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
-    """List what experts that every token visits keep: a gated MLP's four tensors. They are taken to go last in the backward."""
-    if not moe.num_shared_experts:
-        return ()
-    inner = 4 * x.element * x.tokens * moe.num_shared_experts * moe.moe_intermediate_size
-    return (Line(SAVED, inner, "shared experts: gate, silu, up and product", "4·e·T·n·m", EXPERTS),)
+def _router_input(x: Widths, router: Router) -> Line:
+    return Line(SAVED, x.element * x.tokens * x.hidden, "input of the router", "e·T·h", router.source)
 
 
-def _routing(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
+def _routing(x: Widths, moe: MoeSpec, router: Router) -> tuple[Line, ...]:
     tokens, pairs, experts = x.tokens, x.tokens * moe.num_experts_per_tok, moe.num_experts
+    scores, chosen, applied = router.scores, router.chosen, router.applied
+    fp32 = chosen == 4
     return (
-        Line(SAVED, x.element * tokens * x.hidden, "input of the router", "e·T·h", ROUTER),
-        Line(SAVED, 4 * tokens * experts, "router: softmax, fp32", "4·T·E", ROUTER),
-        Line(SAVED, 12 * pairs + 4 * tokens, "router: top-k indices, weights and their sum", "12·T·t + 4·T", ROUTER),
+        Line(SAVED, scores * tokens * experts, "router: scores of all experts", "4·T·E" if scores == 4 else "e·T·E", router.source),
+        Line(
+            SAVED, (8 + chosen) * pairs + chosen * tokens, "router: top-k indices, weights and their sum",
+            "12·T·t + 4·T" if fp32 else "(8+e)·T·t + e·T", router.source,
+        ),
         Line(SAVED, 16 * pairs + 4 * experts, "sorting of tokens by expert, int64, and group ends", "16·T·t + 4·E", EXPERTS),
-        Line(SAVED, 4 * pairs, "routing weights sorted by expert, fp32", "4·T·t", EXPERTS),
-    )
+        Line(SAVED, applied * pairs, "routing weights sorted by expert", "4·T·t" if applied == 4 else "e·T·t", EXPERTS),
+    )  # fmt: skip
 
 
-def _weighting(x: Widths, moe: MoeSpec, alive: tuple[Line, ...]) -> BackwardPoint:
-    """Product of expert outputs and fp32 routing weights: fp32 gradients of both and of the sum, and a cast."""
+def _weighting(x: Widths, moe: MoeSpec, router: Router, alive: tuple[Line, ...]) -> BackwardPoint:
+    """Product of expert outputs and routing weights: gradients of the product and of both factors before they are summed or cast.
+
+    The outputs go before what follows where they were recomputed, since nothing but the product's own backward holds them.
+    """
     pairs = x.tokens * moe.num_experts_per_tok
-    outer = pairs * x.hidden
-    gradients = Line(GRADIENT, 12 * outer, "gradients of the weighted outputs and of both factors, fp32", "12·T·t·h", EXPERTS)
-    if x.residual == 4:
-        last = Line(GRADIENT, 4 * pairs, "gradient of the routing weights, fp32", "4·T·t", EXPERTS)
-    else:
-        last = Line(GRADIENT, x.residual * outer, "gradient of the expert outputs, cast", "r·T·t·h", EXPERTS)
-    router = moe.num_experts * x.hidden if x.autocast else 0
-    return BackwardPoint("weighting of the expert outputs", (*alive, gradients, last), 0, 0, router)
+    outer, wide = pairs * x.hidden, max(x.residual, router.applied)
+    reason = "gradients of the weighted outputs and of both factors"
+    gradients = Line(GRADIENT, 3 * wide * outer, reason, "12·T·t·h" if wide == 4 else "3·r·T·t·h", EXPERTS)
+    weight = moe.num_experts * x.hidden if x.autocast else 0
+    last = () if x.recomputed else (_after_weighting(x, router, pairs),)
+    return BackwardPoint("weighting of the expert outputs", (*alive, gradients, *last), 0, 0, weight)
+
+
+def _after_weighting(x: Widths, router: Router, pairs: Int) -> Line:
+    if x.residual < router.applied:
+        return Line(GRADIENT, x.residual * pairs * x.hidden, "gradient of the expert outputs, cast", "r·T·t·h", EXPERTS)
+    wide = max(x.residual, router.applied)
+    return Line(GRADIENT, wide * pairs, "gradient of the routing weights", "4·T·t" if wide == 4 else "e·T·t", EXPERTS)
 
 
 def _expert_points(

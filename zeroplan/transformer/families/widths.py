@@ -46,9 +46,11 @@ class Widths(NamedTuple):
     fused_projection: bool
     """One matrix makes q, k and v, as in GPT-2."""
     kernels: Kernels
+    recomputed: bool = False
+    """The backward recomputes the block: what the recomputation saved is given back as it is used."""
 
 
-def widths(model: ModelSpec, compute: Compute, batch: Batch) -> Widths:
+def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
     """Collect what the parts of a block need."""
     micro_batch, seq_len = batch.micro_batch_size, batch.seq_len
     heads, head_dim = model.num_attention_heads, model.head_dim
@@ -71,6 +73,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch) -> Widths:
         "eager" if compute.attention == "sdpa" and model.family in WITHOUT_SDPA else compute.attention,
         model.family in FUSED_PROJECTION,
         compute.kernels,
+        recomputed,
     )
 
 

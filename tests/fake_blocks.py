@@ -1,0 +1,90 @@
+"""Runs a small model on fake tensors of a pretended GPU and reports what is alive at named moments, to the byte."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.causal_models import causal_model  # noqa: E402
+from zeroplan.verify.card import CARD, install  # noqa: E402
+from zeroplan.verify.run import fake_tensors  # noqa: E402
+from zeroplan.verify.timeline import Timeline  # noqa: E402
+from zeroplan.verify.tracker import Tracker  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zeroplan.spec.batch import BatchSpec
+    from zeroplan.spec.model import ModelSpec
+    from zeroplan.transformer.blocks import Compute
+
+
+class BlockRun(NamedTuple):
+    """Bytes of the middle one of three blocks, without weights: what it keeps, and its highest moments beyond that."""
+
+    kept: int
+    """From the end of its forward on."""
+    forward: int
+    """Highest moment of its forward, beyond what was alive before it."""
+    backward: int
+    """Highest moment of its backward, beyond what was alive when it began."""
+
+
+class _Passage(torch.autograd.Function):
+    """Says when the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, hidden: torch.Tensor, say: Callable[[], None]) -> torch.Tensor:
+        ctx.say = say
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.say()
+        return gradient, None
+
+
+def block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute: bool = False) -> BlockRun:
+    """Run forward and backward once and look at block 1. In 16 or 32 bits, no autocast, which a pretended GPU does not know."""
+    install()
+    tracker, at = Tracker(device=CARD), dict[str, int]()
+
+    def say(name: str) -> Callable[[], None]:
+        return lambda: at.__setitem__(name, tracker.now)
+
+    with fake_tensors(tracker, CARD), torch.device(CARD), tracker:
+        model = causal_model(spec, compute, layers=3).to(CARD)
+        if recompute:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        for index, block in enumerate(model.get_decoder().layers):
+            block.register_forward_pre_hook(_before(say, index))
+            block.register_forward_hook(_after(say, index))
+        ids = torch.randint(0, spec.vocab_size, (batch.micro_batch_size, batch.seq_len))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        recording = tracker.recording
+        live = Timeline(recording).live
+    kept = live[at["forward 2 end"]] - live[at["forward 1 end"]]
+    forward = max(live[at["forward 1"] : at["forward 1 end"] + 1]) - live[at["forward 1"]]
+    backward = max(live[at["backward 1"] : at["backward 1 end"] + 1]) - live[at["backward 1"]]
+    return BlockRun(kept, forward, backward)
+
+
+def _before(say: Callable[[str], Callable[[], None]], index: int) -> Callable[..., object]:
+    def hook(_block: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        say(f"forward {index}")()
+        return (_Passage.apply(inputs[0], say(f"backward {index} end")), *inputs[1:])
+
+    return hook
+
+
+def _after(say: Callable[[str], Callable[[], None]], index: int) -> Callable[..., object]:
+    def hook(_block: torch.nn.Module, _inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        say(f"forward {index} end")()
+        return _Passage.apply(output, say(f"backward {index}"))
+
+    return hook

@@ -1,0 +1,40 @@
+"""Small models with experts, every width different from the others."""
+
+from __future__ import annotations
+
+from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+
+#: Width of an expert's MLP.
+WIDTH = 56
+
+
+def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True) -> ModelSpec:
+    """Describe a two-layer model of a shape of ``test_activations``; DeepSeek-V3 gets two shared experts and no dense layer."""
+    _, _, heads, kv_heads, head_dim, ffn, vocab, hidden = shape
+    deepseek = family == "deepseek_v3"
+    mla = MlaSpec(
+        q_lora_rank=48 if latent_queries else None,
+        kv_lora_rank=40,
+        qk_nope_head_dim=head_dim,
+        qk_rope_head_dim=head_dim // 2,
+        v_head_dim=head_dim + 6,
+    )
+    return ModelSpec(
+        family=family,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads if deepseek else kv_heads,
+        head_dim=head_dim + head_dim // 2 if deepseek else head_dim,
+        vocab_size=vocab,
+        max_position_embeddings=512,
+        attention_bias=family == "gpt_oss",
+        moe=MoeSpec(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=ffn if family in ("mixtral", "gpt_oss") else WIDTH,
+            num_shared_experts=2 if deepseek else 0,
+        ),
+        mla=mla if deepseek else None,
+    )
