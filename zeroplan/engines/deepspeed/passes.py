@@ -88,12 +88,18 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
 
 def kept_before(these: Passes, block: Int) -> Line:
     """Return what the blocks before ``block`` (0 to ``n_blocks``) keep for their backward. [bytes]"""
+    formula = _kept_formula(these, block) if isinstance(block, int) else ""
+    reason = "kept by the blocks before for their backward"
+    return Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute])
+
+
+def kept_bytes(these: Passes, block: Int) -> Int:
+    """Return the size of :func:`kept_before`. [bytes]"""
     first, *later = these.runs
     n_bytes = (minimum(block, first.n_blocks) if later else block) * first.kept_bytes
     for run in later:
         n_bytes = n_bytes + minimum(maximum(block - run.first, 0), run.n_blocks) * run.kept_bytes
-    formula = _kept_formula(these, block) if isinstance(block, int) else ""
-    return Line(Kind.ACTIVATIONS, n_bytes, "kept by the blocks before for their backward", formula, KEPT[these.recompute])
+    return n_bytes
 
 
 def _kept_formula(these: Passes, block: int) -> str:
@@ -183,17 +189,35 @@ def running_line(these: Passes, block: Int, made: Int) -> Line:
     return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs", formula, FLOWING)
 
 
+def running_bytes(these: Passes, block: int, made: int) -> Int:
+    """Return the size of :func:`running_line` for plain numbers. [bytes]"""
+    if block < 0:
+        return these.head.hidden_bytes
+    if block >= these.n_blocks:
+        return after_head_bytes(these)
+    run = _run_of(these, block)
+    return run.settled[_point_after(run, made)]
+
+
 def _running_now(these: Passes, block: int, made: int) -> tuple[Int, str]:
     """Bytes and formula of ``running_line`` where block and gradients are plain numbers."""
+    n_bytes = running_bytes(these, block, made)
     if block < 0:
-        return these.head.hidden_bytes, _FLOW
+        return n_bytes, _FLOW
     if block >= these.n_blocks:
-        return after_head_bytes(these), total_formula((*(line.formula for line in these.head.saved), _FLOW))
-    run = next(run for run in these.runs if block < run.first + run.n_blocks)
-    points = run.block.points
-    at = next((index for index, point in enumerate(points) if made <= point.gradients), -1)
-    lines = (*checkpoint_beside(these, run), *_settled(points[at]))
-    return run.settled[at], total_formula(tuple([line.formula for line in lines]))
+        return n_bytes, total_formula((*(line.formula for line in these.head.saved), _FLOW))
+    run = _run_of(these, block)
+    lines = (*checkpoint_beside(these, run), *_settled(run.block.points[_point_after(run, made)]))
+    return n_bytes, total_formula(tuple([line.formula for line in lines]))
+
+
+def _run_of(these: Passes, block: int) -> RunPass:
+    return next(run for run in these.runs if block < run.first + run.n_blocks)
+
+
+def _point_after(run: RunPass, made: int) -> int:
+    """Index of the first point of a block that comes after so many gradients; the last where none does."""
+    return next((index for index, point in enumerate(run.block.points) if made <= point.gradients), -1)
 
 
 def _running_anywhere(these: Passes, block: Int, made: Int) -> Int:
