@@ -181,8 +181,11 @@ def _flush_moments(job: Job, these: Passes, buckets: tuple[Line, ...]) -> tuple[
     """
     if len(job.buckets.flushes) == 1:
         return ()
-    index = _highest_flush(job, these)
-    return (_flush_moment(job, these, buckets, index, "bucket reduced during the backward"),)
+    index, own = _highest_flush(job, these), flush_over(job.buckets, job.partition)
+    return (
+        _flush_moment(job, these, buckets, index, "bucket reduced during the backward"),
+        _flush_moment(job, these, buckets, own, "own gradients kept during the backward", kept=True),
+    )
 
 
 def _highest_flush(job: Job, these: Passes) -> Int:
@@ -205,8 +208,11 @@ def _alive_at(job: Job, these: Passes, index: int) -> Int:
     return activations + job.element * gradients + total_bytes(_own_at(job, index))
 
 
-def _flush_moment(job: Job, these: Passes, buckets: tuple[Line, ...], index: Int, name: str) -> Moment:
-    """Return the moment at which a bucket is reduced because a gradient does not fit into it any more."""
+def _flush_moment(job: Job, these: Passes, buckets: tuple[Line, ...], index: Int, name: str, *, kept: bool = False) -> Moment:
+    """Return the moment at which a bucket is reduced because a gradient does not fit into it any more.
+
+    Or the one right after, with the copy gone, where the bucket is the first to reach into this rank's share, which is ``kept``.
+    """
     block = pick(job.buckets.blocks, index)
     arriving = pick(job.buckets.arriving, index) + _outside_bucket(job, index)
     lines = (
@@ -215,10 +221,10 @@ def _flush_moment(job: Job, these: Passes, buckets: tuple[Line, ...], index: Int
         kept_before(these, maximum(block, 0)),
         running_line(these, block, pick(job.buckets.made, index)),
         gradient_line(job, arriving, "gradient that does not fit into the bucket"),
-        copy_line(job, _reduced_copy(job, index)),
+        *(() if kept else (copy_line(job, _reduced_copy(job, index)),)),
         *buckets,
         *_tied_until(job, block),
-        *_own_at(job, index),
+        *(_own_at(job, index) if not kept else (_resized(own_gradients(job), _not_already(job, own_gradients(job).n_bytes)),)),
     )
     return Moment(name, Phase.BACKWARD, lines)
 
