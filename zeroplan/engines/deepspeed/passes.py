@@ -222,6 +222,24 @@ def running_bytes(these: Passes, block: int, made: int) -> Int:
     return (run.settled if made == run.block.points[index].gradients else run.between)[index]
 
 
+GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
+"""Of each run the block after its last, and the elements of a block's gradients made at each point of its backward."""
+
+
+def gradient_counts(these: Passes) -> GradientCounts:
+    """Return what says at which point of its backward a block is when so many gradients are made."""
+    return tuple((run.first + run.n_blocks, tuple([point.gradients for point in run.block.points])) for run in these.runs)
+
+
+def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, ...]:
+    """Return the run and the point of its blocks, and whether it is at that point or before; or that it is outside blocks."""
+    if not 0 <= block < counts[-1][0]:
+        return (block,)
+    run, gradients = next((at, points) for at, (end, points) in enumerate(counts) if block < end)
+    point = next((at for at, count in enumerate(gradients) if made <= count), len(gradients) - 1)
+    return run, point, made == gradients[point]
+
+
 def _running_now(these: Passes, block: int, made: int) -> tuple[Int, str]:
     """Bytes and formula of ``running_line`` where block and gradients are plain numbers."""
     n_bytes = running_bytes(these, block, made)

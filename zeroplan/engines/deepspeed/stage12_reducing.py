@@ -12,12 +12,15 @@ from functools import lru_cache
 from zeroplan.engines.deepspeed.buckets import Schedule, flush_over, waiting_elements
 from zeroplan.engines.deepspeed.flat import pick
 from zeroplan.engines.deepspeed.passes import (
+    GradientCounts,
     Passes,
     RunPass,
     around_block,
+    gradient_counts,
     head_instants,
     kept_before,
     kept_bytes,
+    place_in_block,
     running_bytes,
     running_line,
 )
@@ -192,20 +195,38 @@ def _highest_flush(job: Job, these: Passes) -> Int:
     """Index of the bucket at whose reduction most is alive; the earliest of equals. The last bucket is reduced at the end."""
     most: Int = -1
     highest: Int = 0
-    for index in range(len(job.buckets.flushes) - 1, 0, -1):
-        alive = _alive_at(job, these, index)
+    alone = isinstance(job.partition, int) and isinstance(job.accumulates, bool)
+    for index in _candidates(job, gradient_counts(these)) if alone else range(len(job.buckets.flushes) - 1, 0, -1):
+        flush = job.buckets.flushes[index]
+        activations: Int = kept_bytes(these, max(flush.block, 0)) + running_bytes(these, flush.block, flush.made)
+        alive = activations + _weight(job, index)
         highest = where(alive > most, index, highest)
         most = maximum(most, alive)
     return highest
 
 
-def _alive_at(job: Job, these: Passes, index: int) -> Int:
-    """What is alive while a bucket is reduced, beyond what is alive at each of them. [bytes]"""
-    flush = job.buckets.flushes[index]
-    activations: Int = kept_bytes(these, max(flush.block, 0)) + running_bytes(these, flush.block, flush.made)
-    tied = _waiting_elements(job) if flush.block >= 0 else 0
-    gradients: Int = flush.arriving + tied + _outside_bucket(job, index) + _reduced_copy(job, index)
-    return activations + job.element * gradients + total_bytes(_own_at(job, index))
+@lru_cache(maxsize=256)
+def _candidates(job: Job, counts: GradientCounts) -> tuple[int, ...]:
+    """Buckets at which most may be alive, whatever the batch: heavier than all earlier ones at the same place of a block.
+
+    Earlier ones find as much running there, and more kept by the blocks before.
+    """
+    heaviest: dict[tuple[int, ...], Int] = {}
+    chosen: list[int] = []
+    for index in range(len(job.buckets.flushes) - 1, 0, -1):
+        flush, weight = job.buckets.flushes[index], _weight(job, index)
+        place = place_in_block(counts, flush.block, flush.made)
+        if weight > heaviest.get(place, -1):
+            heaviest[place] = weight
+            chosen.append(index)
+    return tuple(chosen)
+
+
+def _weight(job: Job, index: int) -> Int:
+    """Gradients and copies that are alive while a bucket is reduced, but not at each of them. [bytes]"""
+    tied = _waiting_elements(job) if job.buckets.flushes[index].block >= 0 else 0
+    elements: Int = job.buckets.flushes[index].arriving + tied + _outside_bucket(job, index) + _reduced_copy(job, index)
+    return job.element * elements + total_bytes(_own_at(job, index))
 
 
 def _flush_moment(job: Job, these: Passes, buckets: tuple[Line, ...], index: Int, name: str, *, kept: bool = False) -> Moment:
