@@ -114,9 +114,13 @@ class Estimate:
 
     @property
     def held(self) -> tuple[Line, ...]:
-        """What the engine holds from step to step: the lines that every moment of the step has."""
-        of_the_step = [moment.lines for moment in self.engine_moments if moment.phase is not Phase.INIT]
-        return tuple(line for line in of_the_step[0] if all(line in lines for lines in of_the_step))
+        """What the engine holds from step to step: the lines that are there when a step ends and at every moment until the next.
+
+        During the optimizer's step DeepSpeed's stage 3 lets go of small parameters, and gathers them again at its end.
+        """
+        last = [moment.lines for moment in self.engine_moments if moment.phase is Phase.STEP][-1]
+        until = [moment.lines for moment in self.engine_moments if moment.phase not in (Phase.INIT, Phase.STEP)]
+        return tuple(line for line in until[0] if line in last and all(line in lines for lines in until))
 
     @property
     def outside_band(self) -> Band:

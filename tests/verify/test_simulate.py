@@ -53,6 +53,18 @@ LARGE = {
         model=model("qwen3-8b"), mesh=MeshSpec(dp_shard=8), recipe=RecipeSpec(precision="fp32"), batch=BatchSpec(seq_len=500)
     ),
     "llama 7B on 8 in fp32": replace(SEVEN_B, recipe=RecipeSpec(precision="fp32"), batch=BatchSpec(seq_len=1000)),
+    "llama 7B, 2 replicas of 8, accumulation": replace(
+        SEVEN_B, mesh=MeshSpec(dp_shard=8, dp_replicate=2), batch=BatchSpec(seq_len=512, grad_accum_steps=2)
+    ),
+    "llama 7B, 2 replicas of 8, offloaded": replace(
+        SEVEN_B,
+        recipe=RecipeSpec(fsdp2=Fsdp2Options(cpu_offload=True)),
+        mesh=MeshSpec(dp_shard=8, dp_replicate=2),
+        batch=BatchSpec(seq_len=512),
+    ),
+    "llama 3.2 1B on 8, bf16": replace(
+        SEVEN_B, model=model("llama-3.2-1b"), recipe=RecipeSpec(precision="bf16"), batch=BatchSpec(seq_len=128)
+    ),
     "mixtral on 64": MIXTRAL,
     "llama 7B on 8, DDP": replace(SEVEN_B, recipe=RecipeSpec(engine="ddp", zero_stage=0)),
     "llama 7B on 8, DDP and ZeroRedundancyOptimizer": replace(SEVEN_B, recipe=RecipeSpec(engine="ddp", zero_stage=1)),

@@ -17,3 +17,6 @@ FLOWING = "torch 2.13, torch/csrc/autograd/input_buffer.h, InputBuffer"
 
 #: A parameter's gradient, which autograd takes over or adds to the one that is there.
 ACCUMULATE = "torch 2.13, torch/csrc/autograd/functions/accumulate_grad.h, AccumulateGrad"
+
+#: Gradients of one tensor from several places, added up as they arrive.
+INPUT_BUFFER = "torch 2.13, torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace"

@@ -236,8 +236,8 @@ def _block_backward(step: Step, stack: _Stack, held: Lines) -> list[Moment]:
 def _embedding_backward(step: Step, held: Lines, hidden_bytes: Int) -> tuple[Moment, ...]:
     """Moments at the end of the backward; for a tied head also the sum of the embedding's gradient with the head's.
 
-    Autograd adds the second part to the first in place only if that is contiguous. The head's is a transposed view, except
-    under autocast, where the cast to fp32 has made a tensor of it.
+    Autograd adds the second part to the first in place only where nothing else refers to that. The head's is a transposed view,
+    which refers to what it is a view of, except under autocast, where the cast to fp32 has made a tensor of it.
     """
     weights = step.weights
     tied, embedding, everything = weights.tied_head, weights.largest_embedding, _Sum(weights.total, "Ψ")

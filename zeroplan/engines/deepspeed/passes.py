@@ -30,11 +30,12 @@ class RunPass(NamedTuple):
     kept: tuple[Line, ...]
     kept_bytes: Int
     settled: tuple[Int, ...]
-    """For each point of its backward, the activations without the temporaries of the operator that runs there. [bytes]
+    """For each point of its backward, the activations when the gradient that it makes is handed on. [bytes]
 
-    That is about what is alive when the gradient made last is handed on, between two points; under recomputation with the
-    block's input.
+    Under recomputation with the block's input.
     """
+    between: tuple[Int, ...]
+    """The same for a gradient that is made between the point before and this one. [bytes]"""
 
 
 class Passes(NamedTuple):
@@ -72,28 +73,34 @@ _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     """Work out what each kind of block, and the part outside the blocks, costs."""
     compute = compute_of(recipe)
-    runs: list[RunPass] = []
-    first = 0
+    head, runs, first = outside(model, recipe, batch), list[RunPass](), 0
+    flow = _flow(head)
     for run in layout(model).runs:
         block = block_pass(model, run.kind, compute, batch, recomputed=recipe.recompute != "none")
         kept = block.kept(recipe.recompute)
         beside = total_bytes(block.checkpoint_in_backward) if recipe.recompute == "full" else 0
-        settled = tuple(beside + _settled_bytes(point) for point in block.points)
-        runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled))
+        settled = tuple(beside + total_bytes(tuple(_settled(block, index, flow))) for index in range(len(block.points)))
+        between = tuple(beside + total_bytes(tuple(_lasting(point))) for point in block.points)
+        runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled, between))
         first += run.layers
-    head = outside(model, recipe, batch)
     kinds = tuple(run.kind for run in runs)
     return Passes(tuple(runs), kinds, head, recipe.recompute, head.output if recipe.keep_logits else ())
 
 
 def kept_before(these: Passes, block: Int) -> Line:
     """Return what the blocks before ``block`` (0 to ``n_blocks``) keep for their backward. [bytes]"""
+    formula = _kept_formula(these, block) if isinstance(block, int) else ""
+    reason = "kept by the blocks before for their backward"
+    return Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute])
+
+
+def kept_bytes(these: Passes, block: Int) -> Int:
+    """Return the size of :func:`kept_before`. [bytes]"""
     first, *later = these.runs
     n_bytes = (minimum(block, first.n_blocks) if later else block) * first.kept_bytes
     for run in later:
         n_bytes = n_bytes + minimum(maximum(block - run.first, 0), run.n_blocks) * run.kept_bytes
-    formula = _kept_formula(these, block) if isinstance(block, int) else ""
-    return Line(Kind.ACTIVATIONS, n_bytes, "kept by the blocks before for their backward", formula, KEPT[these.recompute])
+    return n_bytes
 
 
 def _kept_formula(these: Passes, block: int) -> str:
@@ -159,16 +166,37 @@ def head_forward_instant(these: Passes) -> Instant:
     return Instant("forward of the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
 
 
-def _settled(point: BackwardPoint) -> list[Line]:
+def _lasting(point: BackwardPoint) -> list[Line]:
+    """Return what is alive of a point without the temporaries of the operator that runs there."""
     return [line for line in point.lines if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE]
 
 
-def _settled_bytes(point: BackwardPoint) -> Int:
-    total: Int = 0
-    for line in point.lines:
-        if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE:
-            total = total + line.n_bytes
-    return total
+def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
+    """Return what is alive of a point when its operator is done and the gradient it made is handed on.
+
+    Its temporaries are gone, and so is the input of a product whose gradient that is: autograd lets go of what it saved before it
+    hands on what it made (torch 2.13, ``engine.cpp``, ``call_function`` and ``release_variables``). Before a norm, what flows
+    has been added up to ``flow``, one gradient of a hidden state.
+    """
+    point = block.points[index]
+    lines = _lasting(point)
+    if not point.current_gradient or index + 1 == len(block.points):
+        return lines
+    after = block.points[index + 1]
+    stay = {line.reason for line in after.lines}
+    lines = [line for line in lines if line.reason in stay or _OPERAND not in line.reason]
+    if not after.name.startswith("norm"):
+        return lines
+    stay |= {line.reason for line in block.saved}
+    return [*(line for line in lines if line.reason in stay), flow]
+
+
+#: How the lines of a block name what a product reads and autograd has saved.
+_OPERAND = "input of the"
+
+
+def _flow(head: HeadPass) -> Line:
+    return Line(Kind.ACTIVATIONS, head.hidden_bytes, "gradient of a hidden state", _FLOW, FLOWING)
 
 
 def running_line(these: Passes, block: Int, made: Int) -> Line:
@@ -183,17 +211,58 @@ def running_line(these: Passes, block: Int, made: Int) -> Line:
     return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs", formula, FLOWING)
 
 
+def running_bytes(these: Passes, block: int, made: int) -> Int:
+    """Return the size of :func:`running_line` for plain numbers. [bytes]"""
+    if block < 0:
+        return these.head.hidden_bytes
+    if block >= these.n_blocks:
+        return after_head_bytes(these)
+    run = _run_of(these, block)
+    index = _point_after(run, made)
+    return (run.settled if made == run.block.points[index].gradients else run.between)[index]
+
+
+GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
+"""Of each run the block after its last, and the elements of a block's gradients made at each point of its backward."""
+
+
+def gradient_counts(these: Passes) -> GradientCounts:
+    """Return what says at which point of its backward a block is when so many gradients are made."""
+    return tuple((run.first + run.n_blocks, tuple([point.gradients for point in run.block.points])) for run in these.runs)
+
+
+def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, ...]:
+    """Return the run and the point of its blocks, and whether it is at that point or before; or that it is outside blocks."""
+    if not 0 <= block < counts[-1][0]:
+        return (block,)
+    run, gradients = next((at, points) for at, (end, points) in enumerate(counts) if block < end)
+    point = next((at for at, count in enumerate(gradients) if made <= count), len(gradients) - 1)
+    return run, point, made == gradients[point]
+
+
 def _running_now(these: Passes, block: int, made: int) -> tuple[Int, str]:
     """Bytes and formula of ``running_line`` where block and gradients are plain numbers."""
+    n_bytes = running_bytes(these, block, made)
     if block < 0:
-        return these.head.hidden_bytes, _FLOW
+        return n_bytes, _FLOW
     if block >= these.n_blocks:
-        return after_head_bytes(these), total_formula((*(line.formula for line in these.head.saved), _FLOW))
-    run = next(run for run in these.runs if block < run.first + run.n_blocks)
+        return n_bytes, total_formula((*(line.formula for line in these.head.saved), _FLOW))
+    run = _run_of(these, block)
+    index = _point_after(run, made)
+    point = run.block.points[index]
+    alive = _settled(run.block, index, _flow(these.head)) if made == point.gradients else _lasting(point)
+    lines = (*checkpoint_beside(these, run), *alive)
+    return n_bytes, total_formula(tuple([line.formula for line in lines]))
+
+
+def _run_of(these: Passes, block: int) -> RunPass:
+    return next(run for run in these.runs if block < run.first + run.n_blocks)
+
+
+def _point_after(run: RunPass, made: int) -> int:
+    """Index of the first point of a block that comes after so many gradients; the last where none does."""
     points = run.block.points
-    at = next((index for index, point in enumerate(points) if made <= point.gradients), -1)
-    lines = (*checkpoint_beside(these, run), *_settled(points[at]))
-    return run.settled[at], total_formula(tuple([line.formula for line in lines]))
+    return next((index for index, point in enumerate(points) if made <= point.gradients), len(points) - 1)
 
 
 def _running_anywhere(these: Passes, block: Int, made: Int) -> Int:
@@ -206,9 +275,12 @@ def _running_anywhere(these: Passes, block: Int, made: Int) -> Int:
 
 def _at_point(run: RunPass, made: Int) -> Int:
     """Return the activations at the first point of a block that comes after so many gradients. [bytes]"""
-    n_bytes = run.settled[-1]
-    for point, settled in zip(reversed(run.block.points[:-1]), reversed(run.settled[:-1]), strict=True):
-        n_bytes = where(made <= point.gradients, settled, n_bytes)
+    n_bytes: Int = 0
+    last = True
+    for point, settled, between in zip(reversed(run.block.points), reversed(run.settled), reversed(run.between), strict=True):
+        here = where(made == point.gradients, settled, between)
+        n_bytes = here if last else where(made <= point.gradients, here, n_bytes)
+        last = False
     return n_bytes
 
 

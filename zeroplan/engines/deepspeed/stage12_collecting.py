@@ -8,11 +8,11 @@ from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
     around_block,
-    embedding_instant,
     head_instants,
 )
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
+    at_the_embedding,
     bucket_lines,
     copy_line,
     gradient_line,
@@ -48,10 +48,10 @@ def _so_far(made: int, current: int) -> str:
 
 
 def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
-    moments = []
+    moments, tied = [], job.whole.model.tie_word_embeddings
     for at in head_instants(these):
-        made = 0 if job.whole.model.tie_word_embeddings else at.point.gradients
-        around = (_collected(job, made, at.point), *(tied_head(job) if at.point.gradients else ()))
+        made, point = (0, at.point._replace(current_gradient=0)) if tied else (at.point.gradients, at.point)
+        around = (_collected(job, made, point), *(tied_head(job) if at.point.gradients else ()))
         first = at.point.gradients == at.point.current_gradient
         bucket = kept_buckets(job) if first else bucket_lines(job)
         moments.append(Moment(at.name, at.phase, at.lines + around + bucket))
@@ -82,13 +82,12 @@ def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     split = where(first > job.partition, first, 0) if inside else oversize_copy(job, 0, first)
     split = split if options.contiguous_gradients else first
     around = (*these.head.shared, *these.output, *bucket_lines(job))
-    at = embedding_instant(these)
     embedding = job.whole.model.vocab_size * job.whole.model.hidden_size
     made = where(job.accumulates, psi + embedding, psi)
     all_made = gradient_line(job, made, "all gradients, and the embedding's before it is added", "(Ψ + M·h·V)")
     rest = gradient_line(job, left, "gradients not yet in a bucket")
     return (
-        Moment(at.name, at.phase, (*at.lines, *bucket_lines(job), *tied_head(job), all_made)),
+        *at_the_embedding(job, these, (*bucket_lines(job), all_made)),
         Moment("end of backward: first bucket reduced", Phase.BACKWARD,
                (*around, rest, copy_line(job, split if options.reduce_scatter else 0))),
         Moment("end of backward: own gradients kept", Phase.BACKWARD, (*around, rest, own_gradients(job))),

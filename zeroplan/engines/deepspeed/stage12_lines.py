@@ -11,10 +11,12 @@ from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
     around_block,
+    embedding_instant,
     kept_symbols,
 )
 from zeroplan.engines.formulas import product, times
 from zeroplan.engines.precisions import widths
+from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Bool, Int, minimum, where
 from zeroplan.spec.batch import Batch
@@ -171,6 +173,22 @@ def tied_head(job: Job) -> tuple[Line, ...]:
         return ()
     elements = job.whole.model.vocab_size * job.whole.model.hidden_size
     return (gradient_line(job, elements, "gradient of the tied head, waiting for the embedding's", "h·V"),)
+
+
+def at_the_embedding(job: Job, these: Passes, beside: tuple[Line, ...]) -> Iterator[Moment]:
+    """Return the moments of the embedding's gradient, with what an engine has ``beside`` activations and a tied head's gradient.
+
+    With a tied head both gradients are added up in a third tensor: autograd adds in place only to what nothing else refers to,
+    and the head's is a transposed view, which refers to what it is a view of.
+    """
+    at, both = embedding_instant(these), (*beside, *tied_head(job))
+    yield Moment(at.name, at.phase, (*at.lines, *both))
+    if job.whole.model.tie_word_embeddings and job.recipe.loss == "full":
+        elements = job.whole.model.vocab_size * job.whole.model.hidden_size
+        reason, formula = "sum of the embedding's and the tied head's", times(job.element, "h·V")
+        total = Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, formula, INPUT_BUFFER)
+        lines = (*these.head.shared, *these.output, *both, total)
+        yield Moment("sum of the embedding's and the tied head's gradient", at.phase, lines)
 
 
 def block_moments(

@@ -12,16 +12,21 @@ from functools import lru_cache
 from zeroplan.engines.deepspeed.buckets import Schedule, flush_over, waiting_elements
 from zeroplan.engines.deepspeed.flat import pick
 from zeroplan.engines.deepspeed.passes import (
+    GradientCounts,
     Passes,
     RunPass,
     around_block,
-    embedding_instant,
+    gradient_counts,
     head_instants,
     kept_before,
+    kept_bytes,
+    place_in_block,
+    running_bytes,
     running_line,
 )
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
+    at_the_embedding,
     block_moments,
     bucket_lines,
     copy_line,
@@ -36,7 +41,7 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     waiting,
 )
 from zeroplan.engines.formulas import unless_zero
-from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.transformer.blocks import BackwardPoint
 
@@ -45,23 +50,15 @@ _ADD = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _add_to_grad_partition_
 
 def reducing_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     """Return every moment of a backward pass that reduces buckets as they fill."""
-    always = (earlier_gradients(job), *bucket_lines(job), *tied_head(job))
-    top, own = flush_over(job.buckets, (job.n_ranks - 1) * job.partition), flush_over(job.buckets, job.partition)
-    last = min(1, len(job.buckets.flushes) - 1)
-    if not job.recipe.deepspeed.contiguous_gradients:
-        top = len(job.buckets.flushes) - 1
+    buckets = (earlier_gradients(job), *bucket_lines(job))
+    always = (*buckets, *tied_head(job))
     return (
         *_head_moments(job, these),
         *(moment for run in these.runs for moment in _last_block_moments(job, these, run, (*always, *_unreduced(job, run)))),
         *_own_block_moments(job, these, always),
         *_first_block_moments(job, these, always),
-        _flush_moment(job, these, always, top, "bucket reduced: the first that spans two ranks"),
-        _flush_moment(job, these, always, own, "bucket reduced: the first that reaches into this rank's share"),
-        _flush_moment(job, these, (*always, _kept_after(job, own)), maximum(own - 1, 0), "bucket reduced: the next"),
-        _flush_moment(
-            job, these, (*always, _kept_after(job, own, 1)), last, "bucket reduced: the embedding's gradient arrives"
-        ),
-        *_end_moments(job, these, always),
+        *_flush_moments(job, these, buckets),
+        *_end_moments(job, these, buckets),
     )
 
 
@@ -148,10 +145,11 @@ def _first_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> I
     )  # fmt: skip
 
 
-def _kept_after(job: Job, index: Int, now: int = 0) -> Line:
-    """Return this rank's gradients at bucket ``now``, if bucket ``index``, the first that it has part in, came before."""
+def _kept_after(job: Job, now: Int) -> Line:
+    """Return this rank's gradients at bucket ``now``, if the first bucket that it has part in came before."""
     own = own_gradients(job)
-    return _resized(own, where(index > now, _not_already(job, own.n_bytes), 0))
+    reached = flush_over(job.buckets, job.partition) > now
+    return _resized(own, where(reached, _not_already(job, own.n_bytes), 0))
 
 
 def _resized(own: Line, n_bytes: Int) -> Line:
@@ -179,29 +177,103 @@ def _reduced_copy(job: Job, index: Int) -> Int:
     return copied
 
 
-def _flush_moment(job: Job, these: Passes, always: tuple[Line, ...], index: Int, name: str) -> Moment:
-    """Return the moment at which a bucket is reduced because a gradient does not fit into it any more."""
-    buckets = job.buckets
-    block, held = pick(buckets.blocks, index), pick(buckets.held, index)
-    if not job.recipe.deepspeed.contiguous_gradients:
-        held = pick(buckets.fills, index)
+def _flush_moments(job: Job, these: Passes, buckets: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """Return the highest moment at which a bucket is reduced because a gradient does not fit into it any more.
+
+    That is not the first: how far a block's backward has come makes a difference, and whether one rank owns all of a bucket.
+    """
+    if len(job.buckets.flushes) == 1:
+        return ()
+    index, own = _highest_flush(job, these), flush_over(job.buckets, job.partition)
+    return (
+        _flush_moment(job, these, buckets, index, "bucket reduced during the backward"),
+        _flush_moment(job, these, buckets, own, "own gradients kept during the backward", kept=True),
+    )
+
+
+def _highest_flush(job: Job, these: Passes) -> Int:
+    """Index of the bucket at whose reduction most is alive; the earliest of equals. The last bucket is reduced at the end."""
+    most: Int = -1
+    highest: Int = 0
+    alone = isinstance(job.partition, int) and isinstance(job.accumulates, bool)
+    for index in _candidates(job, gradient_counts(these)) if alone else range(len(job.buckets.flushes) - 1, 0, -1):
+        flush = job.buckets.flushes[index]
+        activations: Int = kept_bytes(these, max(flush.block, 0)) + running_bytes(these, flush.block, flush.made)
+        alive = activations + _weight(job, index)
+        highest = where(alive > most, index, highest)
+        most = maximum(most, alive)
+    return highest
+
+
+@lru_cache(maxsize=256)
+def _candidates(job: Job, counts: GradientCounts) -> tuple[int, ...]:
+    """Buckets at which most may be alive, whatever the batch: heavier than all earlier ones at the same place of a block.
+
+    Earlier ones find as much running there, and more kept by the blocks before.
+    """
+    heaviest: dict[tuple[int, ...], Int] = {}
+    chosen: list[int] = []
+    for index in range(len(job.buckets.flushes) - 1, 0, -1):
+        flush, weight = job.buckets.flushes[index], _weight(job, index)
+        place = place_in_block(counts, flush.block, flush.made)
+        if weight > heaviest.get(place, -1):
+            heaviest[place] = weight
+            chosen.append(index)
+    return tuple(chosen)
+
+
+def _weight(job: Job, index: int) -> Int:
+    """Gradients and copies that are alive while a bucket is reduced, but not at each of them. [bytes]"""
+    tied = _waiting_elements(job) if job.buckets.flushes[index].block >= 0 else 0
+    elements: Int = job.buckets.flushes[index].arriving + tied + _outside_bucket(job, index) + _reduced_copy(job, index)
+    return job.element * elements + total_bytes(_own_at(job, index))
+
+
+def _flush_moment(job: Job, these: Passes, buckets: tuple[Line, ...], index: Int, name: str, *, kept: bool = False) -> Moment:
+    """Return the moment at which a bucket is reduced because a gradient does not fit into it any more.
+
+    Or the one right after, with the copy gone, where the bucket is the first to reach into this rank's share, which is ``kept``.
+    """
+    block = pick(job.buckets.blocks, index)
+    arriving = pick(job.buckets.arriving, index) + _outside_bucket(job, index)
     lines = (
         *these.head.shared,
         *these.output,
         kept_before(these, maximum(block, 0)),
-        running_line(these, block, pick(buckets.made, index)),
-        gradient_line(job, pick(buckets.arriving, index) + held, "gradient that does not fit into the bucket"),
-        copy_line(job, _reduced_copy(job, index)),
-        *always,
-        *_partition_at(job, pick(buckets.lows, index)),
+        running_line(these, block, pick(job.buckets.made, index)),
+        gradient_line(job, arriving, "gradient that does not fit into the bucket"),
+        *(() if kept else (copy_line(job, _reduced_copy(job, index)),)),
+        *buckets,
+        *_tied_until(job, block),
+        *(_own_at(job, index) if not kept else (_resized(own_gradients(job), _not_already(job, own_gradients(job).n_bytes)),)),
     )
     return Moment(name, Phase.BACKWARD, lines)
 
 
+def _waiting_elements(job: Job) -> int:
+    model = job.whole.model
+    return model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+
+
+def _tied_until(job: Job, block: Int) -> tuple[Line, ...]:
+    """Return a tied head's gradient, which the embedding's takes in when that arrives."""
+    return tuple(_resized(line, where(block >= 0, line.n_bytes, 0)) for line in tied_head(job))
+
+
+def _outside_bucket(job: Job, index: Int) -> Int:
+    """Elements of gradients that are reduced where they are, beside the bucket. [elements]"""
+    return pick(job.buckets.held if job.recipe.deepspeed.contiguous_gradients else job.buckets.fills, index)
+
+
+def _own_at(job: Job, index: Int) -> tuple[Line, ...]:
+    """Return this rank's gradients while a bucket is reduced."""
+    if keeps_partition(job):
+        return _partition_at(job, pick(job.buckets.lows, index))
+    return (_kept_after(job, index),)
+
+
 def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
     """Return the fp32 gradients of the share, with the cast that adds to them, once a bucket reaches into it."""
-    if not keeps_partition(job):
-        return ()
     reached = low < job.partition
     cast = where(reached, 4 * job.largest, 0)
     return (
@@ -210,17 +282,16 @@ def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
     )
 
 
-def _end_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> tuple[Moment, ...]:
+def _end_moments(job: Job, these: Passes, buckets: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of the embedding's gradient, and of the bucket that is left."""
-    at, last = embedding_instant(these), job.buckets.flushes[0]
-    own = own_gradients(job)
-    before = _kept_after(job, flush_over(job.buckets, job.partition))
+    last = job.buckets.flushes[0]
+    own, before = own_gradients(job), _kept_after(job, 0)
     held = last.fill if last.alone or not job.recipe.deepspeed.contiguous_gradients else 0
     outside = (gradient_line(job, held, "gradients outside the bucket"), *_staying(job, -1, 0))
-    around = (*these.head.shared, *these.output, *always, *outside)
+    around = (*these.head.shared, *these.output, *buckets, *outside)
     copied = copy_line(job, _reduced_copy(job, 0))
     return (
-        Moment(at.name, at.phase, (*at.lines, *always, before, embedding_gradient(job))),
+        *at_the_embedding(job, these, (*buckets, before, embedding_gradient(job))),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, before, copied)),
         Moment("end of backward: own gradients kept", Phase.BACKWARD,
                (*around, _resized(own, _not_already(job, own.n_bytes)))),

@@ -12,12 +12,14 @@ from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule, schedule
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter, row
 from zeroplan.engines.deepspeed.passes import (
+    GradientCounts,
     Instant,
     Passes,
     RunPass,
     around_block,
     embedding_instant,
     forward_instant,
+    gradient_counts,
     head_forward_instant,
     head_instants,
     kept_before,
@@ -25,6 +27,7 @@ from zeroplan.engines.deepspeed.passes import (
     kept_symbols,
     loss_instant,
     passes,
+    place_in_block,
     running_line,
 )
 from zeroplan.engines.deepspeed.stage12_lines import waiting
@@ -33,7 +36,7 @@ from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
-from zeroplan.numeric import Bool, Int, ceil_div, minimum, where
+from zeroplan.numeric import Bool, Int, ceil_div, for_each_value, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -102,9 +105,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
 def _symbols(job: _Job) -> tuple[Symbol, ...]:
     return (
         Symbol("G_r", job.partition, "elements of this rank's share: ceil(elements/N) of every parameter"),
-        Symbol(
-            "G_g", _largest_group(job), "elements that one step of the optimizer takes: sub_group_size and one share at most"
-        ),
+        Symbol("G_g", _largest_group(job), "elements that one step of the optimizer takes: whole shares, up to sub_group_size"),
         Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
         Symbol("G_max", largest_parameter(job.whole), "elements of the largest parameter"),
         Symbol("G_first", job.whole.placed[0].end, "elements of the first parameter"),
@@ -246,7 +247,7 @@ def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
     return (
         *_head(job, these),
         *(moment for run in these.runs for moment in _blocks(job, these, run)),
-        *(_flush(job, these, flush) for flush in _highest_flushes(job.buckets, job.trace)),
+        *(_flush(job, these, flush) for flush in _highest_flushes(job.buckets, job.trace, gradient_counts(these))),
         *_end(job, these),
     )
 
@@ -293,15 +294,19 @@ def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
 
 
 @lru_cache(maxsize=256)
-def _highest_flushes(buckets: Schedule, trace: Gathered) -> tuple[tuple[Flush, int], ...]:
-    """Reduced buckets that take more than every one before them in the backward, with what is gathered then."""
+def _highest_flushes(buckets: Schedule, trace: Gathered, counts: GradientCounts) -> tuple[tuple[Flush, int], ...]:
+    """Reduced buckets that take more than every earlier one at the same place of a block, with what is gathered then.
+
+    Earlier ones find as much running there, and more kept by the blocks before.
+    """
     chosen: list[tuple[Flush, int]] = []
-    most = 0
+    heaviest: dict[tuple[int, ...], int] = {}
     for flush in reversed(buckets.flushes[1:]):
         held = _gathered_at(trace, flush)
         total = held + flush.fill * (1 + flush.alone) + flush.arriving
-        if total > most:
-            most = total
+        place = place_in_block(counts, flush.block, flush.made)
+        if total > heaviest.get(place, -1):
+            heaviest[place] = total
             chosen.append((flush, held))
     return tuple(chosen)
 
@@ -342,7 +347,8 @@ def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
     activations = running_line(these, flush.block, flush.made)
     around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
-    lines = (*around, activations, _gathered_line(job, held), *_reduce_lines(job, flush), *_tied_head(job))
+    tied = _tied_head(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
+    lines = (*around, activations, _gathered_line(job, held), *_reduce_lines(job, flush), *tied)
     return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
 
 
@@ -362,9 +368,23 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
 
 
 def _largest_group(job: _Job) -> Int:
-    """Elements of the largest sub-group: it is full once it has ``sub_group_size``. [elements]"""
-    part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
-    return minimum(job.partition, job.recipe.deepspeed.sub_group_size + part)
+    """Elements of this rank's shares in the largest sub-group. [elements]"""
+    size = job.recipe.deepspeed.sub_group_size
+    return for_each_value(lambda n_ranks: _largest_group_of(job.whole, size, n_ranks), job.n_ranks)
+
+
+@lru_cache(maxsize=4096)
+def _largest_group_of(whole: Row, size: int, n_ranks: int) -> int:
+    """A group takes whole parameters, in their order, and is closed by the one whose share reaches ``size``.
+
+    Source: DeepSpeed 0.19.8, ``stage3.py``, ``_create_fp16_sub_groups``.
+    """
+    filled, largest = 0, 0
+    for each in whole.placed:
+        filled += -((each.start - each.end) // n_ranks)
+        largest = max(largest, filled)
+        filled = 0 if filled >= size else filled
+    return largest
 
 
 def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:

@@ -7,9 +7,9 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter
-from zeroplan.engines.deepspeed.passes import Passes, embedding_instant, forward_instant, kept_in_a_block, loss_instant, passes
+from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
-from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, symbols, window
+from zeroplan.engines.deepspeed.stage12_lines import Job, at_the_embedding, job_of, symbols, window
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -143,16 +143,11 @@ def _mixed_step(job: Job, gradients: Line, temporary: tuple[Line, ...], *, wrapp
 def _forward_and_backward(job: Job, these: Passes) -> tuple[Moment, ...]:
     instants = (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these))
     forward = tuple(Moment(at.name, at.phase, at.lines + window(job)) for at in instants)
-    embedding = embedding_instant(these)
-    vocabulary = job.whole.model.vocab_size * job.whole.model.hidden_size
-    psi = job.whole.n_elements
-    made = job.element * where(
-        job.accumulates, psi + vocabulary, psi + (vocabulary if job.whole.model.tie_word_embeddings else 0)
-    )
-    formula = times(job.element, "(Ψ + h·V)" if job.whole.model.tie_word_embeddings else "(Ψ + M·h·V)")
+    vocabulary, psi = job.whole.model.vocab_size * job.whole.model.hidden_size, job.whole.n_elements
+    made = job.element * where(job.accumulates, psi + vocabulary, psi)
+    formula = times(job.element, "(Ψ + M·h·V)")
     line = Line(Kind.UNSHARDED_GRADIENTS, made, "all gradients, and the embedding's before it is added", formula, _ENGINE)
-    last = Moment(embedding.name, embedding.phase, (*embedding.lines, line))
-    return (*forward, *collecting_moments(job, these), last)
+    return (*forward, *collecting_moments(job, these), *at_the_embedding(job, these, (line,)))
 
 
 @lru_cache(maxsize=256)

@@ -72,6 +72,7 @@ def _symbols(plan: Plan) -> tuple[Symbol, ...]:
     return (
         Symbol("N", plan.n, "ranks that share one copy"),
         Symbol("M", plan.several, "1 where earlier micro-batches of the step left gradients, else 0"),
+        Symbol("M_2", plan.twice, "1 where at least two did, else 0"),
         Symbol("R", plan.replicated, "1 with replicas, whose gradients are all-reduced on top, else 0"),
         Symbol("P", plan.padded, "parameters, each one's dim 0 padded to a multiple of N"),
         Symbol("P_root", plan.root.padded, "of them in the root group (embedding, final norm, head)"),

@@ -22,7 +22,7 @@ from zeroplan.engines.fsdp2.buffers import (
 from zeroplan.engines.fsdp2.forward import left_by_earlier
 from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan, shards_formula
 from zeroplan.engines.positions import Position
-from zeroplan.engines.sources import ACCUMULATE
+from zeroplan.engines.sources import ACCUMULATE, INPUT_BUFFER
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
 from zeroplan.transformer.blocks import BackwardPoint
@@ -50,8 +50,19 @@ def after_the_loss(plan: Plan) -> Iterator[Moment]:
         yield Moment(
             f"backward of the {point.name}",
             Phase.LOSS if point.name == "loss" else Phase.BACKWARD,
-            (*common, *(() if by_itself else ahead), root_gradients(plan, point.gradients), *point.lines),
+            (*common, *(() if by_itself else ahead), _at_the_head(plan, point), *point.lines),
         )
+
+
+def _at_the_head(plan: Plan, point: BackwardPoint) -> Line:
+    """The root group's gradients while loss, head and final norm go backward.
+
+    Liger's loss has made the head's in its forward; it reaches the parameter when the loss's backward is over.
+    """
+    waiting = plan.waiting_elements if point.gradients else 0
+    if plan.recipe.loss == "fused" and point.name == "loss":
+        waiting = point.gradients
+    return root_gradients(plan, point.gradients - waiting, 0 if waiting else point.current_gradient, waiting=waiting)
 
 
 def backward(plan: Plan) -> Iterator[Moment]:
@@ -73,29 +84,37 @@ def _whatever_happens(plan: Plan, position: Position) -> tuple[Line, ...]:
         *_reduced(plan, position.after),
         *plan.left_behind(position.before),
         root_unsharded(plan),
-        root_gradients(plan, plan.tail_elements + plan.tied_head_elements),
+        root_gradients(plan, _made_before_blocks(plan), waiting=plan.waiting_elements),
         *kept(plan, position.before),
         *still_unsharded(plan, position.before),
         *output(plan),
     )
 
 
+def _made_before_blocks(plan: Plan) -> int:
+    """Elements of the root group's gradients that have come to their parameters when the blocks begin."""
+    return plan.tail_elements + plan.tied_head_elements - plan.waiting_elements
+
+
 def _reduced(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
     """What the reduction of these layers has produced: shards, and with replicas what their all-reduce still holds.
 
-    The all-reduce's own buffer stays until the end of backward where the shard is a copy of it in another dtype.
+    The all-reduce's own buffer stays until the end of backward. It is the shard of the gradients itself, and costs nothing, in
+    the first micro-batch, in the shards' dtype, on the GPU; elsewhere the shards are a copy of it, or it was added to them.
     """
     shards = plan.gradient_shards(layers, "of the blocks above")
-    if plan.reduce_bytes == plan.width.stored:
+    is_the_shard = plan.reduce_bytes == plan.width.stored and not plan.offloaded
+    if is_the_shard and not plan.recipe.sync_every_micro_batch:
         return (shards,)
-    held = plan.replicated * plan.reduce_bytes * plan.shards(layers)
-    formula = _replicas_formula(plan.reduce_bytes, layers, plan.kinds)
+    apart = plan.replicated * (plan.several if is_the_shard else 1)
+    formula = _replicas_formula("R·M" if is_the_shard else "R", plan.reduce_bytes, layers, plan.kinds)
+    held = apart * plan.reduce_bytes * plan.shards(layers)
     return (shards, Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", formula, _REPLICAS))
 
 
 @lru_cache(maxsize=4096)
-def _replicas_formula(width: int, layers: tuple[int, ...], kinds: tuple[str, ...]) -> str:
-    return f"R·{shards_formula(width, layers, kinds, root=False)}"
+def _replicas_formula(where_apart: str, width: int, layers: tuple[int, ...], kinds: tuple[str, ...]) -> str:
+    return f"{where_apart}·{shards_formula(width, layers, kinds, root=False)}"
 
 
 def _waiting_reduce(plan: Plan, position: Position) -> tuple[Line, ...]:
@@ -141,9 +160,7 @@ def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
 
 
 def _inside(plan: Plan, position: Position, point: BackwardPoint, alive: tuple[Line, ...]) -> Moment:
-    width = plan.width.compute
-    elements = point.gradients
-    n_bytes, formula = width * plan.fresh(elements), plan.fresh_formula(elements)
+    n_bytes, formula = plan.fresh(point.gradients, point.current_gradient)
     made = Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "this block's, made so far", formula, ACCUMULATE)
     return Moment(f"backward of {position.name}: {point.name}", Phase.BACKWARD, (*alive, *point.lines, made))
 
@@ -198,30 +215,58 @@ def _gradients_to_copy(plan: Plan, group: Group) -> Int:
     return where(plan.several > 0, plan.reduce_bytes * group.numel, plan.width.compute * group.numel)
 
 
+def _at_the_embedding(plan: Plan, common: tuple[Line, ...]) -> Iterator[Moment]:
+    """The embedding's gradient and, where its table is the head too, the sum of both.
+
+    Autograd adds in place only to a tensor that nothing else refers to; the head's gradient is a transposed view, which refers
+    to what it is a view of. Liger's is none.
+    """
+    flow = flowing(plan, "gradient that flows into the embedding")
+    waiting = plan.waiting_elements
+    alive = (
+        *common,
+        *plan.left_behind(tuple(0 for _ in plan.blocks)),
+        root_unsharded(plan),
+        reduce_input(plan, plan.blocks[0], "reduce-scatter input of the first block"),
+    )
+    made = plan.root.numel + plan.tied_head_elements - waiting
+    parts = root_gradients(plan, made, plan.embedding_elements, waiting=waiting)
+    yield Moment("backward of the embedding", Phase.BACKWARD, (*alive, parts, flow))
+    summed = waiting and plan.recipe.loss == "full"
+    if summed:
+        yield Moment("sum of the embedding's and the tied head's gradient", Phase.BACKWARD, (*alive, parts, _sum(plan)))
+    if not plan.recipe.sync_every_micro_batch:
+        last = _sum(plan) if summed else flow
+        lines = (*plan.persistent, root_unsharded(plan), *_not_reduced(plan), last)
+        yield Moment("backward of the embedding, gradients not to be reduced yet", Phase.BACKWARD, lines)
+
+
+def _sum(plan: Plan) -> Line:
+    n_bytes, formula = plan.width.compute * plan.waiting_elements, product(plan.width.compute, plan.waiting_elements)
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "sum of the embedding's and the tied head's", formula, INPUT_BUFFER)
+
+
+def _not_reduced(plan: Plan) -> Iterator[Line]:
+    """Gradients at the embedding in a micro-batch under ``no_sync``, of which a step has several: the second and later ones.
+
+    Those of the blocks are whole and added up; of the root group there are those of earlier micro-batches and this one's.
+    """
+    (blocks,) = plan.left_behind(plan.every_layer, root=False)
+    yield blocks
+    width, root, tied = plan.width.compute, plan.root.numel, plan.tied_head_elements
+    earlier = plan.embedding_elements - tied + plan.waiting_elements if plan.adds_up else root
+    each = width if plan.adds_up else plan.reduce_bytes
+    formula = f"{product(each, earlier)}·M_2 + {product(width, root + tied)}"
+    n_bytes = plan.twice * each * earlier + width * (root + tied)
+    yield Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, of this micro-batch and of earlier ones", formula, ACCUMULATE)
+
+
 def end_of_backward(plan: Plan) -> Iterator[Moment]:
     """The embedding's gradient, then the reduction of the root group."""
     root = plan.root
-    none = tuple(0 for _ in plan.blocks)
     common = (*plan.persistent, *_reduced(plan, plan.every_layer))
     width = plan.width.compute
-    elements = plan.tied_head_elements
-    tied = Line(
-        Kind.UNSHARDED_GRADIENTS,
-        width * elements,
-        "the tied head's beside the embedding's",
-        product(width, elements),
-        ACCUMULATE,
-    )
-    at_embedding = (
-        *common,
-        root_gradients(plan, root.numel),
-        *plan.left_behind(none),
-        tied,
-        root_unsharded(plan),
-        reduce_input(plan, plan.blocks[0], "reduce-scatter input of the first block"),
-        flowing(plan, "gradient that flows into the embedding"),
-    )
-    yield Moment("backward of the embedding", Phase.BACKWARD, at_embedding)
+    yield from _at_the_embedding(plan, common)
     copy = reduce_input(plan, root, "reduce-scatter input of the root group")
     made = Line(
         Kind.UNSHARDED_GRADIENTS,

@@ -89,9 +89,12 @@ def output(plan: Plan) -> tuple[Line, ...]:
     return plan.head.output if plan.recipe.keep_logits else ()
 
 
-def root_gradients(plan: Plan, elements: int) -> Line:
-    """Gradients of the root group, kept whole until it is reduced at the very end."""
-    n_bytes, formula = plan.width.compute * plan.fresh(elements), plan.fresh_formula(elements)
+def root_gradients(plan: Plan, made: int, current: int = 0, *, waiting: int = 0) -> Line:
+    """Gradients of the root group, kept whole until it is reduced at the very end.
+
+    ``made`` elements so far, ``current`` of them just now; ``waiting`` of a tied head's, until the embedding's arrives.
+    """
+    n_bytes, formula = plan.fresh(made, current, waiting=waiting)
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, kept until the very end", formula, REDUCE)
 
 

@@ -52,6 +52,8 @@ class Plan(NamedTuple):
     """1 with replicas (HSDP), else 0."""
     several: Int
     """1 where earlier micro-batches of the same step have run, else 0."""
+    twice: Int
+    """1 where one has run before another that is not the step's last, else 0."""
     reshard: bool | int
     runs: tuple[BlockRun, ...]
     every_layer: tuple[int, ...]
@@ -66,6 +68,9 @@ class Plan(NamedTuple):
     tail_elements: int
     """Gradients of the root group that exist once the final norm has gone backward."""
     tied_head_elements: int
+    """Of the head where it is the embedding too, whose gradient then comes in two parts."""
+    embedding_elements: int
+    """Of the largest table: the embedding of the tokens."""
     last_root_elements: int
     passes: tuple[BlockPass, ...]
     head: HeadPass
@@ -85,6 +90,19 @@ class Plan(NamedTuple):
     def recomputed(self) -> bool:
         """Whether blocks are recomputed in backward, in part or whole."""
         return self.recipe.recompute != "none"
+
+    @property
+    def waiting_elements(self) -> int:
+        """Of a tied head's gradient, which waits for the embedding's; not where the loss goes backward by itself, in chunks."""
+        return 0 if self.recipe.loss == "chunked" else self.tied_head_elements
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether autograd adds a gradient to that of earlier micro-batches.
+
+        It does under ``no_sync``, unless those are put aside in the reduction's wider dtype.
+        """
+        return not self.recipe.sync_every_micro_batch and self.reduce_bytes == self.width.compute
 
     @property
     def padded(self) -> Int:
@@ -119,18 +137,17 @@ class Plan(NamedTuple):
             formula = f"max({formula}, {stored}·M·P/N)"
         return Line(Kind.GRADIENTS, stored * now, f"this rank's chunk of the gradients, {when}", formula, REDUCE)
 
-    def fresh(self, elements: int) -> Int:
-        """Gradients of this micro-batch that stand beside those of earlier ones. [elements]
+    def fresh(self, made: int, current: int = 0, *, waiting: int = 0) -> tuple[Int, str]:
+        """Gradients of this micro-batch that stand beside those of earlier ones, and their formula. [bytes]
 
-        Under ``no_sync`` autograd adds to what is there, unless that was put aside in the reduction's wider dtype.
+        ``made`` elements so far, ``current`` of them just being made, before they can be added to what is there; ``waiting``
+        have not come to their parameter yet.
         """
-        added = not self.recipe.sync_every_micro_batch and self.reduce_bytes == self.width.compute
-        return (1 - self.several) * elements if added else elements
-
-    def fresh_formula(self, elements: int) -> str:
-        """The bytes of :meth:`fresh` in symbols."""
-        formula = product(self.width.compute, elements)
-        return formula if isinstance(fresh := self.fresh(1), int) and fresh == 1 else f"(1-M)·{formula}"
+        width = self.width.compute
+        if not self.adds_up or (isinstance(self.several, int) and not self.several):
+            return width * (made + waiting), product(width, made + waiting)
+        beside = (1 - self.several) * made + self.several * current + waiting
+        return width * beside, _fresh_formula(width, made, current, waiting)
 
     def left_behind(self, layers: tuple[int, ...], *, root: bool = True) -> tuple[Line, ...]:
         """Whole gradients that earlier micro-batches left (``no_sync``) of layers that are not reduced yet. [bytes]"""
@@ -169,6 +186,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         gathers=where(n > 1, 1, 0),
         replicated=where(mesh.dp_replicate > 1, 1, 0),
         several=where(batch.grad_accum_steps > 1, 1, 0),
+        twice=where(batch.grad_accum_steps > 2, 1, 0),
         reshard=_reshard(recipe),
         runs=tree.runs,
         every_layer=tuple(run.layers for run in tree.runs),
@@ -180,6 +198,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         blocks=blocks,
         tail_elements=sum(parameter.numel for parameter in tree.tail),
         tied_head_elements=0 if tree.tied_head is None else tree.tied_head.numel,
+        embedding_elements=max(parameter.numel for parameter in tree.embeddings if len(parameter.shape) > 1),
         last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
         passes=passes,
         head=outside(model, recipe, batch),
@@ -238,6 +257,11 @@ def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...]
     '4·(31·P_dense + P_root)/N'
     """
     return f"{width}·({blocks_sum('P', layers, symbols, 'P_root' if root else '')})/N"
+
+
+@lru_cache(maxsize=4096)
+def _fresh_formula(width: int, made: int, current: int, waiting: int) -> str:
+    return f"{width}·((1-M)·{made} + M·{current} + {waiting})"
 
 
 @lru_cache(maxsize=4096)
