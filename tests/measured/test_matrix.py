@@ -50,8 +50,8 @@ def _gathered_experts(job: JobSpec) -> bool:
 CAUSES: tuple[Cause, ...] = (
     # Scores that are written out belong to no operator that selective recomputation keeps (zeroplan.verify.recomputation).
     Cause("selective recomputation where scores are written out", _all_scores_again, 0.01, 0.03),
-    # These engines' records are of a CPU's kernels; what the block's program says of theirs in 32 bits is not right yet.
-    Cause("a joint projection in 32 bits on a CPU's kernels", _joint_projection_in_32_bits, 0.02, 0.41),
+    # One record of phi-3-mini; what a CPU's kernel keeps of the joint projection there is not understood yet.
+    Cause("a joint projection in 32 bits on a CPU's kernels", _joint_projection_in_32_bits, 0.02),
     # One record, many ranks and few tokens; what is gathered then, and why, is not understood yet.
     Cause("stage 3 of DeepSpeed with experts: more is gathered at the backward's peak than is said", _gathered_experts, 0.09),
 )
@@ -62,7 +62,7 @@ def _cause(one: Held) -> Cause | None:
     return next((cause for cause in CAUSES if cause.jobs(one.measured.job)), None)
 
 
-_REACHED = 0.93
+_REACHED = 0.94
 """The share within a quarter of a per cent; the goal is 0.95."""
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Kernels
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
 from zeroplan.transformer.families import bloom, gemma, gpt_neox, opt, phi3
 from zeroplan.transformer.families.attend import Attention, capped_eager, eager, efficient, flash, in_32_bits_grouped, with_mask
@@ -49,6 +50,7 @@ class Structure(NamedTuple):
     grouped: bool
     one_key: bool
     attention_bias: bool
+    kernels: Kernels
 
 
 Places = tuple[int, ...]
@@ -124,6 +126,7 @@ def _of(model: ModelSpec, x: Widths, *, masked: bool) -> BlockPass:
         x.key != x.query,
         x.key == x.head_dim,
         model.attention_bias,
+        x.kernels,
     )
     plan = _plan(structure)
     return _worked_out(plan, Sizes(plan, quantities(x, model.intermediate_size)), autocast=x.autocast)
@@ -209,14 +212,14 @@ def _block(structure: Structure) -> Block:
 
 
 def _attention(structure: Structure) -> Attention:
-    """Which kernel ``scaled_dot_product_attention`` takes on CUDA (torch 2.13, sdp_utils.cpp), or attention written out."""
+    """Which kernel ``scaled_dot_product_attention`` takes (on CUDA: torch 2.13, sdp_utils.cpp), or attention written out."""
     if structure.attention == "eager":
         return capped_eager if structure.family == "gemma2" else eager
     if structure.attention == "flash":
         return flash
     if structure.masked:
         return with_mask
-    if structure.wide:
+    if structure.wide and structure.kernels == "cuda":
         return in_32_bits_grouped if structure.grouped else efficient
     return flash
 
