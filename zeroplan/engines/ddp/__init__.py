@@ -63,7 +63,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         batch.grad_accum_steps,
     )
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
-    recomputed = recipe.recompute != "none"
+    recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     blocks = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in weights.runs)
     moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, parameters))
     symbols = (*_symbols(step, tuple(kept_casts(recipe, block) for block in blocks)), *counted(*held, *temporary))

@@ -76,7 +76,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     head, runs, first = outside(model, recipe, batch), list[RunPass](), 0
     flow = _flow(head)
     for run in layout(model).runs:
-        block = block_pass(model, run.kind, compute, batch, recomputed=recipe.recompute != "none")
+        block = block_pass(model, run.kind, compute, batch, recomputed=recipe.recompute == "full")
         kept = block.kept(recipe.recompute)
         beside = total_bytes(block.checkpoint_in_backward) if recipe.recompute == "full" else 0
         settled = tuple(beside + total_bytes(tuple(_settled(block, index, flow))) for index in range(len(block.points)))

@@ -165,7 +165,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     """Size the groups and collect what every moment needs."""
     tree, width, n = layout(model), widths(recipe.precision), mesh.dp_shard
     compute = compute_of(recipe)
-    recomputed = recipe.recompute != "none"
+    recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
     impl, tensors = (
         implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload),
