@@ -34,8 +34,9 @@ _ALWAYS: tuple[str, ...] = (
     "collectives moved no data: the process group is fake",
     "weights are not initialised, dropout is off",
     ("CUDA's allocator is a model of it: from a card that holds what initialisation left and never runs out, with cuBLAS's "
-     "workspaces, on the streams the engine chose"),
+     "workspaces"),
 )  # fmt: skip
+_ON_THE_CPU = ("fake tensors of a CPU: attention takes a CPU's kernels, and all requests are on one stream",)
 
 
 def simulate(
@@ -55,7 +56,7 @@ def simulate(
     as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job.recipe)
     recording = None if as_it_is else _from_few_layers(job, rank, steps)
     unscaled = job.recipe.precision == "fp16-mixed" and job.recipe.engine != "deepspeed"  # which has a scaler of its own
-    remarks = (*_ALWAYS, *(_NO_SCALER if unscaled else ()))
+    remarks = (*_ALWAYS, *(() if _device(job) == CARD else _ON_THE_CPU), *(_NO_SCALER if unscaled else ()))
     if recording is not None:
         remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
     else:
