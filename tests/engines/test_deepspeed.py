@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -292,7 +292,7 @@ def test_slices_of_a_gradient_above_the_bucket_are_copied_in_groups_larger_than_
         ends = [low, *(share * job.partition for share in range(1, n_ranks)), low + fill]
         cuts = sorted(end for end in set(ends) if low <= end <= low + fill)
         copied, group = 0, list[int]()
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in pairwise(cuts):
             group.append(end - start)
             if sum(group) > 150 or end == cuts[-1]:
                 copied, group = max(copied, sum(group) if len(group) > 1 else 0), []
