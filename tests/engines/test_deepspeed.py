@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -267,3 +267,33 @@ def test_every_phase_is_there(stage: int) -> None:
     moments = account(LLAMA_7B, recipe(stage), MeshSpec(dp_shard=8), BATCH).moments
     assert {moment.phase for moment in moments} == set(Phase)
     assert len({len(account(LLAMA_7B, recipe(stage), MeshSpec(dp_shard=n), BATCH).moments) for n in (1, 2, 7, 512)}) == 1
+
+
+def test_the_lines_that_are_gone_when_a_gradient_is_handed_on_are_found_by_their_names():
+    from zeroplan.engines.deepspeed.passes import _OF_EXPERTS, _OPERAND, passes  # names of lines, not public
+
+    for model, expected in ((TINY, {_OPERAND}), (EXPERTS, {_OPERAND, _OF_EXPERTS})):
+        (run,) = passes(model, recipe(2), BATCH).runs
+        reasons = [line.reason for point in run.block.points for line in point.lines]
+        assert {part for part in (_OPERAND, _OF_EXPERTS) if any(part in reason for reason in reasons)} == expected
+        at = {point.name: index for index, point in enumerate(run.block.points)}
+        index = at["gate projection" if model is TINY else "experts: gate and up projections"]
+        point = run.block.points[index]
+        assert run.settled[index] < sum(line.n_bytes for line in point.lines) == run.between[index]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3, 4, 13])
+def test_slices_of_a_gradient_above_the_bucket_are_copied_in_groups_larger_than_the_bucket(n_ranks: int) -> None:
+    from zeroplan.engines.deepspeed.stage12_lines import job_of, oversize_copy
+
+    job = job_of(TINY, recipe(2, options={"reduce_bucket_size": 150}), MeshSpec(dp_shard=n_ranks), BATCH)
+    for low, fill in product((0, 17, 400), (151, 512, 900)):
+        # As DeepSpeed goes: slices of ranks, one after the other; a group is reduced once it is larger than the bucket.
+        ends = [low, *(share * job.partition for share in range(1, n_ranks)), low + fill]
+        cuts = sorted(end for end in set(ends) if low <= end <= low + fill)
+        copied, group = 0, list[int]()
+        for start, end in pairwise(cuts):
+            group.append(end - start)
+            if sum(group) > 150 or end == cuts[-1]:
+                copied, group = max(copied, sum(group) if len(group) > 1 else 0), []
+        assert oversize_copy(job, low, fill) == copied

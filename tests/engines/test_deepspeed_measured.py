@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.deepspeed]
 
 LLAMA = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=352, vocab=300, layers=6)
 WIDE = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=352, vocab=2000, layers=4)
+TIED = replace(WIDE, tie_word_embeddings=True)
 FLAT = tiny_spec("llama", heads=1, kv_heads=1, head_dim=32, ffn=500, vocab=5000, layers=3)
 MOE = tiny_spec("mixtral", heads=4, kv_heads=2, head_dim=32, ffn=96, vocab=300, layers=3)
 GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=32, ffn=512, vocab=300, layers=4)
@@ -98,6 +99,18 @@ CASES = {
     ),
     "stage 1, default bucket": Case(WIDE, recipe(1, {"reduce_bucket_size": 500_000_000})),
     "stage 1, GPT-2": Case(GPT2, recipe(1), batch=LONGER),
+    "stage 0, tied head": Case(TIED, recipe(0, precision="fp32"), batch=BatchSpec(seq_len=8)),
+    "stage 0, tied head, accumulating": Case(TIED, recipe(0), batch=twice(seq_len=8)),
+    "stage 1, tied head": Case(TIED, recipe(1, precision="bf16"), n_ranks=16, batch=BatchSpec(seq_len=8)),
+    "stage 1, tied head, accumulating": Case(TIED, recipe(1), n_ranks=16, batch=twice(seq_len=8)),
+    "stage 2, tied head": Case(TIED, recipe(2), n_ranks=16, batch=BatchSpec(seq_len=8)),
+    "stage 2, tied head, accumulating": Case(TIED, recipe(2), n_ranks=2, batch=twice(seq_len=8)),
+    "stage 2, tied head above the bucket": Case(TIED, recipe(2, {"reduce_bucket_size": 200_000}), batch=BatchSpec(seq_len=8)),
+    "stage 2, recomputed, few tokens": Case(LLAMA, recipe(2, recompute="full"), n_ranks=16, batch=BatchSpec(seq_len=32)),
+    "stage 2, recomputed, smaller bucket": Case(
+        LLAMA, recipe(2, {"reduce_bucket_size": 210_000}, recompute="full"), n_ranks=16, batch=BatchSpec(seq_len=48)
+    ),
+    "stage 2, two ranks": Case(LLAMA, recipe(2, {"reduce_bucket_size": 130_000}), n_ranks=2, batch=BatchSpec(seq_len=16)),
     "stage 2": Case(LLAMA, recipe(2)),
     "stage 2, one rank": Case(LLAMA, recipe(2), n_ranks=1),
     "stage 2, three ranks, few tokens": Case(LLAMA, recipe(2), n_ranks=3, batch=BatchSpec(seq_len=8)),
@@ -119,6 +132,8 @@ CASES = {
     "stage 2, recomputed": Case(LLAMA, recipe(2, recompute="full"), batch=LONGER),
     "stage 2, logits kept": Case(LLAMA, recipe(2, keep_logits=True)),
     "stage 2, GPT-2": Case(GPT2, recipe(2), batch=LONGER),
+    "stage 3, tied head": Case(TIED, recipe(3), n_ranks=16, batch=BatchSpec(seq_len=8)),
+    "stage 3, tied head, accumulating": Case(TIED, recipe(3), batch=twice(seq_len=8)),
     "stage 3": Case(LLAMA, recipe(3)),
     "stage 3, one rank": Case(LLAMA, recipe(3), n_ranks=1),
     "stage 3, three ranks, default bucket": Case(LLAMA, recipe(3, {"reduce_bucket_size": 500_000_000}), n_ranks=3),
@@ -135,6 +150,7 @@ CASES = {
     "stage 3, streaming, one by one": Case(LLAMA, recipe(3, STREAMING | {"stage3_allgather_sequential": True})),
     "stage 3, fp32 accumulation": Case(LLAMA, recipe(3, STREAMING | {"grad_accum_dtype": "fp32"}), batch=twice()),
     "stage 3, sub-groups, foreach": Case(LLAMA, recipe(3, STREAMING | {"sub_group_size": 60_000}, optimizer_impl="foreach")),
+    "stage 3, two sub-groups": Case(LLAMA, recipe(3, {"sub_group_size": 150_000}), batch=BatchSpec(seq_len=8)),
     "stage 3, bf16 throughout": Case(LLAMA, recipe(3, STREAMING, precision="bf16")),
     "stage 3, fp32": Case(LLAMA, recipe(3, STREAMING, precision="fp32")),
     "stage 3, GPT-2": Case(GPT2, recipe(3, STREAMING), batch=LONGER),

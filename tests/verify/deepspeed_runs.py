@@ -1,7 +1,8 @@
 """Runs of DeepSpeed in a process of its own, which it patches for good: jobs on standard input, one per line, answers out.
 
 Each job runs in a fork that has torch and DeepSpeed imported. Of a job asked for as ``exact`` the answer is what the profiler
-saw on real tensors, what the tracker saw there, and what it saw on fake ones; of ``simulated``, the record.
+saw on real tensors, what the tracker saw there, and what it saw on fake ones; of ``simulated``, the record; of ``fails``, the
+error.
 """
 
 from __future__ import annotations
@@ -75,7 +76,16 @@ def simulated(job: JobSpec, rank: int) -> dict[str, object]:
     return asdict(simulate(job, rank=rank, steps=STEPS, all_layers=False))
 
 
-QUESTIONS = {"exact": exact, "simulated": simulated}
+def fails(job: JobSpec, rank: int) -> dict[str, object]:
+    """How a run on real tensors, which nobody watches, ends."""
+    try:
+        unwatched_peaks(job, rank=rank, steps=1, make=lambda: with_weights(job))
+    except RuntimeError as error:
+        return {"error": repr(error)}
+    return {"error": ""}
+
+
+QUESTIONS = {"exact": exact, "simulated": simulated, "fails": fails}
 
 
 def answer_and_leave(line: str, answer: Path) -> None:

@@ -13,6 +13,13 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 
+#: A block recomputed to its end runs its last module forward once more, after which stage 3 lets go of that module's weight,
+#: though its backward has begun and needs it (DeepSpeed 0.19.8, ``parameter_offload.py``, ``_post_forward_module_hook``).
+_SELECTIVE = (
+    "recompute 'selective' at stage 3 fails in DeepSpeed, which releases a weight that the backward still needs; use 'full' or "
+    "'none', or stage 2"
+)
+
 #: Optimizers for which DeepSpeed has a fused kernel of its own (``ops/adam/fused_adam.py``, ``ops/lion/fused_lion.py``).
 _OWN_KERNELS = ("adamw", "adam", "lion")
 
@@ -36,6 +43,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 def _refuse(recipe: RecipeSpec) -> None:
     """Refuse what DeepSpeed's engine refuses, and what is not modelled."""
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
+    if recipe.zero_stage == 3 and recipe.recompute == "selective":
+        raise SpecError(_SELECTIVE)
     if recipe.zero_stage == 0 and recipe.precision == "bf16":
         raise SpecError("precision 'bf16' with engine 'deepspeed' needs ZeRO stage 1, 2 or 3; use 'bf16-mixed' at stage 0")
     if recipe.zero_stage == 0 and sums_in_fp32:

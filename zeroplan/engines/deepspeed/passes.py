@@ -176,7 +176,8 @@ def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
 
     Its temporaries are gone, and so is the input of a product whose gradient that is: autograd lets go of what it saved before it
     hands on what it made (torch 2.13, ``engine.cpp``, ``call_function`` and ``release_variables``). Before a norm, what flows
-    has been added up to ``flow``, one gradient of a hidden state.
+    has been added up to ``flow``, one gradient of a hidden state; what flows out of experts is yet to be brought back to its
+    places.
     """
     point = block.points[index]
     lines = _lasting(point)
@@ -187,12 +188,14 @@ def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
     lines = [line for line in lines if line.reason in stay or _OPERAND not in line.reason]
     if not after.name.startswith("norm"):
         return lines
-    stay |= {line.reason for line in block.saved}
+    stay |= {_OF_EXPERTS, *(line.reason for line in block.saved)}
     return [*(line for line in lines if line.reason in stay), flow]
 
 
 #: How the lines of a block name what a product reads and autograd has saved.
 _OPERAND = "input of the"
+#: How they name what flows out of experts, sorted by expert.
+_OF_EXPERTS = "experts: gradient of their input"
 
 
 def _flow(head: HeadPass) -> Line:

@@ -18,7 +18,7 @@ from zeroplan.engines.formulas import product, times
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.numeric import Bool, Int, minimum, where
+from zeroplan.numeric import Bool, Int, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -201,14 +201,16 @@ def block_moments(
 
 
 def oversize_copy(job: Job, low: Int, fill: Int) -> Int:
-    """Return the elements copied for a gradient above the bucket: slices of ranks, taken together up to a bucket. [elements]
+    """Return the elements copied for a gradient above the bucket: slices of ranks, until they are more than a bucket. [elements]
 
-    A slice that fills a bucket by itself is reduced where it is. Source: ``allreduce_and_scatter``.
+    The first slices begin within a rank's share, later ones are whole shares. A slice alone is reduced where it is. Source:
+    ``allreduce_and_scatter``.
     """
     share, size = job.partition, job.buckets.size
     first = minimum(fill, share - low % share)
-    large = where(first > size, 0, where(first < fill, minimum(fill, first + share), 0))
-    return where(share > size, large, where(first < fill, minimum(fill, size + share), 0))
+    begun = minimum(fill, first + where(first > size, 0, (size - first) // share + 1) * share)
+    later = minimum(fill - begun, (size // share + 1) * share)
+    return maximum(where(begun > first, begun, 0), where(later > share, later, 0))
 
 
 @lru_cache(maxsize=4096)
