@@ -6,7 +6,7 @@ an engine moves to host memory leaves the record, side streams are told apart, a
 """
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Literal
@@ -16,6 +16,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from zeroplan.errors import MeasurementError
 from zeroplan.verify.fake_mode import QuickFakes
+from zeroplan.verify.replaced import replaced
 
 CARD = "card"
 """The device's name."""
@@ -41,6 +42,9 @@ class _Stream(torch.cpu.Stream):
     def record_event(self, event: torch.cpu.Event | None = None) -> torch.cpu.Event:  # type: ignore[override]
         return torch.cpu.Event() if event is None else event
 
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
 
 def _own_kernels() -> None:
     """Have an operator of its own wherever the CPU has, and CUDA: others would be taken apart into simpler ones.
@@ -65,21 +69,34 @@ def _never(*_args: object, **_options: object) -> object:
 def _module() -> types.ModuleType:
     """What ``torch.card`` has: streams, one device, the precisions of autocast."""
     module = types.ModuleType(f"torch.{CARD}")
-    module.Stream = _Stream  # type: ignore[attr-defined]
-    for name in ("stream", "current_stream", "Event", "synchronize"):  # the CPU remembers the stream that was chosen
-        setattr(module, name, getattr(torch.cpu, name))
     answers: dict[str, object] = {
         "is_available": True, "is_initialized": True, "current_device": 0, "device_count": 1, "_is_in_bad_fork": False,
         "set_device": None, "manual_seed_all": None, "_lazy_init": None,
-        "get_amp_supported_dtype": [torch.bfloat16, torch.float16],
+        "get_amp_supported_dtype": [torch.bfloat16, torch.float16], "synchronize": None,
     }  # fmt: skip
-    for name, answer in answers.items():
-        setattr(module, name, _always(answer))
+    for name, value in (streams() | {name: always(answer) for name, answer in answers.items()}).items():
+        setattr(module, name, value)
     return module
 
 
-def _always(answer: object) -> object:
-    return lambda *_: answer
+def streams() -> dict[str, Callable[..., object]]:
+    """What makes, chooses and names the card's streams: the CPU's, which remember the one that was chosen."""
+    return {
+        "Stream": _Stream,
+        "Event": torch.cpu.Event,
+        "stream": torch.cpu.stream,
+        "current_stream": torch.cpu.current_stream,
+        "default_stream": _first_stream,
+    }
+
+
+def _first_stream(*_: object) -> torch.cpu.Stream:
+    return torch.cpu._default_cpu_stream
+
+
+def always(answer: object) -> Callable[..., object]:
+    """Make a function that gives one answer, whatever it is asked."""
+    return lambda *_, **__: answer
 
 
 class FakeCardMode(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -95,17 +112,16 @@ class FakeCardMode(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves
 def decisions() -> Iterator[None]:
     """Choose attention's kernel as CUDA does, and let host memory be pinned, which changes nothing on the card.
 
+    That a tensor is in use on a stream beside its own delays when its memory is used again, not when it is free.
     Backward passes run in the calling thread: a thread of the device's own would number autograd's nodes anew.
     """
-    attention, pinned = torch.nn.functional.scaled_dot_product_attention, torch.Tensor.pin_memory
-    torch.nn.functional.scaled_dot_product_attention = _attention
-    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
-    finally:
-        torch.nn.functional.scaled_dot_product_attention = attention
-        torch.Tensor.pin_memory = pinned  # type: ignore[method-assign]
+    with (
+        replaced(torch.nn.functional, "scaled_dot_product_attention", _attention),
+        replaced(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
+        replaced(torch.Tensor, "record_stream", always(None)),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        yield
 
 
 Kernel = Literal["flash", "efficient", "math"]

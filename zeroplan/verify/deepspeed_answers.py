@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.comm import comm
 from deepspeed.runtime.zero import partition_parameters, utils
 from deepspeed.utils import groups
@@ -99,7 +100,8 @@ def _among_equals(compare: Callable[[list[int]], object]) -> Callable[[list[int]
     """Compare with rank 0 as rank 0 does, on real tensors: integers that are read one by one."""
 
     def compared(mine: list[int]) -> object:
-        with unset_fake_temporarily(), replaced(utils.dist, "get_rank", lambda _group=None: 0):
+        host = replaced(utils, "get_accelerator", CPU_Accelerator)
+        with unset_fake_temporarily(), host, replaced(utils.dist, "get_rank", lambda _group=None: 0):
             return compare(mine)
 
     return compared

@@ -37,7 +37,7 @@ def run(
     model.
     """
     fakes = fake_tensors(watcher, device) if fake else nullcontext()
-    with fake_ranks(job, rank, device) as mesh, answered(job.recipe), fakes:
+    with fake_ranks(job, rank, device) as mesh, answered(job.recipe, device), fakes:
         observe(job, watcher, mesh, steps=steps, make=make)
 
 
@@ -101,15 +101,19 @@ def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def answered(recipe: RecipeSpec) -> AbstractContextManager[None]:
+@contextmanager
+def answered(recipe: RecipeSpec, device: str = "cpu") -> Iterator[None]:
     """Let an engine hear from a fake process group what it would hear from a real one, and decides by."""
     if recipe.engine != "deepspeed":
-        return nullcontext()
+        yield
+        return
     for name, said in _LAUNCHER_SAYS.items():
         os.environ.setdefault(name, said)
     from zeroplan.verify.deepspeed_answers import answers  # noqa: PLC0415  it patches torch for good
+    from zeroplan.verify.deepspeed_card import on_the_card  # noqa: PLC0415
 
-    return answers(recipe.deepspeed)
+    with on_the_card() if device == CARD else nullcontext(), answers(recipe.deepspeed):
+        yield
 
 
 _LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}

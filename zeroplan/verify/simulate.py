@@ -124,7 +124,7 @@ def _placed(make: Callable[[], Workload], device: str) -> Workload:
 
 def _device(job: JobSpec) -> str:
     """Autocast knows no pretended GPU, so DDP stays on the CPU; the others have their own casts."""
-    return CARD if job.recipe.engine == "fsdp2" else "cpu"
+    return "cpu" if job.recipe.engine == "ddp" else CARD
 
 
 def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:
