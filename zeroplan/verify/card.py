@@ -144,6 +144,8 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,  # noqa: FBT001, FBT002  torch's signature
 ) -> torch.Tensor:  # fmt: skip
+    query, key, value = (_as_autocast_has_it(one) for one in (query, key, value))
+    attn_mask = None if attn_mask is None else _as_autocast_has_it(attn_mask)
     chosen = kernel(query, key, value, attn_mask)
     if chosen == "flash":
         return _flash(query, key, value, dropout_p, is_causal, scale)
@@ -157,6 +159,13 @@ def _attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return out[0]  # type: ignore[no-any-return]
+
+
+def _as_autocast_has_it(operand: torch.Tensor) -> torch.Tensor:
+    """Attention is on autocast's list, and its kernel is chosen among operands that are cast."""
+    if not torch.is_autocast_enabled(CARD) or not operand.is_floating_point():
+        return operand
+    return operand.to(torch.get_autocast_dtype(CARD))
 
 
 def _flash(

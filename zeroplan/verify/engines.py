@@ -23,6 +23,8 @@ from zeroplan.engines.optimizers import implementation
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import Precision, RecipeSpec
+from zeroplan.verify.card import CARD
+from zeroplan.verify.card_autocast import autocast as autocast_on_the_card
 from zeroplan.verify.workload import Workload
 
 
@@ -230,6 +232,7 @@ class Ddp:
     def __init__(self, work: Workload, recipe: RecipeSpec) -> None:
         self._model = DistributedDataParallel(work.module, gradient_as_bucket_view=recipe.ddp.gradient_as_bucket_view)
         self._work, self._recipe = work, recipe
+        self._device = next(work.module.parameters()).device.type
         sharded = recipe.zero_stage == 1
         self.optimizer = (_zero_redundancy if sharded else make_optimizer)(work.module.parameters(), recipe)
 
@@ -241,7 +244,7 @@ class Ddp:
         """Run one forward and backward pass; without reduction in all but the last, where the recipe says so."""
         with nullcontext() if last or self._recipe.sync_every_micro_batch else self._model.no_sync():
             enter(Phase.FORWARD)
-            with autocast(self._recipe):
+            with autocast(self._recipe, self._device):
                 output = self._model(**self._work.batch)
             loss = self._work.loss(output)
             if not self._recipe.keep_logits:
@@ -269,11 +272,13 @@ def _reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.
     return future
 
 
-def autocast(recipe: RecipeSpec) -> AbstractContextManager[object]:
+def autocast(recipe: RecipeSpec, device: str) -> AbstractContextManager[object]:
     """The context in which a plain loop computes in mixed precision."""
     if not recipe.precision.endswith("mixed"):
         return nullcontext()
-    return torch.autocast("cpu", dtype=_COMPUTE[recipe.precision])
+    if device == CARD:
+        return autocast_on_the_card(_COMPUTE[recipe.precision])
+    return torch.autocast(device, dtype=_COMPUTE[recipe.precision])
 
 
 # --- optimizers --------------------------------------------------------------------------------------------------------

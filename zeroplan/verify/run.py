@@ -62,7 +62,7 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
     if job.recipe.engine == "ddp":
         with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
             engine = Ddp(work, job.recipe)
-        if dist.get_backend() == "fake":
+        if dist.get_backend().startswith(_FAKE):
             engine.hand_buckets_back()
         return engine
     if job.recipe.engine == "deepspeed":
@@ -72,12 +72,15 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
     raise MeasurementError(f"engine {job.recipe.engine!r} cannot be run here; measured are fsdp2, ddp and deepspeed")
 
 
+_FAKE = "fake"
+
+
 @contextmanager
 def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
     """One rank of the job's mesh under torch's fake process group, which moves nothing."""
     ranks = job.mesh.dp_replicate * job.mesh.dp_shard
     dist.init_process_group(
-        "fake" if device == "cpu" else _fake_group_on(device), rank=rank, world_size=ranks, store=FakeStore()
+        _FAKE if device == "cpu" else _fake_group_on(device), rank=rank, world_size=ranks, store=FakeStore()
     )
     try:
         yield mesh_of(job, device)
@@ -88,7 +91,7 @@ def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
 @cache
 def _fake_group_on(device: str) -> str:
     """Name a backend that is torch's fake one, for a device that torch's registration of it leaves out."""
-    name = f"fake_on_{device}"
+    name = f"{_FAKE}_on_{device}"
     dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=["cpu", device])
     return name
 

@@ -14,7 +14,7 @@ from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.card import CARD, install
+from zeroplan.verify.card import install
 from zeroplan.verify.environment import environment
 from zeroplan.verify.extend import NotAlikeError, extended
 from zeroplan.verify.recording import Recording
@@ -36,7 +36,6 @@ _ALWAYS: tuple[str, ...] = (
     ("CUDA's allocator is a model of it: from a card that holds what initialisation left and never runs out, with cuBLAS's "
      "workspaces"),
 )  # fmt: skip
-_ON_THE_CPU = ("fake tensors of a CPU: attention takes a CPU's kernels, and all requests are on one stream",)
 
 
 def simulate(
@@ -56,7 +55,7 @@ def simulate(
     as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job.recipe)
     recording = None if as_it_is else _from_few_layers(job, rank, steps)
     unscaled = job.recipe.precision == "fp16-mixed" and job.recipe.engine != "deepspeed"  # which has a scaler of its own
-    remarks = (*_ALWAYS, *(() if _device(job) == CARD else _ON_THE_CPU), *(_NO_SCALER if unscaled else ()))
+    remarks = (*_ALWAYS, *(_NO_SCALER if unscaled else ()))
     if recording is not None:
         remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
     else:
@@ -68,7 +67,7 @@ def simulate(
         job=job,
         backend="simulate",
         tensors="fake",
-        kernels="cuda" if _device(job) == CARD else "cpu",
+        kernels="cuda",
         process_group="fake",
         rank=rank,
         environment=environment(),
@@ -89,9 +88,7 @@ def _hands_out_tensors(recipe: RecipeSpec) -> bool:
 def _recorded(
     job: JobSpec, rank: int, steps: int, say: Callable[[str], None] | None = None, make: Callable[[], Workload] | None = None
 ) -> Recording:  # fmt: skip
-    device = _device(job)
-    if device == CARD:
-        install()
+    device = install()
     tracker = Tracker(device=device, say=say)
     with _values_are_not_there(job) if make is None else nullcontext():
         run(job, tracker, rank=rank, steps=steps, device=device, make=None if make is None else lambda: _placed(make, device))
@@ -120,11 +117,6 @@ def _placed(make: Callable[[], Workload], device: str) -> Workload:
             "the workload has real tensors, made before the simulation began; make all of them inside the function"
         )
     return work._replace(batch={name: tensor.to(device) for name, tensor in work.batch.items()})
-
-
-def _device(job: JobSpec) -> str:
-    """Autocast knows no pretended GPU, so DDP stays on the CPU; the others have their own casts."""
-    return "cpu" if job.recipe.engine == "ddp" else CARD
 
 
 def _from_few_layers(job: JobSpec, rank: int, steps: int) -> Recording | None:

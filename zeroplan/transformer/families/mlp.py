@@ -5,6 +5,7 @@ from zeroplan.numeric import Int
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
+from zeroplan.transformer.families.written_out import ON_CUDA
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2MLP.forward; activations.py, NewGELUActivation"
@@ -128,7 +129,13 @@ def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
         Line(SAVED, 4 * inner, f"one plus tanh, {FP32_ON_CUDA}", "4·T·f", GPT2),
     )
     saved = (*kept, Line(SAVED, e * inner, "gelu, input of the second projection", "e·T·f", GPT2))
-    product = (*kept, Line(GRADIENT, 12 * inner, f"gradients of gelu and of its two factors, {FP32_ON_CUDA}", "12·T·f", GPT2))
+    # A gradient is cast to the dtype of what it is of while everything its operator took is alive (torch 2.13, engine.cpp,
+    # validate_outputs).
+    product = (
+        *kept,
+        Line(GRADIENT, 12 * inner, f"gradients of gelu and of its two factors, {FP32_ON_CUDA}", "12·T·f", GPT2),
+        Line(GRADIENT, e * inner, f"gradient of one factor, cast, {ON_CUDA}", "e·T·f", GPT2),
+    )
     matrix = x.hidden * ffn
     uncast = Line(TEMPORARY, e * matrix, "weight gradient before it is cast", "e·h·f", GPT2)
     gradients = Line(GRADIENT, e * (inner + hidden), "gradients of the first projection's output and input", "e·T·(f+h)", GPT2)
