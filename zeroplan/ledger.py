@@ -11,20 +11,34 @@ from zeroplan.numeric import Int, maximum
 
 
 class Kind(StrEnum):
-    """What a line of memory is for."""
+    """What a line of memory is for, from its birth to its end; estimates and measurements name the same bytes alike.
+
+    Where a tensor is one thing first and another later, it is named after what it becomes.
+    """
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
+    """What the optimizer's step reads on this rank, and what is added up to it: its share, or all where nothing is sharded."""
     OPTIMIZER_STATE = "optimizer state"
+    """What the optimizer keeps between steps, the copy of the weights that it updates included."""
     WEIGHT_CASTS = "weight casts"
+    """Autocast's 16-bit copies of weights."""
     ACTIVATIONS = "activations"
+    """What a forward, or its recomputation, leaves for the backward, the batch and tables for all layers among it."""
+    ACTIVATION_GRADIENTS = "activation gradients"
+    """Gradients of activations on their way back; a measurement cannot tell them from temporaries."""
     LOGITS = "logits and loss"
+    """Logits, what the loss makes of them in forward, and the gradients of both; not those of the head's weight and input."""
     GATHER = "all-gather buffers"
     UNSHARDED_PARAMETERS = "unsharded parameters"
     UNSHARDED_GRADIENTS = "unsharded gradients"
+    """Whole gradients where the optimizer takes something else: a share of them, or the view of a bucket they are moved to."""
     REDUCE = "reduce buffers"
+    """What gradients are copied into to be reduced, and what comes out until it is the rank's own."""
     OPTIMIZER_TEMPORARY = "optimizer temporaries"
+    """What the optimizer's step makes and drops, the norm and the casts before the update included."""
     TEMPORARY = "temporaries"
+    """What a pass makes by the way and drops before its end: held by a name in forward, within an operator, before a cast."""
     WORKSPACE = "library workspaces"
 
 

@@ -36,7 +36,10 @@ def reserved(moments: tuple[Moment, ...]) -> Band:
     for moment in moments:
         pools: dict[str, Int] = {}
         total: Int = 0
-        for kind, n_bytes in bytes_by_kind(moment.lines).items():
+        kinds = bytes_by_kind(moment.lines)
+        if Kind.ACTIVATION_GRADIENTS in kinds:  # of the sizes of activations, whose blocks they take
+            kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0) + kinds.pop(Kind.ACTIVATION_GRADIENTS)
+        for kind, n_bytes in kinds.items():
             by_kind[kind] = maximum(by_kind.get(kind, 0), n_bytes)
             pool = _OWN_POOL.get(kind, "compute")
             pools[pool] = pools.get(pool, 0) + n_bytes

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from tests.measured.stored import Refusal
+    from zeroplan.comparison import Compared
     from zeroplan.measurement import Measurement
     from zeroplan.spec.job import JobSpec
 
@@ -39,12 +40,17 @@ class Held(NamedTuple):
     @property
     def same_kinds(self) -> bool:
         """Whether every kind of line at the peak is within 2 % or 16 MiB."""
-        return all(abs(row.difference) <= max(0.02 * row.measured, 16 * MIB) for row in self.found.kinds)
+        return not different_kinds(self.found)
 
     @property
     def predicted_phase(self) -> str:
         """The phase with the highest predicted moment."""
         return max(self.found.phases, key=lambda row: row.predicted).what
+
+
+def different_kinds(found: Comparison, small: int = 16 * MIB) -> list[Compared]:
+    """Kinds of lines at the peak that differ by more than 2 %, and by more than ``small`` bytes."""
+    return [row for row in found.kinds if abs(row.difference) > max(0.02 * row.measured, small)]
 
 
 def held(records: list[Measurement]) -> list[Held]:

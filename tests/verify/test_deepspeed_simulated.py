@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.engines.test_deepspeed_measured import CASES
+from tests.measured.errors import different_kinds
 from zeroplan.catalog.model import model
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import SpecError
@@ -141,6 +142,7 @@ def test_a_large_job_takes_what_is_estimated(name: str, large: dict[str, dict[st
     assert abs(compared.peak.error) < 0.0001, compared
     assert abs(compared.held.error) < 0.0001, compared
     assert [row.what for row in compared.collectives if abs(row.difference) > 1000] == []
+    assert different_kinds(compared) == []
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -68,6 +68,9 @@ class Marker:
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
         pass
 
+    def gradients_are(self, kind: Kind) -> None:
+        pass
+
     def labelled(self, _kind: Kind) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import deepspeed
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -26,6 +27,7 @@ _HOLDS = (
     ("averaged_gradients", Kind.GRADIENTS),
     ("fp32_groups_gradients_flat", Kind.GRADIENTS),
     ("grad_partitions_flat_buffer", Kind.GRADIENTS),
+    ("all_grad_tensors", Kind.GRADIENTS),
     ("ipg_buckets", Kind.REDUCE),
 )
 
@@ -58,6 +60,8 @@ _PRECISIONS: dict[str, dict[str, object]] = {
 class DeepSpeed:
     """``deepspeed.initialize`` with torch's optimizer; fused it stands for DeepSpeed's own, which needs a GPU."""
 
+    kept: Kind | None = None
+
     def __init__(self, work: Workload, job: JobSpec) -> None:
         self.optimizer = make_optimizer(work.module.parameters(), _with_its_default(job.recipe))
         if job.recipe.zero_stage == 0 and self.optimizer.defaults.get("fused"):
@@ -67,6 +71,7 @@ class DeepSpeed:
         )
         self._work, self._recipe = work, job.recipe
         self._watcher: Watcher | None = None
+        self.handed_on = Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
 
     @property
     def module(self) -> nn.Module:
@@ -100,7 +105,9 @@ class DeepSpeed:
         """Tell the watcher whose DeepSpeed's flat tensors are, whenever they may have changed."""
         self._watcher = watcher
         self._claim()
+        taken = self.optimizer.register_step_pre_hook(lambda *_: self._claim_taken())
         with ExitStack() as stack:
+            stack.callback(taken.remove)
             for owner, name, kind in _LABELS:
                 if hasattr(owner, name):
                     stack.enter_context(replaced(owner, name, _labelled(watcher, getattr(owner, name), kind)))
@@ -110,12 +117,21 @@ class DeepSpeed:
     def _claim(self) -> None:
         if self._watcher is None:
             return
-        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        masters += getattr(self._wrapper, "fp32_partitioned_groups_flat", [])  # stage 3 lends them to the optimizer for a step
-        self._watcher.claim(Kind.GRADIENTS, (parameter.grad for parameter in masters))
+        self._claim_taken()
         for name, kind in _HOLDS:
             self._watcher.claim(kind, tensors(getattr(self._wrapper, name, None)))
-        self._watcher.claim(_MASTERS, masters)
+        own = {id(parameter) for parameter in self.module.parameters()}  # stage 0 in fp32 updates the model itself
+        self._watcher.claim(_MASTERS, (master for master in self._masters() if id(master) not in own))
+
+    def _claim_taken(self) -> None:
+        """Say what the gradients are that the optimizer takes: within DeepSpeed's step they are copies."""
+        if self._watcher is not None:
+            self._watcher.claim(Kind.GRADIENTS, (master.grad for master in self._masters()))
+
+    def _masters(self) -> list[torch.Tensor]:
+        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        # Stage 3 lends them to the optimizer for a step.
+        return [*masters, *getattr(self._wrapper, "fp32_partitioned_groups_flat", [])]
 
 
 #: Functions of DeepSpeed (0.18, 0.19) and what they ask memory for.
@@ -124,6 +140,8 @@ _LABELS: tuple[tuple[object, str, Kind], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", Kind.REDUCE),
     (DeepSpeedZeroOptimizer, "setup_buckets", Kind.REDUCE),
     (DeepSpeedZeroOptimizer, "reduce_ipg_grads", Kind.REDUCE),
+    (DeepSpeedZeroOptimizer, "copy_grads_in_partition", Kind.GRADIENTS),
+    (DeepSpeedEngine, "allreduce_gradients", Kind.REDUCE),
 )
 
 

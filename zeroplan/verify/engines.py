@@ -43,6 +43,10 @@ class Watcher(AbstractContextManager["Watcher"], Protocol):
         """Say what these tensors are for."""
         ...
 
+    def gradients_are(self, kind: Kind) -> None:
+        """Say what the gradients are that autograd hands to parameters."""
+        ...
+
     def labelled(self, kind: Kind) -> AbstractContextManager[None]:
         """Say what is asked for inside."""
         ...
@@ -56,6 +60,10 @@ class Engine(Protocol):
     """What the training loop asks of an engine."""
 
     optimizer: torch.optim.Optimizer
+    handed_on: Kind
+    """What the gradients are that autograd hands to parameters."""
+    kept: Kind | None
+    """What the gradients are that parameters have after a pass; None where they are what autograd has handed on."""
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; ``enter`` is told when each begins."""
@@ -76,10 +84,12 @@ class Engine(Protocol):
 
 def train(engine: Engine, watcher: Watcher, *, module: nn.Module, steps: int, accumulate: int) -> None:
     """Take ``steps`` optimizer steps of ``accumulate`` micro-batches each, and tell the watcher where it is."""
+    watcher.gradients_are(engine.handed_on)
     for step in range(steps):
         for micro in range(accumulate):
             engine.micro_step(lambda phase, step=step: watcher.enter(phase, step), last=micro == accumulate - 1)  # type: ignore[misc]
-            watcher.claim(Kind.GRADIENTS, (parameter.grad for parameter in module.parameters()))
+            if engine.kept is not None:
+                watcher.claim(engine.kept, (parameter.grad for parameter in module.parameters()))
         watcher.enter(Phase.STEP, step)
         engine.optimizer_step()
         watcher.claim(Kind.OPTIMIZER_STATE, _states(engine.optimizer))
@@ -113,6 +123,9 @@ _COMPUTE: dict[Precision, torch.dtype] = {
 
 class Fsdp2:
     """``fully_shard`` around every block and around the whole, as in PyTorch's own examples."""
+
+    handed_on = Kind.UNSHARDED_GRADIENTS
+    kept: Kind | None = Kind.GRADIENTS
 
     def __init__(self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> None:
         policy, reshard = _policy(recipe), _reshard(recipe)
@@ -229,10 +242,13 @@ def _reduced_gradients(watcher: Watcher) -> Iterator[None]:
 class Ddp:
     """``DistributedDataParallel``, alone or with ``ZeroRedundancyOptimizer``; mixed precision by autocast."""
 
+    kept: Kind | None = Kind.GRADIENTS
+
     def __init__(self, work: Workload, recipe: RecipeSpec) -> None:
         self._model = DistributedDataParallel(work.module, gradient_as_bucket_view=recipe.ddp.gradient_as_bucket_view)
         self._work, self._recipe = work, recipe
         self._device = next(work.module.parameters()).device.type
+        self.handed_on = Kind.UNSHARDED_GRADIENTS if recipe.ddp.gradient_as_bucket_view else Kind.GRADIENTS
         sharded = recipe.zero_stage == 1
         self.optimizer = (_zero_redundancy if sharded else make_optimizer)(work.module.parameters(), recipe)
 

@@ -93,6 +93,9 @@ class Profiled(AbstractContextManager["Profiled"]):
             self.claims.append(_Claim(name, kind, addresses))
             mark(name)
 
+    def gradients_are(self, kind: Kind) -> None:
+        """Leave them temporaries until they are claimed: addresses do not say what autograd hands on."""
+
     def labelled(self, kind: Kind) -> AbstractContextManager[None]:
         """Give everything requested inside a name that the profiler keeps."""
         return record_function(_LABEL + kind.value)

@@ -52,14 +52,24 @@ class Timeline:
         phase = self.recording.spans[block.span].phase
         if phase is Phase.STEP:
             return Kind.OPTIMIZER_TEMPORARY
-        if phase in (Phase.FORWARD, Phase.BACKWARD) and is_head(block):
+        if phase in (Phase.FORWARD, Phase.BACKWARD) and is_of_the_loss(block, phase):
             return Kind.LOGITS
         return Kind.ACTIVATIONS if phase is Phase.BACKWARD and block.recomputed else Kind.TEMPORARY
 
 
-def is_head(block: Block) -> bool:
-    """Whether a block belongs to the head or the loss: asked for by the whole module itself or by its last layer."""
-    return block.module in ("", "lm_head")
+def is_of_the_loss(block: Block, phase: Phase) -> bool:
+    """Whether a block is logits or the loss's own: asked for by the whole module itself, or in forward by its last layer.
+
+    What that layer makes in backward is no longer logits, but the gradients of its weight and of its input; and in forward, a
+    cast of that input is none yet.
+    """
+    if block.module == _HEAD:
+        return phase is Phase.FORWARD and block.operation != _CAST
+    return not block.module
+
+
+_HEAD = "lm_head"
+_CAST = "aten._to_copy.default"
 
 
 def initialisation(timeline: Timeline) -> PhaseMeasured:

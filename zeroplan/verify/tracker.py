@@ -6,6 +6,9 @@ itself is not seen.
 
 Autograd adds and scatters gradients in place, but not while a dispatch mode watches. There the record says what happens when
 nobody does: the result takes over the block of the operand.
+
+What a gradient is is known only when autograd hands it to its parameter. It is named then from its birth on, with the terms
+that were added up to it.
 """
 
 import gc
@@ -30,7 +33,7 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.verify.collectives import COLLECTIVES, call
 from zeroplan.verify.cycles import collected_when_told
 from zeroplan.verify.recording import LIFTED, Block, Call, Recording, Span
-from zeroplan.verify.timeline import is_head
+from zeroplan.verify.timeline import is_of_the_loss
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
@@ -58,6 +61,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.live_bytes = 0
         self._watches: dict[int, _Watch] = {}
         self._label: Kind | None = None
+        self._handed_on = Kind.GRADIENTS
+        self._terms: dict[Block, tuple[Block, ...]] = {}
         self._looking_away = False
         self._modules = _Modules()
         self._hooks = ExitStack()
@@ -90,6 +95,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             if block is not None and (over or block.kind is None):
                 block.kind = kind
 
+    def gradients_are(self, kind: Kind) -> None:
+        """Say what the gradients are that autograd hands to parameters."""
+        self._handed_on = kind
+
     @contextmanager
     def labelled(self, kind: Kind) -> Iterator[None]:
         """Whatever is asked for inside is of this kind."""
@@ -119,7 +128,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         for watch in self._watches.values():
             block = watch.block
             if block is not None and block.kind is None and block.span == span:
-                block.kind = Kind.LOGITS if is_head(block) else Kind.ACTIVATIONS
+                block.kind = Kind.LOGITS if is_of_the_loss(block, Phase.FORWARD) else Kind.ACTIVATIONS
 
     # --- what torch does ------------------------------------------------------------------------------------------------
 
@@ -152,18 +161,25 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in COLLECTIVES:
             self.calls.append(call(func, args, len(self.spans) - 1))
+        if func in _AT_A_PARAMETER:
+            self._note_gradient(args)
         in_place = func in _DONE_IN_PLACE and not torch.is_grad_enabled() and self._unwatched_in_place(func, args)
         result = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(result, torch.Tensor):
-            if in_place:
-                self._take_over(args[0], result)  # type: ignore[arg-type]  # these operators begin with a tensor
-            else:
-                self._see(func, result, args[0] if func is _CAST else None)
+            self._see_one(func, result, args, in_place=in_place)
         elif isinstance(result, (tuple, list)):
             for one in result:
                 if isinstance(one, torch.Tensor):
                     self._see(func, one)
         return result
+
+    def _see_one(self, func: OpOverload, result: torch.Tensor, args: tuple[object, ...], *, in_place: bool) -> None:
+        if in_place:
+            self._take_over(args[0], result)  # type: ignore[arg-type]  # these operators begin with a tensor
+        else:
+            self._see(func, result, args[0] if func is _CAST else None)
+        if func is _ADD and not torch.is_grad_enabled():
+            self._note_terms(result, args)
 
     def _see(self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None) -> None:
         if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type != self._device:
@@ -176,10 +192,27 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
                 block = self._request(watch, n_bytes, func)
-                if isinstance(cast_from, nn.Parameter) and block.kind is None:
-                    block.kind = Kind.WEIGHT_CASTS
+                if isinstance(cast_from, nn.Parameter) and block.kind is None and n_bytes < cast_from.nbytes:
+                    block.kind = Kind.WEIGHT_CASTS  # a wider copy is what a model makes itself, and keeps as it keeps others
         elif (n_bytes := storage.nbytes()) != (watch.block.n_bytes if watch.block is not None else 0):
             self._resized(watch, n_bytes, func)
+
+    def _note_gradient(self, args: tuple[object, ...]) -> None:
+        """Name what ``AccumulateGrad`` keeps, copies or adds up, and what that was made of."""
+        if not isinstance(getattr(torch._C._current_autograd_node(), "variable", None), nn.Parameter):
+            return
+        found = [block for block in map(self._block_of, _tensors(args)) if block is not None]
+        for block in found:
+            if block.kind is None:
+                block.kind = self._handed_on
+                found += self._terms.get(block, ())  # the list grows while it is gone through
+
+    def _note_terms(self, result: torch.Tensor, args: tuple[object, ...]) -> None:
+        """Remember what autograd added up to this."""
+        block = self._block_of(result)
+        if block is not None and torch._C._current_autograd_node() is not None:
+            terms = (term for term in map(self._block_of, _tensors(args)) if term is not None and term is not block)
+            self._terms[block] = (*self._terms.get(block, ()), *terms)
 
     def _watch(self, storage: torch.UntypedStorage) -> _Watch:
         watch = _Watch(storage, self._released)
@@ -327,6 +360,10 @@ class _Modules:
         self._whose.append(name)
 
 
+def _tensors(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
+    return (argument for argument in args if isinstance(argument, torch.Tensor))
+
+
 def _is_meta(tensor: torch.Tensor) -> bool:
     device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
     return device.type == "meta"
@@ -346,6 +383,11 @@ assert str(_LIFTED) == LIFTED  # noqa: S101  the allocator's replay knows it by 
 _DONE_IN_PLACE = frozenset({
     _ADD, torch.ops.aten.scatter.src, torch.ops.aten.scatter.value, torch.ops.aten.scatter_add.default,
     torch.ops.aten.index_put.default, torch.ops.aten.index_add.default,
+})  # fmt: skip
+#: By these ``AccumulateGrad`` takes a gradient over: as it is, as a copy, added to what is there (accumulate_grad.h).
+_AT_A_PARAMETER = frozenset({
+    torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default,
+    torch.ops.aten.add.Tensor,
 })  # fmt: skip
 _ZEROS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
 _STORAGE_AND_PYTHON = 2

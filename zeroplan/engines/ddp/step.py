@@ -241,7 +241,7 @@ def _embedding_backward(step: Step, held: Lines, hidden_bytes: Int) -> tuple[Mom
     """
     weights = step.weights
     tied, embedding, everything = weights.tied_head, weights.largest_embedding, _Sum(weights.total, "Ψ")
-    flowing = Line(Kind.ACTIVATIONS, hidden_bytes, "gradient of the embedding's output", "r·T·h", _EMBEDDING)
+    flowing = Line(Kind.ACTIVATION_GRADIENTS, hidden_bytes, "gradient of the embedding's output", "r·T·h", _EMBEDDING)
     parts = (*step.base, _gradients(step, everything, 0, current=embedding, waiting=tied), *held, flowing)
     moments = (Moment("backward of the embedding", Phase.BACKWARD, parts),)
     if step.compute.autocast or not tied:

@@ -3,6 +3,7 @@
 Each instant holds the activations alive then and says which block runs; an engine adds its weights, gradients and buffers.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
@@ -11,13 +12,25 @@ from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
-from zeroplan.numeric import Int, maximum, minimum, where
+from zeroplan.numeric import Bool, Int, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.params import layout
+
+
+class Running(NamedTuple):
+    """Of the block that runs in backward: its activations, and gradients of activations. [bytes]"""
+
+    activations: Int
+    gradients: Int
+
+    @property
+    def n_bytes(self) -> Int:
+        """Both. [bytes]"""
+        return self.activations + self.gradients
 
 
 class RunPass(NamedTuple):
@@ -29,13 +42,13 @@ class RunPass(NamedTuple):
     block: BlockPass
     kept: tuple[Line, ...]
     kept_bytes: Int
-    settled: tuple[Int, ...]
-    """For each point of its backward, the activations when the gradient that it makes is handed on. [bytes]
+    settled: tuple["Running", ...]
+    """For each point of its backward, what runs when the gradient that it makes is handed on.
 
     Under recomputation with the block's input.
     """
-    between: tuple[Int, ...]
-    """The same for a gradient that is made between the point before and this one. [bytes]"""
+    between: tuple["Running", ...]
+    """The same for a gradient that is made between the point before and this one."""
 
 
 class Passes(NamedTuple):
@@ -78,9 +91,9 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     for run in layout(model).runs:
         block = block_pass(model, run.kind, compute, batch, recomputed=recipe.recompute == "full")
         kept = block.kept(recipe.recompute)
-        beside = total_bytes(block.checkpoint_in_backward) if recipe.recompute == "full" else 0
-        settled = tuple(beside + total_bytes(tuple(_settled(block, index, flow))) for index in range(len(block.points)))
-        between = tuple(beside + total_bytes(tuple(_lasting(point))) for point in block.points)
+        beside = block.checkpoint_in_backward if recipe.recompute == "full" else ()
+        settled = tuple(_running((*beside, *_settled(block, index, flow))) for index in range(len(block.points)))
+        between = tuple(_running((*beside, *_lasting(point))) for point in block.points)
         runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled, between))
         first += run.layers
     kinds = tuple(run.kind for run in runs)
@@ -155,15 +168,19 @@ def checkpoint_beside(these: Passes, run: RunPass) -> tuple[Line, ...]:
     return run.block.checkpoint_in_backward if these.recompute == "full" else ()
 
 
-def after_head_bytes(these: Passes) -> Int:
-    """Return what is alive beyond the blocks when the head's gradient is handed on: what the norm saved, the flow. [bytes]"""
-    return total_bytes(these.head.saved) + these.head.hidden_bytes
-
-
 def head_forward_instant(these: Passes) -> Instant:
     """Return the instant of the head's multiplication, forward: its input and the logits."""
     lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.output)
     return Instant("forward of the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
+
+
+def _running(lines: tuple[Line, ...]) -> Running:
+    flowing = total_bytes(tuple(_flowing(lines)))
+    return Running(total_bytes(lines) - flowing, flowing)
+
+
+def _flowing(lines: tuple[Line, ...]) -> Iterator[Line]:
+    return (line for line in lines if line.kind is Kind.ACTIVATION_GRADIENTS)
 
 
 def _lasting(point: BackwardPoint) -> list[Line]:
@@ -199,30 +216,42 @@ _OF_EXPERTS = "experts: gradient of their input"
 
 
 def _flow(head: HeadPass) -> Line:
-    return Line(Kind.ACTIVATIONS, head.hidden_bytes, "gradient of a hidden state", _FLOW, FLOWING)
+    return Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, "gradient of a hidden state", _FLOW, FLOWING)
 
 
-def running_line(these: Passes, block: Int, made: Int) -> Line:
-    """Return the activations of the block that runs when ``made`` elements of its gradients exist. [bytes]
+def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
+    """Return activations and their gradients in the block that runs when ``made`` elements of its weights' gradients exist. [bytes]
 
     Beyond the blocks, those of the embedding (``block`` -1) or of the head (``n_blocks``).
     """
     if isinstance(block, int) and isinstance(made, int):
-        n_bytes, formula = _running_now(these, block, made)
+        running, formulas = _running_now(these, block, made), _running_formulas(these, block, made)
     else:
-        n_bytes, formula = _running_anywhere(these, block, made), ""
-    return Line(Kind.ACTIVATIONS, n_bytes, "activations of the block that runs", formula, FLOWING)
+        running, formulas = _running_anywhere(these, block, made), ("", "")
+    return (
+        Line(Kind.ACTIVATIONS, running.activations, "activations of the block that runs", formulas[0], FLOWING),
+        Line(Kind.ACTIVATION_GRADIENTS, running.gradients, "their gradients in the block that runs", formulas[1], FLOWING),
+    )
 
 
 def running_bytes(these: Passes, block: int, made: int) -> Int:
-    """Return the size of :func:`running_line` for plain numbers. [bytes]"""
+    """Return the size of :func:`running_lines` for plain numbers. [bytes]"""
+    return _running_now(these, block, made).n_bytes
+
+
+def _running_now(these: Passes, block: int, made: int) -> Running:
     if block < 0:
-        return these.head.hidden_bytes
+        return Running(0, these.head.hidden_bytes)
     if block >= these.n_blocks:
-        return after_head_bytes(these)
+        return _after_head(these)
     run = _run_of(these, block)
     index = _point_after(run, made)
     return (run.settled if made == run.block.points[index].gradients else run.between)[index]
+
+
+def _after_head(these: Passes) -> Running:
+    """Return what is alive beyond the blocks when the head's gradient is handed on: what the norm saved, the flow."""
+    return Running(total_bytes(these.head.saved), these.head.hidden_bytes)
 
 
 GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
@@ -243,19 +272,22 @@ def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, 
     return run, point, made == gradients[point]
 
 
-def _running_now(these: Passes, block: int, made: int) -> tuple[Int, str]:
-    """Bytes and formula of ``running_line`` where block and gradients are plain numbers."""
-    n_bytes = running_bytes(these, block, made)
+def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
+    """Write ``_running_now`` in symbols."""
     if block < 0:
-        return n_bytes, _FLOW
+        return "0", _FLOW
     if block >= these.n_blocks:
-        return n_bytes, total_formula((*(line.formula for line in these.head.saved), _FLOW))
+        return _sum_of(these.head.saved), _FLOW
     run = _run_of(these, block)
     index = _point_after(run, made)
     point = run.block.points[index]
     alive = _settled(run.block, index, _flow(these.head)) if made == point.gradients else _lasting(point)
     lines = (*checkpoint_beside(these, run), *alive)
-    return n_bytes, total_formula(tuple([line.formula for line in lines]))
+    return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(_flowing(lines))
+
+
+def _sum_of(lines: Iterable[Line]) -> str:
+    return total_formula(tuple([line.formula for line in lines])) or "0"
 
 
 def _run_of(these: Passes, block: int) -> RunPass:
@@ -268,23 +300,31 @@ def _point_after(run: RunPass, made: int) -> int:
     return next((index for index, point in enumerate(points) if made <= point.gradients), len(points) - 1)
 
 
-def _running_anywhere(these: Passes, block: Int, made: Int) -> Int:
-    n_bytes = where(block < 0, these.head.hidden_bytes, where(block < these.n_blocks, 0, after_head_bytes(these)))
+def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
+    head = _after_head(these)
+    activations = where(block < these.n_blocks, 0, head.activations)
+    gradients = where(block < 0, these.head.hidden_bytes, where(block < these.n_blocks, 0, head.gradients))
     for run in these.runs:
         here = (block >= run.first) & (block < run.first + run.n_blocks)
-        n_bytes = n_bytes + where(here, _at_point(run, made), 0)
-    return n_bytes
+        at = _at_point(run, made)
+        activations = activations + where(here, at.activations, 0)
+        gradients = gradients + where(here, at.gradients, 0)
+    return Running(activations, gradients)
 
 
-def _at_point(run: RunPass, made: Int) -> Int:
-    """Return the activations at the first point of a block that comes after so many gradients. [bytes]"""
-    n_bytes: Int = 0
+def _at_point(run: RunPass, made: Int) -> Running:
+    """Return the activations at the first point of a block that comes after so many gradients."""
+    found = Running(0, 0)
     last = True
     for point, settled, between in zip(reversed(run.block.points), reversed(run.settled), reversed(run.between), strict=True):
-        here = where(made == point.gradients, settled, between)
-        n_bytes = here if last else where(made <= point.gradients, here, n_bytes)
+        here = _either(made == point.gradients, settled, between)
+        found = here if last else _either(made <= point.gradients, here, found)
         last = False
-    return n_bytes
+    return found
+
+
+def _either(condition: Bool, yes: Running, no: Running) -> Running:
+    return Running(where(condition, yes.activations, no.activations), where(condition, yes.gradients, no.gradients))
 
 
 def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
@@ -297,6 +337,6 @@ def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
 
 def embedding_instant(these: Passes) -> Instant:
     """Return the instant of the embedding's backward: the gradient of its output, all blocks done."""
-    gradient = Line(Kind.ACTIVATIONS, these.head.hidden_bytes, "gradient of the embedding's output", _FLOW, FLOWING)
+    gradient = Line(Kind.ACTIVATION_GRADIENTS, these.head.hidden_bytes, "gradient of the embedding's output", _FLOW, FLOWING)
     lines = (*these.head.shared, *these.output, gradient)
     return Instant("backward of the embedding", Phase.BACKWARD, lines, -1, _NOWHERE)

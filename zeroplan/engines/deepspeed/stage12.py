@@ -103,12 +103,15 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     moments = [Moment("optimizer step: update", Phase.STEP, update + temporary)]
     if not keeps_partition(job):
         flat = Line(
-            Kind.TEMPORARY, job.element * share, "gradients of this rank's share, flattened", f"{job.element}·{_SHARE}", _FILE
-        )
+            Kind.OPTIMIZER_TEMPORARY, job.element * share, "gradients of this rank's share, flattened",
+            f"{job.element}·{_SHARE}", _FILE,
+        )  # fmt: skip
         cast = (own, flat, master) if job.element != job.master else (own, master)
         moments.insert(0, Moment("optimizer step: gradients flattened", Phase.STEP, cast))
     if job.recipe.deepspeed.compute_grad_norm:
-        norm = Line(Kind.TEMPORARY, _FP64 * job.largest, "largest gradient of this rank's share in fp64", "8·G_max", _NORM)
+        norm = Line(
+            Kind.OPTIMIZER_TEMPORARY, _FP64 * job.largest, "largest gradient of this rank's share in fp64", "8·G_max", _NORM
+        )
         moments.insert(0, Moment("gradient norm", Phase.STEP, (own, norm)))
     return tuple(moments)
 

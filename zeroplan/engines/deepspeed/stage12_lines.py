@@ -114,11 +114,11 @@ def earlier_gradients(job: Job) -> Line:
     """Gradients of the micro-batches before: this rank's own at stage 2, all of them at stage 1."""
     held = own_gradients(job) if job.recipe.zero_stage == 2 else _every_gradient(job)
     n_bytes = where(job.accumulates, held.n_bytes, 0)
-    return Line(Kind.GRADIENTS, n_bytes, "gradients of the micro-batches before", _if_several(held.formula), held.source)
+    return Line(held.kind, n_bytes, "gradients of the micro-batches before", _if_several(held.formula), held.source)
 
 
 def _every_gradient(job: Job) -> Line:
-    return Line(Kind.GRADIENTS, job.element * job.whole.n_elements, "all gradients", times(job.element, "Ψ"), _FILE)
+    return Line(whole_gradients(job), job.element * job.whole.n_elements, "all gradients", times(job.element, "Ψ"), _FILE)
 
 
 @lru_cache(maxsize=256)
@@ -152,7 +152,12 @@ def kept_buckets(job: Job) -> tuple[Line, ...]:
 def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Line:
     """Return whole gradients of ``elements`` elements, which ``symbol`` stands for if given. [bytes]"""
     formula = times(job.element, symbol) if symbol else product(job.element, elements)
-    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, formula, _FILE)
+    return Line(whole_gradients(job), job.element * elements, reason, formula, _FILE)
+
+
+def whole_gradients(job: Job) -> Kind:
+    """Return what whole gradients are: at stage 0 the optimizer takes them, at others a share."""
+    return Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
 
 
 def embedding_gradient(job: Job) -> Line:
@@ -186,7 +191,7 @@ def at_the_embedding(job: Job, these: Passes, beside: tuple[Line, ...]) -> Itera
     if job.whole.model.tie_word_embeddings and job.recipe.loss == "full":
         elements = job.whole.model.vocab_size * job.whole.model.hidden_size
         reason, formula = "sum of the embedding's and the tied head's", times(job.element, "h·V")
-        total = Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, formula, INPUT_BUFFER)
+        total = Line(whole_gradients(job), job.element * elements, reason, formula, INPUT_BUFFER)
         lines = (*these.head.shared, *these.output, *both, total)
         yield Moment("sum of the embedding's and the tied head's gradient", at.phase, lines)
 

@@ -22,7 +22,7 @@ from zeroplan.engines.deepspeed.passes import (
     kept_bytes,
     place_in_block,
     running_bytes,
-    running_line,
+    running_lines,
 )
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
@@ -240,7 +240,7 @@ def _flush_moment(job: Job, these: Passes, buckets: tuple[Line, ...], index: Int
         *these.head.shared,
         *these.output,
         kept_before(these, maximum(block, 0)),
-        running_line(these, block, pick(job.buckets.made, index)),
+        *running_lines(these, block, pick(job.buckets.made, index)),
         gradient_line(job, arriving, "gradient that does not fit into the bucket"),
         *(() if kept else (copy_line(job, _reduced_copy(job, index)),)),
         *buckets,

@@ -28,7 +28,7 @@ from zeroplan.engines.deepspeed.passes import (
     loss_instant,
     passes,
     place_in_block,
-    running_line,
+    running_lines,
 )
 from zeroplan.engines.deepspeed.stage12_lines import waiting
 from zeroplan.engines.deepspeed.trace import Gathered, gathered
@@ -345,10 +345,10 @@ def _reduce_formulas(element: int, kept: int, fill: int) -> tuple[str, str]:
 
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
-    activations = running_line(these, flush.block, flush.made)
+    activations = running_lines(these, flush.block, flush.made)
     around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
     tied = _tied_head(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
-    lines = (*around, activations, _gathered_line(job, held), *_reduce_lines(job, flush), *tied)
+    lines = (*around, *activations, _gathered_line(job, held), *_reduce_lines(job, flush), *tied)
     return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
 
 
@@ -391,9 +391,11 @@ def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
     """All parameters are released first; then norm, and one sub-group after the other."""
     part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
     group = _largest_group(job)
-    norm = Line(Kind.TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", "8·ceil(G_max/N)",
+    norm = Line(Kind.OPTIMIZER_TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", "8·ceil(G_max/N)",
                 f"{_STAGE3}, get_grad_norm_direct")  # fmt: skip
-    flat = Line(Kind.TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", times(job.kept, "G_g"), _STAGE3)
+    flat = Line(
+        Kind.OPTIMIZER_TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", times(job.kept, "G_g"), _STAGE3
+    )
     taken = Line(Kind.GRADIENTS, job.master * group, "gradients of a sub-group, as the optimizer takes them",
                  times(job.master, "G_g"), f"{_STAGE3}, _prepare_fp32_grad_for_sub_group")  # fmt: skip
     tensors = (LocalTensor((group,), in_block=False),)

@@ -9,7 +9,7 @@ from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter
 from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
-from zeroplan.engines.deepspeed.stage12_lines import Job, at_the_embedding, job_of, symbols, window
+from zeroplan.engines.deepspeed.stage12_lines import Job, at_the_embedding, job_of, symbols, whole_gradients, window
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -133,10 +133,11 @@ def _step(name: str, *lines: Line) -> tuple[Moment, ...]:
 def _mixed_step(job: Job, gradients: Line, temporary: tuple[Line, ...], *, wrapped: bool) -> tuple[Moment, ...]:
     """Gradients are cast to fp32, one by one and then flat under ``FP16_Optimizer``, before the update."""
     source = _FUSED if wrapped else _UNFUSED
-    cast = _all(job, Kind.TEMPORARY, 4, "gradients cast to fp32", source)
     if not wrapped:
-        return _step("update", gradients, cast, *temporary)
-    flat = _all(job, Kind.TEMPORARY, 4, "gradients in fp32, laid flat", source)
+        taken = _all(job, Kind.GRADIENTS, 4, "gradients cast to fp32", source)
+        return _step("update", gradients, taken, *temporary)
+    cast = _all(job, Kind.OPTIMIZER_TEMPORARY, 4, "gradients cast to fp32", source)
+    flat = _all(job, Kind.GRADIENTS, 4, "gradients in fp32, laid flat", source)
     return (*_step("gradients laid flat", gradients, cast, flat), *_step("update", flat, *temporary))
 
 
@@ -146,7 +147,7 @@ def _forward_and_backward(job: Job, these: Passes) -> tuple[Moment, ...]:
     vocabulary, psi = job.whole.model.vocab_size * job.whole.model.hidden_size, job.whole.n_elements
     made = job.element * where(job.accumulates, psi + vocabulary, psi)
     formula = times(job.element, "(Ψ + M·h·V)")
-    line = Line(Kind.UNSHARDED_GRADIENTS, made, "all gradients, and the embedding's before it is added", formula, _ENGINE)
+    line = Line(whole_gradients(job), made, "all gradients, and the embedding's before it is added", formula, _ENGINE)
     return (*forward, *collecting_moments(job, these), *at_the_embedding(job, these, (line,)))
 
 

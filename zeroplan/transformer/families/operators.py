@@ -9,7 +9,7 @@ from zeroplan.ledger import Kind
 from zeroplan.transformer.families.norms import NormNames
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 
-TENSOR, TEMPORARY = Kind.ACTIVATIONS, Kind.TEMPORARY
+TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
 
 
 class Site(NamedTuple):
@@ -26,7 +26,7 @@ def tensor(tape: Tape, reason: str, dtype: str, shape: str, source: str) -> Valu
 
 def gradient(tape: Tape, value: Value, reason: str, source: str) -> Store:
     """Allocate the gradient of a tensor."""
-    return tape.make(TENSOR, reason, f"{value.dtype}·{value.shape}", source)
+    return tape.make(GRADIENT, reason, f"{value.dtype}·{value.shape}", source)
 
 
 def through(value: Value, passed: Store) -> tuple[Value, Store]:

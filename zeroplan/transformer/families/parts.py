@@ -7,7 +7,7 @@ from zeroplan.transformer.blocks import BackwardPoint, BlockPass
 from zeroplan.transformer.families.widths import Widths
 
 SAVED = Kind.ACTIVATIONS
-GRADIENT = Kind.ACTIVATIONS
+GRADIENT = Kind.ACTIVATION_GRADIENTS
 TEMPORARY = Kind.TEMPORARY
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"

@@ -170,7 +170,7 @@ def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
     made = program.final(tape, given)
     tape.release(made, given)
     saved = index.of(tape.saved)
-    tape.run_backward(made, Store(Kind.ACTIVATIONS, "gradient of the final norm's output", "r·T·h", program.source))
+    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "r·T·h", program.source))
     points = index.moments(highest(tape.moments, wide=wide, autocast=autocast))
     return Plan(tuple(index.stores), tuple(index.weights), saved, (), (), points, (), (), (), program.source)
 
@@ -184,7 +184,9 @@ def _plan(structure: Structure) -> Plan:
     saved, casts = index.of(saving.saved), index.elements(saving.casts)
     output = next(iter(saving.operators[-1].outputs))
     saving.release(output, given)
-    saving.run_backward(output, Store(Kind.ACTIVATIONS, "gradient of the residual stream", f"r·{output.shape}", source))
+    saving.run_backward(
+        output, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"r·{output.shape}", source)
+    )
     points = index.moments(highest(saving.moments, **dtypes))
     selective = index.of((*saving.products[::2], *saving.kernel_outputs))
     again, _ = _run(structure, saving=False, given=given.store)

@@ -61,8 +61,10 @@ def softmax_point(x: Widths, before: tuple[Line, ...], made: int, casts: int) ->
     alive = (
         *before,
         Line(SAVED, three, "queries", "e·T·q", MATH),
-        Line(GRADIENT, 2 * three, "keys and gradient of the values, repeated, on CUDA", "2·e·T·q", MATH),
-        Line(GRADIENT, 3 * _scores(x), "softmax, its gradient and that of the scores, on CUDA", "12·a·T·s", MATH),
+        Line(SAVED, three, "keys, repeated, on CUDA", "e·T·q", MATH),
+        Line(GRADIENT, three, "gradient of the values, repeated, on CUDA", "e·T·q", MATH),
+        Line(SAVED, _scores(x), "softmax of all scores, on CUDA", "4·a·T·s", MATH),
+        Line(GRADIENT, 2 * _scores(x), "gradients of the softmax and of the scores, on CUDA", "8·a·T·s", MATH),
     )
     return (BackwardPoint("attention: softmax", alive, made, 0, casts),)
 
