@@ -43,6 +43,11 @@ class Held(NamedTuple):
         return not different_kinds(self.found)
 
     @property
+    def same_traffic(self) -> bool:
+        """Whether every collective moves the bytes that were predicted."""
+        return not any(row.difference for row in self.found.collectives)
+
+    @property
     def predicted_phase(self) -> str:
         """The phase with the highest predicted moment."""
         return max(self.found.phases, key=lambda row: row.predicted).what
@@ -103,14 +108,15 @@ def _row(name: str, some: list[Held]) -> str:
         f"{errors[min(len(errors) - 1, 95 * len(errors) // 100)]:.3%}",
         f"{max(one.error for one in some):+.3%}",
         f"{min(one.error for one in some):+.3%}",
-        *(f"{_share(error <= limit for error in errors):.0%}" for limit in (MOST, EVERY)),
-        f"{_share(one.same_phase for one in some):.0%}",
-        f"{_share(one.same_kinds for one in some):.0%}",
+        *(f"{share_of(error <= limit for error in errors):.0%}" for limit in (MOST, EVERY)),
+        f"{share_of(one.same_phase for one in some):.0%}",
+        f"{share_of(one.same_kinds for one in some):.0%}",
     )
     return f"| {' | '.join(cells)} |"
 
 
-def _share(truths: Iterable[bool]) -> float:
+def share_of(truths: Iterable[bool]) -> float:
+    """Which part of some are true."""
     found = list(truths)
     return sum(found) / len(found)
 
@@ -118,7 +124,7 @@ def _share(truths: Iterable[bool]) -> float:
 def _others(all_held: list[Held]) -> list[str]:
     """What is held between steps and what the collectives move, where the peak is not what differs."""
     between = [one for one in all_held if abs(one.found.held.difference) > one.found.peak.measured // 1000]
-    moved = [one for one in all_held if any(row.difference for row in one.found.collectives)]
+    moved = [one for one in all_held if not one.same_traffic]
     return [
         f"Held between steps: {len(between)} records differ by more than a thousandth of the peak.",
         f"Collectives: {len(moved)} records differ in the bytes of some operation.",

@@ -1,7 +1,9 @@
-"""Measure the matrix: ``python -m tests.measured.matrix --cases 600`` from the repository's root.
+"""Measure the matrix: ``python -m tests.measured.matrix`` from the repository's root.
 
 Every job of the sample is simulated (real engine, fake tensors) in a process of its own and leaves one line. Jobs that have a
-line are skipped, so it may be stopped at any time and goes on where it was. ``--table`` prints how far the estimate is off.
+line are skipped, so it may be stopped at any time and goes on where it was. ``--sample`` names another sample: ``fresh`` has
+jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for. ``--table`` prints
+how far the estimate is off. At the end the validation page is written anew (:mod:`tests.measured.page`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from tests.measured import stored
-from tests.measured.drawn import drawn
+from tests.measured import peers, stored
+from tests.measured.drawn import FRESH_SEED, drawn
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from pathlib import Path
 
     from zeroplan.measurement import Measurement
     from zeroplan.spec.job import JobSpec
@@ -34,26 +37,47 @@ def main() -> None:
     if asked.table:
         from tests.measured.errors import table
 
-        print(table(stored.records(), stored.refusals()))
+        print(table(stored.records(_PATHS[asked.sample]), stored.refusals()))
         return
     missing = [package for package in ("torch", "transformers", "deepspeed") if find_spec(package) is None]
     if missing:
         sys.exit(f"not installed, and the engines need it: {', '.join(missing)}")
     if asked.retry:
         stored.REFUSED.unlink(missing_ok=True)
-    jobs = drawn(asked.cases)
-    done = {record.job for record in stored.records()} | {refusal.job for refusal in stored.refusals()}
+    _measure_what_is_left(asked)
+
+    from tests.measured import page
+
+    page.write()
+
+
+_PATHS = {"matrix": stored.RECORDS, "fresh": stored.FRESH, "peers": stored.PEERS}
+
+
+def _jobs(asked: argparse.Namespace) -> list[JobSpec]:
+    match asked.sample:
+        case "fresh":
+            return drawn(asked.cases or 100, seed=FRESH_SEED)
+        case "peers":
+            return peers.jobs()
+    return drawn(asked.cases or 600)
+
+
+def _measure_what_is_left(asked: argparse.Namespace) -> None:
+    jobs, path = _jobs(asked), _PATHS[asked.sample]
+    done = {record.job for record in stored.records(path)} | {refusal.job for refusal in stored.refusals()}
     left = [job for job in jobs if job not in done]
     print(f"{len(jobs) - len(left)} of {len(jobs)} cases have a record", flush=True)
     try:
-        _run(left, seconds=asked.seconds, silent_after=asked.timeout)
+        _run(left, path, seconds=asked.seconds, silent_after=asked.timeout)
     finally:
-        stored.sort(stored.RECORDS, jobs)
+        stored.sort(path, jobs)
 
 
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=600, help="how many of the sample's jobs")
+    parser.add_argument("--sample", choices=_PATHS, default="matrix", help="which jobs")
+    parser.add_argument("--cases", type=int, help="how many of the sample's jobs (600 of the matrix, 100 fresh ones)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other case after so long")
     parser.add_argument("--timeout", type=float, default=180.0, help="give a case up after so many seconds")
     parser.add_argument("--retry", action="store_true", help="try again what could not be measured")
@@ -61,7 +85,7 @@ def _asked() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(jobs: list[JobSpec], *, seconds: float, silent_after: float) -> None:
+def _run(jobs: list[JobSpec], path: Path, *, seconds: float, silent_after: float) -> None:
     began = time.monotonic()
     for number, job in enumerate(jobs):
         if time.monotonic() - began > seconds:
@@ -70,7 +94,7 @@ def _run(jobs: list[JobSpec], *, seconds: float, silent_after: float) -> None:
         if isinstance(found, str):
             stored.keep_refusal(job, found)
         else:
-            stored.keep(found)
+            stored.keep(found, path)
         what = f"refused: {found}" if isinstance(found, str) else f"{found.seconds:.1f} s"
         recipe = job.recipe
         print(f"{number + 1}/{len(jobs)} {recipe.engine} {recipe.zero_stage} {job.model.name}: {what}", flush=True)

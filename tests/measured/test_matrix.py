@@ -7,69 +7,19 @@ records but those of a known cause; a cause without a record beyond the goal has
 from __future__ import annotations
 
 from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.measured import drawn, stored
+from tests.measured.causes import CAUSES, Cause, cause_of
 from tests.measured.errors import EVERY, MOST, Held, held, what
 from zeroplan import estimate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from zeroplan.spec.job import JobSpec
-
-
-class Cause(NamedTuple):
-    """Why the estimate of some jobs is off, which they are, and how far it is off at most today. [fractions of the peak]"""
-
-    why: str
-    jobs: Callable[[JobSpec], bool]
-    below: float
-    above: float = EVERY
-
-
-def _in_32_bits(job: JobSpec) -> bool:
-    return job.recipe.precision == "fp32" and job.model.num_key_value_heads < job.model.num_attention_heads
-
-
-def _all_scores_again(job: JobSpec) -> bool:
-    return job.recipe.engine == "fsdp2" and job.recipe.recompute == "selective" and _in_32_bits(job)
-
-
-def _joint_projection_in_32_bits(job: JobSpec) -> bool:
-    return job.recipe.engine in ("ddp", "deepspeed") and job.recipe.precision == "fp32" and job.model.family == "phi3"
-
-
-def _gathered_experts(job: JobSpec) -> bool:
-    return job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3 and job.model.family == "qwen3_moe"
-
-
-def _experts_in_32_bits(job: JobSpec) -> bool:
-    return job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 2 and _with_experts_in_fp32(job)
-
-
-def _with_experts_in_fp32(job: JobSpec) -> bool:
-    return job.recipe.precision == "fp32" and job.model.moe is not None
-
-
-CAUSES: tuple[Cause, ...] = (
-    # One record of DeepSeek-V3, 1.01 % low; what else is alive while the gradients of its experts are reduced is not known yet.
-    Cause("stage 2 of DeepSpeed with experts in 32 bits", _experts_in_32_bits, 0.0102),
-    # Scores that are written out belong to no operator that selective recomputation keeps (zeroplan.verify.recomputation).
-    Cause("selective recomputation where scores are written out", _all_scores_again, 0.01, 0.03),
-    # One record of phi-3-mini; what a CPU's kernel keeps of the joint projection there is not understood yet.
-    Cause("a joint projection in 32 bits on a CPU's kernels", _joint_projection_in_32_bits, 0.02),
-    # One record, many ranks and few tokens; what is gathered then, and why, is not understood yet.
-    Cause("stage 3 of DeepSpeed with experts: more is gathered at the backward's peak than is said", _gathered_experts, 0.09),
-)
-
-
-def _cause(one: Held) -> Cause | None:
-    """The first that applies; a record may be of several."""
-    return next((cause for cause in CAUSES if cause.jobs(one.measured.job)), None)
 
 
 _REACHED = 0.94
@@ -82,7 +32,7 @@ def replayed() -> list[Held]:
 
 
 def test_every_record_of_no_known_cause_reaches_the_goal(replayed: list[Held]):
-    judged = [one for one in replayed if _cause(one) is None]
+    judged = [one for one in replayed if cause_of(one) is None]
     beyond = [f"{one.error:+.2%} {what(one.measured.job)}" for one in judged if abs(one.error) > EVERY]
     assert not beyond, "\n".join(beyond)
     assert sum(abs(one.error) <= MOST for one in judged) >= _REACHED * len(judged)
@@ -91,7 +41,7 @@ def test_every_record_of_no_known_cause_reaches_the_goal(replayed: list[Held]):
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.why)
 def test_a_known_cause_is_as_bad_as_is_said_and_no_worse(replayed: list[Held], cause: Cause):
-    errors = [one.error for one in replayed if _cause(one) is cause]
+    errors = [one.error for one in replayed if cause_of(one) is cause]
     assert -cause.below <= min(errors)
     assert max(errors) <= cause.above
     assert max(map(abs, errors)) > EVERY, "mended: take the cause out of the list"

@@ -14,7 +14,7 @@ from zeroplan.comparison import compare_with_estimate
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, Recompute
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -38,12 +38,12 @@ def test_each_list_does_what_it_says():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from zeroplan.verify.card import CARD, install
-    from zeroplan.verify.card_autocast import autocast
+    from zeroplan.verify.card_autocast import cuda_lists
 
     install()
-    with FakeTensorMode(), torch.device(CARD):
+    with cuda_lists(), FakeTensorMode(), torch.device(CARD):
         weight, bits = torch.empty(8, 8, requires_grad=True), torch.empty(8, 8, dtype=torch.bfloat16)
-        with autocast(torch.bfloat16):
+        with torch.autocast(CARD, dtype=torch.bfloat16):
             assert (bits @ weight).dtype == (weight @ weight).dtype == torch.bfloat16
             assert bits.exp().dtype == bits.softmax(0).dtype == torch.float32
             assert bits.softmax(0, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -56,14 +56,14 @@ def test_a_weight_is_cast_once():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from zeroplan.verify.card import CARD, install
-    from zeroplan.verify.card_autocast import autocast
+    from zeroplan.verify.card_autocast import cuda_lists
     from zeroplan.verify.tracker import Tracker
 
     install()
     tracker = Tracker(device=CARD)
-    with FakeTensorMode(), tracker, torch.device(CARD):
+    with cuda_lists(), FakeTensorMode(), tracker, torch.device(CARD):
         weight, x = torch.empty(8, 8, requires_grad=True), torch.empty(2, 8, dtype=torch.bfloat16)
-        with autocast(torch.bfloat16):
+        with torch.autocast(CARD, dtype=torch.bfloat16):
             for _ in range(3):
                 x @ weight
     casts = [block for block in tracker.recording.blocks if block.n_bytes == 8 * 8 * 2]
@@ -71,15 +71,17 @@ def test_a_weight_is_cast_once():
     assert casts[0].died is not None
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral"])
-def test_a_run_takes_what_is_estimated(family: str):
+@pytest.mark.parametrize(("family", "recompute"), [
+    ("llama", "none"), ("llama", "full"), ("gpt2", "none"), ("gemma3_text", "none"), ("mixtral", "none"),
+])  # fmt: skip
+def test_a_run_takes_what_is_estimated(family: str, recompute: Recompute):
     from zeroplan.verify.simulate import simulate
 
     job = JobSpec(
         model=replace(model_from_config(tiny_config(family)), num_hidden_layers=2),
-        recipe=RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed"),
+        recipe=RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed", recompute=recompute),
         mesh=MeshSpec(dp_shard=2),
-        batch=BatchSpec(micro_batch_size=2, seq_len=64),
+        batch=BatchSpec(micro_batch_size=8, seq_len=64),
     )
     found = compare_with_estimate(simulate(job, steps=3))
     assert abs(found.peak.error) < 0.0005, found

@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from zeroplan.verify.card import CARD
+from zeroplan.verify.replaced import replaced
 
 _KEY = "AutocastPrivateUse1"
 _BELOW = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(_KEY))  # type: ignore[arg-type]
@@ -53,14 +54,17 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 @contextmanager
-def autocast(dtype: torch.dtype) -> Iterator[None]:
-    """Compute in ``dtype`` on the card as CUDA would under ``torch.autocast``."""
+def cuda_lists() -> Iterator[None]:
+    """Let ``torch.autocast`` on the card cast as it does on CUDA, wherever it is entered: by a loop, or to recompute a block."""
     _register()
-    try:
-        with torch.autocast(CARD, dtype=dtype):
-            yield
-    finally:
+    forget = torch.clear_autocast_cache
+
+    def forget_all() -> None:
         _casts.clear()
+        forget()
+
+    with replaced(torch, "clear_autocast_cache", forget_all):
+        yield
 
 
 @cache

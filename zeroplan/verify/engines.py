@@ -23,8 +23,6 @@ from zeroplan.engines.optimizers import implementation
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import Precision, RecipeSpec
-from zeroplan.verify.card import CARD
-from zeroplan.verify.card_autocast import autocast as autocast_on_the_card
 from zeroplan.verify.workload import Workload
 
 
@@ -292,8 +290,6 @@ def autocast(recipe: RecipeSpec, device: str) -> AbstractContextManager[object]:
     """The context in which a plain loop computes in mixed precision."""
     if not recipe.precision.endswith("mixed"):
         return nullcontext()
-    if device == CARD:
-        return autocast_on_the_card(_COMPUTE[recipe.precision])
     return torch.autocast(device, dtype=_COMPUTE[recipe.precision])
 
 

@@ -20,6 +20,7 @@ from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.card import CARD, FakeCardMode, decisions
+from zeroplan.verify.card_autocast import cuda_lists
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, stored_dtype, train
 from zeroplan.verify.fake_mode import QuickFakes
 from zeroplan.verify.reducer import readable_bookkeeping
@@ -128,10 +129,11 @@ _LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
 @contextmanager
 def fake_tensors(watcher: Watcher, device: str = "cpu") -> Iterator[None]:
     """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
-    as_on_cuda, mode = (decisions(), FakeCardMode()) if device == CARD else (nullcontext(), QuickFakes())
+    as_on_cuda = (decisions(), cuda_lists()) if device == CARD else ()
+    mode = FakeCardMode() if device == CARD else QuickFakes()
     as_real = _unpacked_rows(), _chunks_as_wanted(), _no_strided_shards(), _grouped_products(), readable_bookkeeping(watcher)
     with ExitStack() as answers:
-        for answer in (*as_real, as_on_cuda, mode):
+        for answer in (*as_real, *as_on_cuda, mode):
             answers.enter_context(answer)
         yield
 

@@ -1,0 +1,206 @@
+"""Write docs/validation.md and its figure from the records: ``python -m tests.measured.page`` from the repository's root.
+
+Needs matplotlib, and no torch. A test demands that the page is what the records say today.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from tests.measured import peers, stored
+from tests.measured.errors import EVERY, MOST, Held, engine_of, held, share_of, what
+from tests.measured.figure import draw
+from tests.measured.formulas import FORMULAS
+from zeroplan import estimate
+from zeroplan.units import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zeroplan.spec.job import JobSpec
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, FIGURE = DOCS / "validation.md", DOCS / "figures" / "validation.png"
+_WORST = 10
+
+Row = tuple[str, ...]
+
+
+def write() -> None:
+    """Write page and figure."""
+    all_held = held(stored.records())
+    PAGE.write_text(page(all_held), encoding="utf-8")
+    FIGURE.parent.mkdir(exist_ok=True)
+    draw(all_held, FIGURE)
+
+
+def page(all_held: list[Held]) -> str:
+    """The page, in Markdown."""
+    return "\n".join([*_top(all_held), *_by_side(all_held), *_worst(all_held), *_formulas(all_held), *_peers(), *_how()])
+
+
+def _top(all_held: list[Held]) -> Iterator[str]:
+    errors = sorted(abs(one.error) for one in all_held)
+    ranks = [one.measured.job.mesh.world_size for one in all_held]
+    yield f"""\
+# How far is the estimate from the engines?
+
+{len(all_held)} jobs, drawn so that every two choices of engine, model family, size, recomputation, precision, optimizer,
+accumulation, batch and number of ranks ({min(ranks)} to {max(ranks)}) meet, were run through the real engines by
+[`zeroplan verify`](verify.md) on fake tensors, and their records kept. This page is written from them; [limits](limits.md) says
+what none of them covers.
+
+| peak allocated | asked | reached |
+|---|---:|---:|
+| median error | {0.0005:.2%} | {median(errors):.4%} |
+| within {MOST:.2%} | 95 % | {share_of(error <= MOST for error in errors):.1%} |
+| within {EVERY:.0%} | 100 % | {share_of(error <= EVERY for error in errors):.1%} |
+| furthest below what was measured | {-EVERY:.0%} | {min(one.error for one in all_held):+.2%} |
+| furthest above | {EVERY:+.0%} | {max(one.error for one in all_held):+.2%} |
+| peak in the phase that was predicted | 95 % | {share_of(one.same_phase for one in all_held):.1%} |
+| every kind at the peak within 2 % or 16 MiB | | {share_of(one.same_kinds for one in all_held):.1%} |
+| bytes of every collective exact | 100 % | {share_of(one.same_traffic for one in all_held):.1%} |
+
+![Predicted against measured peaks of all jobs, and how large the errors are](figures/{FIGURE.name})
+"""
+
+
+_SIDES: dict[str, Callable[[JobSpec], object]] = {
+    "Engine": engine_of,
+    "Family": lambda job: job.model.family,
+    "Recomputation": lambda job: job.recipe.recompute,
+    "Precision": lambda job: job.recipe.precision,
+    "Optimizer step": lambda job: job.recipe.optimizer_impl,
+    "Micro-batches per step": lambda job: job.batch.grad_accum_steps,
+    "Ranks": lambda job: job.mesh.world_size,
+}
+
+
+def _by_side(all_held: list[Held]) -> Iterator[str]:
+    for name, side in _SIDES.items():
+        values = sorted({side(one.measured.job) for one in all_held}, key=_natural)
+        rows = [_errors(str(value), [one for one in all_held if side(one.measured.job) == value]) for value in values]
+        head = (
+            name,
+            "jobs",
+            "median",
+            "95 in 100 within",
+            "lowest",
+            "highest",
+            f"within {MOST:.2%}",
+            "phase",
+            "kinds",
+            "traffic",
+        )
+        yield f"## By {name.lower()}\n"
+        yield _table(head, rows)
+
+
+def _natural(value: object) -> tuple[bool, object]:
+    return (isinstance(value, str), value)
+
+
+def _errors(name: str, some: list[Held]) -> Row:
+    errors = sorted(abs(one.error) for one in some)
+    return (
+        name,
+        f"{len(some)}",
+        f"{median(errors):.3%}",
+        f"{errors[min(len(errors) - 1, 95 * len(errors) // 100)]:.3%}",
+        f"{min(one.error for one in some):+.3%}",
+        f"{max(one.error for one in some):+.3%}",
+        f"{share_of(error <= MOST for error in errors):.0%}",
+        *(f"{share_of(found):.0%}" for found in _agreement(some)),
+    )
+
+
+def _agreement(some: list[Held]) -> tuple[list[bool], list[bool], list[bool]]:
+    return [one.same_phase for one in some], [one.same_kinds for one in some], [one.same_traffic for one in some]
+
+
+def _worst(all_held: list[Held]) -> Iterator[str]:
+    from tests.measured.causes import cause_of
+
+    worst = sorted(all_held, key=lambda one: -abs(one.error))[:_WORST]
+    rows = [
+        (
+            what(one.measured.job),
+            f"{one.error:+.2%}",
+            f"{one.found.peak.predicted / GIB:.2f}",
+            f"{one.found.peak.measured / GIB:.2f}",
+            one.measured.steady.peak.phase,
+            getattr(cause_of(one), "why", "within the goal" if abs(one.error) <= EVERY else "not known"),
+        )
+        for one in worst
+    ]
+    yield f"## The worst {_WORST}\n"
+    yield "Models with their layers, batches as accumulation x micro-batch x sequence.\n"
+    yield _table(("job", "error", "predicted, GiB", "measured, GiB", "peak in", "reason"), rows, text=(0, 4, 5))
+
+
+def _formulas(all_held: list[Held]) -> Iterator[str]:
+    rows = [_ratios("**zeroplan estimate**", [one.found.peak.predicted / one.found.peak.measured for one in all_held])]
+    for formula in FORMULAS:
+        answers = [(formula.answer(one.measured.job), one.found.peak.measured) for one in all_held]
+        rows.append(_ratios(formula.name, [answer / measured for answer, measured in answers if answer is not None]))
+    yield "## What simpler formulas make of the same jobs\n"
+    yield "Answer over measured peak; 1.00 is right. The ends leave out one in twenty on either side, then none.\n"
+    head = ("formula", "jobs it answers", "median error", "lowest", "5 in 100 below", "5 in 100 above", "highest")
+    yield _table(head, rows)
+
+
+def _ratios(name: str, ratios: list[float]) -> Row:
+    found, twentieth = sorted(ratios), len(ratios) // 20
+    ends = (found[0], found[twentieth], found[-1 - twentieth], found[-1])
+    return (name, f"{len(found)}", f"{median(abs(one - 1) for one in found):.2%}", *(f"{one:.2f}" for one in ends))
+
+
+def _peers() -> Iterator[str]:
+    measured = {record.job: record.steady.peak.peak_bytes for record in stored.records(stored.PEERS)}
+    yield "## The same jobs through other calculators\n"
+    yield (
+        "GiB per GPU without recomputation / with full recomputation, in brackets over what the engine takes: *zeroplan verify* is "
+        "the engine itself (FSDP2, simulated). Every other answer is the tool's own of 2026-11-20, versions beside the names. "
+        "Tools differ in what they set out to count: attention's kernel, whose module, whether the loop holds the logits.\n"
+    )
+    cases = peers.cases()
+    truths = [tuple(measured[job] / GIB for job in case.jobs) for case in cases]
+    ours = [tuple(estimate(job).peak_bytes / GIB for job in case.jobs) for case in cases]
+    rows = [
+        ("**zeroplan verify**", *(_pair(truth, truth) for truth in truths)),
+        ("**zeroplan estimate**", *(_pair(answer, truth) for answer, truth in zip(ours, truths, strict=True))),
+        *(
+            (name, *(_pair(case.answers[name], truth) for case, truth in zip(cases, truths, strict=True)))
+            for name in cases[0].answers
+        ),
+    ]
+    yield _table(("calculator", *(case.name for case in cases)), rows)
+
+
+def _pair(answers: Sequence[float | None], truths: Sequence[float]) -> str:
+    return " / ".join(
+        "none" if answer is None else f"{answer:.2f} ({answer / truth:.2f}x)"
+        for answer, truth in zip(answers, truths, strict=True)
+    )
+
+
+def _how() -> Iterator[str]:
+    yield """\
+## Do it again
+
+From the repository, with torch, transformers and DeepSpeed installed (the extra `verify`): `python -m tests.measured.matrix` runs
+what has no record yet, may be stopped at any time, and writes this page; `--sample peers` and `--sample fresh` run the calculators'
+jobs and jobs that nobody looked at while the estimate was made; `--table` prints more of the same. The test suite replays every
+record without torch (`tests/measured/test_matrix.py`) and demands that this page is what they say."""
+    yield ""
+
+
+def _table(head: Row, rows: Sequence[Row], text: tuple[int, ...] = (0,)) -> str:
+    marks = ["---" if column in text else "---:" for column in range(len(head))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, tuple(marks), *rows)) + "\n"
+
+
+if __name__ == "__main__":
+    write()
