@@ -23,6 +23,17 @@ def test_the_reserved_band_by_hand():
     assert reserved(moments) == (11, 14, 18)
 
 
+def test_fsdp2_makes_what_goes_into_a_reduction_where_it_computes_and_what_comes_out_elsewhere():
+    """Pools: compute 8 (6+2), gather 5, shards of the gradients 3; elsewhere compute 10 (6+3+1), gather 5, reduce 2."""
+    moments = (
+        moment("reducing", PARAMETERS=6, REDUCE=2, GATHER=5),
+        moment("reduced", PARAMETERS=6, GRADIENTS=3),
+        moment("stepping", PARAMETERS=6, GRADIENTS=3, OPTIMIZER_TEMPORARY=1),
+    )
+    assert reserved(moments, engine="fsdp2").expected_bytes == 8 + 5 + 3
+    assert reserved(moments, engine="deepspeed").expected_bytes == 10 + 5 + 2
+
+
 def test_the_band_is_ordered_and_starts_at_the_peak():
     moments = (moment("a", GATHER=5, REDUCE=1), moment("b", GATHER=1, REDUCE=5, LOGITS=2))
     low, expected, high = reserved(moments)

@@ -110,7 +110,7 @@ class Estimate:
     @property
     def reserved(self) -> Band:
         """What the caching allocator takes around the peak."""
-        return reserved(self.moments)
+        return reserved(self.moments, engine=self.job.recipe.engine)
 
     @property
     def held(self) -> tuple[Line, ...]:

@@ -7,6 +7,9 @@ from zeroplan.numeric import Int, maximum
 
 #: Kinds that an engine allocates on streams of their own: the caching allocator keeps one pool of blocks per stream.
 _OWN_POOL = {Kind.GATHER: "gather", Kind.REDUCE: "reduce"}
+#: FSDP2 makes the inputs of its reductions on the stream that computes, and what comes out, the shards, on one of their own
+#: (torch 2.13, _fsdp_collectives.py, foreach_reduce).
+_POOLS_OF: dict[str, dict[Kind, str]] = {"fsdp2": {Kind.GATHER: "gather", Kind.GRADIENTS: "reduce"}}
 
 
 def peak(moments: tuple[Moment, ...]) -> Moment:
@@ -21,7 +24,7 @@ def peak(moments: tuple[Moment, ...]) -> Moment:
     return moments[totals.index(max(totals))]
 
 
-def reserved(moments: tuple[Moment, ...]) -> Band:
+def reserved(moments: tuple[Moment, ...], *, engine: str = "") -> Band:
     """What ``torch.cuda.max_memory_reserved`` will say, as far as the moments tell. [bytes]
 
     Least: every freed block is used again, so the peak itself (nearly so with expandable segments). Expected: blocks are used
@@ -30,6 +33,7 @@ def reserved(moments: tuple[Moment, ...]) -> Band:
 
     Leaves out fragmentation inside a kind. Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (``BlockPool`` per stream).
     """
+    own_pool = _POOLS_OF.get(engine, _OWN_POOL)
     by_kind: dict[Kind, Int] = {}
     by_pool: dict[str, Int] = {}
     largest: Int = 0
@@ -41,7 +45,7 @@ def reserved(moments: tuple[Moment, ...]) -> Band:
             kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0) + kinds.pop(Kind.ACTIVATION_GRADIENTS)
         for kind, n_bytes in kinds.items():
             by_kind[kind] = maximum(by_kind.get(kind, 0), n_bytes)
-            pool = _OWN_POOL.get(kind, "compute")
+            pool = own_pool.get(kind, "compute")
             pools[pool] = pools.get(pool, 0) + n_bytes
             total = total + n_bytes
         for pool, n_bytes in pools.items():

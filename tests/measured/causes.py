@@ -21,14 +21,6 @@ class Cause(NamedTuple):
     above: float = EVERY
 
 
-def _in_32_bits(job: JobSpec) -> bool:
-    return job.recipe.precision == "fp32" and job.model.num_key_value_heads < job.model.num_attention_heads
-
-
-def _all_scores_again(job: JobSpec) -> bool:
-    return job.recipe.engine == "fsdp2" and job.recipe.recompute == "selective" and _in_32_bits(job)
-
-
 def _joint_projection_in_32_bits(job: JobSpec) -> bool:
     return job.recipe.engine in ("ddp", "deepspeed") and job.recipe.precision == "fp32" and job.model.family == "phi3"
 
@@ -48,8 +40,6 @@ def _with_experts_in_fp32(job: JobSpec) -> bool:
 CAUSES: tuple[Cause, ...] = (
     # One record of DeepSeek-V3, 1.01 % low; what else is alive while the gradients of its experts are reduced is not known yet.
     Cause("stage 2 of DeepSpeed with experts in 32 bits", _experts_in_32_bits, 0.0102),
-    # Scores that are written out belong to no operator that selective recomputation keeps (zeroplan.verify.recomputation).
-    Cause("selective recomputation where scores are written out", _all_scores_again, 0.01, 0.03),
     # One record of phi-3-mini; what a CPU's kernel keeps of the joint projection there is not understood yet.
     Cause("a joint projection in 32 bits on a CPU's kernels", _joint_projection_in_32_bits, 0.02),
     # One record, many ranks and few tokens; what is gathered then, and why, is not understood yet.

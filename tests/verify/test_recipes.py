@@ -6,18 +6,34 @@ from dataclasses import replace
 
 import pytest
 
+from tests.transformer.tiny_configs import tiny_config
 from tests.verify.test_tracker import WEIGHTS, job
+from zeroplan.catalog.config import model_from_config
 from zeroplan.comparison import compare
 from zeroplan.errors import MeasurementError
 from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import RecipeSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 
 LONG = BatchSpec(micro_batch_size=2, seq_len=256)
+NUMBERS = 40
+"""Random state of a kernel, constants of GPT-2's activation. [bytes]"""
+
+
+def latent(case: str) -> JobSpec:
+    """Describe a tiny model with latent attention, its blocks recomputed selectively; widths of heads that no kernel pads."""
+    spec = model_from_config(tiny_config(case) | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16})
+    spec = replace(spec, num_hidden_layers=3)
+    return JobSpec(model=spec, recipe=RecipeSpec(recompute="selective"), mesh=MeshSpec(dp_shard=4), batch=LONG)
+
+
 FSDP2 = {
     "llama, selective": job(recompute="selective"),
     "llama, selective, activations dominate": job(recompute="selective", batch=LONG),
@@ -93,6 +109,33 @@ def test_selective_recomputation_keeps_every_second_product_and_what_attention_g
         ("self_attn.q_proj", hidden),
         ("self_attn.v_proj", value),
     ]
+
+
+#: Latent attention; scores that are written out, as CUDA does in 32 bits, which no kernel makes; the kernel in its place.
+BLOCKS = {
+    "dense, latent attention": (latent("deepseek_v3"), "model.layers.0"),
+    "moe, latent attention": (latent("deepseek_v3"), "model.layers.1"),
+    "moe, latent attention, whole queries, biases": (latent("deepseek_v3, whole queries, biases"), "model.layers.1"),
+    "dense, grouped heads in fp32": (job(recompute="selective", precision="fp32", batch=LONG), "model.layers.1"),
+    "dense, phi3, grouped heads in fp32": (job("phi3", recompute="selective", precision="fp32", batch=LONG), "model.layers.1"),
+    "dense, in fp32": (job("gpt2", recompute="selective", precision="fp32"), "transformer.h.1"),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_keeps_what_is_estimated_under_selective_recomputation(name: str):
+    from zeroplan.verify.simulate import _recorded  # what is alive at any moment, not only at peaks
+
+    asked, block = BLOCKS[name]
+    recording = _recorded(asked, 0, 1)
+    start = next(span.start for span in recording.spans if span.phase is Phase.BACKWARD)
+    kept = sum(
+        one.n_bytes
+        for one in recording.blocks
+        if one.born <= start < one.died and one.kind is Kind.ACTIVATIONS and f"{one.module}.".startswith(f"{block}.")
+    )
+    lines = dict(estimate(asked).kept)[f"one {name.partition(',')[0]} block"]
+    assert 0 <= kept - sum(int(line.n_bytes) for line in lines) <= NUMBERS
 
 
 def test_an_optimizer_that_reads_values_is_refused_in_one_line():

@@ -1,15 +1,16 @@
 """Which layers a moment can fall on: where memory over the layers has a corner.
 
 Between two corners every quantity (tensors saved so far, gradients made so far) is linear in the layer's index, so the largest
-value lies at a corner: the first two and the last two layers, and both ends of every run of equal layers. Looking at these alone
-gives the exact maximum over all layers, at a cost that does not grow with them.
+value lies at a corner: the first two and the last two layers, and both ends of every stretch of equal layers. Where kinds take
+turns, the layers that stand at the same place of a turn are linear among themselves, so the first and the last turn are enough.
+Looking at these alone gives the exact maximum over all layers, at a cost that does not grow with them.
 """
 
 from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import runs_in_order
 
 
 class Position(NamedTuple):
@@ -35,35 +36,35 @@ def corners(model: ModelSpec) -> tuple[Position, ...]:
     >>> [position.name for position in corners(tiny)]
     ['block 1 of 9', 'block 2 of 9', 'block 8 of 9', 'block 9 of 9']
     """
-    counts = [run.layers for run in layout(model).runs]
-    total = sum(counts)
-    wanted = {0, 1, total - 2, total - 1}
-    start = 0
-    for count in counts:
-        wanted |= {start, start + 1, start + count - 2, start + count - 1}
-        start += count
-    return tuple(_position(index, counts) for index in sorted(wanted) if 0 <= index < total)
+    order = runs_in_order(model)
+    stretches = _stretches(order)
+    ends = {0, 1, len(order) - 2, len(order) - 1}
+    for start, stop in (stretches[0], stretches[-1]):
+        ends |= {start, start + 1, stop - 2, stop - 1}
+    for start, stop in (*stretches[:_ONE_TURN], *stretches[-_ONE_TURN:]):
+        ends |= {start, stop - 1}
+    return tuple(_position(index, order) for index in sorted(ends) if 0 <= index < len(order))
 
 
-def _position(index: int, counts: list[int]) -> Position:
-    before = _overlap(counts, 0, index)
-    after = _overlap(counts, index + 1, sum(counts))
+_ONE_TURN = 3
+"""Stretches that have one of each kind among them whose neighbours are whole: two kinds take turns at the most."""
+
+
+def _stretches(order: tuple[int, ...]) -> list[tuple[int, int]]:
+    """First layer and end of each stretch of layers of one kind."""
+    starts = [index for index, run in enumerate(order) if not index or order[index - 1] != run]
+    return list(zip(starts, [*starts[1:], len(order)], strict=True))
+
+
+def _position(index: int, order: tuple[int, ...]) -> Position:
+    before, after = order[:index], order[index + 1 :]
+    every = range(max(order) + 1)
     return Position(
         layer=index,
-        name=f"block {index + 1} of {sum(counts)}",
-        run=_run_of(index, counts),
-        before=before,
-        after=after,
-        previous_run=None if index == 0 else _run_of(index - 1, counts),
-        next_run=None if index == sum(counts) - 1 else _run_of(index + 1, counts),
+        name=f"block {index + 1} of {len(order)}",
+        run=order[index],
+        before=tuple(before.count(run) for run in every),
+        after=tuple(after.count(run) for run in every),
+        previous_run=before[-1] if before else None,
+        next_run=after[0] if after else None,
     )
-
-
-def _overlap(counts: list[int], start: int, stop: int) -> tuple[int, ...]:
-    """Count the layers of each run that lie in ``start``..``stop``."""
-    ends = [sum(counts[: run + 1]) for run in range(len(counts))]
-    return tuple(max(0, min(end, stop) - max(end - count, start)) for end, count in zip(ends, counts, strict=True))
-
-
-def _run_of(index: int, counts: list[int]) -> int:
-    return next(run for run in range(len(counts)) if index < sum(counts[: run + 1]))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families.widths import GLOBAL_LAYERS
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_gated import gated_layout
 from zeroplan.transformer.params_gpt import bloom_layout, gpt2_layout, gpt_neox_layout, opt_layout
@@ -37,6 +38,21 @@ def layout(model: ModelSpec) -> Layout:
     if not model.unplaced_parameters:
         return built
     return built._replace(embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,))))
+
+
+def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
+    """Return the run of every layer, first to last; where kinds of attention take turns, the last layer of each turn is global.
+
+    >>> runs_in_order(ModelSpec(family="gemma2", hidden_size=8, intermediate_size=16, num_hidden_layers=5, num_attention_heads=2,
+    ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
+    (1, 0, 1, 0, 1)
+    """
+    runs = layout(model).runs
+    at = {run.kind: index for index, run in enumerate(runs)}
+    if not at.keys() >= {"local", "global"}:
+        return tuple(index for index, run in enumerate(runs) for _ in range(run.layers))
+    every = GLOBAL_LAYERS[model.family]
+    return tuple(at["local" if (layer + 1) % every else "global"] for layer in range(model.num_hidden_layers))
 
 
 def parameter_count(model: ModelSpec) -> int:

@@ -225,7 +225,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self.live_bytes += n_bytes
         block = Block(n_bytes, self.now, str(func), self._modules.current(), len(self.spans) - 1, self._stream())
         block.kind = self._label
-        block.recomputed = torch.is_grad_enabled()
+        block.recomputed = torch.is_grad_enabled() or self._modules.is_called  # a custom function runs without gradients
         watch.block = block
         self.blocks.append(block)
         return block
@@ -334,6 +334,11 @@ class _Modules:
 
     def __exit__(self, *error: object) -> None:
         self._hooks.close()
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a module's forward runs, within a backward that of a recomputation."""
+        return bool(self._calls)
 
     def current(self) -> str:
         """Return the fully qualified name, empty outside all or where it is not known."""

@@ -103,6 +103,7 @@ def in_32_bits_grouped(tape: Tape, heads: Heads) -> Attended:
     work = tape.make(TEMPORARY, f"scores and mask, {ON_CUDA}", "4·a·T·s + 4·s²", MATH)
     scratch = (f"gradients of softmax and scores, {ON_CUDA}", "8·a·T·s", MATH)
     made = _kernel(tape, operands, scratch, *extra, twice=heads.joined)
+    tape.kernel_outputs.clear()  # no kernel made them, so selective recomputation keeps none
     tape.drop(work, *extra)
     return Attended(made)
 

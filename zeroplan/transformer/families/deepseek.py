@@ -4,18 +4,23 @@ from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import BlockPass
-from zeroplan.transformer.families.latent import attention_forward_bytes, kernel, latent_attention
+from zeroplan.transformer.families.latent import (
+    attention_forward_bytes,
+    kernel,
+    kernel_outputs,
+    latent_attention,
+    projected_outputs,
+)
 from zeroplan.transformer.families.llama import (
     ATTENTION_EXCESS,
     SELECTIVE,
-    attention_kept,
     dense_forward,
     gated_recompute,
     middle,
     norm_output,
 )
 from zeroplan.transformer.families.mixtral import experts_recompute, routing_tables, weighted_outputs
-from zeroplan.transformer.families.mlp import gated_mlp
+from zeroplan.transformer.families.mlp import gated_mlp, gated_outputs
 from zeroplan.transformer.families.moe import Router, routed_experts
 from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part, assemble
@@ -29,8 +34,8 @@ def deepseek_dense(model: ModelSpec, x: Widths) -> BlockPass:
     """One of the first layers, with a gated MLP."""
     mla = _latent(model)
     mlp = gated_mlp(x, model.intermediate_size)
-    up = Line(SAVED, x.element * x.tokens * model.intermediate_size, "output of the up projection", "e·T·f", SELECTIVE)
-    return _block(model, x, mla, mlp, forward=dense_forward(x), recompute=gated_recompute(model, x), later=(up,))
+    later = gated_outputs(x, model.intermediate_size)
+    return _block(model, x, mla, mlp, forward=dense_forward(x), recompute=gated_recompute(model, x), later=later)
 
 
 def deepseek_moe(model: ModelSpec, x: Widths) -> BlockPass:
@@ -48,7 +53,12 @@ def deepseek_moe(model: ModelSpec, x: Widths) -> BlockPass:
     )
     above = Line(TEMPORARY, maximum(0, early - late), ATTENTION_EXCESS, source=MOE)
     recompute = experts_recompute(x, moe, router)
-    return _block(model, x, mla, experts, forward=(*end, above), recompute=recompute, later=())
+    logits = Line(SAVED, router.scores * x.tokens * moe.num_experts, "output of the router", _ROUTED[router.scores], SELECTIVE)
+    later = (logits, *_named(gated_outputs(x, moe.num_shared_experts * moe.moe_intermediate_size)))
+    return _block(model, x, mla, experts, forward=(*end, above), recompute=recompute, later=later)
+
+
+_ROUTED = {2: "e·T·E", 4: "4·T·E"}
 
 
 def _latent(model: ModelSpec) -> MlaSpec:
@@ -68,8 +78,13 @@ def _block(
         at_end = total_bytes(parts[1].saved) + total_bytes(parts[2].saved) + total_bytes(mlp.saved) + total_bytes(forward)
         forward = (*forward, _excess(attention_forward_bytes(x, mla, recomputed=False) - absent - at_end))
     recompute = (*recompute, _excess(attention_forward_bytes(x, mla, recomputed=True) - absent - total_bytes(recompute)))
-    selective = attention_kept(x, *later)
+    selective = _selective(x, (*projected_outputs(x, mla, bias=model.attention_bias), *later))
     return assemble(x, parts, forward=forward, recompute=recompute, selective=selective, input_is_saved=x.residual == 4)
+
+
+def _selective(x: Widths, products: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Every second plain matrix product of the block, and what the kernel of attention makes, where one computes it."""
+    return (*products[::2], *(kernel_outputs(x) if kernel(x) == "efficient" else ()))
 
 
 def _excess(n_bytes: Int) -> Line:

@@ -133,6 +133,31 @@ def _latent_norm(x: Widths, rank: Ranks) -> tuple[Line, ...]:
 _Inside = tuple[tuple[Line, ...], tuple[tuple[str, tuple[Line, ...]], ...]]
 
 
+def projected_outputs(x: Widths, mla: MlaSpec, *, bias: bool) -> tuple[Line, ...]:
+    """Outputs of attention's projections in the order they are made, those with a bias apart: each is one plain product."""
+    rank, size = ranks(x, mla), x.element * x.tokens
+    compressed = Line(SAVED, size * rank.queries, "output of the first projection of the queries", "e·T·u", LATENT)
+    latent = Line(
+        SAVED, size * (rank.latent + rank.rotary), "output of the first projection of keys and values", "e·T·(w+o)", LATENT
+    )
+    return (
+        *((compressed,) if rank.queries and not bias else ()),
+        Line(SAVED, size * x.query, "output of the projection to queries", "e·T·q", LATENT),
+        *(() if bias else (latent,)),
+        Line(SAVED, size * rank.joint, "output of the projection to keys and values", "e·T·(q - a·o + c)", LATENT),
+        *(() if bias else (Line(SAVED, size * x.hidden, "output of the output projection", "e·T·h", LATENT),)),
+    )
+
+
+def kernel_outputs(x: Widths) -> tuple[Line, ...]:
+    """What the memory-efficient kernel makes: its output, and a log-sum-exp per row in rows of 32."""
+    rows = ceil_div(x.seq_len, _ROWS) * _ROWS * x.micro_batch * x.heads
+    return (
+        Line(SAVED, x.element * x.tokens * x.context, "attention output", "e·T·c", EFFICIENT),
+        Line(SAVED, 4 * rows, "log-sum-exp of the scores, fp32", "128·a·b·ceil(s/32)", EFFICIENT),
+    )
+
+
 def _output(x: Widths) -> Line:
     size = x.element * x.tokens * x.context
     return Line(SAVED, size, "attention output, input of the output projection", "e·T·c", LATENT)

@@ -132,10 +132,11 @@ def gated_recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
 
 def attention_kept(x: Widths, *products: Line) -> tuple[Line, ...]:
     """List what per-operation recomputation keeps of attention: ``products``, and its output where a kernel computes it."""
-    if x.attention == "eager":
+    if x.attention == "eager" or written_out.is_written_out(x):
         return products
     output = Line(SAVED, x.element * x.tokens * x.context, "attention output", "e·T·c", SDPA)
-    return (*products, output, Line(SAVED, 4 * x.tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA))
+    sums = Line(SAVED, 4 * x.tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA)
+    return (*products, output, sums, *written_out.saved(x))
 
 
 def query_and_value(x: Widths) -> tuple[Line, Line]:

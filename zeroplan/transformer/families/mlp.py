@@ -37,6 +37,16 @@ def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
     return Part((*kept, _product(inner)), points, weights, 3 * matrix)
 
 
+def gated_outputs(x: Widths, ffn: int) -> tuple[Line, Line, Line]:
+    """Outputs of a gated MLP's projections, in the order they are made."""
+    inner = x.element * x.tokens * ffn
+    return (
+        Line(SAVED, inner, "output of the gate projection", "e·T·f", LLAMA),
+        Line(SAVED, inner, "output of the up projection", "e·T·f", LLAMA),
+        Line(SAVED, x.element * x.tokens * x.hidden, "output of the down projection", "e·T·h", LLAMA),
+    )
+
+
 def _gated_mlp_autocast(x: Widths, ffn: int, *, bias: bool) -> Part:
     e, hidden, inner = x.element, x.tokens * x.hidden, x.element * x.tokens * ffn
     gate_and_up = _gate_and_up(inner)
