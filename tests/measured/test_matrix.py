@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.measured import drawn, stored
+from tests.measured import drawn, page, stored
 from tests.measured.causes import CAUSES, Cause, cause_of
 from tests.measured.errors import EVERY, MOST, Held, held, what
 from zeroplan import estimate
@@ -51,6 +51,12 @@ def test_what_is_held_between_steps_is_predicted_everywhere(replayed: list[Held]
     """Within a thousandth of the peak, whatever the model; batches and labels are held too, where nothing else is."""
     beyond = [what(one.measured.job) for one in replayed if abs(one.found.held.difference) > one.found.peak.measured // 1000]
     assert not beyond, "\n".join(beyond)
+
+
+def test_the_page_says_what_the_records_say(replayed: list[Held]):
+    """`python -m tests.measured.page` writes it anew."""
+    assert page.page(replayed) == page.PAGE.read_text(encoding="utf-8")
+    assert page.FIGURE.exists()
 
 
 # --- the sample -------------------------------------------------------------------------------------------------------------
