@@ -167,7 +167,7 @@ def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
     for call in answer.traffic.collectives:
         if call.sent_bytes:
             name = _plain(call.operation)
-            predicted[name] = predicted.get(name, 0) + int(call.calls) * int(call.n_bytes)
+            predicted[name] = predicted.get(name, 0) + int(call.payload_bytes)
     found: dict[str, int] = {}
     for seen in measured.collectives:
         name = _plain(seen.operation)
