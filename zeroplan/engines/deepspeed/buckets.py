@@ -139,16 +139,38 @@ def flush_over(buckets: Schedule, element: Int) -> Int:
     return index
 
 
+class Front(NamedTuple):
+    """A bucket that is reduced after the backward, where gradients are taken in the order of the parameters."""
+
+    low: int
+    high: int
+    alone: bool
+    """It is one gradient too large for the bucket, reduced where it is."""
+
+    @property
+    def fill(self) -> int:
+        """Its elements."""
+        return self.high - self.low
+
+
 @lru_cache(maxsize=256)
-def first_bucket_elements(buckets: Schedule) -> int:
-    """Fill of the first bucket when gradients are reduced after the backward, in the order of the parameters. [elements]"""
-    fill = 0
+def from_the_front(buckets: Schedule) -> tuple[Front, ...]:
+    """Return the buckets that are filled when all gradients are there.
+
+    >>> from zeroplan.engines.deepspeed.flat import row
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> [(front.low, front.high) for front in from_the_front(schedule(row(tiny), 1000))]
+    [(0, 936), (936, 1352)]
+    """
+    fronts, low = list[Front](), 0
     for each in buckets.whole.placed:
-        numel = each.end - each.start
-        if fill and fill + numel > buckets.size:
-            break
-        fill += numel
-    return fill
+        if each.start > low and each.end - low > buckets.size:
+            fronts.append(Front(low, each.start, each.start - low > buckets.size))
+            low = each.start
+    end = buckets.whole.n_elements
+    return (*fronts, Front(low, end, end - low > buckets.size))
 
 
 @lru_cache(maxsize=4096)

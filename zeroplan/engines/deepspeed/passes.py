@@ -80,7 +80,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
         kept = block.kept(recipe.recompute)
         beside = total_bytes(block.checkpoint_in_backward) if recipe.recompute == "full" else 0
         settled = tuple(beside + total_bytes(tuple(_settled(block, index, flow))) for index in range(len(block.points)))
-        between = tuple(beside + total_bytes(tuple(_lasting(point))) for point in block.points)
+        between = tuple(beside + total_bytes(tuple(_between(block, index, flow))) for index in range(len(block.points)))
         runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled, between))
         first += run.layers
     kinds = tuple(run.kind for run in runs)
@@ -171,6 +171,21 @@ def _lasting(point: BackwardPoint) -> list[Line]:
     return [line for line in point.lines if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE]
 
 
+def _between(block: BlockPass, index: int, flow: Line) -> list[Line]:
+    """Return what is alive when a gradient is handed on that is made between the point before and this one.
+
+    Between experts and their norm that is the router's: the norm has what it saved, and gradients of its output come out of the
+    experts and out of the router.
+    """
+    point = block.points[index]
+    lines = _lasting(point)
+    if not index or point.current_gradient or not block.points[index - 1].name.startswith("experts"):
+        return lines
+    there = {line.reason for line in lines}
+    saved = [line for line in block.saved if line.reason.startswith(f"{point.name}:") and line.reason not in there]
+    return [*lines, *saved, flow, flow] if saved else lines
+
+
 def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
     """Return what is alive of a point when its operator is done and the gradient it made is handed on.
 
@@ -180,6 +195,8 @@ def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
     places.
     """
     point = block.points[index]
+    if point.handed_on:
+        return list(point.handed_on)
     lines = _lasting(point)
     if not point.current_gradient or index + 1 == len(block.points):
         return lines
@@ -253,7 +270,8 @@ def _running_now(these: Passes, block: int, made: int) -> tuple[Int, str]:
     run = _run_of(these, block)
     index = _point_after(run, made)
     point = run.block.points[index]
-    alive = _settled(run.block, index, _flow(these.head)) if made == point.gradients else _lasting(point)
+    find = _settled if made == point.gradients else _between
+    alive = find(run.block, index, _flow(these.head))
     lines = (*checkpoint_beside(these, run), *alive)
     return n_bytes, total_formula(tuple([line.formula for line in lines]))
 

@@ -127,7 +127,8 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
     at, made, own = pick(job.buckets.blocks, index), pick(job.buckets.made, index), own_gradients(job)
     for run in these.runs:
         for point in run.block.points:
-            block = where(point.gradients >= made, at, at - 1)
+            arrived = point.gradients - (1 if point.current_gradient else 0)  # the gradient being made is yet to come
+            block = where(arrived >= made, at, at - 1)
             kept = _resized(own, where(block >= run.first, _not_already(job, own.n_bytes), 0))
             inside = minimum(maximum(block, run.first), run.first + run.n_blocks - 1)
             lines = (*around_block(these, run, inside), *point.lines, *always, kept, _waiting(job, run.first, point))
