@@ -44,6 +44,7 @@ from zeroplan.engines.formulas import unless_zero
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.losses import HEAD_INPUT
 
 _ADD = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _add_to_grad_partition_buffer"
 
@@ -71,7 +72,7 @@ def _head_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
         around = (*earlier, *kept_buckets(job)) if first else (*earlier, *bucket_lines(job), *tied_head(job))
         moments.append(Moment(at.name, at.phase, at.lines + around + made))
         if first and made:
-            left = tuple(line for line in at.lines if line.kind is not Kind.LOGITS)
+            left = tuple(line for line in at.lines if line.kind is not Kind.LOGITS and line.reason != HEAD_INPUT)
             moments.append(Moment("backward: reduce bucket allocated", at.phase, left + earlier + bucket_lines(job) + made))
     return tuple(moments)
 
