@@ -162,7 +162,7 @@ def from_the_front(buckets: Schedule) -> tuple[Front, ...]:
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
     >>> [(front.low, front.high) for front in from_the_front(schedule(row(tiny), 1000))]
-    [(0, 936), (936, 1352)]
+    [(0, 992), (992, 1352)]
     """
     fronts, low = list[Front](), 0
     for each in buckets.whole.placed:
