@@ -71,8 +71,8 @@ _BLOCKS: dict[str, Names] = {
 }  # fmt: skip
 #: The same of a block with experts.
 _EXPERTS: dict[str, Names] = {
-    "mixtral": _before_and_after(_ATTENTION, ("mlp", "mlp.gate", "mlp.experts")),
-    "qwen3_moe": _before_and_after(_WITH_NORMS, ("mlp", "mlp.gate", "mlp.experts")),
+    "mixtral": _before_and_after(_ATTENTION, ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")),
+    "qwen3_moe": _before_and_after(_WITH_NORMS, ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")),
     "deepseek_v3": _before_and_after(
         _LATENT, ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *_gated("mlp.shared_experts"))
     ),
