@@ -117,6 +117,16 @@ def _copied(job: Job, front: Front) -> Int:
 
 
 def _highest_later(job: Job) -> tuple[tuple[Int, Int], ...]:
+    alone = isinstance(job.partition, int) and isinstance(job.accumulates, bool)
+    return _of_one_job(job) if alone else _of_many(job)
+
+
+@lru_cache(maxsize=256)
+def _of_one_job(job: Job) -> tuple[tuple[Int, Int], ...]:
+    return _of_many(job)
+
+
+def _of_many(job: Job) -> tuple[tuple[Int, Int], ...]:
     """Return what waits and what is copied at the bucket after the first at which that is most; nothing where there is one."""
     left: Int = 0
     copied: Int = 0
