@@ -84,7 +84,11 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
     prediction, and where a CPU's kernels ran, what they leave in other dtypes is counted so.
     Kinds are compared at each side's own peak.
     """
-    steady, as_run = measured.steady, _AsRun(measured.tensors, measured.kernels, compute_of(answer.job.recipe))
+    steady = measured.steady
+    recipe = answer.job.recipe
+    as_run = _AsRun(measured.tensors, measured.kernels, compute_of(recipe), recipe.recompute == "selective").with_blocks(
+        answer.kept
+    )
     totals = {
         moment: int(total_bytes(as_run.lines(moment.lines))) for moment in answer.moments if moment.phase is not Phase.INIT
     }
@@ -108,30 +112,44 @@ class _AsRun(NamedTuple):
     """Predicted lines as a run has them: every known difference from a GPU, by name.
 
     What is not on a GPU has no library workspaces and no scratch inside kernels. A CPU's kernels also leave in 16 bits what
-    CUDA's autocast computes in fp32, and their norms keep statistics in the input's dtype. Leaves out lines that sum up whole
-    blocks.
+    CUDA's autocast computes in fp32, and their norms keep statistics in the input's dtype.
     """
 
     tensors: Tensors
     kernels: Kernels
     compute: Compute
+    selective: bool = False
+    """Checkpointing keeps what operators return, not copies that are made of it."""
+    of_blocks: tuple[tuple[str, int], ...] = ()
+    """By how much a block of each kind keeps more or less, by the symbol that stands for it where a line sums up whole blocks."""
+
+    def with_blocks(self, kept: tuple[tuple[str, tuple[Line, ...]], ...]) -> "_AsRun":
+        """Know what blocks keep, line by line (``Estimate.kept``), for lines that sum it up."""
+        found = ((name.split()[1], int(total_bytes(self.lines(lines)) - total_bytes(lines))) for name, lines in kept)
+        return self._replace(of_blocks=tuple((f"S_{kind}", more) for kind, more in found if more))
 
     def lines(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         """The lines, each with the bytes that this run takes for it."""
         return lines if self.tensors == "cuda" else tuple(line._replace(n_bytes=self._bytes(line)) for line in lines)
 
     def _bytes(self, line: Line) -> int:
-        n_bytes = int(line.n_bytes)
+        n_bytes = int(line.n_bytes) + self._of_blocks(line.formula)
         if line.kind in _ONLY_ON_CUDA or line.reason.endswith("(CUDA)") or line.reason == FLASH_SCRATCH:
             return 0
         return n_bytes if self.kernels == "cuda" else self._on_cpu(line.reason, n_bytes)
+
+    def _of_blocks(self, formula: str) -> int:
+        """What the blocks that a formula counts, as ``5·S_dense + 2·S_moe``, keep more than it says."""
+        terms = [term.partition("·") for term in formula.split(" + ")] if self.of_blocks and "S_" in formula else ()
+        more = dict(self.of_blocks)
+        return sum(int(count) * more.get(symbol, 0) for count, _, symbol in terms if symbol in more)
 
     def _on_cpu(self, reason: str, n_bytes: int) -> int:
         """What a CPU's kernels take in place of this."""
         if reason.endswith(ON_CUDA):
             return 0
         if reason.endswith(TWICE_ON_CPU):
-            return 2 * n_bytes
+            return n_bytes if self.selective else 2 * n_bytes
         if FP32_ON_CUDA in reason:
             return n_bytes // 2
         if reason.endswith(STATISTICS) and not self.compute.autocast:
@@ -170,7 +188,7 @@ def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
     for call in answer.traffic.collectives:
         if call.sent_bytes:
             name = _plain(call.operation)
-            predicted[name] = predicted.get(name, 0) + int(call.calls) * int(call.n_bytes)
+            predicted[name] = predicted.get(name, 0) + int(call.payload_bytes)
     found: dict[str, int] = {}
     for seen in measured.collectives:
         name = _plain(seen.operation)

@@ -95,9 +95,10 @@ class Collective(NamedTuple):
     """One kind of collective call in a training step, on one group of ranks.
 
     ``n_bytes`` is the payload of one call in the sense of the operation's largest buffer (the gathered, the to-be-scattered
-    or the reduced tensor); ``calls`` how often it happens per step; ``sent_bytes`` what one GPU sends in the whole step with
-    a ring, (group - 1)/group of the payload per pass; ``elements`` the payload in elements times calls and passes, the
-    ZeRO paper's unit of volume.
+    or the reduced tensor), of an average one where calls are not alike; ``calls`` how often it happens per step;
+    ``sent_bytes`` what one GPU sends in the whole step with a ring, (group - 1)/group of the payload per pass; ``elements``
+    the payload in elements times calls and passes, the ZeRO paper's unit of volume. ``of_all`` is the payload of all calls, to
+    the byte, where they are not alike.
     """
 
     operation: str
@@ -109,6 +110,12 @@ class Collective(NamedTuple):
     sent_bytes: Int
     volume_elements: Int
     source: str = ""
+    of_all: Int | None = None
+
+    @property
+    def payload_bytes(self) -> Int:
+        """Payload of all calls of a step. [bytes]"""
+        return self.calls * self.n_bytes if self.of_all is None else self.of_all
 
 
 def total_bytes(lines: tuple[Line, ...]) -> Int:

@@ -89,13 +89,14 @@ def test_stage_1_divides_only_the_optimizer() -> None:
 
 
 def test_an_all_reduce_is_two_passes_over_every_gradient() -> None:
-    (reduce,) = account(LLAMA, recipe_of(precision="fp32"), MeshSpec(dp_shard=4), BATCH).collectives
+    reduce, buffers = account(LLAMA, recipe_of(precision="fp32"), MeshSpec(dp_shard=4), BATCH).collectives
     assert (reduce.operation, reduce.calls, reduce.n_bytes, reduce.volume_elements) == ("all_reduce", 1, 4 * PSI, 2 * PSI)
     assert reduce.sent_bytes == 2 * 3 * PSI
+    assert (buffers.operation, buffers.calls, buffers.n_bytes) == ("broadcast", 1, 2 * 4 * LLAMA.head_dim // 2)
 
 
 def test_stage_1_broadcasts_what_it_updated_on_top_of_the_all_reduce() -> None:
-    reduce, broadcast = account(LLAMA, recipe_of(precision="bf16", zero_stage=1), MeshSpec(dp_shard=4), BATCH).collectives
+    reduce, broadcast, _ = account(LLAMA, recipe_of(precision="bf16", zero_stage=1), MeshSpec(dp_shard=4), BATCH).collectives
     assert (broadcast.operation, broadcast.n_bytes, broadcast.volume_elements) == ("broadcast", 2 * PSI, PSI)
     assert reduce.volume_elements + broadcast.volume_elements == 3 * PSI
 

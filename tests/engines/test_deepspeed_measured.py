@@ -36,6 +36,7 @@ WIDE = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=352, vocab=2000,
 TIED = replace(WIDE, tie_word_embeddings=True)
 FLAT = tiny_spec("llama", heads=1, kv_heads=1, head_dim=32, ffn=500, vocab=5000, layers=3)
 MOE = tiny_spec("mixtral", heads=4, kv_heads=2, head_dim=32, ffn=96, vocab=300, layers=3)
+QWEN3_MOE = replace(MOE, family="qwen3_moe", num_hidden_layers=4)
 GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=32, ffn=512, vocab=300, layers=4)
 LONGER = BatchSpec(micro_batch_size=4, seq_len=64)
 BUCKET = 300_000
@@ -143,6 +144,14 @@ CASES = {
         WIDE, recipe(3, STREAMING | {"stage3_param_persistence_threshold": 40_000}), batch=twice(seq_len=4), excess=0.02
     ),
     "stage 3, experts": Case(MOE, recipe(3, {"stage3_param_persistence_threshold": 1000})),
+    "stage 3, experts, streaming": Case(MOE, recipe(3, STREAMING)),
+    "stage 3, experts, streaming, few tokens": Case(MOE, recipe(3, STREAMING), batch=BatchSpec(seq_len=8)),
+    "stage 3, experts, recomputed, many ranks": Case(
+        QWEN3_MOE,
+        recipe(3, STREAMING | {"reduce_bucket_size": 100_000}, recompute="full"),
+        n_ranks=16,
+        batch=BatchSpec(seq_len=8),
+    ),
     "stage 3, streaming": Case(LLAMA, recipe(3, STREAMING)),
     "stage 3, streaming, few tokens": Case(LLAMA, recipe(3, STREAMING), batch=BatchSpec(seq_len=8), excess=0.02),
     "stage 3, streaming, recomputed": Case(LLAMA, recipe(3, STREAMING, recompute="full"), excess=0.02),

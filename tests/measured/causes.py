@@ -21,30 +21,7 @@ class Cause(NamedTuple):
     above: float = EVERY
 
 
-def _joint_projection_in_32_bits(job: JobSpec) -> bool:
-    return job.recipe.engine in ("ddp", "deepspeed") and job.recipe.precision == "fp32" and job.model.family == "phi3"
-
-
-def _gathered_experts(job: JobSpec) -> bool:
-    return job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3 and job.model.family == "qwen3_moe"
-
-
-def _experts_in_32_bits(job: JobSpec) -> bool:
-    return job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 2 and _with_experts_in_fp32(job)
-
-
-def _with_experts_in_fp32(job: JobSpec) -> bool:
-    return job.recipe.precision == "fp32" and job.model.moe is not None
-
-
-CAUSES: tuple[Cause, ...] = (
-    # One record of DeepSeek-V3, 1.01 % low; what else is alive while the gradients of its experts are reduced is not known yet.
-    Cause("stage 2 of DeepSpeed with experts in 32 bits", _experts_in_32_bits, 0.0102),
-    # One record of phi-3-mini; what a CPU's kernel keeps of the joint projection there is not understood yet.
-    Cause("a joint projection in 32 bits on a CPU's kernels", _joint_projection_in_32_bits, 0.02),
-    # One record, many ranks and few tokens; what is gathered then, and why, is not understood yet.
-    Cause("stage 3 of DeepSpeed with experts: more is gathered at the backward's peak than is said", _gathered_experts, 0.09),
-)
+CAUSES: tuple[Cause, ...] = ()
 
 
 def cause_of(one: Held) -> Cause | None:

@@ -31,7 +31,8 @@ class BackwardPoint(NamedTuple):
     (the current one included), ``current_gradient`` the elements of those being made at this very moment, which the engine has
     not yet added to others or moved (0 between two), and ``live_casts`` the elements of the block's weights whose autocast
     copy is still alive. Under autocast a weight gradient is made in the compute dtype and then cast to fp32: the short-lived
-    first one is a line, the second counts in ``gradients``.
+    first one is a line, the second counts in ``gradients``. ``handed_on``, where it is known, is what is alive when the gradient
+    made here is handed on: the operator is done, and what it read and saved is gone.
     """
 
     name: str
@@ -39,6 +40,7 @@ class BackwardPoint(NamedTuple):
     gradients: int
     current_gradient: int
     live_casts: int
+    handed_on: tuple[Line, ...] = ()
 
 
 class BlockPass(NamedTuple):

@@ -20,6 +20,8 @@ CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
+HEAD_INPUT = "input of the head"
+"""How the line is named that the head's product saves, and lets go of before its gradient is handed on."""
 CHUNKS = 8
 """torchtitan 2026-08, ChunkedLossWrapper.Config.num_chunks."""
 
@@ -41,7 +43,7 @@ class LossPass(NamedTuple):
 
 def full_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
     """All logits at once: upcast to fp32, labels shifted by padding."""
-    saved = (Line(SAVED, x.element * x.tokens * x.hidden, "input of the head", "e·T·h", HEAD),)
+    saved = (Line(SAVED, x.element * x.tokens * x.hidden, HEAD_INPUT, "e·T·h", HEAD),)
     output = Line(LOGITS, x.element * x.tokens * vocab, "logits", "e·T·V", HEAD)
     kept = _kept_by_full(x, vocab)
     gradients = Line(LOGITS, 8 * x.tokens * vocab, "gradients of log-softmax and of the fp32 logits", "8·T·V", FULL)
@@ -104,7 +106,7 @@ def chunked_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPas
     """
     chunk = ceil_div(x.tokens, CHUNKS)
     matrix = x.hidden * vocab
-    saved = (Line(SAVED, x.element * x.tokens * x.hidden, "input of the head", "e·T·h", CHUNKED),)
+    saved = (Line(SAVED, x.element * x.tokens * x.hidden, HEAD_INPUT, "e·T·h", CHUNKED),)
     labels = Line(LOGITS, 8 * x.tokens, "labels", "8·T", CHUNKED)
     buffer = Line(GRADIENT, 4 * x.tokens * x.hidden, "gradients of the head's input, fp32 buffer", "4·T·h", CHUNKED)
     size = x.element + (0 if x.element == 4 else 4)

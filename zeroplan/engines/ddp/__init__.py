@@ -25,6 +25,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.buffers import buffer_bytes
 from zeroplan.transformer.params import layout
 
 Lines = tuple[Line, ...]
@@ -32,6 +33,7 @@ Lines = tuple[Line, ...]
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
 _ALL_REDUCE = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::all_reduce_bucket"
 _BROADCAST = "torch 2.13, torch/distributed/optim/zero_redundancy_optimizer.py, _sync_params"
+_BUFFERS = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel._sync_buffers"
 _REDUCER_OF = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataParallel._ddp_init_helper"
 _SCALER = "torch 2.13, torch/amp/grad_scaler.py, GradScaler._lazy_init_scale_growth_tracker"
 
@@ -195,10 +197,21 @@ def _collectives(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, 
     reduce = Collective(
         "all_reduce", what, "backward", ranks, calls, payload, 2 * share * calls, 2 * moved * calls, _ALL_REDUCE
     )
+    kept = _buffers(step, model, ranks)
     if recipe.zero_stage == 0:
-        return (reduce,)
+        return (reduce, *kept)
     updated = "parameters, each tensor by the rank that updated it"
-    return (reduce, Collective("broadcast", updated, "optimizer step", ranks, 1, payload, share, moved, _BROADCAST))
+    return (reduce, Collective("broadcast", updated, "optimizer step", ranks, 1, payload, share, moved, _BROADCAST), *kept)
+
+
+def _buffers(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, ...]:
+    """Rank 0's buffers, sent to all before a forward whose predecessor moved gradients; they are no part of the 2·Ψ."""
+    n_bytes = buffer_bytes(model, step.element_bytes)
+    if not n_bytes:
+        return ()
+    calls = step.accum if step.recipe.sync_every_micro_batch else 1
+    share = ceil_div(n_bytes, ranks) * (ranks - 1)
+    return (Collective("broadcast", "buffers of the model", "forward", ranks, calls, n_bytes, share * calls, 0, _BUFFERS),)
 
 
 @lru_cache(maxsize=256)

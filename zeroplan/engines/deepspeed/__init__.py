@@ -32,8 +32,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     ``bf16_optimizer_states``; ``fp32`` enables neither. The model comes to the GPU in that dtype, by module, not by parameter.
 
     Leaves out: offload to host or NVMe, ZeRO++, mixture-of-experts groups of DeepSpeed's own, tensor and pipeline parallelism,
-    ``torch_autocast``, ``communication_data_type``, scalars. fp16 was read, not run. Models with experts at stage 3 are
-    followed with default options; where gathers stream through limits smaller than the model, a run held a tenth more.
+    ``torch_autocast``, ``communication_data_type``, scalars in memory. fp16 was read, not run.
     """
     impl = optimizer_impl(recipe)
     _refuse(recipe)

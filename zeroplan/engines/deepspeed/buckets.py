@@ -4,12 +4,13 @@ A gradient goes into the bucket when it is made; one that no longer fits sends t
 reverse of the order in which the modules run, which differs from that of ``model.parameters()`` for norms.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Placed, Row, count_below
+from zeroplan.engines.deepspeed.flat import Placed, Row, Sizes, count_below
+from zeroplan.engines.deepspeed.modules import LEAF_FAMILIES
 from zeroplan.numeric import Int
 
 
@@ -25,10 +26,12 @@ class Flush(NamedTuple):
     alone: bool
     """It is one gradient too large for the bucket, reduced where it is."""
     arriving: int
-    """Elements of the gradient that did not fit; 0 at the end of the backward."""
+    """Elements of the gradient that did not fit, and of those that wait with it; 0 at the end of the backward."""
     block: int
     made: int
     """The block that runs and the elements of its gradients made, the arriving one included."""
+    sizes: Sizes
+    """Elements of its gradients, each on its own."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -37,6 +40,7 @@ class Schedule:
 
     whole: Row
     size: int
+    leaves: bool
     flushes: tuple[Flush, ...]
     lows: tuple[int, ...]
     highs: tuple[int, ...]
@@ -49,8 +53,10 @@ class Schedule:
 
 
 @lru_cache(maxsize=256)
-def schedule(whole: Row, size: int) -> Schedule:
+def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     """Fill and reduce buckets of ``size`` elements as the backward pass goes.
+
+    With ``leaves``, gradients of a module that is gathered as one are handed on together (:func:`_handed_on`).
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``reduce_independent_p_g_buckets_and_remove_grads``.
 
@@ -61,31 +67,61 @@ def schedule(whole: Row, size: int) -> Schedule:
     >>> [flush.fill for flush in schedule(row(tiny), 10**9).flushes], len(schedule(row(tiny), 500).flushes)
     ([1352], 3)
     """
-    flushes: list[Flush] = []
-    inside: list[Placed] = []
+    flushes, inside = list[Flush](), list[Placed]()
     fill, made, block = 0, 0, whole.n_blocks
-    for each in reversed(whole.executed):
-        numel = each.end - each.start
-        made = numel + (made if each.block == block else 0)
-        block = each.block
-        if fill and fill + numel > size:
-            flushes.append(_flush(inside, fill, size, numel)._replace(block=block, made=made))
-            inside, fill = [], 0
-        inside.append(each)
-        fill += numel
+    for together in _handed_on(whole, leaves=leaves):
+        waiting = sum(_numel(each) for each in together)
+        made = waiting + (made if together[0].block == block else 0)
+        block = together[0].block
+        for each in together:
+            if fill and fill + _numel(each) > size:
+                flushes.append(_flush(inside, fill, size, waiting)._replace(block=block, made=made))
+                inside, fill = [], 0
+            inside.append(each)
+            fill += _numel(each)
+            waiting -= _numel(each)
     flushes.append(_flush(inside, fill, size, 0))
-    return _columns(whole, size, tuple(reversed(flushes)))
+    return _columns(whole, size, tuple(reversed(flushes)), leaves=leaves)
+
+
+def _numel(each: Placed) -> int:
+    return each.end - each.start
+
+
+@lru_cache(maxsize=256)
+def _handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
+    """Return gradients in the order in which they reach the bucket, those together that do so at once.
+
+    ZeRO-3 waits for the backward of a leaf module to end, and then takes its gradients in the order of the parameters (DeepSpeed
+    0.19.8, ``stage3.py``, ``create_reduce_and_remove_grad_hooks``).
+    """
+    groups: list[list[Placed]] = []
+    for each in reversed(whole.executed):
+        together = leaves and groups and _leaf(whole, each) and _leaf(whole, groups[-1][0])
+        if together and groups[-1][0].block == each.block:
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return tuple(tuple(sorted(group, key=lambda each: each.start)) for group in groups)
+
+
+def _leaf(whole: Row, each: Placed) -> bool:
+    """Whether a parameter belongs to a module that is gathered as one: all of the MLP of a block with experts."""
+    name = each.parameter.name
+    return whole.model.family in LEAF_FAMILIES and name.startswith(("mlp.experts.", "mlp.gate."))
 
 
 def _flush(inside: list[Placed], fill: int, size: int, arriving: int) -> Flush:
     low, high = min(each.start for each in inside), max(each.end for each in inside)
-    return Flush(low, high, fill, len(inside) == 1, fill > size, arriving, -1, 0)
+    sizes = tuple(Counter(map(_numel, inside)).items())
+    return Flush(low, high, fill, len(inside) == 1, fill > size, arriving, -1, 0, sizes)
 
 
-def _columns(whole: Row, size: int, flushes: tuple[Flush, ...]) -> Schedule:
+def _columns(whole: Row, size: int, flushes: tuple[Flush, ...], *, leaves: bool) -> Schedule:
     return Schedule(
         whole,
         size,
+        leaves,
         flushes,
         tuple(flush.low for flush in flushes),
         tuple(flush.high for flush in flushes),
@@ -103,22 +139,60 @@ def flush_over(buckets: Schedule, element: Int) -> Int:
     return index
 
 
+class Front(NamedTuple):
+    """A bucket that is reduced after the backward, where gradients are taken in the order of the parameters."""
+
+    low: int
+    high: int
+    alone: bool
+    """It is one gradient too large for the bucket, reduced where it is."""
+
+    @property
+    def fill(self) -> int:
+        """Its elements."""
+        return self.high - self.low
+
+
 @lru_cache(maxsize=256)
-def first_bucket_elements(buckets: Schedule) -> int:
-    """Fill of the first bucket when gradients are reduced after the backward, in the order of the parameters. [elements]"""
-    fill = 0
+def from_the_front(buckets: Schedule) -> tuple[Front, ...]:
+    """Return the buckets that are filled when all gradients are there.
+
+    >>> from zeroplan.engines.deepspeed.flat import row
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> [(front.low, front.high) for front in from_the_front(schedule(row(tiny), 1000))]
+    [(0, 992), (992, 1352)]
+    """
+    fronts, low = list[Front](), 0
     for each in buckets.whole.placed:
-        numel = each.end - each.start
-        if fill and fill + numel > buckets.size:
-            break
-        fill += numel
-    return fill
+        if each.start > low and each.end - low > buckets.size:
+            fronts.append(Front(low, each.start, each.start - low > buckets.size))
+            low = each.start
+    end = buckets.whole.n_elements
+    return (*fronts, Front(low, end, end - low > buckets.size))
 
 
 @lru_cache(maxsize=4096)
 def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int]:
-    """Of a block's latest gradient and of the one before: elements that wait outside the bucket, too large for it."""
-    sizes = [each.end - each.start for each in reversed(buckets.whole.executed) if each.block == block]
-    numels = [size for size, before in zip(sizes, (0, *accumulate(sizes)), strict=False) if before < made]
-    latest, before = ([0, 0, *numels][-1], [0, 0, *numels][-2])
-    return (latest if latest > buckets.size else 0), (before if before > buckets.size else 0)
+    """Of a block's latest gradient and of the one before: elements that wait outside the bucket then.
+
+    A gradient waits that is too large for the bucket, and one whose module is not done (:func:`_handed_on`).
+    """
+    waits, so_far = [0, 0], 0
+    for each in reversed(buckets.whole.executed):
+        if each.block == block and so_far < made:
+            so_far += _numel(each)
+            waits.append(_waiting_after(buckets, each))
+    return waits[-1], waits[-2]
+
+
+@lru_cache(maxsize=4096)
+def _waiting_after(buckets: Schedule, latest: Placed) -> int:
+    """Elements that wait once the ``latest`` gradient is made and, where its module is done, handed on."""
+    together = next(group for group in _handed_on(buckets.whole, leaves=buckets.leaves) if latest in group)
+    order = [each for each in reversed(buckets.whole.executed) if each in together]
+    if latest is not order[-1]:
+        return sum(_numel(each) for each in order[: order.index(latest) + 1])
+    last = _numel(together[-1])
+    return last if last > buckets.size else 0

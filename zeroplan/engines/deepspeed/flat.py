@@ -7,8 +7,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
+from zeroplan.engines.deepspeed.modules import executed_modules
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Parameter
@@ -16,6 +17,10 @@ from zeroplan.transformer.params import layout
 
 #: NCCL's alignment of an all-gather's input, in elements (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``).
 _ALIGNMENT = 2
+
+
+Sizes: TypeAlias = tuple[tuple[int, int], ...]
+"""Elements of a parameter, and how many of that size."""
 
 
 class Placed(NamedTuple):
@@ -60,15 +65,16 @@ def row(model: ModelSpec) -> Row:
     ends = tuple(accumulate(parameter.numel for _, parameter in flat))
     starts = (0, *ends[:-1])
     placed = tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, starts, ends, strict=True))
-    return Row(model, placed, starts, ends, _executed(placed, len(blocks)), _records(placed), ends[-1], len(blocks))
+    return Row(model, placed, starts, ends, _executed(model, placed, len(blocks)), _records(placed), ends[-1], len(blocks))
 
 
-def _executed(placed: tuple[Placed, ...], n_blocks: int) -> tuple[Placed, ...]:
+def _executed(model: ModelSpec, placed: tuple[Placed, ...], n_blocks: int) -> tuple[Placed, ...]:
     ordered: list[Placed] = []
     for block in range(-1, n_blocks + 1):
         inside = [each for each in placed if each.block == block]
         modules = [each.parameter.name.rpartition(".")[0] for each in inside]
-        names = in_order(list(dict.fromkeys(modules))) if 0 <= block < n_blocks else list(dict.fromkeys(modules))
+        owners = tuple(dict.fromkeys(modules))
+        names = executed_modules(model, owners) if 0 <= block < n_blocks else owners
         ordered += [each for name in names for each, module in zip(inside, modules, strict=True) if module == name]
     return tuple(ordered)
 
@@ -79,18 +85,6 @@ def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
         if not records or each.parameter.numel > records[-1].parameter.numel:
             records.append(each)
     return tuple(records)
-
-
-def in_order(names: list[str]) -> list[str]:
-    """Norms stand after the rest of their block in ``parameters()`` but run before the part they normalise."""
-    first = [name for name in names if name == "input_layernorm"]
-    middle = [name for name in names if name in ("post_attention_layernorm", "pre_feedforward_layernorm")]
-    mlp = [name for name in names if name.startswith("mlp")]
-    last = [name for name in names if name == "post_feedforward_layernorm"]
-    if not mlp or names.index(mlp[0]) > names.index((middle or first or mlp)[0]):
-        return names
-    attention = [name for name in names if name not in (*first, *middle, *mlp, *last)]
-    return [*first, *attention, *middle, *mlp, *last]
 
 
 def partition_elements(whole: Row, n_ranks: Int) -> Int:
@@ -150,3 +144,15 @@ def pick(values: tuple[int, ...], index: Int) -> Int:
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     return cast("Int", np.asarray(values, dtype=np.int64)[index])
+
+
+def shares(sizes: Sizes, n_ranks: Int) -> Int:
+    """Elements of one rank's shares of parameters, each split on its own: ``ceil(numel/N)`` of every one. [elements]
+
+    >>> shares(((10, 2), (4, 1)), 4)
+    7
+    """
+    total: Int = 0
+    for numel, count in sizes:
+        total = total + count * ceil_div(numel, n_ranks)
+    return total

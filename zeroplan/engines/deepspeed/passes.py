@@ -93,7 +93,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
         kept = block.kept(recipe.recompute)
         beside = block.checkpoint_in_backward if recipe.recompute == "full" else ()
         settled = tuple(_running((*beside, *_settled(block, index, flow))) for index in range(len(block.points)))
-        between = tuple(_running((*beside, *_lasting(point))) for point in block.points)
+        between = tuple(_running((*beside, *_between(block, index, flow))) for index in range(len(block.points)))
         runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled, between))
         first += run.layers
     kinds = tuple(run.kind for run in runs)
@@ -188,6 +188,21 @@ def _lasting(point: BackwardPoint) -> list[Line]:
     return [line for line in point.lines if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE]
 
 
+def _between(block: BlockPass, index: int, flow: Line) -> list[Line]:
+    """Return what is alive when a gradient is handed on that is made between the point before and this one.
+
+    Between experts and their norm that is the router's: the norm has what it saved, and gradients of its output come out of the
+    experts and out of the router.
+    """
+    point = block.points[index]
+    lines = _lasting(point)
+    if not index or point.current_gradient or not block.points[index - 1].name.startswith("experts"):
+        return lines
+    there = {line.reason for line in lines}
+    saved = [line for line in block.saved if line.reason.startswith(f"{point.name}:") and line.reason not in there]
+    return [*lines, *saved, flow, flow] if saved else lines
+
+
 def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
     """Return what is alive of a point when its operator is done and the gradient it made is handed on.
 
@@ -197,6 +212,8 @@ def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
     places.
     """
     point = block.points[index]
+    if point.handed_on:
+        return list(point.handed_on)
     lines = _lasting(point)
     if not point.current_gradient or index + 1 == len(block.points):
         return lines
@@ -281,7 +298,8 @@ def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
     run = _run_of(these, block)
     index = _point_after(run, made)
     point = run.block.points[index]
-    alive = _settled(run.block, index, _flow(these.head)) if made == point.gradients else _lasting(point)
+    find = _settled if made == point.gradients else _between
+    alive = find(run.block, index, _flow(these.head))
     lines = (*checkpoint_beside(these, run), *alive)
     return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(_flowing(lines))
 

@@ -5,6 +5,7 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 """
 
 from zeroplan.engines.account import Account
+from zeroplan.engines.deepspeed.numbers import numbers_partitioned
 from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments, reduced_after_moments
 from zeroplan.engines.deepspeed.stage12_lines import (
@@ -141,10 +142,11 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
             "all_reduce", "gradients, bucket by bucket",
             "in the backward of every micro-batch" if job.recipe.zero_stage == 2 else "for the last micro-batch",
             n, calls * rounds, element * -(-psi // calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
-            f"{_FILE}, allreduce_and_scatter",
+            f"{_FILE}, allreduce_and_scatter", element * psi * rounds,
         ),
         Collective(
             "all_gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), element * n * job.partition,
             (n - 1) * element * job.partition, n * job.partition, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups",
         ),
+        *numbers_partitioned(job.recipe, n),
     )  # fmt: skip

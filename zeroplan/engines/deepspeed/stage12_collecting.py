@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import lru_cache
 
-from zeroplan.engines.deepspeed.buckets import first_bucket_elements
+from zeroplan.engines.deepspeed.buckets import Front, from_the_front
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
@@ -22,7 +22,7 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     tied_head,
 )
 from zeroplan.ledger import Line, Moment, Phase
-from zeroplan.numeric import where
+from zeroplan.numeric import Int, where
 from zeroplan.transformer.blocks import BackwardPoint
 
 _FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
@@ -74,21 +74,64 @@ def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
 
 
 def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
-    """All gradients are there; the first bucket is filled from the front, reduced, and what this rank owns is kept."""
-    psi, options = job.whole.n_elements, job.recipe.deepspeed
-    first = first_bucket_elements(job.buckets)
-    inside = options.contiguous_gradients and first <= options.reduce_bucket_size
-    left = psi - first if inside else psi
-    split = where(first > job.partition, first, 0) if inside else oversize_copy(job, 0, first)
-    split = split if options.contiguous_gradients else first
-    around = (*these.head.shared, *these.output, *bucket_lines(job))
+    """All gradients are there; buckets are filled from the front and reduced, and what this rank owns is kept.
+
+    The buffer of its own gradients comes with the first bucket, whose gradients go then; later ones find it there.
+    """
+    psi, around = job.whole.n_elements, (*these.head.shared, *these.output, *bucket_lines(job))
     embedding = job.whole.model.vocab_size * job.whole.model.hidden_size
     made = where(job.accumulates, psi + embedding, psi)
     all_made = gradient_line(job, made, "all gradients, and the embedding's before it is added", "(Ψ + M·h·V)")
-    rest = gradient_line(job, left, "gradients not yet in a bucket")
+    first, later = from_the_front(job.buckets)[0], _highest_later(job)
     return (
         *at_the_embedding(job, these, (*bucket_lines(job), all_made)),
         Moment("end of backward: first bucket reduced", Phase.BACKWARD,
-               (*around, rest, copy_line(job, split if options.reduce_scatter else 0))),
-        Moment("end of backward: own gradients kept", Phase.BACKWARD, (*around, rest, own_gradients(job))),
+               (*around, _left(job, _waiting(job, first)), copy_line(job, _copied(job, first)))),
+        Moment("end of backward: own gradients kept", Phase.BACKWARD,
+               (*around, _left(job, _waiting(job, first)), own_gradients(job))),
+        *(Moment("end of backward: later bucket reduced", Phase.BACKWARD,
+                 (*around, _left(job, left), copy_line(job, copied), own_gradients(job))) for left, copied in later),
     )  # fmt: skip
+
+
+def _left(job: Job, elements: Int) -> Line:
+    return gradient_line(job, elements, "gradients not yet in a bucket")
+
+
+def _waiting(job: Job, front: Front) -> int:
+    """Elements of gradients that are where they were made: all from the bucket's on, but those that it holds itself."""
+    inside = job.recipe.deepspeed.contiguous_gradients and not front.alone
+    return job.whole.n_elements - (front.high if inside else front.low)
+
+
+def _copied(job: Job, front: Front) -> Int:
+    """Elements that are copied to reduce a bucket: none where all of it belongs to one rank. [elements]"""
+    options = job.recipe.deepspeed
+    if not options.reduce_scatter:
+        return 0
+    if not options.contiguous_gradients:
+        return front.fill
+    if front.alone:
+        return oversize_copy(job, front.low, front.fill)
+    return where(front.low // job.partition != (front.high - 1) // job.partition, front.fill, 0)
+
+
+def _highest_later(job: Job) -> tuple[tuple[Int, Int], ...]:
+    alone = isinstance(job.partition, int) and isinstance(job.accumulates, bool)
+    return _of_one_job(job) if alone else _of_many(job)
+
+
+@lru_cache(maxsize=256)
+def _of_one_job(job: Job) -> tuple[tuple[Int, Int], ...]:
+    return _of_many(job)
+
+
+def _of_many(job: Job) -> tuple[tuple[Int, Int], ...]:
+    """Return what waits and what is copied at the bucket after the first at which that is most; nothing where there is one."""
+    left: Int = 0
+    copied: Int = 0
+    for front in from_the_front(job.buckets)[1:]:
+        waiting, copy = _waiting(job, front), _copied(job, front)
+        more = waiting + copy > left + copied
+        left, copied = where(more, waiting, left), where(more, copy, copied)
+    return ((left, copied),) if len(from_the_front(job.buckets)) > 1 else ()

@@ -44,6 +44,7 @@ from zeroplan.engines.formulas import unless_zero
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.losses import HEAD_INPUT
 
 _ADD = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _add_to_grad_partition_buffer"
 
@@ -71,7 +72,7 @@ def _head_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
         around = (*earlier, *kept_buckets(job)) if first else (*earlier, *bucket_lines(job), *tied_head(job))
         moments.append(Moment(at.name, at.phase, at.lines + around + made))
         if first and made:
-            left = tuple(line for line in at.lines if line.kind is not Kind.LOGITS)
+            left = tuple(line for line in at.lines if line.kind is not Kind.LOGITS and line.reason != HEAD_INPUT)
             moments.append(Moment("backward: reduce bucket allocated", at.phase, left + earlier + bucket_lines(job) + made))
     return tuple(moments)
 
@@ -127,7 +128,8 @@ def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Ite
     at, made, own = pick(job.buckets.blocks, index), pick(job.buckets.made, index), own_gradients(job)
     for run in these.runs:
         for point in run.block.points:
-            block = where(point.gradients >= made, at, at - 1)
+            arrived = point.gradients - (1 if point.current_gradient else 0)  # the gradient being made is yet to come
+            block = where(arrived >= made, at, at - 1)
             kept = _resized(own, where(block >= run.first, _not_already(job, own.n_bytes), 0))
             inside = minimum(maximum(block, run.first), run.first + run.n_blocks - 1)
             lines = (*around_block(these, run, inside), *point.lines, *always, kept, _waiting(job, run.first, point))

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule, schedule
-from zeroplan.engines.deepspeed.flat import Row, largest_parameter, row
+from zeroplan.engines.deepspeed.flat import Row, Sizes, largest_parameter, row, shares
+from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.passes import (
     GradientCounts,
     Instant,
@@ -31,7 +32,7 @@ from zeroplan.engines.deepspeed.passes import (
     running_lines,
 )
 from zeroplan.engines.deepspeed.stage12_lines import waiting
-from zeroplan.engines.deepspeed.trace import Gathered, gathered
+from zeroplan.engines.deepspeed.trace import Gathered, Note, gathered
 from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.engines.precisions import widths
@@ -41,6 +42,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.transformer.blocks import BackwardPoint
 
 _STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
 _GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
@@ -54,12 +56,11 @@ _CAST = f"{_STAGE3}, __avg_scatter_grads"
 _FP64 = 8
 
 
-#: A run of a small model with experts, limits far below its size: the account was 8.7 % below what DeepSpeed held.
-_EXPERTS_STREAM = (
-    "The model is larger than stage3_max_live_parameters or stage3_max_reuse_distance, so DeepSpeed gathers and releases "
-    "parameters as it goes; with experts, what it prefetches for their layers is the least certain part of this account, "
-    "and a run may hold about a tenth more"
-)
+#: The point in the backward of experts before any of their gradients is made.
+_BEFORE_GRADIENTS = "weighting of the expert outputs"
+_MADE_FIRST = ("gradients of the weighted outputs", "gradient of the expert outputs", "gradient of the routing weights")
+_GATHERING = (0, 1, True)
+"""Stands for the moment at which the first module with gradients is gathered (:func:`_held`)."""
 
 
 class _Job(NamedTuple):
@@ -97,7 +98,6 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
         (*_init(job, states), *training, *step),
         _collectives(job, batch),
         symbols=(*_symbols(job), *kept_symbols(these), *counted(*states, *(line for moment in step for line in moment.lines))),
-        notes=_notes(job),
         kept=kept_in_a_block(these),
     )
 
@@ -113,16 +113,6 @@ def _symbols(job: _Job) -> tuple[Symbol, ...]:
     )
 
 
-def _notes(job: _Job) -> tuple[str, ...]:
-    """Say where the account is least certain: experts whose parameters do not all stay gathered."""
-    options = job.recipe.deepspeed
-    limit = min(options.stage3_max_live_parameters, options.stage3_max_reuse_distance)
-    alone = isinstance(job.n_ranks, int) and job.n_ranks == 1
-    if job.whole.model.moe is None or alone or job.whole.n_elements <= limit:
-        return ()
-    return (_EXPERTS_STREAM,)
-
-
 def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
     width = widths(recipe.precision)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
@@ -134,8 +124,8 @@ def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
         width.compute,
         width.stored,
         4 if sums_in_fp32 else width.compute,
-        _partition_elements(whole, mesh.dp_shard),
-        schedule(whole, recipe.deepspeed.reduce_bucket_size),
+        shares(_numels(whole), mesh.dp_shard),
+        schedule(whole, recipe.deepspeed.reduce_bucket_size, leaves=True),
         gathered(whole, recipe.deepspeed, recipe.recompute)[0],
         applies=True,
     )
@@ -158,14 +148,6 @@ def _numels(whole: Row) -> tuple[tuple[int, int], ...]:
         numel = each.end - each.start
         counts[numel] = counts.get(numel, 0) + 1
     return tuple(counts.items())
-
-
-def _partition_elements(whole: Row, n_ranks: Int) -> Int:
-    """Sum of ``ceil(numel/N)`` over all parameters. [elements]"""
-    total: Int = 0
-    for numel, count in _numels(whole):
-        total = total + count * ceil_div(numel, n_ranks)
-    return total
 
 
 def _gathered_line(job: _Job, elements: int) -> Line:
@@ -262,20 +244,29 @@ def _head(job: _Job, these: Passes) -> Iterator[Moment]:
 
 
 @lru_cache(maxsize=4096)
-def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, current: int) -> tuple[tuple[int, int], ...]:
-    """Return the last block, and earlier ones where more is gathered, at a point after so many gradients.
-
-    ``current`` elements of gradients are being made; while parameters are gathered, they are not there yet. Pairs of a block
-    and the elements gathered.
-    """
+def _highest_blocks(trace: Gathered, first: int, n_blocks: int, at: tuple[int, int, bool]) -> tuple[tuple[int, int], ...]:
+    """Return the last block, and earlier ones where more is gathered, with the elements gathered, at a point (:func:`_held`)."""
     chosen: list[tuple[int, int]] = []
     for block in range(first + n_blocks - 1, first - 1, -1):
-        notes = trace.backward[block]
-        note = next((note for note in notes if note.made >= gradients), notes[-1])
-        held = max(note.during, note.gathering - current) if current else note.after
+        held = _held(trace.backward[block], *at)
         if not chosen or held > chosen[-1][1]:
             chosen.append((block, held))
     return tuple(chosen)
+
+
+def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool) -> int:  # noqa: FBT001  hashed as a tuple above
+    """Return the elements gathered at a point after so many gradients, ``current`` elements of which are being made.
+
+    ``ahead`` says that the module that runs has no gradient yet. While parameters are gathered, no gradient of their module is
+    there.
+    """
+    if (gradients, current, ahead) == _GATHERING:
+        return notes[min(1, len(notes) - 1)].gathering
+    at = next((at for at, note in enumerate(notes) if note.made >= gradients + ahead), len(notes) - 1)
+    note, before = notes[at], notes[at - 1].made if at else 0
+    if current:
+        return max(note.during, note.gathering - current if gradients - current <= before else 0)
+    return note.during if note.made > gradients else note.after
 
 
 def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
@@ -285,12 +276,22 @@ def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     for point in run.block.points:
         line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
         around = (line, *tied)
-        counts = point.gradients, point.current_gradient
-        for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, *counts):
+        place = point.gradients, point.current_gradient, point.name == _BEFORE_GRADIENTS
+        for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, place):
             if block not in beside:
                 beside[block] = around_block(these, run, block)
             lines = (*beside[block], *point.lines, _gathered_line(job, held), *around)
             yield Moment(f"backward of a block: {point.name}", Phase.BACKWARD, lines)
+        if place[-1]:
+            yield from _experts_gathered(job, these, run, point)
+
+
+def _experts_gathered(job: _Job, these: Passes, run: RunPass, first: BackwardPoint) -> Iterator[Moment]:
+    """Return the moments at which experts are gathered for their backward, before its ``first`` point has made anything."""
+    kept = tuple(line for line in first.lines if not line.reason.startswith(_MADE_FIRST))
+    for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, _GATHERING):
+        lines = (*around_block(these, run, block), *kept, _gathered_line(job, held), *_tied_head(job))
+        yield Moment("experts gathered for their backward", Phase.BACKWARD, lines)
 
 
 @lru_cache(maxsize=256)
@@ -316,19 +317,19 @@ def _gathered_at(trace: Gathered, flush: Flush) -> int:
         return trace.end
     if flush.block >= len(trace.backward):
         return trace.head[2]
-    notes = trace.backward[flush.block]
-    return next((note.during for note in notes if note.made >= flush.made), notes[-1].during)
+    note = next((note for note in trace.backward[flush.block] if note.made >= flush.made), trace.backward[flush.block][-1])
+    return note.handing if note.made == flush.made else note.during
 
 
 def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
     """Return what reducing a bucket takes: a copy in the order of the ranks, unless it is one gradient that divides evenly."""
     options = job.recipe.deepspeed
     held = flush.fill if flush.alone or not options.contiguous_gradients else 0
-    share = ceil_div(flush.fill, job.n_ranks)
+    share = shares(flush.sizes, job.n_ranks)
     copied = where(flush.fill % job.n_ranks == 0, 0, share * job.n_ranks) if flush.single else share * job.n_ranks
     if not options.reduce_scatter and options.contiguous_gradients and not flush.alone:
         copied = 0
-    copy_formula, cast_formula = _reduce_formulas(job.element, job.kept, flush.fill)
+    copy_formula, cast_formula = _reduce_formulas(job.element, job.kept, flush.sizes)
     cast = job.kept * share if job.kept != job.element else 0
     return (
         _gradient(job, held + flush.arriving, "gradient that does not fit into the bucket"),
@@ -339,8 +340,9 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _reduce_formulas(element: int, kept: int, fill: int) -> tuple[str, str]:
-    return f"{element}·N·ceil({fill}/N)", f"{kept}·ceil({fill}/N)"
+def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
+    share = " + ".join(f"{count}·ceil({numel}/N)" for numel, count in sizes)
+    return f"{element}·N·({share})", f"{kept}·({share})"
 
 
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
@@ -370,21 +372,29 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
 def _largest_group(job: _Job) -> Int:
     """Elements of this rank's shares in the largest sub-group. [elements]"""
     size = job.recipe.deepspeed.sub_group_size
-    return for_each_value(lambda n_ranks: _largest_group_of(job.whole, size, n_ranks), job.n_ranks)
+    return for_each_value(lambda n_ranks: max(_groups_of(job.whole, size, n_ranks)), job.n_ranks)
+
+
+def _groups(job: _Job) -> Int:
+    """How many sub-groups there are."""
+    size = job.recipe.deepspeed.sub_group_size
+    return for_each_value(lambda n_ranks: len(_groups_of(job.whole, size, n_ranks)), job.n_ranks)
 
 
 @lru_cache(maxsize=4096)
-def _largest_group_of(whole: Row, size: int, n_ranks: int) -> int:
-    """A group takes whole parameters, in their order, and is closed by the one whose share reaches ``size``.
+def _groups_of(whole: Row, size: int, n_ranks: int) -> tuple[int, ...]:
+    """Elements of this rank's shares in each sub-group.
 
-    Source: DeepSpeed 0.19.8, ``stage3.py``, ``_create_fp16_sub_groups``.
+    A group takes whole parameters, in their order, and is closed by the one whose share reaches ``size``. Source: DeepSpeed
+    0.19.8, ``stage3.py``, ``_create_fp16_sub_groups``.
     """
-    filled, largest = 0, 0
+    filled, groups = 0, list[int]()
     for each in whole.placed:
         filled += -((each.start - each.end) // n_ranks)
-        largest = max(largest, filled)
-        filled = 0 if filled >= size else filled
-    return largest
+        if filled >= size:
+            groups.append(filled)
+            filled = 0
+    return (*groups, filled) if filled else tuple(groups)
 
 
 def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
@@ -438,22 +448,31 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
 def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
     several = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute)[-1]
-    forward = where(micro > 1, several.forward_elements, trace.forward_elements)
-    backward = where(micro > 1, several.backward_elements, trace.backward_elements)
+    forward = where(micro > 1, _padded(several.forward_sent, n), _padded(trace.forward_sent, n))
+    backward = where(micro > 1, _padded(several.backward_sent, n), _padded(trace.backward_sent, n))
     flushes = len(job.buckets.flushes)
-    psi = job.whole.n_elements
+    reduced = n * job.partition
     return (
         _all_gather(job, ("parameters", "in every forward"), forward, trace.forward_calls, micro),
         _all_gather(job, ("parameters", "in every backward"), backward, trace.backward_calls, micro),
-        _all_gather(job, ("persistent parameters", "after the optimizer step"), trace.persistent, trace.n_persistent, 1),
+        _all_gather(job, ("persistent parameters", "after the optimizer step"), _padded(trace.persistent_sent, n),
+                    trace.n_persistent, 1),
         Collective(
             "reduce_scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
-            element * -(-psi // flushes), (n - 1) * element * psi // n * micro, psi * micro, f"{_STAGE3}, __avg_scatter_grads",
+            element * ceil_div(reduced, flushes), (n - 1) * element * job.partition * micro, reduced * micro,
+            f"{_STAGE3}, __avg_scatter_grads", element * reduced * micro,
         ),
+        *numbers_sharded(job.recipe, n, _groups(job)),
     )  # fmt: skip
 
 
+def _padded(sizes: Sizes, n_ranks: Int) -> Int:
+    """Elements that parameters of these sizes take in a gather, where every rank's share of each is alike."""
+    return n_ranks * shares(sizes, n_ranks)
+
+
 def _all_gather(job: _Job, names: tuple[str, str], elements: Int, calls: int, times: Int) -> Collective:
-    payload = job.element * -(-elements // max(calls, 1))
-    sent = (job.n_ranks - 1) * job.element * elements // job.n_ranks * times
-    return Collective("all_gather", *names, job.n_ranks, calls * times, payload, sent, elements * times, _COORDINATOR)
+    n, payload = job.n_ranks, job.element * elements * times
+    each = job.element * ceil_div(elements, max(calls, 1))
+    sent = (n - 1) * job.element * elements // n * times
+    return Collective("all_gather", *names, n, calls * times, each, sent, elements * times, _COORDINATOR, payload)

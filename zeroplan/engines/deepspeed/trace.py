@@ -5,21 +5,33 @@ is not needed soon, and keeps the rest: decisions by element counts alone, so th
 the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Placed, Row, in_order
-from zeroplan.spec.model import ModelSpec
+from zeroplan.engines.deepspeed.flat import Row, Sizes
+from zeroplan.engines.deepspeed.modules import LEAF_FAMILIES, backward_order, block_modules, dropouts_of_embedding, rotary_calls
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
+from zeroplan.transformer.params import layout
 
 _FORWARD, _BACKWARD = "forward", "backward"
 _NEVER = 10**18
 
-#: Families whose expert layer DeepSpeed gathers and releases as one module, router and all (``leaf_module_config.py``).
-LEAF_FAMILIES = ("mixtral", "qwen3_moe")
+
+class Freed(NamedTuple):
+    """A module that has ended, whose parameters may be released."""
+
+    parameters: tuple[int, ...]
+    leaf: bool = False
+    saved: tuple[int, ...] = ()
+    """Those that autograd saves as they are gathered, so that they live on when they are released, until the backward.
+
+    Checkpointing does that to what it recomputes; so does an operator other than ``linear`` that takes a view of the weight,
+    as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
+    """
 
 
 class Step(NamedTuple):
@@ -30,14 +42,12 @@ class Step(NamedTuple):
     block: int
     made: int
     """Elements of the block's gradients made when it is done; in the forward 0."""
-    releases: bool
-    """Whether its end is noticed, so that its parameters can be released."""
-    saves: bool = False
-    """Autograd saves a weight of it as it is gathered, so that it lives on when it is released, until the backward.
-
-    Checkpointing does that to what it recomputes; so does an operator other than ``linear`` that takes a view of the weight,
-    as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
-    """
+    frees: tuple[Freed, ...] = ()
+    """Modules whose end is noticed before the next one starts, so that their parameters can be released."""
+    inside: tuple[int, int] = (0, 0)
+    """All parameters of it and of the modules in it: from the first place in the row up to the last one's next."""
+    leaf: bool = False
+    """It is gathered and released with all modules in it, and owns what they own."""
 
 
 class Note(NamedTuple):
@@ -49,6 +59,8 @@ class Note(NamedTuple):
     """Most while its parameters are gathered."""
     during: int
     after: int
+    handing: int
+    """When its gradients are handed on, and autograd has let go of what its operators saved."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,14 +78,15 @@ class Gathered:
     embedding: int
     end: int
     """Most while the embedding is gathered for its backward, and from then on."""
-    forward_elements: int
-    backward_elements: int
-    """Elements all-gathered in each direction."""
+    forward_sent: Sizes
+    backward_sent: Sizes
+    """What is all-gathered in each direction."""
     forward_calls: int
     backward_calls: int
     persistent: int
     n_persistent: int
     """Elements and number of the parameters that are never released between steps."""
+    persistent_sent: Sizes
 
 
 @lru_cache(maxsize=64)
@@ -93,79 +106,137 @@ def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute) -> tup
 
 
 class _Module(NamedTuple):
-    parameters: tuple[int, ...]
-    viewed: bool = False
-    """Its operators save views of its weights."""
+    """A module of a block, or around the blocks."""
+
+    name: str
+    parameters: tuple[int, ...] = ()
+    inside: tuple[int, int] = (0, 0)
+    leaf: bool = False
+    viewed: tuple[int, ...] = ()
+    """Its parameters of which operators save views."""
 
 
 @lru_cache(maxsize=64)
 def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
     """Modules in the order in which they run; with ``again``, each block is recomputed in its backward."""
-    model, placed, n_blocks = whole.model, whole.placed, whole.n_blocks
-    before = [index for index, each in enumerate(placed) if each.block < 0]
-    after = [index for index, each in enumerate(placed) if each.block == n_blocks]
-    head_of = before[:1] if model.tie_word_embeddings else after[-1:]
-    norm = tuple(after if model.tie_word_embeddings else after[:-1])
-    blocks = [_modules(model, placed, block) for block in range(n_blocks)]
-    steps = [Step(_FORWARD, (), -1, 0, releases=True)] * 2
-    steps += [Step(_FORWARD, (index,), -1, 0, releases=True) for index in before]
-    steps.append(Step(_FORWARD, (), -1, 0, releases=True))
+    first, norm, head = _around(whole)
+    blocks = [_modules(whole, block) for block in range(whole.n_blocks)]
+    n_blocks, every = whole.n_blocks, len(whole.placed)
+    root = _Module("", inside=(0, every))
+    model = _Module("", inside=(0, every if whole.model.tie_word_embeddings else every - 1))
+    steps = [_begun(_FORWARD, module, -1) for module in (root, model)]
+    steps += [*_forward(first, -1), *[_begun(_FORWARD, _Module(""), -1)] * _without_parameters(whole)]
     for block, modules in enumerate(blocks):
-        viewed = [step._replace(saves=module.viewed) for step, module in zip(_forward(modules, block), modules, strict=True)]
-        steps += [Step(_FORWARD, (), block, 0, releases=True), *(_forward(modules, block) if again else viewed)]
-    steps += [Step(_FORWARD, norm, n_blocks, 0, releases=True), Step(_FORWARD, tuple(head_of), n_blocks, 0, releases=True)]
-    steps += [Step(_BACKWARD, (), n_blocks, 0, releases=True), Step(_BACKWARD, tuple(head_of), n_blocks, 1, releases=True)]
-    steps += [Step(_BACKWARD, (), n_blocks, 1, releases=True), Step(_BACKWARD, norm, n_blocks, 2, releases=True)]
+        steps += _forward(modules, block, again=again)
+    steps += [*_forward((norm,), n_blocks), *_forward((head,), n_blocks)]
+    steps += [_begun(_BACKWARD, root, n_blocks), _alone(_BACKWARD, head, n_blocks, 1)]
+    steps += [_begun(_BACKWARD, model, n_blocks)._replace(made=1), _alone(_BACKWARD, norm, n_blocks, 2)]
     for block in range(n_blocks - 1, -1, -1):
-        steps += _backward(placed, blocks[block], block, again=again)
-    steps += [Step(_BACKWARD, (index,), -1, 0, releases=False) for index in reversed(before)]
-    return tuple(steps)
+        steps += _backward(whole, blocks[block], block, again=again)
+    steps += [_begun(_BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
+    return (*steps, *(_begun(_BACKWARD, module, -1) for module in reversed(first)))
 
 
-def _forward(modules: tuple[_Module, ...], block: int) -> list[Step]:
-    return [Step(_FORWARD, module.parameters, block, 0, releases=True) for module in modules]
+def _without_parameters(whole: Row) -> int:
+    """How many modules between the embedding and the first block have no parameters."""
+    kinds = len({run.kind for run in layout(whole.model).runs})
+    return dropouts_of_embedding(whole.model) + rotary_calls(whole.model, kinds)
 
 
-def _backward(placed: tuple[Placed, ...], modules: tuple[_Module, ...], block: int, *, again: bool) -> list[Step]:
-    """Return a block's modules in reverse; the last one is waiting in its backward while the block is recomputed."""
-    steps: list[Step] = [Step(_BACKWARD, (), block, 0, releases=True)] * 2
-    made = 0
-    recompute = [step._replace(saves=True) for step in _forward(modules, block)] if again else []
-    for module in reversed(modules):
-        made += sum(placed[index].end - placed[index].start for index in module.parameters)
-        steps.append(Step(_BACKWARD, module.parameters, block, made, releases=True))
-        if module.parameters and recompute:
-            steps[-1] = steps[-1]._replace(releases=False)
-            steps += [*recompute[:-1], Step(_BACKWARD, module.parameters, block, made, releases=True)]
-            recompute = []
+def _around(whole: Row) -> tuple[tuple[_Module, ...], _Module, _Module]:
+    """Return what runs before the first block, the norm after the last, and the head."""
+    named: dict[str, list[int]] = {}
+    for index, each in enumerate(whole.placed):
+        if not 0 <= each.block < whole.n_blocks:
+            named.setdefault(each.parameter.name.rpartition(".")[0] or each.parameter.name, []).append(index)
+    found = [_Module(name, tuple(places), (places[0], places[-1] + 1)) for name, places in named.items()]
+    head = found[0] if whole.model.tie_word_embeddings else found.pop()
+    norm = found.pop()  # OPT's is registered before its blocks, as the last of those
+    return tuple(found), norm, head
+
+
+def _begun(direction: str, module: _Module, block: int) -> Step:
+    return Step(direction, module.parameters, block, 0, inside=module.inside, leaf=module.leaf)
+
+
+def _freed(module: _Module, saved: tuple[int, ...] = ()) -> Freed:
+    return Freed(module.parameters, module.leaf, saved)
+
+
+def _alone(direction: str, module: _Module, block: int, made: int) -> Step:
+    return _begun(direction, module, block)._replace(made=made, frees=(_freed(module),))
+
+
+def _forward(modules: tuple[_Module, ...], block: int, *, again: bool = False) -> list[Step]:
+    """Return modules as they run forward; what is to be recomputed (``again``) saves nothing yet."""
+    steps = [_begun(_FORWARD, module, block) for module in modules]
+    for module, last in _ends([module.name for module in modules], modules):
+        steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module, () if again else module.viewed)))
     return steps
 
 
-def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[_Module, ...]:
-    """Return the modules of a block in the order in which they run forward, those without parameters too."""
-    by_name: dict[str, list[int]] = {}
-    inside = [(index, each.parameter.name.rpartition(".")[0]) for index, each in enumerate(placed) if each.block == block]
-    leaf = model.family in LEAF_FAMILIES and any(name.endswith("experts") for _, name in inside)
+def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Module, int]]:
+    """Yield modules that own parameters with the place, in order, of the last module in them; inner ones first."""
+    for at in range(len(modules) - 1, -1, -1):
+        if modules[at].parameters:
+            inside = [place for place, name in enumerate(names) if name.startswith(f"{names[at]}.")]
+            yield modules[at], max((at, *inside))
+
+
+def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bool) -> list[Step]:
+    """Return a block's modules as their backward begins; the first that needs it has the block recomputed, and waits."""
+    by_name = {module.name: module for module in modules}
+    ordered = (modules[0], *(by_name[name] for name in backward_order([module.name for module in modules[1:]])))
+    steps, made = list[Step](), 0
+    for module in ordered:
+        made += sum(whole.ends[index] - whole.starts[index] for index in module.parameters)
+        steps.append(_begun(_BACKWARD, module, block)._replace(made=made))
+    for module, last in _ends([module.name for module in ordered], ordered):
+        steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module)))
+    if not again:
+        return steps
+    first = next(at for at, module in enumerate(ordered) if module.parameters)
+    run_again, waiting = _recomputed(modules, block, ordered[first].name), steps[first]
+    done = run_again[-1]._replace(direction=_BACKWARD, made=waiting.made, frees=waiting.frees)
+    return [*steps[:first], waiting._replace(made=0, frees=()), *run_again[:-1], done, *steps[first + 1 :]]
+
+
+def _recomputed(modules: tuple[_Module, ...], block: int, last: str) -> list[Step]:
+    """Return the modules of a block run forward once more, up to the one that waits in its backward, and what is in it."""
+    names = [module.name for module in modules]
+    end = max(at for at, name in enumerate(names) if name == last or name.startswith(f"{last}."))
+    saved = tuple(module._replace(viewed=module.parameters) for module in modules[1 : end + 1])
+    return _forward(saved, block)
+
+
+@lru_cache(maxsize=64)
+def _inside(whole: Row) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Return of each block the places and names of its parameters."""
+    blocks: list[list[tuple[int, str]]] = [[] for _ in range(whole.n_blocks)]
+    for index, each in enumerate(whole.placed):
+        if 0 <= each.block < whole.n_blocks:
+            blocks[each.block].append((index, each.parameter.name))
+    return tuple(tuple(block) for block in blocks)
+
+
+def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
+    """Return a block and its modules in the order in which they run forward, those without parameters too."""
+    inside = _inside(whole)[block]
+    owners: dict[str, list[int]] = {}
     for index, name in inside:
-        by_name.setdefault("mlp" if leaf and name.startswith("mlp.") else name, []).append(index)
-    names = in_order(list(by_name))
-    modules: list[_Module] = []
-    parent = ""
+        owners.setdefault(name.rpartition(".")[0], []).append(index)
+    names = block_modules(whole.model, tuple(owners))
+    leaf = whole.model.family in LEAF_FAMILIES and any(name.endswith("experts") for name in owners)
+    modules = [_Module("", inside=(inside[0][0], inside[-1][0] + 1))]
     for name in names:
-        if "." in name and name.rpartition(".")[0] != parent:
-            parent = name.rpartition(".")[0]
-            modules.append(_Module(()))
-        modules.append(_Module(tuple(by_name[name]), viewed=(leaf and name == "mlp") or name.endswith("experts")))
-        modules += [_Module(())] * _modules_after(model, name)
+        if leaf and name.startswith("mlp."):
+            continue
+        places = [index for index, parameter in inside if parameter.startswith(f"{name}.")]
+        own = places if leaf and name == "mlp" else owners.get(name, [])
+        viewed = [index for index in own if ".experts." in whole.placed[index].parameter.name]
+        bounds = (places[0], places[-1] + 1) if places else (0, 0)
+        modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed)))
     return tuple(modules)
-
-
-def _modules_after(model: ModelSpec, name: str) -> int:
-    """Modules without parameters that run right after one: activations, and GPT-2's dropouts."""
-    leaf = name.rpartition(".")[2]
-    if leaf in ("gate_proj", "gate_up_proj", "c_fc", "dense_h_to_4h", "fc1"):
-        return 1
-    return int(leaf == "c_proj" and model.family == "gpt2")
 
 
 class _Handle:
@@ -199,7 +270,8 @@ class _Replay:
         self.decided = set() if decided is None else decided
         self.decides = decided is None
         self.uses = _uses(steps)
-        per_step = (sum(self.numel[index] for index in step.parameters) for step in steps)
+        per_step = (0 if step.leaf else sum(self.numel[index] for index in step.parameters) for step in steps)
+        self.starts = (*whole.starts, whole.n_elements)
         self.traversed = (0, *accumulate(per_step))
         self.queue = deque((index, at) for at, step in enumerate(steps) for index in sorted(step.parameters))
         self.fetched_for: dict[int, int] = {}
@@ -209,21 +281,20 @@ class _Replay:
         self.saved: dict[int, int] = {}
         self.elements = 0
         self.peak = 0
-        self.sent = {_FORWARD: 0, _BACKWARD: 0}
+        self.sent: dict[str, Counter[int]] = {_FORWARD: Counter(), _BACKWARD: Counter()}
         self.calls = {_FORWARD: 0, _BACKWARD: 0}
 
     def run(self) -> Gathered:
         """Go through all steps and note what is held."""
         forward, head = [0] * self.n_blocks, list[int]()
-        backward: dict[int, list[Note]] = {block: [] for block in range(self.n_blocks)}
+        backward: dict[int, list[tuple[Step, Note]]] = {block: [] for block in range(self.n_blocks)}
         head_forward, loss, embedding, turned = 0, 0, 0, False
         for at, step in enumerate(self.steps):
             if step.direction == _BACKWARD and not turned:
                 loss, turned = self.elements, True
             gathering = self._fetch(at, step, turned=turned)
-            during = self.elements
-            if step.releases:
-                self._release(at, step)
+            during, handing = self.elements, self.elements - self._saved_of(step)
+            self._release(at, step)
             if not turned and 0 <= step.block < self.n_blocks:
                 forward[step.block] = max(forward[step.block], gathering)
             elif not turned and step.block == self.n_blocks:
@@ -231,14 +302,15 @@ class _Replay:
             elif turned and step.block == self.n_blocks:
                 head.append(gathering)
             elif turned and step.block >= 0:
-                backward[step.block].append(Note(step.made, gathering, during, self.elements))
+                backward[step.block].append((step, Note(step.made, gathering, during, self.elements, handing)))
             elif turned:
                 embedding = max(embedding, gathering)
         notes = tuple(_per_gradient(backward[block]) for block in range(self.n_blocks))
         return Gathered(
             tuple(forward), head_forward, loss, (head[0], head[1], max(head[2:])), notes, embedding, self.elements,
-            self.sent[_FORWARD], self.sent[_BACKWARD], self.calls[_FORWARD], self.calls[_BACKWARD],
+            _sizes(self.sent[_FORWARD]), _sizes(self.sent[_BACKWARD]), self.calls[_FORWARD], self.calls[_BACKWARD],
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
+            _sizes(Counter(self.numel[index] for index in self.persistent)),
         )  # fmt: skip
 
     def _fetch(self, at: int, step: Step, *, turned: bool) -> int:
@@ -267,7 +339,7 @@ class _Replay:
         handle = _Handle(tuple(indices), in_place=in_place)
         self.in_flight.update(dict.fromkeys(indices, handle))
         self.counted += numel
-        self.sent[direction] += numel
+        self.sent[direction].update(self.numel[index] for index in indices)
         self.calls[direction] += len(indices) if in_place else 1
         self._hold(numel)
 
@@ -297,30 +369,55 @@ class _Replay:
                 numel += self.numel[index]
         self._gather(chosen, direction)
 
-    def _release(self, at: int, step: Step) -> None:
-        for index in step.parameters:
-            if self.decides and not (self.fetched_for.get(index, -1) > at + 1 or self._is_used_soon(index, at + 1)):
-                self.decided.add((at, index))
-            if index in self.persistent or index not in self.available or (at, index) not in self.decided:
-                continue
-            self.available.discard(index)
-            self.counted -= self.numel[index]
-            if step.saves:
-                self.saved[index] = self.numel[index]
-            else:
-                self._hold(-self.numel[index])
-        if step.direction == _BACKWARD:
-            self._hold(-sum(self.saved.pop(index, 0) for index in step.parameters))
+    def _saved_of(self, step: Step) -> int:
+        return sum(self.saved.get(index, 0) for index in step.parameters)
 
-    def _is_used_soon(self, index: int, at: int) -> bool:
-        """Whether it is used again before ``max_reuse_distance`` elements of other modules have run."""
-        again = next((use for use in self.uses[index] if use >= at), _NEVER)
+    def _release(self, at: int, step: Step) -> None:
+        for freed in step.frees:
+            for index in freed.parameters:
+                if self.decides and not self._stays(index, at + 1, leaf=freed.leaf):
+                    self.decided.add((at, index))
+                if index in self.persistent or index not in self.available or (at, index) not in self.decided:
+                    continue
+                self.available.discard(index)
+                self.counted -= self.numel[index]
+                if index in freed.saved:
+                    self.saved[index] = self.numel[index]
+                else:
+                    self._hold(-self.numel[index])
+            if step.direction == _BACKWARD:
+                self._hold(-sum(self.saved.pop(index, 0) for index in freed.parameters))
+
+    def _stays(self, index: int, at: int, *, leaf: bool) -> bool:
+        """Whether a prefetch counts on it, or it is used again before ``max_reuse_distance`` elements of other modules have run.
+
+        The coordinator walks over the modules to come with or without those in them as the one that has ended is a leaf or not
+        (``__params_to_release``): a leaf counts and finds nothing of its own, and after it a block counts as a whole and piecewise.
+        """
+        if self.fetched_for.get(index, -1) > at:
+            return True
         reach = self.options.stage3_max_reuse_distance
+        if leaf:
+            return self._within(index, at, reach)
+        again = next((use for use in self.uses[index] if use >= at), _NEVER)
         return again != _NEVER and self.traversed[again] - self.traversed[at] < reach
+
+    def _within(self, index: int, at: int, reach: int) -> bool:
+        walked = 0
+        for step in self.steps[at:]:
+            low, high = step.inside
+            if walked >= reach or low <= index < high:
+                return walked < reach
+            walked += self.starts[high] - self.starts[low]
+        return False
 
     def _hold(self, elements: int) -> None:
         self.elements += elements
         self.peak = max(self.peak, self.elements)
+
+
+def _sizes(counted: Counter[int]) -> Sizes:
+    return tuple(sorted(counted.items()))
 
 
 def _uses(steps: tuple[Step, ...]) -> dict[int, list[int]]:
@@ -343,11 +440,14 @@ def _persistent(numels: list[int], options: DeepSpeedOptions) -> frozenset[int]:
     return frozenset(kept)
 
 
-def _per_gradient(notes: list[Note]) -> tuple[Note, ...]:
-    """Merge the notes of modules that make no gradient into one per number of gradients made."""
+def _per_gradient(notes: list[tuple[Step, Note]]) -> tuple[Note, ...]:
+    """Merge notes into one per number of gradients made; what a module without parameters fetches is there after the one before."""
     merged: dict[int, Note] = {}
-    for note in notes:
+    for step, note in notes:
         before = merged.get(note.made, note)
-        most = max(note.gathering, before.gathering), max(note.during, before.during)
-        merged[note.made] = Note(note.made, *most, note.after)
+        if step.parameters or not note.made:
+            most = max(note.gathering, before.gathering), max(note.during, before.during), note.after
+            merged[note.made] = Note(note.made, *most, max(note.handing, before.handing))
+        else:
+            merged[note.made] = before._replace(after=note.after)
     return tuple(merged[made] for made in sorted(merged))

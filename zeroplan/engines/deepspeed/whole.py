@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter
+from zeroplan.engines.deepspeed.numbers import numbers_unpartitioned
 from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
 from zeroplan.engines.deepspeed.stage12_lines import Job, at_the_embedding, job_of, symbols, whole_gradients, window
@@ -186,8 +187,9 @@ def _collectives(job: Job) -> tuple[Collective, ...]:
     return (
         Collective(
             "all_reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * -(-psi // calls),
-            2 * (n - 1) * element * psi // n, 2 * psi, f"{_ENGINE}, allreduce_no_retain",
+            2 * (n - 1) * element * psi // n, 2 * psi, f"{_ENGINE}, allreduce_no_retain", element * psi,
         ),
+        *(numbers_unpartitioned(job.recipe, n) if job.recipe.zero_stage == 0 else ()),
     )  # fmt: skip
 
 

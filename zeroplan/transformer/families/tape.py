@@ -57,6 +57,8 @@ class Alive(NamedTuple):
     gradients: tuple[str, ...]
     current: tuple[str, ...]
     casts: tuple[str, ...]
+    handed_on: tuple[Store, ...] = ()
+    """Where a weight's gradient is made: what is alive when it is handed on, the operator done."""
 
 
 class Tape:
@@ -164,15 +166,18 @@ class Tape:
         taken = [waiting.pop(value) for value in operator.outputs]
         arriving = operator.backward(self, taken)
         self.note()
+        made, at = bool(self.current), len(self.moments) - 1
         self.drop(*self.scratch, *taken, *operator.saved)
         self.scratch.clear()
-        self.fell = self.fell or bool(self.current)
+        self.fell = self.fell or made
         self.current.clear()
         if operator.cast:
             self.fell = True
             self.casts.remove(operator.cast)
         for value, gradient in arriving:
             self._deliver(value, gradient, waiting)
+        if made:
+            self.moments[at] = self.moments[at]._replace(handed_on=tuple(self.alive))
 
     def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:
         """Add to a gradient that waits already: in place where nobody else has it (torch, csrc/autograd/input_buffer.cpp)."""

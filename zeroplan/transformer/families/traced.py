@@ -64,6 +64,7 @@ class Placed(NamedTuple):
     gradients: Places
     current: Places
     casts: Places
+    handed_on: Places
 
 
 class Plan(NamedTuple):
@@ -97,10 +98,12 @@ class _Index:
         return tuple(self.weights.setdefault(formula, len(self.weights)) for formula in formulas)
 
     def moments(self, moments: Iterable[Alive]) -> tuple[Placed, ...]:
-        return tuple(
-            Placed(one.name, self.of(one.stores), *map(self.elements, (one.gradients, one.current, one.casts)))
-            for one in moments
-        )
+        return tuple(map(self._placed, moments))
+
+    def _placed(self, one: Alive) -> Placed:
+        stores, handed_on = self.of(one.stores), self.of(one.handed_on)
+        made, making, copied = map(self.elements, (one.gradients, one.current, one.casts))
+        return Placed(one.name, stores, made, making, copied, handed_on)
 
 
 def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False) -> BlockPass:
@@ -148,8 +151,8 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
         lines(yes.forward, no.forward),
         lines(yes.forward_recompute, no.forward_recompute),
         (
-            *(point._replace(lines=lines(point.lines, ())) for point in yes.points),
-            *(point._replace(lines=lines((), point.lines)) for point in no.points),
+            *(point._replace(lines=lines(point.lines, ()), handed_on=lines(point.handed_on, ())) for point in yes.points),
+            *(point._replace(lines=lines((), point.lines), handed_on=lines((), point.handed_on)) for point in no.points),
         ),
         yes.cast_elements,
         yes.checkpoint_in_backward,
@@ -251,9 +254,9 @@ class Sizes:
 
     def point(self, moment: Placed) -> BackwardPoint:
         """Write a moment of the backward."""
-        name, stores, gradients, current, casts = moment
-        elements = self.elements
-        return BackwardPoint(name, self.lines(stores), elements(gradients), elements(current), elements(casts))
+        name, stores, gradients, current, casts, handed_on = moment
+        made, making, copied = map(self.elements, (gradients, current, casts))
+        return BackwardPoint(name, self.lines(stores), made, making, copied, self.lines(handed_on))
 
 
 def _worked_out(plan: Plan, sizes: Sizes, *, autocast: bool) -> BlockPass:

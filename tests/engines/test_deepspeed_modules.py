@@ -1,0 +1,57 @@
+"""The order in which a block's modules run, against hooks on the modules themselves, one small model per family."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from tests.transformer.tiny_configs import TINY, tiny_config
+from zeroplan.catalog.config import model_from_config
+from zeroplan.engines.deepspeed.modules import block_modules, executed_modules, rotary_calls
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.params import layout
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from zeroplan.verify.workload import config  # noqa: E402
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]  # what transformers says of the tiny sizes
+
+
+def calls(spec: ModelSpec) -> list[str]:
+    """Names of modules as one forward pass calls them."""
+    made = AutoConfig.for_model(**config(spec))
+    if spec.moe is not None:
+        made._experts_implementation = "grouped_mm"
+    module = AutoModelForCausalLM.from_config(made)
+    seen: list[str] = []
+    for name, part in module.named_modules():
+        part.register_forward_pre_hook(partial(_note, seen, name))
+    module(input_ids=torch.zeros(1, 8, dtype=torch.long))
+    return seen
+
+
+def _note(seen: list[str], name: str, *_: object) -> None:
+    seen.append(name)
+
+
+@pytest.mark.parametrize("case", TINY)
+def test_modules_run_in_this_order(case: str) -> None:
+    spec = model_from_config(tiny_config(case))
+    seen = calls(spec)
+    blocks = [run for run in layout(spec).runs for _ in range(run.layers)]
+    for number, run in enumerate(blocks):
+        inside = [name.partition(f".{number}.")[2] for name in seen if f".{number}." in name]
+        owners = tuple(dict.fromkeys(parameter.name.rpartition(".")[0] for parameter in run.parameters))
+        assert block_modules(spec, owners) == tuple(inside)
+        assert executed_modules(spec, owners) == tuple(name for name in inside if name in owners)
+
+
+def test_gemma_3_embeds_positions_once_for_each_kind_of_layer() -> None:
+    spec = replace(model_from_config(tiny_config("gemma3_text")), num_hidden_layers=7)
+    assert sum(name.endswith("rotary_emb") for name in calls(spec)) == rotary_calls(spec, len(layout(spec).runs)) == 2

@@ -1,0 +1,140 @@
+"""Which modules does a block have, those without parameters too, and in which order do they run?
+
+DeepSpeed counts modules, not operators: each one that starts, forward or backward, is a step of its ZeRO-3 coordinator. Names
+and orders are those of transformers 5.23, ``models/<family>/modeling_<family>.py``.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from zeroplan.spec.model import ModelSpec
+
+Names = tuple[str, ...]
+
+#: Families whose expert layer DeepSpeed gathers and releases as one module, router and all (``leaf_module_config.py``).
+LEAF_FAMILIES = ("mixtral", "qwen3_moe")
+
+_ATTENTION: Names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_WITH_NORMS: Names = (
+    "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
+)  # fmt: skip
+_NORMS_AFTER: Names = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
+)  # fmt: skip
+_LATENT: Names = (
+    "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
+    "self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj",
+)  # fmt: skip
+
+
+def _gated(name: str) -> Names:
+    return (name, f"{name}.gate_proj", f"{name}.act_fn", f"{name}.up_proj", f"{name}.down_proj")
+
+
+def _before_and_after(attention: Names, mlp: Names) -> Names:
+    return ("input_layernorm", "self_attn", *attention, "post_attention_layernorm", *mlp)
+
+
+def _four_norms(attention: Names) -> Names:
+    inner = ("pre_feedforward_layernorm", *_gated("mlp"), "post_feedforward_layernorm")
+    return ("input_layernorm", "self_attn", *attention, "post_attention_layernorm", *inner)
+
+
+_GATED = _before_and_after(_ATTENTION, _gated("mlp"))
+#: Modules of a block in the order in which they run, a module before those inside it.
+_BLOCKS: dict[str, Names] = {
+    "qwen3": _before_and_after(_WITH_NORMS, _gated("mlp")),
+    "gemma2": _four_norms(_ATTENTION),
+    "gemma3_text": _four_norms(_NORMS_AFTER),
+    "phi3": (
+        "input_layernorm", "self_attn", "self_attn.qkv_proj", "self_attn.o_proj", "resid_attn_dropout",
+        "post_attention_layernorm", "mlp", "mlp.gate_up_proj", "mlp.activation_fn", "mlp.down_proj", "resid_mlp_dropout",
+    ),
+    "gpt2": (
+        "ln_1", "attn", "attn.c_attn", "attn.c_proj", "attn.resid_dropout", "ln_2", "mlp", "mlp.c_fc", "mlp.act", "mlp.c_proj",
+        "mlp.dropout",
+    ),
+    "gpt_neox": (
+        "input_layernorm", "attention", "attention.query_key_value", "attention.dense", "post_attention_dropout",
+        "post_attention_layernorm", "mlp", "mlp.dense_h_to_4h", "mlp.act", "mlp.dense_4h_to_h", "post_mlp_dropout",
+    ),
+    "opt": (
+        "self_attn_layer_norm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj",
+        "final_layer_norm", "fc1", "activation_fn", "fc2",
+    ),
+    "bloom": (
+        "input_layernorm", "self_attention", "self_attention.query_key_value", "self_attention.attention_dropout",
+        "self_attention.dense", "post_attention_layernorm", "mlp", "mlp.dense_h_to_4h", "mlp.gelu_impl", "mlp.dense_4h_to_h",
+    ),
+    "qwen3_moe": _before_and_after(_WITH_NORMS, _gated("mlp")),
+    "deepseek_v3": _before_and_after(_LATENT, _gated("mlp")),
+}  # fmt: skip
+#: The same of a block with experts.
+_EXPERTS: dict[str, Names] = {
+    "mixtral": _before_and_after(_ATTENTION, ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")),
+    "qwen3_moe": _before_and_after(_WITH_NORMS, ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")),
+    "deepseek_v3": _before_and_after(
+        _LATENT, ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *_gated("mlp.shared_experts"))
+    ),
+    "gpt_oss": _before_and_after(_ATTENTION, ("mlp", "mlp.router", "mlp.experts")),
+}
+#: Modules that a family has or has not: they are there where they own parameters, or a module in them does.
+_OPTIONAL = frozenset({
+    "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "mlp.shared_experts",
+})  # fmt: skip
+
+
+def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
+    """Return the modules of a block in the order in which they run; ``owners`` are those that own parameters.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> block_modules(tiny, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))[-4:]
+    ('mlp.gate_proj', 'mlp.act_fn', 'mlp.up_proj', 'mlp.down_proj')
+    """
+    sparse = any(name.endswith("experts") for name in owners)
+    listed = (_EXPERTS if sparse else _BLOCKS).get(model.family, _GATED)
+    missing = _OPTIONAL - {*owners, *map(_parent, owners)}
+    names = [name for name in listed if name not in missing and _parent(name) not in missing]
+    return (*names, *dict.fromkeys(name for name in owners if name not in listed))
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def backward_order(names: Sequence[str]) -> Iterator[str]:
+    """Return modules in the order in which their backward begins: the last one first, a module before those inside it.
+
+    >>> list(backward_order(("norm", "mlp", "mlp.up", "mlp.down")))
+    ['mlp', 'mlp.down', 'mlp.up', 'norm']
+    """
+    inside: dict[str, list[str]] = {}
+    for name in names:
+        inside.setdefault(_parent(name), []).append(name)
+    yield from _last_first("", inside)
+
+
+def _last_first(parent: str, inside: dict[str, list[str]]) -> Iterator[str]:
+    for name in reversed(inside.get(parent, ())):
+        yield name
+        yield from _last_first(name, inside)
+
+
+@lru_cache(maxsize=256)
+def executed_modules(model: ModelSpec, names: Names) -> Names:
+    """Return the modules of a block that own parameters, ``names``, in the order in which they run forward."""
+    return tuple(name for name in block_modules(model, names) if name in names)
+
+
+def rotary_calls(model: ModelSpec, kinds: int) -> int:
+    """How often positions are embedded before the first block: Gemma 3 has angles for each of its ``kinds`` of layers."""
+    if model.family in ("gpt2", "opt", "bloom"):
+        return 0
+    return kinds if model.family == "gemma3_text" else 1
+
+
+def dropouts_of_embedding(model: ModelSpec) -> int:
+    """How many modules drop parts of the embedding: one in GPT-2 and GPT-NeoX."""
+    return int(model.family in ("gpt2", "gpt_neox"))

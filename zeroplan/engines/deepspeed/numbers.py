@@ -1,0 +1,39 @@
+"""Which single numbers do DeepSpeed's ranks agree on in a step: a gradient norm, a flag that something overflowed?"""
+
+from zeroplan.ledger import Collective
+from zeroplan.numeric import Int
+from zeroplan.spec.recipe import RecipeSpec
+
+_WHEN = "optimizer step"
+_NORM = "gradient norm, one number"
+_FLAG = "whether a gradient overflowed, one byte"
+_ZERO = "DeepSpeed 0.19.8, runtime/zero"
+_CLIP = "DeepSpeed 0.19.8, runtime/utils.py, clip_grad_norm_"
+
+
+def numbers_unpartitioned(recipe: RecipeSpec, ranks: Int) -> tuple[Collective, ...]:
+    """Stage 0: gradients are whole, so only plain fp32 training asks for a norm, and only where gradients are clipped."""
+    asks = recipe.precision == "fp32" and recipe.deepspeed.compute_grad_norm
+    return (_reduced(_NORM, ranks, 1, 4, _CLIP),) if asks else ()
+
+
+def numbers_partitioned(recipe: RecipeSpec, ranks: Int) -> tuple[Collective, ...]:
+    """Stages 1 and 2: a flag in 16 bits, and a norm in fp32 where it is wanted."""
+    flag = _reduced(_FLAG, ranks, 1, 1, f"{_ZERO}/stage_1_and_2.py, has_overflow")
+    norm = _reduced(_NORM, ranks, 1, 4, f"{_ZERO}/stage_1_and_2.py, get_grad_norm_direct")
+    return (
+        *((flag,) if recipe.precision != "fp32" else ()),
+        *((norm,) if recipe.deepspeed.compute_grad_norm else ()),
+    )
+
+
+def numbers_sharded(recipe: RecipeSpec, ranks: Int, groups: Int) -> tuple[Collective, ...]:
+    """Stage 3: a flag in fp16 alone, and a norm in fp64 of every one of ``groups`` sub-groups, wanted or not."""
+    flag = _reduced(_FLAG, ranks, 1, 1, f"{_ZERO}/stage3.py, has_overflow")
+    norm = _reduced("gradient norm of a sub-group, one number", ranks, groups, 8, f"{_ZERO}/stage3.py, get_grad_norm_direct")
+    return (flag, norm) if recipe.precision == "fp16-mixed" else (norm,)
+
+
+def _reduced(what: str, ranks: Int, calls: Int, n_bytes: int, source: str) -> Collective:
+    """All-reduce a number; it is no part of the volume that the ZeRO paper counts."""
+    return Collective("all_reduce", what, _WHEN, ranks, calls, n_bytes, 2 * (ranks - 1) * n_bytes * calls // ranks, 0, source)

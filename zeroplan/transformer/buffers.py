@@ -1,0 +1,46 @@
+"""Which tensors does a model have that are no parameters: rotary frequencies, a scale, a routing bias?
+
+Too small to matter in memory; engines that keep them alike on all ranks send them.
+"""
+
+from functools import lru_cache
+
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.params import layout
+
+_FP32 = 4
+_FREQUENCIES_TWICE = 2 * _FP32
+"""``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
+_SHARE_ROTATED = {"gpt_neox": 4}
+"""Which part of a head is rotated, one in so many; ``rotary_pct`` 0.25 unless a config says otherwise."""
+_WITHOUT_ROTATION = ("gpt2", "opt", "bloom")
+
+
+@lru_cache(maxsize=256)
+def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
+    """Return the bytes of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
+
+    Frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3); Gemma's scale of the
+    embedding; DeepSeek's bias of each router. Source: transformers 5.23, ``models/<family>/modeling_<family>.py``.
+
+    >>> buffer_bytes(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...     num_key_value_heads=1, head_dim=4, vocab_size=10), 2)  # 2 · 2 frequencies in fp32
+    16
+    """
+    scale = element_bytes if model.family in ("gemma2", "gemma3_text") else 0
+    return _frequencies(model) + scale + _routing_biases(model) * element_bytes
+
+
+def _frequencies(model: ModelSpec) -> int:
+    if model.family in _WITHOUT_ROTATION:
+        return 0
+    width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
+    rotated = width // _SHARE_ROTATED.get(model.family, 1)
+    tables = len(layout(model).runs) if model.family == "gemma3_text" else 1
+    return tables * _FREQUENCIES_TWICE * -(-rotated // 2)
+
+
+def _routing_biases(model: ModelSpec) -> int:
+    if model.moe is None or model.family != "deepseek_v3":
+        return 0
+    return (model.num_hidden_layers - model.moe.num_dense_layers) * model.moe.num_experts
