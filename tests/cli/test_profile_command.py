@@ -123,6 +123,28 @@ def test_a_length_that_is_fixed_is_the_default_and_no_other_is_taken(file: Path,
     assert "is of sequences of 77" in err
 
 
+def test_shorter_sequences_than_were_traced_are_refused(file: Path, run: Run):
+    file.write_text(json.dumps(said(replace(by_hand(), shortest=1024))), encoding="utf-8")
+    assert run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1024")[0] == 0
+    code, _, err = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1023")
+    assert code == 2
+    assert "is of sequences of 1,024 and more" in err
+
+
+def test_a_length_between_multiples_counts_as_the_next_where_the_profile_says_so(file: Path, run: Run):
+    variants = tuple(
+        replace(one, one=replace(one.one, counted_by=128, remarks=("odd lengths were not looked at",)))
+        for one in by_hand().variants
+    )
+    file.write_text(json.dumps(said(replace(by_hand(), variants=variants))), encoding="utf-8")
+    answers = [
+        run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", length, "--json")[1] for length in ("129", "256")
+    ]
+    odd, even = (json.loads(answer) for answer in answers)
+    assert odd["peak"]["allocated_bytes"] == even["peak"]["allocated_bytes"]
+    assert "odd lengths were not looked at" in json.dumps(odd)
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [

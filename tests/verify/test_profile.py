@@ -200,6 +200,16 @@ def test_what_a_profile_says_nothing_of_is_refused(odd: Profile) -> None:
         JobSpec(model=model, recipe=RecipeSpec(loss="chunked"))
 
 
+def test_a_window_is_told_and_longer_sequences_alone_are_profiled(tmp_path: Path) -> None:
+    spec, path = replace(tiny("mistral"), sliding_window=1024), tmp_path / "window.json"
+    path.write_text(json.dumps(config(spec)), encoding="utf-8")
+    asked = Wanted(("fsdp2",), ("bf16",), ("none",))
+    with pytest.raises(MeasurementError, match="1 x 8192 tokens run other operators than 1 x 128;"):
+        profile(of_config(str(path), "sdpa"), asked, say=lambda _: None)
+    longer = profile(of_config(str(path), "sdpa"), asked._replace(shortest=1024), say=lambda _: None)
+    assert (longer.shortest, longer.variants[0].more.counted_by) == (1024, 128)
+
+
 def test_a_module_without_blocks_is_refused() -> None:
     with pytest.raises(MeasurementError, match="no list of blocks"):
         profile(of_workload("tests.odd_transformer:without_blocks"), Wanted(), say=lambda _: None)

@@ -12,6 +12,7 @@ import typer
 from zeroplan.cli.verify import say
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.base import Spec
+from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
@@ -40,6 +41,10 @@ _Precision = Annotated[str | None, _flag("--precision", "|".join(_PRECISIONS), "
 _Recompute = Annotated[
     str | None, _flag("--recompute", "|".join(_RECOMPUTE), "With this recomputation only. (default: with each)")
 ]
+_SeqLen = Annotated[
+    str | None,
+    _flag("--seq-len", "TOKENS", "For sequences this long and longer only, where a module computes short ones otherwise."),
+]
 _Out = Annotated[str, _flag("--out", "FILE", "Where to write the profile.", shown=True)]
 
 
@@ -51,6 +56,7 @@ def profile_command(
     engine: _Engine = None,
     precision: _Precision = None,
     recompute: _Recompute = None,
+    seq_len: _SeqLen = None,
     out: _Out = "profile.json",
 ) -> None:
     """Trace a module's blocks on fake tensors and write what they keep and use, for any batch, as a file for --profile."""
@@ -63,7 +69,8 @@ def profile_command(
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             raise MeasurementError(f"{package} is not installed, and tracing needs it: pip install 'zeroplan[verify]'")
-    found = _traced(workload, config, *said)
+    shortest = None if seq_len is None else parse_count(seq_len, what="--seq-len", examples="4096 or 4k")
+    found = _traced(workload, config, *said, shortest=shortest)
     _write(found, Path(out))
     _summarise(found, out)
 
@@ -76,7 +83,7 @@ def _one_of(flag: str, chosen: str | None, there: tuple[str, ...]) -> tuple[str,
 
 def _traced(
     workload: str | None, config: str | None, engines: tuple[str, ...], precisions: tuple[str, ...], recompute: tuple[str, ...],
-    attention: tuple[str, ...],
+    attention: tuple[str, ...], shortest: int | None,
 ) -> "Profile":  # fmt: skip
     """Trace, and tell what a workload raises from what goes wrong here."""
     os.environ.update(HF_HUB_OFFLINE="1")
@@ -86,7 +93,7 @@ def _traced(
     from zeroplan.verify.profile import Wanted, profile  # noqa: PLC0415
     from zeroplan.verify.subject import of_config, of_workload  # noqa: PLC0415
 
-    wanted = Wanted(engines, precisions, recompute)  # type: ignore[arg-type]  # each is one of those above
+    wanted = Wanted(engines, precisions, recompute, shortest)  # type: ignore[arg-type]  # each is one of those above
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

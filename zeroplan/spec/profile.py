@@ -95,10 +95,12 @@ class ProfiledPass(Spec):
     ``shared`` is alive from before the first block to the end, ``beside`` while blocks run forward, ``first_input`` is the first
     block's where it is held by name; ``loss`` what is alive between the last block and the backward, ``head`` the moments from
     the loss's backward to the last block's, ``last`` what is alive below the first block's backward: each the largest of these.
-    ``seq_multiple`` is what kernels fill lengths up to, ``remarks`` say what is not exact.
+    ``seq_multiple`` is what kernels fill lengths up to; where lengths that are no multiples of ``counted_by`` run other operators,
+    they count as the next multiple. ``remarks`` say what is not exact.
     """
 
     seq_multiple: Annotated[int, Range(1, 4096)] = 1
+    counted_by: Annotated[int, Range(1, 4096)] = 1
     remarks: tuple[str, ...] = ()
     blocks: dict[str, ProfiledBlock]
     shared: tuple[Part, ...]
@@ -136,7 +138,7 @@ class Profile(Profiled):
 
     ``source`` says what was traced; ``embeddings`` are the parameters outside the blocks whose gradients come last, ``tail`` the
     others, ``tied_head`` names one of the embeddings that is the head, too; ``kinds`` are the parameters of one block of each
-    kind. ``seq_len`` is set where sequences cannot be made longer or shorter.
+    kind. ``seq_len`` is set where sequences cannot be made longer or shorter, ``shortest`` where shorter ones were not looked at.
     """
 
     schema_version: Literal[1] = 1
@@ -151,6 +153,7 @@ class Profile(Profiled):
     tied_head: str | None = None
     buffer_bytes: CountOrZero = 0
     seq_len: Count | None = None
+    shortest: Count = 1
     variants: tuple[Variant, ...]
 
     def __hash__(self) -> int:

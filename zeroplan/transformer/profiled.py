@@ -82,7 +82,8 @@ def _beyond_input(forward: Line, kept: tuple[Line, ...], block_input: Line) -> L
     """What is alive beyond the block's input, where more than that is kept."""
     more = " + ".join(line.formula for line in kept) or "0"
     n_bytes: Int = forward.n_bytes + total_bytes(kept) - block_input.n_bytes
-    return forward._replace(n_bytes=n_bytes, formula=f"{forward.formula} + {more} - ({block_input.formula})")
+    formula = f"{forward.formula} + {more} - ({block_input.formula})" if forward.formula else ""
+    return forward._replace(n_bytes=n_bytes, formula=formula)
 
 
 def profiled_head(profile: Profile, compute: Compute, batch: Batch) -> HeadPass:
@@ -106,13 +107,14 @@ def profiled_head(profile: Profile, compute: Compute, batch: Batch) -> HeadPass:
 
 def _below(most: Line, hidden: Line) -> Line:
     reason = "beyond the gradient that flows into the part before the blocks, at its highest"
-    n_bytes, formula = maximum(0, most.n_bytes - hidden.n_bytes), f"max(0, {most.formula} - ({hidden.formula}))"
-    return Line(Kind.TEMPORARY, n_bytes, reason, formula, TRACE)
+    formula = f"max(0, {most.formula} - ({hidden.formula}))" if most.formula else ""
+    return Line(Kind.TEMPORARY, maximum(0, most.n_bytes - hidden.n_bytes), reason, formula, TRACE)
 
 
 def _pass(profile: Profile, compute: Compute, batch: Batch) -> ProfiledPass:
     """The pass that was traced in this manner, for one sequence or for several."""
     _check_length(profile, batch)
+    _check_not_shorter(profile, batch)
     variant = _variant(profile, compute)
     is_one = batch.micro_batch_size == 1
     if isinstance(is_one, bool):
@@ -128,6 +130,15 @@ def _check_length(profile: Profile, batch: Batch) -> None:
         raise SpecError(
             f"the profile of {profile.name} is of sequences of {profile.seq_len:,} and cannot tell of {batch.seq_len}; leave "
             "--seq-len out, or profile the length you mean"
+        )
+
+
+def _check_not_shorter(profile: Profile, batch: Batch) -> None:
+    shorter = batch.seq_len < profile.shortest
+    if shorter if isinstance(shorter, bool) else shorter.any():
+        raise SpecError(
+            f"the profile of {profile.name} is of sequences of {profile.shortest:,} and more and cannot tell of {batch.seq_len}; "
+            "make another with --seq-len"
         )
 
 
@@ -155,7 +166,8 @@ class _Scale:
     """Amounts of a pass for one batch."""
 
     def __init__(self, one: ProfiledPass, batch: Batch) -> None:
-        sequences, length = batch.micro_batch_size, batch.seq_len
+        sequences, length = batch.micro_batch_size, round_up(batch.seq_len, one.counted_by)
+        self._has_formulas = one.counted_by == 1  # symbols stand for the batch, not for the next multiple
         self._sequences, self._length, self._multiple = sequences, length, one.seq_multiple
         tokens, padding = sequences * length, round_up(length, one.seq_multiple) - length
         self._values: tuple[Int, ...] = (
@@ -174,11 +186,12 @@ class _Scale:
         """The largest of several."""
         n_bytes = maximum(0, *(self.bytes(amount) for amount in amounts))
         formula = ", ".join(_formula(amount, self._multiple) for amount in amounts)
-        return Line(kind, n_bytes, reason, f"max(0, {formula})", TRACE)
+        return Line(kind, n_bytes, reason, f"max(0, {formula})" if self._has_formulas else "", TRACE)
 
     def line(self, kind: Kind, amount: Amount, reason: str) -> Line:
         """A line with its formula."""
-        return Line(kind, self.bytes(amount), reason, _formula(amount, self._multiple), TRACE)
+        formula = _formula(amount, self._multiple) if self._has_formulas else ""
+        return Line(kind, self.bytes(amount), reason, formula, TRACE)
 
     def parts(self, parts: tuple[Part, ...], kind: Kind = Kind.ACTIVATIONS) -> tuple[Line, ...]:
         """Lines of what is kept."""
@@ -200,7 +213,7 @@ class _Scale:
         rows: Int = ceil_div(self._length, 128) * 128 * self._sequences
         n_bytes: Int = row * rows + repeated * self._sequences * self._length
         formula = f"{row}·b·128·ceil(s/128) + {repeated}·T"
-        return Line(Kind.TEMPORARY, n_bytes, FLASH_SCRATCH, formula, FLASH_BACKWARD)
+        return Line(Kind.TEMPORARY, n_bytes, FLASH_SCRATCH, formula if self._has_formulas else "", FLASH_BACKWARD)
 
 
 @lru_cache(maxsize=4096)

@@ -316,6 +316,9 @@ class _Cut:
         """What a block works on; a table that was there before the first block and goes into others too is none of it."""
         going_in = self._seen.outputs if at == self._count else self._seen.inputs[at]
         distinct = list({id(one): one for one in going_in if one.born > self._seen.began}.values())
+        if at == self._count:  # beside the hidden states a block may return what it keeps for itself, attention's weights say
+            sizes = {one.n_bytes for one in self._inputs_of(at - 1)}
+            return [one for one in distinct if one.n_bytes in sizes and one.born > self._seen.before[0]]
         if at:
             return [one for one in distinct if one.born > self._seen.before[0]]
         others = {id(one) for one in self._seen.inputs.get(1, ())}

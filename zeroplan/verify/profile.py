@@ -45,6 +45,8 @@ class Wanted(NamedTuple):
     engines: tuple[Engine, ...] = ("fsdp2", "ddp")
     precisions: tuple[Precision, ...] = ("bf16-mixed", "bf16", "fp32")
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    shortest: int | None = None
+    """For sequences of so many tokens and more, where shorter ones are computed otherwise."""
 
 
 def manners(wanted: Wanted) -> tuple[Manner, ...]:
@@ -73,7 +75,7 @@ def profile(subject: Subject, wanted: Wanted, *, say: Callable[[str], None]) -> 
 
 
 def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Profile:
-    tracer = _Tracer(subject, say)
+    tracer = _Tracer(subject, say, wanted.shortest)
     every = manners(wanted)
     whole = tracer.structure(every[0])
     variants = tuple(tracer.variant(manner, whole) for manner in every)
@@ -97,6 +99,7 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
         tied_head=whole.tied,
         buffer_bytes=whole.buffer_bytes,
         seq_len=tracer.fixed_length,
+        shortest=1 if tracer.fixed_length is not None else tracer.shortest,
         variants=variants,
     )
 
@@ -168,13 +171,19 @@ def _tied(work: Workload, names: Sequence[str]) -> str | None:
 class _Tracer:
     """Takes a subject's passes apart, once per manner and shape."""
 
-    def __init__(self, subject: Subject, say: Callable[[str], None]) -> None:
+    def __init__(self, subject: Subject, say: Callable[[str], None], shortest: int | None) -> None:
         self._subject, self._say = subject, say
         self.fixed_length: int | None = None
         self.first: dict[Manner, Anatomy] = {}
         unit = _UNIT if subject.longest is None else max(1, min(_UNIT, subject.longest // 5))
-        self._unit = unit
-        self._lengths: tuple[int, ...] = (unit, 2 * unit, 5 * unit)
+        least = 0 if shortest is None else -(-shortest // unit) * unit
+        self._unit, self._least = unit, least
+        self._lengths: tuple[int, ...] = tuple(least + times * unit for times in ((0, 1, 4) if least else (1, 2, 5)))
+
+    @property
+    def shortest(self) -> int:
+        """The shortest sequences that the profile is of."""
+        return max(1, self._least)
 
     def structure(self, manner: Manner) -> _Structure:
         """Look at the whole module and trace it once, to see which blocks are alike."""
@@ -232,8 +241,22 @@ class _Tracer:
         shapes, held_out, products = self._shapes(several=several)
         seen = {shape: self._anatomy(manner, shape) for shape in (*shapes, *held_out)}
         self.first.setdefault(manner, seen[shapes[0]])
-        found = _Derived(seen, shapes, held_out, products).whole(whole.traced)
+        found = self._derived(seen, shapes, held_out, products, whole)
         return replace(found, remarks=(*found.remarks, *_unlike(seen[shapes[-1]], whole)))
+
+    def _derived(
+        self, seen: dict[Shape, Anatomy], shapes: list[Shape], held_out: list[Shape], products: tuple[str, ...], whole: _Structure
+    ) -> ProfiledPass:  # fmt: skip
+        """Polynomials for every length or, where odd ones run other operators, for multiples of the unit."""
+        try:
+            return _Derived(seen, shapes, held_out, products).whole(whole.traced)
+        except OtherProgramError:
+            even = [shape for shape in held_out if not shape.length % self._unit]
+            if even == held_out:
+                raise
+            found = _Derived(seen, shapes, even, products).whole(whole.traced)
+        other = f"lengths that are no multiples of {self._unit} may run other operators, and count as the next multiple"
+        return replace(found, counted_by=self._unit, remarks=(*found.remarks, other))
 
     def _shapes(self, *, several: bool) -> tuple[list[Shape], list[Shape], tuple[str, ...]]:
         """Shapes to solve at, shapes held out, and what can be told apart by them."""
@@ -242,8 +265,9 @@ class _Tracer:
             products = OF_SEQUENCES if several else OF_NOTHING
             return [Shape(count, 0) for count in counts], [Shape(other, 0)] if several else [], products
         unit = self._unit
-        far = _FAR * _UNIT if self._subject.longest is None else min(self._subject.longest, _FAR * _UNIT)
-        odd = (unit + unit // 3, 2 * unit + unit // 2 + unit // 8 + 1)
+        far = self._least + _FAR * _UNIT
+        far = far if self._subject.longest is None else min(self._subject.longest, far)
+        odd = (self._least + unit + unit // 3, self._least + 2 * unit + unit // 2 + unit // 8 + 1)
         held_out = [Shape(counts[-1], far // unit * unit), *(Shape(other, length) for length in odd)]
         return [Shape(count, length) for count in counts for length in self._lengths], held_out, OF_MORE if several else OF_ONE
 
@@ -287,6 +311,10 @@ def _standing(kinds: Sequence[str]) -> dict[str, int]:
 
 
 # --- deriving -----------------------------------------------------------------------------------------------------------
+
+
+class OtherProgramError(MeasurementError):
+    """Two shapes run different operators."""
 
 
 class _Derived:
@@ -378,9 +406,9 @@ class _Derived:
         shapes = [*self._shapes, *self._held_out]
         for shape, one in zip(shapes, seen, strict=True):
             if one != seen[0]:
-                raise MeasurementError(
+                raise OtherProgramError(
                     f"{what}: {shape.sequences} x {shape.length} tokens run other operators than {shapes[0].sequences} x "
-                    f"{shapes[0].length}; no polynomial can tell of both"
+                    f"{shapes[0].length}; no polynomial can tell of both, so profile the longer ones alone (--seq-len)"
                 )
 
     def _amount(self, what: str, counted: Sequence[int]) -> Amount:

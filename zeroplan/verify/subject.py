@@ -139,7 +139,7 @@ def _enough(made: "PreTrainedConfig", kinds: tuple[str, ...], attention: Attenti
 
 def _shortened(made: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
     few = deepcopy(made)
-    if isinstance(types := getattr(few, "layer_types", None), list):
+    if isinstance(types := vars(few).get("layer_types"), list):
         few.layer_types = types[:layers]
     few.num_hidden_layers = layers
     return few
