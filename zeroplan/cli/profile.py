@@ -135,7 +135,7 @@ def said(value: object) -> object:
 
 def _summarise(found: "Profile", out: str) -> None:
     layers = ", ".join(f"{run.layers} x {run.kind}" for run in found.runs)
-    typer.echo(f"{found.source}: {layers}; {len(found.variants)} manners of execution")
+    typer.echo(f"{found.source}: {layers}; {len(found.variants)} manner{'s' if found.variants[1:] else ''} of execution")
     remarks = (remark for one in found.variants for part in (one.one, one.more) for remark in part.remarks)
     for remark in dict.fromkeys(remarks):
         typer.echo(f"not exact: {remark}")
