@@ -16,7 +16,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Engine, OptimizerImpl, RecipeSpec
 from zeroplan.timeline import peak, reserved
 from zeroplan.traffic import Traffic, traffic
-from zeroplan.transformer.activations import is_approximate
+from zeroplan.transformer.activations import approximation
 from zeroplan.transformer.legend import legend
 from zeroplan.transformer.params import active_parameter_count, parameter_count
 
@@ -202,7 +202,7 @@ def estimate(job: JobSpec) -> Estimate:
         host=account.host,
         traffic=_traffic(job, account, parameters),
         symbols=account.symbols,
-        approximate=is_approximate(job.model),
+        approximate=approximation(job.model, compute_of(job.recipe)),
         notes=account.notes,
         kept=account.kept,
     )

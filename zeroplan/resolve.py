@@ -60,6 +60,7 @@ class Request(Spec):
     model: str | ModelSpec | None = None
     params: str | int | float | None = None
     config: str | None = None
+    profile: str | None = None
     treat_as: str | None = None
     gpus: Degree | None = None
     gpu: str | GpuSpec | None = None
@@ -93,7 +94,7 @@ class Request(Spec):
         return replace(base, **said)
 
 
-_MODEL_KEYS = ("model", "params", "config")
+_MODEL_KEYS = ("model", "params", "config", "profile")
 
 
 class Resolved(NamedTuple):
@@ -175,9 +176,15 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
     given = [key for key in _MODEL_KEYS if getattr(request, key) is not None]
     if len(given) != 1:
         said = "none is given" if not given else f"{' and '.join(f'--{key}' for key in given)} are given"
-        raise SpecError(f"a job has one model, but {said}; use one of --params 7e9, --model NAME, --config PATH")
-    if request.treat_as is not None and (request.params is not None or isinstance(request.model, ModelSpec)):
+        raise SpecError(
+            f"a job has one model, but {said}; use one of --params 7e9, --model NAME, --config PATH, --profile FILE"
+        )
+    if request.treat_as is not None and (request.config is None and not isinstance(request.model, str)):
         raise SpecError(f"--treat-as {request.treat_as!r} says how to read a config.json, but none is read; leave it out")
+    if request.profile is not None:
+        from zeroplan.catalog.profile import read_profile  # noqa: PLC0415  only a profile pays for it
+
+        return read_profile(request.profile), ""
     if request.config == "":
         raise SpecError("--config '' names no file; give the path of a config.json or of its folder")
     if request.config is not None:

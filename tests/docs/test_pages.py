@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, README, ROOT, blocks, commands, first_arguments, printed, shown_output
+from tests.profiles import by_hand
 from zeroplan.cli.app import main
+from zeroplan.cli.profile import said
 
 COMMANDS = [pytest.param(command, id=f"{page.name}: {command}") for page in PAGES for command in commands(page)]
 SNIPPETS = [pytest.param(block, id=f"{page.name} {at}") for page in PAGES for at, block in enumerate(blocks(page, "python"))]
@@ -29,6 +31,7 @@ def a_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "path" / "to" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
     (tmp_path / "ds_config.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
+    (tmp_path / "profile.json").write_text(json.dumps(said(by_hand())))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -61,14 +61,14 @@ def test_left_over_parameters_have_no_model():
     ("json:no_such_function", "no function"),
 ])  # fmt: skip
 def test_a_workload_that_is_not_there_is_named(where: str, says: str):
-    from zeroplan.verify.workload import user_workload
+    from zeroplan.verify.workload import user_function
 
     with pytest.raises(SpecError, match=says):
-        user_workload(where)
+        user_function(where)
 
 
 def test_what_a_user_points_at_must_be_a_module_a_batch_and_a_loss():
-    from zeroplan.verify.workload import user_workload
+    from zeroplan.verify.workload import user_function
 
     with pytest.raises(SpecError, match="must return a module"):
-        user_workload("json:JSONDecoder")()
+        user_function("json:JSONDecoder")(1, 8)

@@ -12,6 +12,7 @@ from zeroplan.cli.compare import compare_command
 from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.gpus import gpus_app
 from zeroplan.cli.models import models_app
+from zeroplan.cli.profile import profile_command
 from zeroplan.cli.quick import QuickCommand, QuickGroup
 from zeroplan.cli.verify import INTERRUPTED, verify_command
 from zeroplan.errors import MeasurementError, ZeroplanError
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command("estimate", cls=QuickCommand)(estimate_command)
 app.command("verify", cls=QuickCommand)(verify_command)
+app.command("profile", cls=QuickCommand)(profile_command)
 app.command("compare", cls=QuickCommand)(compare_command)
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")

@@ -25,7 +25,12 @@ def read_job_file(path: Path) -> Request:
     if isinstance(data.get("model"), dict):
         return request_of(read(JobSpec, data, where=where))
     request = read(Request, _keys_of_flags(data), where=where)
-    return replace(request, config=_beside(path, request.config), deepspeed_config=_beside(path, request.deepspeed_config))
+    return replace(
+        request,
+        config=_beside(path, request.config),
+        profile=_beside(path, request.profile),
+        deepspeed_config=_beside(path, request.deepspeed_config),
+    )
 
 
 def _beside(path: Path, named: str | None) -> str | None:

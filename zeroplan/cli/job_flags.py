@@ -30,13 +30,14 @@ class _Flag(NamedTuple):
     switch: bool = False
 
 
-_MODEL, _CLUSTER, _RECIPE, _BATCH = "Model (one of the first three)", "Cluster", "Recipe", "Batch"
+_MODEL, _CLUSTER, _RECIPE, _BATCH = "Model (one of the first four)", "Cluster", "Recipe", "Batch"
 _SWITCHES = "Switches of the recipe"
 
 FLAGS = (
     _Flag("params", "COUNT", "Parameters, as 7e9, 7b or 350M; a published shape of that size is taken.", _MODEL),
     _Flag("model", "NAME", "A model of the catalogue (`zeroplan models`), or a name on the Hugging Face Hub.", _MODEL),
     _Flag("config", "PATH", "A Hugging Face config.json, or a folder that holds one.", _MODEL),
+    _Flag("profile", "FILE", "A profile of a module (`zeroplan profile`), for what has no formulas.", _MODEL),
     _Flag("treat_as", "FAMILY", "Read the config of an unknown architecture as this family.", _MODEL),
     _Flag("gpus", "N", "GPUs in all. (default: 1)", _CLUSTER, number=True),
     _Flag("gpu", "NAME", "The GPU (`zeroplan gpus`), to see whether the job fits.", _CLUSTER),

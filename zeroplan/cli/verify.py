@@ -126,6 +126,8 @@ def say(text: str) -> None:
 def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -> None:
     if job.recipe.engine == "paper":
         raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or deepspeed")
+    if job.model.profile is not None and not asked.workload:
+        raise SpecError("a profile says what a module takes, and is no module; name it with --workload PACKAGE.MODULE:FUNCTION")
     _require(job)
     if asked.backend == "simulate":
         say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")

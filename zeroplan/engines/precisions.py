@@ -48,4 +48,4 @@ def compute_of(recipe: RecipeSpec) -> Compute:
     """
     width = widths(recipe.precision)
     autocast = recipe.engine == "ddp" and width.mixed
-    return Compute(width.compute, autocast=autocast, attention=recipe.attention, kernels=recipe.kernels)
+    return Compute(width.compute, autocast, recipe.attention, recipe.kernels, recipe.recompute)

@@ -60,10 +60,24 @@ class JobSpec(Spec):
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
         self._check_resharding()
+        if self.model.profile is not None:
+            self._check_what_a_profile_tells()
         if self.mesh.tp > 1 and engine != "paper":
             raise SpecError(
                 f"tp={self.mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
             )
+
+    def _check_what_a_profile_tells(self) -> None:
+        """Refuse what the trace of a module with its own loss says nothing of."""
+        recipe = self.recipe
+        if recipe.engine not in ("fsdp2", "ddp"):
+            raise SpecError(f"engine {recipe.engine!r} does not take a profile; use fsdp2 or ddp")
+        if recipe.loss != "full":
+            raise SpecError(
+                f"loss={recipe.loss!r} with a profile is not modelled: the module was traced with its own loss; leave it out"
+            )
+        if recipe.keep_logits == "fp32":
+            raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
 
     def _check_resharding(self) -> None:
         """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""

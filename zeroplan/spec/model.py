@@ -1,7 +1,7 @@
 """What model is trained: its shape, in the words of a Hugging Face ``config.json``."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, Protocol, get_args
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, Dimension, Range, Spec
@@ -48,17 +48,39 @@ class MlaSpec(Spec):
     v_head_dim: Dimension
 
 
+class Profiled(Spec):
+    """What a profile is to a job that has none: :class:`zeroplan.spec.profile.Profile`, which only those that have one load."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: "_Handler") -> object:
+        """Tell pydantic, which reads foreign data, what there is to read."""
+        from zeroplan.spec.profile import Profile  # noqa: PLC0415  no job without a profile pays for it
+
+        return handler(source) if cls is not Profiled else handler.generate_schema(Profile)
+
+
+class _Handler(Protocol):
+    """What pydantic hands over."""
+
+    def __call__(self, source: object, /) -> object: ...
+
+    def generate_schema(self, source: object, /) -> object: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(Spec):
     """Shape of a decoder-only transformer.
 
     ``head_dim`` is the width of one query head (for MLA: ``qk_nope_head_dim + qk_rope_head_dim``). ``positions`` counts rows
     of a learned position table, 0 with rotary or ALiBi positions. ``unplaced_parameters`` are parameters that a shape
-    inferred from a bare parameter count leaves over; they are held as one vector beside the embeddings.
+    inferred from a bare parameter count leaves over; they are held as one vector beside the embeddings. Of a ``profile`` the
+    family is ``profile``.
     """
 
     name: str = ""
-    family: Family
+    family: Family | Literal["profile"]
     hidden_size: Dimension
     intermediate_size: Dimension
     num_hidden_layers: Annotated[int, Range(1, 10**4)]
@@ -75,6 +97,8 @@ class ModelSpec(Spec):
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
+    profile: Profiled | None = None
+    """A module found by tracing it, which stands in place of a family's formulas; the other sizes are then unused."""
 
     def check_rules(self) -> None:
         """Refuse what contradicts itself."""
@@ -88,7 +112,7 @@ class ModelSpec(Spec):
         self._check_family()
 
     def _check_family(self) -> None:
-        for part, families in (("moe", MOE_FAMILIES), ("mla", ("deepseek_v3",))):
+        for part, families in (("moe", MOE_FAMILIES), ("mla", ("deepseek_v3",)), ("profile", ("profile",))):
             if (getattr(self, part) is not None) != (self.family in families):
                 word = "needs" if self.family in families else "has no"
                 raise SpecError(f"family={self.family!r} {word} `{part}`, the part of {', '.join(families)}")

@@ -57,6 +57,10 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
     Leaves out: dropout (off, as in pre-training); padding, and Mistral's sliding window where it is shorter than the sequence,
     which both bring an explicit mask and repeated keys; compiled graphs and fused kernels, which change every number.
     """
+    if model.profile is not None:
+        from zeroplan.transformer.profiled import profile_of, profiled_block  # noqa: PLC0415  only a profile pays for it
+
+        return profiled_block(profile_of(model), kind, compute, batch)
     if model.family in PROGRAMMED:
         from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  the others' answers need not wait for it
 
@@ -69,3 +73,12 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
 def is_approximate(model: ModelSpec) -> str:
     """Why this model's activations are approximate, in one sentence; empty where they are exact."""
     return "" if model.family in PROGRAMMED else TREATMENTS[model.family].approximation
+
+
+def approximation(model: ModelSpec, compute: Compute) -> str:
+    """The same of a family or of a profile, which may be exact in one manner of execution and not in another."""
+    if model.profile is None:
+        return is_approximate(model)
+    from zeroplan.transformer.profiled import profile_of, profiled_remarks  # noqa: PLC0415  only a profile pays for it
+
+    return profiled_remarks(profile_of(model), compute)

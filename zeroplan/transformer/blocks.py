@@ -20,6 +20,8 @@ class Compute(NamedTuple):
     attention: Literal["sdpa", "flash", "eager"]
     kernels: Kernels = "cuda"
     """Whose attention kernels: a CPU's flash kernel takes what CUDA's refuses, but writes heads of two sizes out."""
+    recompute: Recompute = "none"
+    """What the backward runs again; formulas answer for each kind at once, a profile for one."""
 
 
 class BackwardPoint(NamedTuple):
@@ -97,7 +99,9 @@ class HeadPass(NamedTuple):
     ``loss_forward``: logits and the loss's own tensors at its highest point, beyond ``saved`` (``loss`` is part of them);
     ``points``: every moment of the backward outside the blocks where memory can peak, with all that is alive beyond the
     blocks and ``shared``, and the weight gradients made (the loss, the head's multiplication, the final norm);
-    ``output``: bytes of logits that stay alive if the training loop keeps the model's output.
+    ``output``: bytes of logits that stay alive if the training loop keeps the model's output;
+    ``below_blocks``: what the backward of the part before the blocks takes at its highest, beyond ``shared`` and the gradient that
+    flows into it; empty where that part is a mere table.
     """
 
     shared: tuple[Line, ...]
@@ -110,3 +114,5 @@ class HeadPass(NamedTuple):
     first_input: tuple[Line, ...] = ()
     loss: tuple[Line, ...] = ()
     points: tuple[BackwardPoint, ...] = ()
+    below_blocks: tuple[Line, ...] = ()
+    hidden_formula: str = "r·T·h"

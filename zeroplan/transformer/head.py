@@ -43,6 +43,10 @@ def head_pass(
     accelerate's and torchtitan's loops do. Leaves out: dropout after the embedding, the loss itself and the sum of label
     weights (4 bytes each).
     """
+    if model.profile is not None:
+        from zeroplan.transformer.profiled import profile_of, profiled_head  # noqa: PLC0415  only a profile pays for it
+
+        return profiled_head(profile_of(model), compute, batch)
     x = widths(model, compute, batch)
     norm = _final_norm(model, x)
     way = _LOSSES[loss](x, model.vocab_size, norm.saved)

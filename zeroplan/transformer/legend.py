@@ -34,8 +34,10 @@ SYMBOLS: dict[str, str] = {
 
 
 def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> dict[str, Int]:
-    """Return the value of every symbol of ``SYMBOLS``; experts count 0 in a dense model."""
+    """Return the value of every symbol of ``SYMBOLS``, of a profile those of the batch; experts count 0 in a dense model."""
     x = widths(model, compute, batch)
+    if model.profile is not None:
+        return {"b": x.micro_batch, "s": x.seq_len, "T": x.tokens, "e": x.element, "r": x.residual}
     moe, mla = model.moe, model.mla
     return {
         "b": x.micro_batch,

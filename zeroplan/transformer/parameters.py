@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+from zeroplan.ledger import Line
+
 
 class Parameter(NamedTuple):
     """One parameter tensor.
@@ -51,3 +53,5 @@ class Layout(NamedTuple):
     runs: tuple[BlockRun, ...]
     tail: tuple[Parameter, ...]
     tied_head: Parameter | None = None
+    buffers: tuple[Line, ...] = ()
+    """What modules hold beside parameters, where it is known: of a profile; rotary tables and their like are left out."""

@@ -34,6 +34,10 @@ def layout(model: ModelSpec) -> Layout:
     >>> layout(tiny).embeddings[0].name, layout(tiny).runs[0].parameters[1].shape
     ('model.embed_tokens.weight', (4, 8))
     """
+    if model.profile is not None:
+        from zeroplan.transformer.profiled import profile_of, profiled_layout  # noqa: PLC0415  only a profile pays for it
+
+        return profiled_layout(profile_of(model))
     built = _GPT_FAMILIES.get(model.family, gated_layout)(model)
     if not model.unplaced_parameters:
         return built

@@ -6,14 +6,16 @@ bias is another operator (``addmm``), neither counted nor kept. Later torchtitan
 ``topk``, and never a router's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch import nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
+    checkpoint,
     create_selective_checkpoint_contexts,
 )
 
@@ -30,6 +32,19 @@ def checkpoint_options(recompute: Recompute) -> dict[str, object]:
     if recompute == "selective":
         options |= {"context_fn": _contexts, "early_stop": False}
     return options
+
+
+def recompute_blocks(blocks: Sequence[nn.Module], recompute: Recompute) -> None:
+    """Have each block's backward run its forward again, whole or but for its dear operators."""
+    for block in blocks if recompute != "none" else ():
+        block.forward = _checkpointed(block.forward, checkpoint_options(recompute))
+
+
+def _checkpointed(forward: Callable[..., object], options: Mapping[str, object]) -> Callable[..., object]:
+    def again(*args: object, **kwargs: object) -> object:
+        return checkpoint(forward, *args, **options, **kwargs)  # type: ignore[arg-type]
+
+    return again
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

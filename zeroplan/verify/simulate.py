@@ -91,7 +91,7 @@ def _recorded(
     device = install()
     tracker = Tracker(device=device, say=say)
     with _values_are_not_there(job) if make is None else nullcontext():
-        run(job, tracker, rank=rank, steps=steps, device=device, make=None if make is None else lambda: _placed(make, device))
+        run(job, tracker, rank=rank, steps=steps, device=device, make=None if make is None else lambda: placed(make, device))
     return tracker.recording
 
 
@@ -107,7 +107,7 @@ def _values_are_not_there(job: JobSpec) -> Iterator[None]:
         ) from error
 
 
-def _placed(make: Callable[[], Workload], device: str) -> Workload:
+def placed(make: Callable[[], Workload], device: str) -> Workload:
     """Build a workload on the device, wherever it does not say otherwise, and hand it its batch there."""
     with torch.device(device):
         work = make()

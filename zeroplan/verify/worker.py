@@ -56,7 +56,7 @@ def _simulated(task: Task, say: Callable[[str], None]) -> Path:
     from zeroplan.verify.workload import user_workload  # noqa: PLC0415
 
     rank = int(os.environ["RANK"])
-    make = user_workload(task.workload) if task.workload else None
+    make = user_workload(task.workload, task.job) if task.workload else None
     found = simulate(task.job, rank=rank, steps=task.steps, all_layers=task.all_layers, say=say, make=make)
     return write_record(replace(found, workload=task.workload), Path(task.folder))
 
@@ -75,7 +75,7 @@ def _measured(task: Task, say: Callable[[str], None]) -> Path:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rank = int(os.environ["RANK"])
-    made = user_workload(task.workload) if task.workload else None
+    made = user_workload(task.workload, task.job) if task.workload else None
     ranks = task.job.mesh.world_size
     store = FileStore(task.store, ranks) if task.transport == "gloo" else HashStore()
     log = join(task.transport, store, rank=rank, ranks=ranks, timeout_s=task.timeout_s)

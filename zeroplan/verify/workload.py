@@ -6,12 +6,13 @@ allocator left.
 """
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -20,9 +21,12 @@ from zeroplan.catalog.config_keys import KEYS, OPTIONAL_WINDOW, PLAIN_HEADS
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import Attention, RecipeSpec
 from zeroplan.verify.losses import chunked_loss
-from zeroplan.verify.recomputation import checkpoint_options
+from zeroplan.verify.recomputation import checkpoint_options, recompute_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
 
@@ -54,8 +58,8 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Worklo
         if job.recipe.loss == "chunked":
             labels = torch.randint(0, job.model.vocab_size, shape)
             loss = chunked_loss(module, labels)
-            return Workload(module, {"input_ids": ids}, loss, _blocks(module), loss_goes_backward=True)
-    return Workload(module, {"input_ids": ids, "labels": ids}, _loss, _blocks(module))
+            return Workload(module, {"input_ids": ids}, loss, find_blocks(module), loss_goes_backward=True)
+    return Workload(module, {"input_ids": ids, "labels": ids}, loss_of_output, find_blocks(module))
 
 
 def _refuse_what_cannot_run(recipe: RecipeSpec) -> None:
@@ -67,19 +71,67 @@ def _refuse_what_cannot_run(recipe: RecipeSpec) -> None:
         raise MeasurementError("loss 'chunked' goes backward before the engine knows; it runs under fsdp2 only")
 
 
-def user_workload(where: str) -> Callable[[], Workload]:
+def user_workload(where: str, job: JobSpec) -> Callable[[], Workload]:
+    """The workload that ``package.module:function`` names, its blocks recomputed and its weights stored as the job says."""
+    function = user_function(where)
+
+    def make() -> Workload:
+        work = function(job.batch.micro_batch_size, job.batch.seq_len)
+        if job.recipe.precision == "bf16":
+            store_as(work.module, torch.bfloat16)
+            work = work._replace(batch=in_16_bits(work.batch))
+        recompute_blocks(work.blocks, job.recipe.recompute)
+        return work
+
+    return make
+
+
+def store_as(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters, and leave buffers as they are."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
+
+
+def in_16_bits(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch as a module takes it whose weights are in 16 bits: its numbers cast, its whole numbers not."""
+    return {name: one.bfloat16() if one.is_floating_point() else one for name, one in batch.items()}
+
+
+def user_function(where: str) -> Callable[[int, int], Workload]:
     """Find the function that ``package.module:function`` names; it returns a module, a batch and a loss, or a Workload.
 
     The batch is a mapping of keyword arguments; the loss takes what the module returns and gives a scalar. Engines wrap the
-    blocks of a Workload one by one, or else the parts of the longest list of modules.
+    blocks of a Workload one by one, or else the parts of the longest list of modules. A function with the parameters
+    ``micro_batch`` and ``seq_len`` is given the batch's.
     """
+    function = named_function(where)
+    if takes_a_batch(function):
+        return lambda micro_batch, seq_len: as_workload(function(micro_batch=micro_batch, seq_len=seq_len), where)
+    return lambda _micro_batch, _seq_len: as_workload(function(), where)
+
+
+def named_function(where: str) -> Callable[..., object]:
+    """The function that ``package.module:function`` names."""
     module_name, _, name = where.partition(":")
     if not module_name or not name or module_name.startswith("."):
         raise SpecError(f"workload {where!r} is not of the form package.module:function")
     function = getattr(_imported(module_name, where), name, None)
     if not callable(function):
         raise SpecError(f"workload {where!r} is not there: {module_name} has no function {name!r}")
-    return lambda: _as_workload(function(), where)
+    named: Callable[..., object] = function
+    return named
+
+
+def takes_a_batch(function: Callable[..., object]) -> bool:
+    """Whether a function says by its parameters that it makes a batch of the size it is given."""
+    try:
+        return set(_OF_A_BATCH) <= inspect.signature(function).parameters.keys()
+    except ValueError:  # a builtin
+        return False
+
+
+_OF_A_BATCH = ("micro_batch", "seq_len")
 
 
 def _imported(module_name: str, where: str) -> ModuleType:
@@ -93,12 +145,13 @@ def _imported(module_name: str, where: str) -> ModuleType:
         raise SpecError(f"workload {where!r} is not there: {error}") from error
 
 
-def _as_workload(made: object, where: str) -> Workload:
+def as_workload(made: object, where: str) -> Workload:
+    """What a function returned, as a workload."""
     if isinstance(made, Workload):
         return made
     match made:
         case (nn.Module() as module, Mapping() as batch, loss) if callable(loss):
-            return Workload(module, batch, loss, _blocks(module))
+            return Workload(module, batch, loss, find_blocks(module))
     raise SpecError(f"workload {where!r} must return a module, a mapping of its arguments and a function that finds the loss")
 
 
@@ -171,19 +224,12 @@ def layer_period(spec: ModelSpec) -> int:
 
 
 def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, device: str) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  takes seconds, and user workloads need none
-    from transformers.initialization import no_init_weights  # noqa: PLC0415
+    from transformers import AutoConfig  # noqa: PLC0415  takes seconds, and user workloads need none
 
     made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
-    cls: object = AutoModelForCausalLM._model_mapping[type(made)]
-    fused = getattr(cls, "_supports_sdpa", False) and recipe.attention != "eager"
-    made._attn_implementation = "sdpa" if fused else "eager"
     if spec.moe is not None:
         made._experts_implementation = "grouped_mm"
-    with torch.device(device), no_init_weights():
-        model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
-    model.tie_weights()  # type: ignore[operator]  # left out with the initialisation
-    model.train()
+    model = causal_model(made, attention=recipe.attention, dtype=dtype, device=device)
     if recipe.recompute != "none":
         options = checkpoint_options(recipe.recompute)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
@@ -192,22 +238,43 @@ def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     return model
 
 
+def causal_model(made: "PreTrainedConfig", *, attention: Attention, dtype: torch.dtype, device: str) -> nn.Module:
+    """Build the class of transformers for a configuration of theirs, uninitialised, in training mode."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.initialization import no_init_weights  # noqa: PLC0415
+
+    cls: object = AutoModelForCausalLM._model_mapping[type(made)]
+    fused = getattr(cls, "_supports_sdpa", False) and attention != "eager"
+    made._attn_implementation = "sdpa" if fused else "eager"
+    with torch.device(device), no_init_weights():
+        model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.tie_weights()  # type: ignore[operator]  # left out with the initialisation
+    model.train()
+    return model
+
+
 def _upcast(_module: nn.Module, _batch: object, output: object) -> None:
     """Hand the logits on in fp32, as accelerate's ``convert_outputs_to_fp32`` does."""
     output.logits = output.logits.float()  # type: ignore[attr-defined]  # a transformers output
 
 
-def _loss(output: object) -> torch.Tensor:
+def loss_of_output(output: object) -> torch.Tensor:
+    """Find the loss as transformers' models return it."""
     loss = getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise MeasurementError("the model returned no loss; it needs labels")
     return loss
 
 
-def _blocks(module: nn.Module) -> tuple[nn.Module, ...]:
+def find_blocks(module: nn.Module) -> tuple[nn.Module, ...]:
     """Find the stack of like parts: the longest list of modules."""
     stacks = [tuple(part) for part in module.modules() if isinstance(part, nn.ModuleList)]
     return max(stacks, key=len, default=())
+
+
+def shapes_of(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The parameters of a module, in order."""
+    return tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
 
 
 _SIZES = (

@@ -52,7 +52,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", _REDUCER_OF)
     buckets, gradients = _gradient_states(recipe, element_bytes, weights.total, mesh.dp_shard)
-    base = (parameters, buckets, *held, *_scaler(recipe))
+    base = (parameters, buckets, *held, *_scaler(recipe), *layout(model).buffers)
     states = (*base, *gradients)
     step = Step(
         weights,
@@ -167,7 +167,7 @@ def _weights(model: ModelSpec) -> Weights:
     return Weights(
         sum(int(tensor.numel) for tensor in every_tensor(model)),
         sum(one.numel for one in whole.embeddings),
-        max(one.numel for one in whole.embeddings if len(one.shape) > 1),
+        max((one.numel for one in whole.embeddings if len(one.shape) > 1), default=0),
         tuple(
             Run(
                 run.kind,

@@ -120,7 +120,7 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[Block
         _loss_forward(step, head, top, whole),
         *(_head_backward(step, point, top, above) for point in head.points),
         *(moment for stack in reversed(stacks) for moment in _block_backward(step, stack, held)),
-        *_embedding_backward(step, held, head.hidden_bytes),
+        *_embedding_backward(step, (*held, *head.below_blocks), head),
     )
 
 
@@ -233,7 +233,7 @@ def _block_backward(step: Step, stack: _Stack, held: Lines) -> list[Moment]:
     return moments
 
 
-def _embedding_backward(step: Step, held: Lines, hidden_bytes: Int) -> tuple[Moment, ...]:
+def _embedding_backward(step: Step, held: Lines, head: HeadPass) -> tuple[Moment, ...]:
     """Moments at the end of the backward; for a tied head also the sum of the embedding's gradient with the head's.
 
     Autograd adds the second part to the first in place only where nothing else refers to that. The head's is a transposed view,
@@ -241,7 +241,9 @@ def _embedding_backward(step: Step, held: Lines, hidden_bytes: Int) -> tuple[Mom
     """
     weights = step.weights
     tied, embedding, everything = weights.tied_head, weights.largest_embedding, _Sum(weights.total, "Ψ")
-    flowing = Line(Kind.ACTIVATION_GRADIENTS, hidden_bytes, "gradient of the embedding's output", "r·T·h", _EMBEDDING)
+    flowing = Line(
+        Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, "gradient of the embedding's output", head.hidden_formula, _EMBEDDING
+    )
     parts = (*step.base, _gradients(step, everything, 0, current=embedding, waiting=tied), *held, flowing)
     moments = (Moment("backward of the embedding", Phase.BACKWARD, parts),)
     if step.compute.autocast or not tied:

@@ -228,6 +228,7 @@ def _at_the_embedding(plan: Plan, common: tuple[Line, ...]) -> Iterator[Moment]:
         *plan.left_behind(tuple(0 for _ in plan.blocks)),
         root_unsharded(plan),
         reduce_input(plan, plan.blocks[0], "reduce-scatter input of the first block"),
+        *((*plan.head.shared, *plan.head.below_blocks) if plan.head.below_blocks else ()),
     )
     made = plan.root.numel + plan.tied_head_elements - waiting
     parts = root_gradients(plan, made, plan.embedding_elements, waiting=waiting)

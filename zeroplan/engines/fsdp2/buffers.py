@@ -116,4 +116,4 @@ def reduce_output_width(plan: Plan) -> int:
 
 def flowing(plan: Plan, reason: str) -> Line:
     """One gradient of the hidden state."""
-    return Line(Kind.ACTIVATION_GRADIENTS, plan.head.hidden_bytes, reason, "r·T·h", FLOWING)
+    return Line(Kind.ACTIVATION_GRADIENTS, plan.head.hidden_bytes, reason, plan.head.hidden_formula, FLOWING)

@@ -176,6 +176,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     persistent = (
         _parameter_line(tree, root, blocks, width.stored),
         *state_lines(recipe.optimizer, impl, tensors, width.stored, symbol="P/N"),
+        *tree.buffers,
     )
     return Plan(
         recipe=recipe,
@@ -198,7 +199,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         blocks=blocks,
         tail_elements=sum(parameter.numel for parameter in tree.tail),
         tied_head_elements=0 if tree.tied_head is None else tree.tied_head.numel,
-        embedding_elements=max(parameter.numel for parameter in tree.embeddings if len(parameter.shape) > 1),
+        embedding_elements=max((parameter.numel for parameter in tree.embeddings if len(parameter.shape) > 1), default=0),
         last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
         passes=passes,
         head=outside(model, recipe, batch),

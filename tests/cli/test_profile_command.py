@@ -1,0 +1,182 @@
+"""A profile from the command line: written, read without torch, refused in one line where it is none."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.formulas import assert_explained
+from tests.profiles import by_hand
+from zeroplan.cli.profile import said
+from zeroplan.estimator import estimate
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.profile import model_of
+from zeroplan.spec.recipe import RecipeSpec
+
+Run = Callable[..., tuple[int, str, str]]
+WORKLOAD = "tests.odd_transformer"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps(said(by_hand())), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_line_of_its_estimate_has_a_formula_that_is_true(recompute: str, stage: int):
+    recipe = RecipeSpec(recompute=recompute, zero_stage=stage)
+    for batch in (BatchSpec(micro_batch_size=3, seq_len=75), BatchSpec(seq_len=4096)):
+        assert_explained(estimate(JobSpec(model=model_of(by_hand()), recipe=recipe, mesh=MeshSpec(dp_shard=4), batch=batch)))
+
+
+def test_an_answer_from_the_file_is_the_answer_from_the_profile(file: Path, run: Run):
+    code, out, _ = run("estimate", "--profile", str(file), "--gpus", "8", "--stage", "3", "--seq-len", "100", "--json")
+    job = JobSpec(model=model_of(by_hand()), mesh=MeshSpec(dp_shard=8), batch=BatchSpec(seq_len=100))
+    assert code == 0
+    assert json.loads(out)["peak"]["allocated_bytes"] == estimate(job).peak_bytes
+
+
+def test_an_answer_holds_the_profile_and_is_a_job_file(file: Path, run: Run, tmp_path: Path):
+    _, out, _ = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "100", "--json")
+    (tmp_path / "job.json").write_text(json.dumps(json.loads(out)["job"]), encoding="utf-8")
+    file.unlink()
+    assert run("estimate", str(tmp_path / "job.json"), "--json")[1] == out
+
+
+def test_no_torch_is_needed(file: Path):
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['zeroplan', 'estimate', '--profile', sys.argv[1], '--gpus', '4'];"
+        "from zeroplan.cli.app import main; main()"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"schema_version": 2}, "schema version 2, and this zeroplan reads 1"),
+        ({"variants": []}, "at least one block and one variant"),
+        ({"runs": [{"kind": "Odd", "layers": 0}]}, "layers"),
+        ({"runs": [{"kind": "Odd", "layers": 3}]}, "the profile's runs are of Odd"),
+        ({"tied_head": "nowhere"}, "none of the profile's embeddings"),
+        ({"colour": "red"}, "colour: no such key"),
+        ({"buffer_bytes": -1}, "buffer_bytes"),
+    ],
+)
+def test_what_is_no_profile_is_refused_in_one_line(file: Path, run: Run, change: dict[str, object], says: str):
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **change}), encoding="utf-8")
+    code, out, err = run("estimate", "--profile", str(file), "--gpus", "8")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", "7", '{"schema_version": 1}', "\x00", '{"schema_version": [], "variants": 3}']
+)
+def test_what_is_no_json_of_ours_is_refused_in_one_line(file: Path, run: Run, text: str):
+    file.write_text(text, encoding="utf-8")
+    code, out, err = run("estimate", "--profile", str(file), "--gpus", "8")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_whatever_is_changed_it_is_an_answer_or_one_line(file: Path, run: Run):
+    text, draw = file.read_text(encoding="utf-8"), random.Random(1)  # noqa: S311  no secret
+    for _ in range(150):
+        at, cut = draw.randrange(len(text)), draw.randrange(4)
+        file.write_text(text[:at] + draw.choice(["9", "-", '"', "}", "null", ""]) + text[at + cut :], encoding="utf-8")
+        code, out, err = run("estimate", "--profile", str(file), "--gpus", "8")
+        assert (code == 0 and out) or (code == 2 and err.count("\n") == 1), err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--engine", "deepspeed"), "does not take a profile"),
+        (("--precision", "fp32"), "says nothing of 32 bits with recomputation none; it has 16 bits"),
+        (("--attention", "eager"), "was made with attention 'sdpa'"),
+        (("--loss", "fused"), "traced with its own loss"),
+        (("--model", "gpt2"), "--model and --profile are given"),
+    ],
+)
+def test_what_a_profile_cannot_tell_is_refused(file: Path, run: Run, flags: tuple[str, ...], says: str):
+    code, out, err = run("estimate", "--profile", str(file), "--gpus", "8", *flags)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err
+
+
+def test_a_length_that_is_fixed_is_the_default_and_no_other_is_taken(file: Path, run: Run):
+    file.write_text(json.dumps(said(replace(by_hand(), seq_len=77))), encoding="utf-8")
+    code, out, _ = run("estimate", "--profile", str(file), "--gpus", "8", "--json")
+    assert (code, json.loads(out)["job"]["batch"]["seq_len"]) == (0, 77)
+    code, _, err = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "78")
+    assert code == 2
+    assert "is of sequences of 77" in err
+
+
+def test_shorter_sequences_than_were_traced_are_refused(file: Path, run: Run):
+    file.write_text(json.dumps(said(replace(by_hand(), shortest=1024))), encoding="utf-8")
+    assert run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1024")[0] == 0
+    code, _, err = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1023")
+    assert code == 2
+    assert "is of sequences of 1,024 and more" in err
+
+
+def test_a_length_between_multiples_counts_as_the_next_where_the_profile_says_so(file: Path, run: Run):
+    variants = tuple(
+        replace(one, one=replace(one.one, counted_by=128, remarks=("odd lengths were not looked at",)))
+        for one in by_hand().variants
+    )
+    file.write_text(json.dumps(said(replace(by_hand(), variants=variants))), encoding="utf-8")
+    answers = [
+        run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", length, "--json")[1] for length in ("129", "256")
+    ]
+    odd, even = (json.loads(answer) for answer in answers)
+    assert odd["peak"]["allocated_bytes"] == even["peak"]["allocated_bytes"]
+    assert "odd lengths were not looked at" in json.dumps(odd)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "says"),
+    [
+        ((), 2, "a profile is of one module"),
+        (("--workload", "a:b", "--config", "c"), 2, "a profile is of one module"),
+        (("--workload", "nowhere"), 2, "not of the form"),
+        (("--config", "nowhere.json"), 2, "does not exist"),
+        (("--workload", f"{WORKLOAD}:workload", "--precision", "fp8"), 2, "none of bf16-mixed"),
+        (("--workload", f"{WORKLOAD}:workload", "--out", ""), 2, "names no file"),
+    ],
+)
+def test_a_profile_of_nothing_is_refused(run: Run, flags: tuple[str, ...], code: int, says: str):
+    found, _, err = run("profile", *flags)
+    assert (found, err.count("\n")) == (code, 1)
+    assert says in err
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("name", "says"), [("raising", "no data today"), ("without_blocks", "no list of blocks")])
+def test_what_the_workload_raises_is_told(run: Run, name: str, says: str):
+    pytest.importorskip("torch")
+    code, out, err = run("profile", "--workload", f"{WORKLOAD}:{name}")
+    assert (code, out) == (4, "")
+    assert says in err.splitlines()[-1]
+
+
+@pytest.mark.torch
+def test_a_profile_is_written_and_read_again(run: Run, tmp_path: Path):
+    pytest.importorskip("torch")
+    path = str(tmp_path / "deep" / "odd.json")
+    flags = ("--engine", "fsdp2", "--precision", "bf16", "--recompute", "none", "--out", path)
+    code, out, err = run("profile", "--workload", f"{WORKLOAD}:workload", *flags)
+    assert (code, err) == (0, "tracing 16 bits, kernels cuda, recomputation none\n")
+    assert "2 x Mixer, 1 x Gated, 1 x Mixer" in out
+    assert run("estimate", "--profile", path, "--gpus", "8", "--stage", "3", "--precision", "bf16")[0] == 0

@@ -1,0 +1,82 @@
+"""A small transformer that no family has: attention beside a convolution over the sequence, a squared ReLU, gates of its own.
+
+A workload for ``zeroplan verify`` and ``zeroplan profile``; two kinds of blocks take turns.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+VOCABULARY, WIDTH, HEADS, LAYERS = 480, 96, 4, 4
+
+
+class Mixer(nn.Module):
+    """Attention and a depthwise convolution of one norm's output, added up through a gate; then a squared-ReLU MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.second = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.along = nn.Conv1d(WIDTH, WIDTH, 3, padding=2, groups=WIDTH)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 5 * WIDTH // 2), nn.Linear(5 * WIDTH // 2, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(hidden)
+        q, k, v = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in self.qkv(normed).chunk(3, -1))
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        convolved = self.along(normed.transpose(1, 2))[..., : hidden.size(1)].transpose(1, 2)
+        mixed = self.out(attended) + torch.sigmoid(self.gate(normed)) * convolved
+        hidden = hidden + mixed
+        return hidden + self.down(functional.relu(self.up(self.second(hidden))).square())
+
+
+class Gated(nn.Module):
+    """No attention at all: two projections, one through tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        self.left, self.right, self.back = nn.Linear(WIDTH, 200), nn.Linear(WIDTH, 200), nn.Linear(200, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(hidden)
+        return hidden + self.back(torch.tanh(self.left(normed)) * self.right(normed))
+
+
+class OddTransformer(nn.Module):
+    """Embeddings with learned positions, a norm of them, the blocks, a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(8192, WIDTH)
+        self.enter = nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(Gated() if at % 3 == 2 else Mixer() for at in range(LAYERS))
+        self.leave, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.size(1), device=ids.device)
+        hidden = self.enter(self.tokens(ids) + self.positions(places))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return functional.cross_entropy(self.head(self.leave(hidden)).flatten(0, 1).float(), ids.flatten())
+
+
+def workload(micro_batch: int, seq_len: int) -> tuple[nn.Module, dict[str, torch.Tensor], object]:
+    """The module, a batch of so many sequences of so many tokens, and its loss, which is what it returns."""
+    return OddTransformer(), {"ids": torch.zeros(micro_batch, seq_len, dtype=torch.int64)}, lambda loss: loss
+
+
+def fixed() -> tuple[nn.Module, dict[str, torch.Tensor], object]:
+    """The same in a batch of its own, which is made larger and smaller by whoever asks."""
+    return workload(2, 64)
+
+
+def raising() -> None:
+    """What goes wrong in a user's own code."""
+    raise RuntimeError("no data today")
+
+
+def without_blocks() -> tuple[nn.Module, dict[str, torch.Tensor], object]:
+    """A module that is no stack."""
+    return nn.Linear(8, 1), {"input": torch.zeros(2, 8)}, torch.Tensor.sum

@@ -1,0 +1,215 @@
+"""A profile of a known family is its formulas, and of an unknown module what a run of the engine takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.causal_models import tiny_spec
+from zeroplan.comparison import compare_with_estimate, cpu_bytes
+from zeroplan.engines.precisions import compute_of
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.ledger import Line
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.profile import Profile, model_of
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.blocks import Compute, HeadPass
+from zeroplan.transformer.families.attention import FLASH_SCRATCH
+from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.params import layout
+from zeroplan.verify.polynomials import Shape
+from zeroplan.verify.profile import Wanted, profile
+from zeroplan.verify.subject import of_config, of_workload
+from zeroplan.verify.workload import config, user_workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from zeroplan.spec.model import ModelSpec
+
+pytestmark = pytest.mark.torch
+
+ODD = "tests.odd_transformer:workload"
+#: Neither a length nor a number of sequences that was traced, but for one sequence.
+BATCHES = (BatchSpec(micro_batch_size=4, seq_len=75), BatchSpec(micro_batch_size=1, seq_len=1001))
+
+
+def tiny(family: str) -> ModelSpec:
+    kv_heads = 4 if family == "gpt2" else 2
+    spec = tiny_spec(family, heads=4, kv_heads=kv_heads, head_dim=16, ffn=176, vocab=104, hidden=64, layers=3)
+    return replace(spec, max_position_embeddings=8192, positions=8192 if spec.positions else 0)
+
+
+def profiled(spec: ModelSpec, recipe: RecipeSpec, folder: Path) -> Profile:
+    path = folder / f"{spec.family}.json"
+    path.write_text(json.dumps(config(spec)), encoding="utf-8")
+    wanted = Wanted((recipe.engine,), (recipe.precision,), (recipe.recompute,))
+    return profile(of_config(str(path), "sdpa"), wanted, say=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("llama", RecipeSpec(precision="bf16-mixed")),
+        ("llama", RecipeSpec(precision="bf16", recompute="full")),
+        ("gpt2", RecipeSpec(precision="fp32")),
+        ("gpt2", RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed", kernels="cpu")),
+        ("mixtral", RecipeSpec(precision="bf16-mixed")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.engine}-{value.precision}-{value.recompute}",
+)
+def test_the_profile_of_a_family_is_its_formulas_to_the_byte(family: str, recipe: RecipeSpec, tmp_path: Path) -> None:
+    spec = tiny(family)
+    traced = model_of(profiled(spec, recipe, tmp_path))
+    compute = compute_of(recipe)
+    _has_the_parameters_of(traced, spec, autocast=compute.autocast)
+    for batch in BATCHES:
+        formulas = _amounts(spec, compute, batch, recipe)
+        if not spec.positions:  # rotary families' position ids, which the formulas leave out
+            formulas["shared" if recipe.recompute != "none" else "beside"] += 8 * batch.seq_len
+        assert _amounts(traced, compute, batch, recipe) == formulas
+
+
+def _amounts(model: ModelSpec, compute: Compute, batch: BatchSpec, recipe: RecipeSpec) -> dict[str, int | list[int]]:
+    """What the two must agree on, as the kernels that were traced have it."""
+    run = layout(model).runs[0]
+    recompute, recomputed = recipe.recompute, recipe.recompute == "full"
+    block = block_pass(model, run.kind, compute, batch, recomputed=recomputed)
+    head = head_pass(model, compute, batch, recomputed=recompute != "none")
+
+    def size(*lines: Line) -> int:
+        return _bytes(lines, compute)
+
+    beside = block.checkpoint_in_backward if recompute != "none" else ()
+    points = [(size(*point.lines, *beside), point) for point in block.points]
+    forward = block.forward_recompute if recomputed else block.forward
+    return {
+        "kept": size(*block.kept(recompute)),
+        "input": size(*block.checkpoint),
+        "casts": block.cast_elements if compute.autocast and not recomputed else 0,
+        "forward": size(*block.kept(recompute), *forward),
+        "flash": sorted({size(line) for point in block.points for line in point.lines if line.reason == FLASH_SCRATCH} - {0}),
+        "highest": max(n_bytes for n_bytes, _ in points),
+        "highest with gradients": [
+            max(n_bytes + width * point.gradients for n_bytes, point in points) for width in (compute.element_bytes, 4)
+        ],
+        "highest with casts": max(
+            n_bytes + 4 * point.gradients + 2 * point.live_casts * compute.autocast for n_bytes, point in points
+        ),
+        **_outside(head, size(*head.shared), size),
+    }
+
+
+def _outside(head: HeadPass, shared: int, size: Callable[..., int]) -> dict[str, int | list[int]]:
+    return {
+        "shared": shared,
+        "beside": size(*head.forward),
+        "first input": size(*head.first_input),
+        "loss": size(*head.saved, *head.loss_forward),
+        "output": size(*head.output),
+        "hidden": head.hidden_bytes,
+        "head": [max(size(*point.lines) + width * point.gradients for point in head.points) for width in (2, 4)],
+    }
+
+
+def _bytes(lines: tuple[Line, ...], compute: Compute) -> int:
+    """As the kernels have it that were traced."""
+    return cpu_bytes(lines, compute) if compute.kernels == "cpu" else sum(int(line.n_bytes) for line in lines)
+
+
+def _has_the_parameters_of(traced: ModelSpec, spec: ModelSpec, *, autocast: bool) -> None:
+    def shown(parameters: tuple[Parameter, ...]) -> list[tuple[str, tuple[int, ...], bool]]:
+        return [(one.name, one.shape, one.autocast and autocast) for one in parameters]
+
+    of_trace, of_formula = layout(traced), layout(spec)
+    for found, known in zip(of_trace.runs, of_formula.runs, strict=True):
+        assert (found.layers, shown(found.parameters)) == (known.layers, shown(known.parameters))
+    assert shown(of_trace.tail) == shown(of_formula.tail)
+    assert [one[:2] for one in shown(of_trace.embeddings)] == [one[:2] for one in shown(of_formula.embeddings)]
+    assert (of_trace.tied_head is None) == (of_formula.tied_head is None)
+
+
+@pytest.fixture(scope="module")
+def odd() -> Profile:
+    return profile(of_workload(ODD), Wanted(("fsdp2",), ("bf16-mixed",), ("none", "full")), say=lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def odd_under_ddp() -> Profile:
+    return profile(of_workload(ODD), Wanted(("ddp",), ("bf16-mixed",), ("none",)), say=lambda _: None)
+
+
+def test_kinds_of_blocks_are_found_and_what_is_alike_stands_together(odd: Profile) -> None:
+    assert [(run.kind, run.layers) for run in odd.runs] == [("Mixer", 2), ("Gated", 1), ("Mixer", 1)]
+    assert [tensor.name for tensor in odd.tail] == ["leave.weight", "leave.bias", "head.weight", "head.bias"]
+    assert {len(one.blocks["Gated"].points) > 0 for variant in odd.variants for one in (variant.one, variant.more)} == {True}
+    assert not [remark for variant in odd.variants for one in (variant.one, variant.more) for remark in one.remarks]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RecipeSpec(),
+        RecipeSpec(recompute="full", zero_stage=2),
+        RecipeSpec(engine="ddp", zero_stage=0),
+    ],
+    ids=lambda recipe: f"{recipe.engine}-{recipe.recompute}",
+)
+def test_the_engine_takes_what_the_profile_says(odd: Profile, odd_under_ddp: Profile, recipe: RecipeSpec) -> None:
+    from zeroplan.verify.simulate import simulate
+
+    batch = BatchSpec(micro_batch_size=3, seq_len=300)
+    job = JobSpec(
+        model=model_of(odd if recipe.engine == "fsdp2" else odd_under_ddp),
+        recipe=recipe,
+        mesh=MeshSpec(dp_shard=4),
+        batch=batch,
+    )
+    steps = 2 if recipe.engine == "fsdp2" else 3
+    found = compare_with_estimate(simulate(job, steps=steps, make=user_workload(ODD, job)))
+    assert found.agrees(0.002)
+    assert abs(found.peak.error) < 0.0005
+    assert all(abs(row.error) < 0.001 for row in found.phases if row.what in ("forward", "backward"))
+
+
+def test_a_batch_of_its_own_is_made_larger_and_smaller() -> None:
+    made = of_workload("tests.odd_transformer:fixed").make(Shape(3, 7))
+    assert {name: tuple(one.shape) for name, one in made.batch.items()} == {"ids": (3, 7)}
+
+
+def test_what_a_profile_says_nothing_of_is_refused(odd: Profile) -> None:
+    from zeroplan.estimator import estimate
+
+    model = model_of(odd)
+    with pytest.raises(SpecError, match="says nothing of 16 bits with recomputation selective; it has 16 bits with"):
+        estimate(JobSpec(model=model, recipe=RecipeSpec(recompute="selective")))
+    with pytest.raises(SpecError, match="does not take a profile"):
+        JobSpec(model=model, recipe=RecipeSpec(engine="deepspeed"))
+    with pytest.raises(SpecError, match="own loss"):
+        JobSpec(model=model, recipe=RecipeSpec(loss="chunked"))
+
+
+def test_a_window_is_told_and_longer_sequences_alone_are_profiled(tmp_path: Path) -> None:
+    spec, path = replace(tiny("mistral"), sliding_window=1024), tmp_path / "window.json"
+    path.write_text(json.dumps(config(spec)), encoding="utf-8")
+    asked = Wanted(("fsdp2",), ("bf16",), ("none",))
+    with pytest.raises(MeasurementError, match="1 x 8192 tokens run other operators than 1 x 128;"):
+        profile(of_config(str(path), "sdpa"), asked, say=lambda _: None)
+    longer = profile(of_config(str(path), "sdpa"), asked._replace(shortest=1024), say=lambda _: None)
+    assert (longer.shortest, longer.variants[0].more.counted_by) == (1024, 128)
+
+
+def test_a_module_without_blocks_is_refused() -> None:
+    with pytest.raises(MeasurementError, match="no list of blocks"):
+        profile(of_workload("tests.odd_transformer:without_blocks"), Wanted(), say=lambda _: None)

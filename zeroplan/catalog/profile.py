@@ -1,0 +1,39 @@
+"""Reading the file that ``zeroplan profile`` writes; needs no torch."""
+
+import json
+from pathlib import Path
+
+from zeroplan.catalog.text import one_line, read_text, shown
+from zeroplan.errors import SpecError
+from zeroplan.spec.base import read
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.profile import SCHEMA_VERSION, Profile, model_of
+
+
+def read_profile(named: str) -> ModelSpec:
+    """The model that a profile describes.
+
+    Raises :class:`~zeroplan.errors.SpecError`, in one line, for everything that is no profile: no file, a folder, a JSON cut short
+    or of something else, another version, figures out of range, parts that do not fit each other.
+    """
+    if not named:
+        raise SpecError("--profile '' names no file; give the path of what `zeroplan profile` wrote")
+    path = Path(named)
+    data = _parsed(path, read_text(path, what="profile"))
+    if not isinstance(data, dict) or "schema_version" not in data or "variants" not in data:
+        raise SpecError(f"profile {named!r} is JSON, but not of `zeroplan profile`: it has no schema_version and variants")
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise SpecError(
+            f"profile {named!r} has schema version {shown(data['schema_version'])}, and this zeroplan reads {SCHEMA_VERSION}; "
+            "make it anew"
+        )
+    return model_of(read(Profile, data, where=f"profile {named!r}"))
+
+
+def _parsed(path: Path, text: str) -> object:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise SpecError(f"profile {str(path)!r} is nested too deep to be a profile") from None
+    except ValueError as error:
+        raise SpecError(f"profile {str(path)!r} is not complete JSON: {one_line(str(error))}") from None

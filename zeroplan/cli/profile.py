@@ -1,0 +1,142 @@
+"""``zeroplan profile``: what does a module cost that no formula knows? Traces it and writes the file that ``--profile`` reads."""
+
+import os
+import sys
+from dataclasses import MISSING, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from zeroplan.cli.verify import say
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.spec.base import Spec
+from zeroplan.units import parse_count
+
+if TYPE_CHECKING:
+    from zeroplan.spec.profile import Profile
+
+_ENGINES = ("fsdp2", "ddp")
+_PRECISIONS = ("bf16-mixed", "bf16", "fp32")
+_RECOMPUTE = ("none", "selective", "full")
+_ATTENTION = ("sdpa", "eager")
+
+
+def _flag(name: str, value: str, text: str, *, shown: bool = False) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(name, metavar=value, help=text, show_default=shown)
+    return option
+
+
+_Workload = Annotated[
+    str | None,
+    _flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, as `zeroplan verify` takes it."),
+]
+_Config = Annotated[str | None, _flag("--config", "PATH", "A config.json of transformers, or a folder that holds one.")]
+_Attention = Annotated[
+    str, _flag("--attention", "|".join(_ATTENTION), "How the class of a config.json computes it.", shown=True)
+]
+_Engine = Annotated[str | None, _flag("--engine", "|".join(_ENGINES), "For this engine only. (default: for both)")]
+_Precision = Annotated[str | None, _flag("--precision", "|".join(_PRECISIONS), "In this precision only. (default: in all)")]
+_Recompute = Annotated[
+    str | None, _flag("--recompute", "|".join(_RECOMPUTE), "With this recomputation only. (default: with each)")
+]
+_SeqLen = Annotated[
+    str | None,
+    _flag("--seq-len", "TOKENS", "For sequences this long and longer only, where a module computes short ones otherwise."),
+]
+_Out = Annotated[str, _flag("--out", "FILE", "Where to write the profile.", shown=True)]
+
+
+def profile_command(
+    *,
+    workload: _Workload = None,
+    config: _Config = None,
+    attention: _Attention = "sdpa",
+    engine: _Engine = None,
+    precision: _Precision = None,
+    recompute: _Recompute = None,
+    seq_len: _SeqLen = None,
+    out: _Out = "profile.json",
+) -> None:
+    """Trace a module's blocks on fake tensors and write what they keep and use, for any batch, as a file for --profile."""
+    if (workload is None) == (config is None):
+        raise SpecError("a profile is of one module; use one of --workload PACKAGE.MODULE:FUNCTION, --config PATH")
+    if not out:
+        raise SpecError("--out '' names no file; give the path of the profile to write")
+    said = (_one_of("--engine", engine, _ENGINES), _one_of("--precision", precision, _PRECISIONS),
+            _one_of("--recompute", recompute, _RECOMPUTE), _one_of("--attention", attention, _ATTENTION))  # fmt: skip
+    for package in ("torch", "transformers"):
+        if find_spec(package) is None:
+            raise MeasurementError(f"{package} is not installed, and tracing needs it: pip install 'zeroplan[verify]'")
+    shortest = None if seq_len is None else parse_count(seq_len, what="--seq-len", examples="4096 or 4k")
+    found = _traced(workload, config, *said, shortest=shortest)
+    _write(found, Path(out))
+    _summarise(found, out)
+
+
+def _one_of(flag: str, chosen: str | None, there: tuple[str, ...]) -> tuple[str, ...]:
+    if chosen is not None and chosen not in there:
+        raise SpecError(f"{flag} {chosen!r} is none of {', '.join(there)}")
+    return there if chosen is None else (chosen,)
+
+
+def _traced(
+    workload: str | None, config: str | None, engines: tuple[str, ...], precisions: tuple[str, ...], recompute: tuple[str, ...],
+    attention: tuple[str, ...], shortest: int | None,
+) -> "Profile":  # fmt: skip
+    """Trace, and tell what a workload raises from what goes wrong here."""
+    os.environ.update(HF_HUB_OFFLINE="1")
+    import warnings  # noqa: PLC0415  only a trace pays for these
+
+    from zeroplan.verify.failures import text_of, whose, workload_raised  # noqa: PLC0415
+    from zeroplan.verify.profile import Wanted, profile  # noqa: PLC0415
+    from zeroplan.verify.subject import of_config, of_workload  # noqa: PLC0415
+
+    wanted = Wanted(engines, precisions, recompute, shortest)  # type: ignore[arg-type]  # each is one of those above
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            subject = of_workload(workload) if workload is not None else of_config(cast("str", config), attention[0])  # type: ignore[arg-type]
+            return profile(subject, wanted, say=say)
+        except (SpecError, MeasurementError):
+            raise
+        except Exception as error:
+            if whose(error) == "workload":
+                raise workload_raised(text_of(error), rank=0, say=say) from error
+            raise MeasurementError(f"the module cannot be traced: {text_of(error).splitlines()[0]}") from error
+
+
+def _write(found: "Profile", path: Path) -> None:
+    """The file appears complete or not at all."""
+    import json  # noqa: PLC0415  start-up is part of every command's time
+
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(said(found), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise MeasurementError(f"the profile cannot be written to {str(path)!r}: {error.strerror}") from None
+
+
+def said(value: object) -> object:
+    """A description as plain data, without what is as it is by default."""
+    if isinstance(value, Spec):
+        pairs = ((field.name, field.default, getattr(value, field.name)) for field in fields(value))
+        return {
+            name: said(one) for name, default, one in pairs if default is MISSING or one != default or name == "schema_version"
+        }
+    if isinstance(value, dict):
+        return {key: said(one) for key, one in value.items()}
+    return [said(one) for one in value] if isinstance(value, tuple) else value
+
+
+def _summarise(found: "Profile", out: str) -> None:
+    layers = ", ".join(f"{run.layers} x {run.kind}" for run in found.runs)
+    typer.echo(f"{found.source}: {layers}; {len(found.variants)} manner{'s' if found.variants[1:] else ''} of execution")
+    remarks = (remark for one in found.variants for part in (one.one, one.more) for remark in part.remarks)
+    for remark in dict.fromkeys(remarks):
+        typer.echo(f"not exact: {remark}")
+    typer.echo(f"wrote {out}; use it as: zeroplan estimate --profile {out} --gpus 8 --stage 3", file=sys.stdout)

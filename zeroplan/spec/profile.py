@@ -1,0 +1,196 @@
+"""What a module costs, found by tracing it: the file that ``zeroplan profile`` writes and ``--profile`` reads. Data alone."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec
+from zeroplan.spec.model import ModelSpec, Profiled
+from zeroplan.spec.recipe import Attention, Kernels, Recompute
+
+SCHEMA_VERSION: Literal[1] = 1
+
+Coefficient = Annotated[int, Range(-(10**15), 10**15)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amount(Spec):
+    """A number of bytes for any batch: a sum of products of tokens and sequences. [bytes]
+
+    ``micro_batch`` is per sequence, ``seq_len`` per position of one sequence, ``tokens`` per token, ``seq_len_squared`` per pair
+    of positions, ``tokens_seq_len`` per pair in every sequence; ``padding`` is per position that fills each sequence up to a
+    multiple of so many as the pass says.
+    """
+
+    constant: Coefficient = 0
+    micro_batch: Coefficient = 0
+    seq_len: Coefficient = 0
+    tokens: Coefficient = 0
+    seq_len_squared: Coefficient = 0
+    tokens_seq_len: Coefficient = 0
+    padding: Coefficient = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor(Spec):
+    """One parameter; ``autocast`` says that ``torch.autocast`` copies it."""
+
+    name: str
+    shape: tuple[Dimension, ...]
+    autocast: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(Spec):
+    """Tensors that are kept, and who makes them."""
+
+    reason: str
+    amount: Amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flash(Spec):
+    """A flash-attention kernel at work in a backward: its heads, their size, the key/value heads."""
+
+    heads: Dimension
+    head_dim: Dimension
+    kv_heads: Dimension
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point(Spec):
+    """A moment of the backward where memory can peak.
+
+    ``saved`` is what is still kept from the forward, ``working`` gradients and temporaries; ``gradients``, ``current`` and
+    ``casts`` count elements as :class:`zeroplan.transformer.blocks.BackwardPoint` does.
+    """
+
+    name: str
+    saved: Amount
+    working: Amount
+    gradients: CountOrZero = 0
+    current: CountOrZero = 0
+    casts: CountOrZero = 0
+    flash: Flash | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledBlock(Spec):
+    """One kind of block in one manner of execution: its input, what it keeps, and the moments it can peak at.
+
+    ``forward`` is what is alive beyond ``kept`` at its highest moment forward: the largest of these.
+    """
+
+    input: Amount
+    kept: tuple[Part, ...]
+    forward: tuple[Amount, ...]
+    points: tuple[Point, ...]
+    cast_elements: CountOrZero = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledPass(Spec):
+    """A whole pass: every kind of block, and what is outside them.
+
+    ``shared`` is alive from before the first block to the end, ``beside`` while blocks run forward, ``first_input`` is the first
+    block's where it is held by name; ``loss`` what is alive between the last block and the backward, ``head`` the moments from
+    the loss's backward to the last block's, ``last`` what is alive below the first block's backward: each the largest of these.
+    ``seq_multiple`` is what kernels fill lengths up to; where lengths that are no multiples of ``counted_by`` run other operators,
+    they count as the next multiple. ``remarks`` say what is not exact.
+    """
+
+    seq_multiple: Annotated[int, Range(1, 4096)] = 1
+    counted_by: Annotated[int, Range(1, 4096)] = 1
+    remarks: tuple[str, ...] = ()
+    blocks: dict[str, ProfiledBlock]
+    shared: tuple[Part, ...]
+    beside: tuple[Part, ...]
+    first_input: Amount
+    loss: tuple[Amount, ...]
+    output: Amount
+    head: tuple[Point, ...]
+    last: tuple[Amount, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant(Spec):
+    """One manner of execution; ``one`` for a single sequence, which some modules treat otherwise, ``more`` for several."""
+
+    element_bytes: Literal[2, 4]
+    autocast: bool
+    kernels: Kernels
+    recompute: Recompute
+    one: ProfiledPass
+    more: ProfiledPass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Spec):
+    """Consecutive blocks of one kind."""
+
+    kind: str
+    layers: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile(Profiled):
+    """A module, traced.
+
+    ``source`` says what was traced; ``embeddings`` are the parameters outside the blocks whose gradients come last, ``tail`` the
+    others, ``tied_head`` names one of the embeddings that is the head, too; ``kinds`` are the parameters of one block of each
+    kind. ``seq_len`` is set where sequences cannot be made longer or shorter, ``shortest`` where shorter ones were not looked at.
+    """
+
+    schema_version: Literal[1] = 1
+    name: str
+    source: str
+    packages: dict[str, str]
+    attention: Attention = "sdpa"
+    embeddings: tuple[Tensor, ...]
+    runs: tuple[Run, ...]
+    kinds: dict[str, tuple[Tensor, ...]]
+    tail: tuple[Tensor, ...]
+    tied_head: str | None = None
+    buffer_bytes: CountOrZero = 0
+    seq_len: Count | None = None
+    shortest: Count = 1
+    variants: tuple[Variant, ...]
+
+    def __hash__(self) -> int:
+        """Leave out the tables: a dict has no hash, and the name tells most profiles apart."""
+        return hash((self.name, self.source, len(self.variants)))
+
+    def check_rules(self) -> None:
+        """Refuse a profile whose parts do not fit each other."""
+        if not self.runs or not self.variants:
+            raise SpecError("a profile has at least one block and one variant")
+        kinds = {run.kind for run in self.runs}
+        if kinds != set(self.kinds):
+            raise SpecError(f"the profile's runs are of {', '.join(sorted(kinds))}, its kinds {', '.join(sorted(self.kinds))}")
+        for kind in kinds:
+            if not kind.isidentifier():
+                raise SpecError(f"kind {kind!r} is not a name; it stands in formulas")
+        for one in (part for variant in self.variants for part in (variant.one, variant.more)):
+            if set(one.blocks) != kinds or not (one.loss and one.head and one.last):
+                raise SpecError(
+                    "a variant of the profile lacks a kind of block, its loss, its head or what is below the blocks"
+                )
+        if self.tied_head is not None and self.tied_head not in {tensor.name for tensor in self.embeddings}:
+            raise SpecError(f"tied_head {self.tied_head!r} is none of the profile's embeddings")
+
+
+def model_of(profile: Profile) -> ModelSpec:
+    """The model a job has of a profile: sizes that only formulas use are 1."""
+    return ModelSpec(
+        name=profile.name,
+        family="profile",
+        hidden_size=1,
+        intermediate_size=1,
+        num_hidden_layers=sum(run.layers for run in profile.runs),
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=1,
+        vocab_size=1,
+        max_position_embeddings=profile.seq_len or 10**15,
+        profile=profile,
+    )

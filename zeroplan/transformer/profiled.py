@@ -1,0 +1,227 @@
+"""A profile in the place of a family's formulas: the parameters, blocks and head of a module that was traced."""
+
+from functools import lru_cache
+from typing import cast
+
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.numeric import Int, ceil_div, maximum, round_up
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.profile import Amount, Flash, Part, Point, Profile, ProfiledPass, Tensor, Variant
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+
+TRACE = "a trace of the module, in its profile"
+BUFFERS = "torch 2.13, torch/nn/modules/module.py, Module.buffers"
+
+_SYMBOLS = (
+    ("constant", ""), ("micro_batch", "b"), ("seq_len", "s"), ("tokens", "T"), ("seq_len_squared", "s²"), ("tokens_seq_len", "T·s"),
+    ("padding", ""),
+)  # fmt: skip
+
+
+def profile_of(model: ModelSpec) -> Profile:
+    """The profile of a model that has one."""
+    return cast("Profile", model.profile)
+
+
+@lru_cache(maxsize=16)
+def profiled_layout(profile: Profile) -> Layout:
+    """Every parameter, and the buffers, which nobody shards."""
+    every = {tensor.name: _parameter(tensor) for tensor in profile.embeddings}
+    tied = None if profile.tied_head is None else every[profile.tied_head]._replace(autocast=_is_cast(profile))
+    buffers = Line(Kind.PARAMETERS, profile.buffer_bytes, "buffers, whole on every rank", str(profile.buffer_bytes), BUFFERS)
+    return Layout(
+        tuple(every.values()),
+        tuple(BlockRun(run.kind, run.layers, tuple(map(_parameter, profile.kinds[run.kind]))) for run in profile.runs),
+        tuple(map(_parameter, profile.tail)),
+        tied,
+        (buffers,) if profile.buffer_bytes else (),
+    )
+
+
+def _parameter(tensor: Tensor) -> Parameter:
+    return Parameter(tensor.name, tensor.shape, tensor.autocast)
+
+
+def _is_cast(profile: Profile) -> bool:
+    return next(tensor.autocast for tensor in profile.embeddings if tensor.name == profile.tied_head)
+
+
+_ON_A_CPU = "dtypes under autocast are those of a CPU, where the module was traced; CUDA computes more operators in 32 bits"
+
+
+def profiled_remarks(profile: Profile, compute: Compute) -> str:
+    """What of a profile is not exact in this manner of execution, one sentence after another; empty where all is."""
+    variant = _variant(profile, compute)
+    on_a_cpu = (_ON_A_CPU,) if variant.kernels != compute.kernels else ()
+    return " ".join(f"{remark}." for remark in dict.fromkeys((*variant.one.remarks, *variant.more.remarks, *on_a_cpu)))
+
+
+def profiled_block(profile: Profile, kind: str, compute: Compute, batch: Batch) -> BlockPass:
+    """What one block of this kind costs, as traced in this manner of execution."""
+    one = _pass(profile, compute, batch)
+    scale, block = _Scale(one, batch), one.blocks[kind]
+    kept, block_input = scale.parts(block.kept), (scale.line(Kind.ACTIVATIONS, block.input, "block input"),)
+    recompute = compute.recompute
+    forward = scale.most(Kind.TEMPORARY, block.forward, "temporaries at the highest point of the forward")
+    return BlockPass(
+        kept if recompute == "none" else (),
+        kept if recompute == "full" else block_input,
+        kept if recompute == "selective" else (),
+        (forward,),
+        (_beyond_input(forward, kept, block_input[0]),) if recompute == "selective" else (forward,),
+        tuple(scale.point(point, compute) for point in block.points),
+        block.cast_elements,
+    )
+
+
+def _beyond_input(forward: Line, kept: tuple[Line, ...], block_input: Line) -> Line:
+    """What is alive beyond the block's input, where more than that is kept."""
+    more = " + ".join(line.formula for line in kept) or "0"
+    n_bytes: Int = forward.n_bytes + total_bytes(kept) - block_input.n_bytes
+    formula = f"{forward.formula} + {more} - ({block_input.formula})" if forward.formula else ""
+    return forward._replace(n_bytes=n_bytes, formula=formula)
+
+
+def profiled_head(profile: Profile, compute: Compute, batch: Batch) -> HeadPass:
+    """What lies outside the blocks, with the module's own loss."""
+    one = _pass(profile, compute, batch)
+    scale = _Scale(one, batch)
+    hidden = scale.line(Kind.ACTIVATIONS, one.blocks[profile.runs[0].kind].input, "")
+    return HeadPass(
+        shared=scale.parts(one.shared),
+        saved=(),
+        loss_forward=(scale.most(Kind.LOGITS, one.loss, "head and loss, at their highest"),),
+        output=(scale.line(Kind.LOGITS, one.output, "what the module returns"),),
+        hidden_bytes=hidden.n_bytes,
+        forward=scale.parts(one.beside, Kind.TEMPORARY),
+        first_input=(scale.line(Kind.TEMPORARY, one.first_input, "input of the first block, held by name"),),
+        points=tuple(scale.point(point, compute, Kind.LOGITS) for point in one.head),
+        hidden_formula=hidden.formula,
+        below_blocks=(_below(scale.most(Kind.TEMPORARY, one.last, ""), hidden),),
+    )
+
+
+def _below(most: Line, hidden: Line) -> Line:
+    reason = "beyond the gradient that flows into the part before the blocks, at its highest"
+    formula = f"max(0, {most.formula} - ({hidden.formula}))" if most.formula else ""
+    return Line(Kind.TEMPORARY, maximum(0, most.n_bytes - hidden.n_bytes), reason, formula, TRACE)
+
+
+def _pass(profile: Profile, compute: Compute, batch: Batch) -> ProfiledPass:
+    """The pass that was traced in this manner, for one sequence or for several."""
+    _check_length(profile, batch)
+    _check_not_shorter(profile, batch)
+    variant = _variant(profile, compute)
+    is_one = batch.micro_batch_size == 1
+    if isinstance(is_one, bool):
+        return variant.one if is_one else variant.more
+    if is_one.any() and not is_one.all():
+        raise SpecError("micro-batches of one sequence and of several are different programs; ask for them one after the other")
+    return variant.one if is_one.all() else variant.more
+
+
+def _check_length(profile: Profile, batch: Batch) -> None:
+    differs = profile.seq_len is not None and batch.seq_len != profile.seq_len
+    if differs if isinstance(differs, bool) else differs.any():
+        raise SpecError(
+            f"the profile of {profile.name} is of sequences of {profile.seq_len:,} and cannot tell of {batch.seq_len}; leave "
+            "--seq-len out, or profile the length you mean"
+        )
+
+
+def _check_not_shorter(profile: Profile, batch: Batch) -> None:
+    shorter = batch.seq_len < profile.shortest
+    if shorter if isinstance(shorter, bool) else shorter.any():
+        raise SpecError(
+            f"the profile of {profile.name} is of sequences of {profile.shortest:,} and more and cannot tell of {batch.seq_len}; "
+            "make another with --seq-len"
+        )
+
+
+def _variant(profile: Profile, compute: Compute) -> Variant:
+    if compute.attention != profile.attention:
+        raise SpecError(
+            f"the profile of {profile.name} was made with attention {profile.attention!r} and cannot tell of "
+            f"{compute.attention!r}; leave --attention out, or make another profile"
+        )
+    wanted = (compute.element_bytes, compute.autocast, compute.recompute)
+    found = [one for one in profile.variants if (one.element_bytes, one.autocast, one.recompute) == wanted]
+    if not found:
+        raise SpecError(
+            f"the profile of {profile.name} says nothing of {_manner(*wanted)}; it has "
+            f"{', '.join(dict.fromkeys(_manner(one.element_bytes, one.autocast, one.recompute) for one in profile.variants))}"
+        )
+    return next((one for one in found if one.kernels == compute.kernels), found[0])
+
+
+def _manner(element_bytes: int, autocast: bool, recompute: str) -> str:  # noqa: FBT001  a variant's key
+    return f"{'autocast' if autocast else f'{8 * element_bytes} bits'} with recomputation {recompute}"
+
+
+class _Scale:
+    """Amounts of a pass for one batch."""
+
+    def __init__(self, one: ProfiledPass, batch: Batch) -> None:
+        sequences, length = batch.micro_batch_size, round_up(batch.seq_len, one.counted_by)
+        self._has_formulas = one.counted_by == 1  # symbols stand for the batch, not for the next multiple
+        self._sequences, self._length, self._multiple = sequences, length, one.seq_multiple
+        tokens, padding = sequences * length, round_up(length, one.seq_multiple) - length
+        self._values: tuple[Int, ...] = (
+            1, sequences, length, tokens, length * length, tokens * length, sequences * padding,
+        )  # fmt: skip
+
+    def bytes(self, amount: Amount) -> Int:
+        """The number for this batch."""
+        total: Int = 0
+        for (name, _), value in zip(_SYMBOLS, self._values, strict=True):
+            if times := getattr(amount, name):
+                total = total + times * value
+        return total
+
+    def most(self, kind: Kind, amounts: tuple[Amount, ...], reason: str) -> Line:
+        """The largest of several."""
+        n_bytes = maximum(0, *(self.bytes(amount) for amount in amounts))
+        formula = ", ".join(_formula(amount, self._multiple) for amount in amounts)
+        return Line(kind, n_bytes, reason, f"max(0, {formula})" if self._has_formulas else "", TRACE)
+
+    def line(self, kind: Kind, amount: Amount, reason: str) -> Line:
+        """A line with its formula."""
+        formula = _formula(amount, self._multiple) if self._has_formulas else ""
+        return Line(kind, self.bytes(amount), reason, formula, TRACE)
+
+    def parts(self, parts: tuple[Part, ...], kind: Kind = Kind.ACTIVATIONS) -> tuple[Line, ...]:
+        """Lines of what is kept."""
+        return tuple(self.line(kind, part.amount, part.reason) for part in parts)
+
+    def point(self, point: Point, compute: Compute, kind: Kind = Kind.ACTIVATIONS) -> BackwardPoint:
+        """A moment of the backward, with the flash kernel's scratch where one is at work."""
+        lines = (
+            self.line(kind, point.saved, "saved, not yet given back"),
+            self.line(kind, point.working, "gradients that flow, and temporaries"),
+            *(() if point.flash is None or compute.kernels == "cpu" else (self._scratch(point.flash, compute),)),
+        )
+        return BackwardPoint(point.name, lines, point.gradients, point.current, point.casts)
+
+    def _scratch(self, flash: Flash, compute: Compute) -> Line:
+        """As :mod:`zeroplan.transformer.families.attention` has it."""
+        row = 4 * flash.heads * (ceil_div(flash.head_dim, 32) * 32 + 1)
+        repeated = 0 if flash.heads == flash.kv_heads else 2 * compute.element_bytes * flash.heads * flash.head_dim
+        rows: Int = ceil_div(self._length, 128) * 128 * self._sequences
+        n_bytes: Int = row * rows + repeated * self._sequences * self._length
+        formula = f"{row}·b·128·ceil(s/128) + {repeated}·T"
+        return Line(Kind.TEMPORARY, n_bytes, FLASH_SCRATCH, formula if self._has_formulas else "", FLASH_BACKWARD)
+
+
+@lru_cache(maxsize=4096)
+def _formula(amount: Amount, multiple: int) -> str:
+    terms = [_term(getattr(amount, name), symbol) for name, symbol in _SYMBOLS if getattr(amount, name) and name != "padding"]
+    filled_up = [f"{amount.padding}·b·({multiple}·ceil(s/{multiple}) - s)"] if amount.padding else []
+    return " + ".join([*reversed(terms), *filled_up]) or "0"
+
+
+def _term(times: int, symbol: str) -> str:
+    return f"{times}·{symbol}" if symbol else str(times)

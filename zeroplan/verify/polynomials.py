@@ -1,0 +1,130 @@
+"""Exact polynomials through counts at a few shapes, checked at shapes that were held out. Needs no torch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from fractions import Fraction
+from typing import NamedTuple
+
+from zeroplan.spec.profile import Amount
+
+
+class Shape(NamedTuple):
+    """Sequences in a batch, and tokens of each."""
+
+    sequences: int
+    length: int
+
+
+#: The products a number of bytes may be made of, as :class:`~zeroplan.spec.profile.Amount` names them.
+_PRODUCTS: dict[str, Callable[[int, int], int]] = {
+    "constant": lambda *_: 1,
+    "micro_batch": lambda b, _: b,
+    "seq_len": lambda _, s: s,
+    "tokens": lambda b, s: b * s,
+    "seq_len_squared": lambda _, s: s * s,
+    "tokens_seq_len": lambda b, s: b * s * s,
+}  # fmt: skip
+#: What one sequence, several sequences, and several of a length that does not change can be told apart by.
+OF_ONE = ("constant", "tokens", "tokens_seq_len")
+OF_MORE = tuple(_PRODUCTS)
+OF_SEQUENCES = ("constant", "micro_batch")
+OF_NOTHING = ("constant",)
+
+
+class Fit:
+    """The way from numbers at shapes to a polynomial, worked out once for many numbers."""
+
+    def __init__(self, shapes: Sequence[Shape], products: Sequence[str]) -> None:
+        self._products = tuple(products)
+        self._shapes = tuple(shapes)
+        self._solving = _inverse([[Fraction(_PRODUCTS[name](*shape)) for name in products] for shape in shapes])
+
+    def amount(self, counted: Sequence[int]) -> Amount | None:
+        """The polynomial through as many numbers as there are products; None where it has fractions."""
+        solved = [sum(a * n for a, n in zip(row, counted, strict=True)) for row in self._solving]
+        if any(Fraction(one).denominator != 1 for one in solved):
+            return None
+        return Amount(**{name: int(one) for name, one in zip(self._products, solved, strict=True)})
+
+
+MULTIPLES = (8, 16, 32, 64, 128)
+"""What kernels are known to fill lengths up to; those a polynomial is solved at are multiples of all of them."""
+
+
+def padded(found: Amount, counted: Mapping[Shape, int], multiples: Sequence[int] = MULTIPLES) -> tuple[Amount, int] | None:
+    """The polynomial with what fills sequences up to one of ``multiples``, if that explains every count; and which.
+
+    >>> padded(Amount(tokens=2), {Shape(2, 5): 20 + 6 * 4, Shape(1, 9): 18 + 7 * 4})
+    (Amount(constant=0, micro_batch=0, seq_len=0, tokens=2, seq_len_squared=0, tokens_seq_len=0, padding=4), 8)
+    """
+    for multiple in multiples:
+        shape = next((one for one in counted if one.length % multiple), None)
+        if shape is None:
+            continue
+        each, rest = divmod(counted[shape] - value(found, shape), shape.sequences * (-shape.length % multiple))
+        amount = replace(found, padding=each)
+        if not rest and all(value(amount, one, multiple) == n_bytes for one, n_bytes in counted.items()):
+            return amount, multiple
+    return None
+
+
+def value(amount: Amount, shape: Shape, multiple: int = 1) -> int:
+    """What a polynomial gives at a shape, with sequences filled up to a multiple.
+
+    >>> value(Amount(constant=3, tokens=2), Shape(2, 5))
+    23
+    """
+    padding = amount.padding * shape.sequences * (-shape.length % multiple)
+    amounts: list[int] = [getattr(amount, name) for name in _PRODUCTS]
+    return padding + sum(each * product(*shape) for each, product in zip(amounts, _PRODUCTS.values(), strict=True))
+
+
+def _inverse(matrix: list[list[Fraction]]) -> list[list[Fraction]]:
+    """Gauss and Jordan's way, in fractions: shapes that do not tell products apart are a mistake of ours."""
+    size = len(matrix)
+    rows = [row + [Fraction(int(at == other)) for other in range(size)] for at, row in enumerate(matrix)]
+    for at in range(size):
+        pivot = next(other for other in range(at, size) if rows[other][at])
+        rows[at], rows[pivot] = rows[pivot], rows[at]
+        rows[at] = [one / rows[at][at] for one in rows[at]]
+        for other in range(size):
+            if other != at and (times := rows[other][at]):
+                rows[other] = [a - times * b for a, b in zip(rows[other], rows[at], strict=True)]
+    return [row[size:] for row in rows]
+
+
+#: What is never more than what, with one sequence and one token at least: each product by what divides it.
+_LARGER = {
+    "constant": ("micro_batch", "seq_len", "tokens", "seq_len_squared", "tokens_seq_len"),
+    "micro_batch": ("tokens", "tokens_seq_len"),
+    "seq_len": ("tokens", "seq_len_squared", "tokens_seq_len"),
+    "tokens": ("tokens_seq_len",),
+    "seq_len_squared": ("tokens_seq_len",),
+    "tokens_seq_len": (),
+}  # fmt: skip
+
+
+def covers(first: Amount, second: Amount) -> bool:
+    """Whether ``first`` is at least ``second`` for every batch; what it lacks of one product it may have too much of a larger."""
+    if first.padding < second.padding:
+        return False
+    surplus = {name: getattr(first, name) - getattr(second, name) for name in _PRODUCTS}
+    for name, larger in _LARGER.items():
+        lacking = -surplus[name]
+        for other in larger if lacking > 0 else ():
+            paid = max(0, min(lacking, surplus[other]))
+            surplus[other] -= paid
+            lacking -= paid
+        if lacking > 0:
+            return False
+    return True
+
+
+def total(*amounts: Amount) -> Amount:
+    """The sum of several."""
+    return Amount(**{field.name: sum(getattr(one, field.name) for one in amounts) for field in fields(Amount)})
+
+
+def less(first: Amount, second: Amount) -> Amount:
+    """The difference of two."""
+    return Amount(**{field.name: getattr(first, field.name) - getattr(second, field.name) for field in fields(Amount)})
