@@ -46,8 +46,11 @@ def product(width: int, elements: Int) -> str:
     >>> product(2, 4096), product(4, 0)
     ('2·4096', '0')
     """
-    if not isinstance(elements, int):
-        return ""
+    return _product(width, elements) if isinstance(elements, int) else ""
+
+
+@lru_cache(maxsize=4096)
+def _product(width: int, elements: int) -> str:
     return f"{width}·{elements}" if elements else "0"
 
 

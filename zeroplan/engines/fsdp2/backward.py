@@ -162,7 +162,12 @@ def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
 def _inside(plan: Plan, position: Position, point: BackwardPoint, alive: tuple[Line, ...]) -> Moment:
     n_bytes, formula = plan.fresh(point.gradients, point.current_gradient)
     made = Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "this block's, made so far", formula, ACCUMULATE)
-    return Moment(f"backward of {position.name}: {point.name}", Phase.BACKWARD, (*alive, *point.lines, made))
+    return Moment(_point_of(position.name, point.name), Phase.BACKWARD, (*alive, *point.lines, made))
+
+
+@lru_cache(maxsize=4096)
+def _point_of(block: str, point: str) -> str:
+    return f"backward of {block}: {point}"
 
 
 def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment:

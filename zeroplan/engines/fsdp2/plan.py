@@ -128,14 +128,12 @@ class Plan(NamedTuple):
 
     def reduced_gradients(self, layers: tuple[int, ...], when: str, *, root: bool = False) -> Line:
         """The same, wherever its memory is."""
-        stored = self.width.stored
+        stored, earlier_too = self.width.stored, self.recipe.sync_every_micro_batch
         now = self.shards(layers, root=root)
-        if self.recipe.sync_every_micro_batch:
+        if earlier_too and not (isinstance(self.several, int) and not self.several):
             now = maximum(now, self.several * self.shards(self.every_layer, root=True))
-        formula = shards_formula(stored, layers, self.kinds, root=root)
-        if self.recipe.sync_every_micro_batch:
-            formula = f"max({formula}, {stored}·M·P/N)"
-        return Line(Kind.GRADIENTS, stored * now, f"this rank's chunk of the gradients, {when}", formula, REDUCE)
+        reason, formula = _reduced_in_words(stored, layers, self.kinds, when, root, earlier_too)
+        return Line(Kind.GRADIENTS, stored * now, reason, formula, REDUCE)
 
     def fresh(self, made: int, current: int = 0, *, waiting: int = 0) -> tuple[Int, str]:
         """Gradients of this micro-batch that stand beside those of earlier ones, and their formula. [bytes]
@@ -258,6 +256,14 @@ def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...]
     '4·(31·P_dense + P_root)/N'
     """
     return f"{width}·({blocks_sum('P', layers, symbols, 'P_root' if root else '')})/N"
+
+
+@lru_cache(maxsize=4096)
+def _reduced_in_words(
+    width: int, layers: tuple[int, ...], kinds: tuple[str, ...], when: str, root: bool, earlier_too: bool  # noqa: FBT001  a key
+) -> tuple[str, str]:  # fmt: skip
+    formula = shards_formula(width, layers, kinds, root=root)
+    return f"this rank's chunk of the gradients, {when}", f"max({formula}, {width}·M·P/N)" if earlier_too else formula
 
 
 @lru_cache(maxsize=4096)
