@@ -43,7 +43,8 @@ class Compared(NamedTuple):
 class Comparison(NamedTuple):
     """An estimate held against a measurement: the peak, each phase, what is held, each kind at the peak, each collective.
 
-    ``allocator`` is what CUDA's allocator makes of it, where the record says; it is shown and not judged.
+    ``allocator`` is what CUDA's allocator makes of it, where the record says; it is shown and not judged. ``host`` is host memory
+    per rank, where something is offloaded and the record says how much there was.
     """
 
     peak: Compared
@@ -52,6 +53,7 @@ class Comparison(NamedTuple):
     kinds: tuple[Compared, ...]
     collectives: tuple[Compared, ...]
     allocator: tuple[Compared, ...] = ()
+    host: Compared | None = None
 
     def agrees(self, tolerance: float) -> bool:
         """Whether peak, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %)."""
@@ -60,13 +62,14 @@ class Comparison(NamedTuple):
     def beyond(self, tolerance: float) -> tuple[Compared, ...]:
         """What is not within ``tolerance``, the largest difference first.
 
-        Peak and held bytes are judged by their own size, a collective by what all collectives of the step move: a flag or a
+        Peak, held and host bytes are judged by their own size, a collective by what all collectives of the step move: a flag or a
         norm that is not predicted is shown, but does not outweigh the gradients. Nor does a batch of token ids where nothing
         else is held: less than a thousandth of the peak is no difference.
         """
         moved = sum(max(row.predicted, row.measured) for row in self.collectives)
         matters = self.peak.measured // _A_THOUSANDTH
-        found = [row for row in (self.peak, self.held) if abs(row.error) > tolerance and abs(row.difference) > matters]
+        sizes = (self.peak, self.held, *(() if self.host is None else (self.host,)))
+        found = [row for row in sizes if abs(row.error) > tolerance and abs(row.difference) > matters]
         found += [row for row in self.collectives if abs(row.difference) > tolerance * moved]
         return tuple(sorted(found, key=lambda row: -abs(row.difference)))
 
@@ -100,6 +103,7 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
         kinds=tuple(_kinds(as_run.lines(highest.lines), steady)),
         collectives=tuple(_collectives(answer, measured)),
         allocator=tuple(_allocator(answer, measured, highest=totals[highest])),
+        host=None if steady.host_bytes is None else Compared("host memory", answer.host_bytes, steady.host_bytes),
     )
 
 

@@ -133,6 +133,27 @@ class Estimate:
         return int(total_bytes(self.host))
 
     @property
+    def ranks_per_node(self) -> int | None:
+        """GPUs of this job that share a node, where the cluster or its GPU says how many there are."""
+        cluster = self.job.cluster
+        known = cluster.gpus_per_node or (None if cluster.gpu is None else cluster.gpu.gpus_per_node)
+        return None if known is None else min(known, self.job.mesh.world_size)
+
+    @property
+    def host_bytes_per_node(self) -> int | None:
+        """Host memory of a node, where it is known how many ranks share one."""
+        return None if self.ranks_per_node is None else self.host_bytes * self.ranks_per_node
+
+    @property
+    def bytes_on_slowest_link(self) -> int:
+        """What one GPU sends per step without what stays inside a group that hpZ forms, whose ranks may share a node."""
+        recipe, sent = self.job.recipe, int(self.traffic.total_bytes)
+        size = recipe.deepspeed.zero_hpz_partition_size if recipe.engine == "deepspeed" else 1
+        if size in (1, self.job.mesh.dp_shard):
+            return sent
+        return sent - sum(int(call.sent_bytes) for call in self.traffic.collectives if call.group == size)
+
+    @property
     def capacity_bytes(self) -> int | None:
         """What torch reports as the GPU's memory; None where no GPU is named."""
         gpu = self.job.cluster.gpu

@@ -35,7 +35,8 @@ class PhaseMeasured(Spec):
     """The highest moment of one phase of one step.
 
     ``kinds`` is the ledger of what was alive then, by :class:`zeroplan.ledger.Kind`; ``module`` and ``operation`` say where in
-    the program it was. ``counted_bytes`` is what ``memory_allocated`` would count (blocks, not requests), where known.
+    the program it was. ``counted_bytes`` is what ``memory_allocated`` would count (blocks, not requests), where known;
+    ``host_bytes`` the most in host memory beside it, at whatever moment, where something is offloaded.
     """
 
     phase: str
@@ -44,20 +45,32 @@ class PhaseMeasured(Spec):
     module: str = ""
     operation: str = ""
     counted_bytes: CountOrZero | None = None
+    host_bytes: CountOrZero | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasured(Spec):
-    """One optimizer step: its phases in order, and what is held when it ends, by kind."""
+    """One optimizer step: its phases in order, and what is held when it ends, by kind.
+
+    ``host_pinned_bytes`` is what torch's allocator of pinned memory has taken by then beyond the tensors in it, by a model of it.
+    """
 
     phases: tuple[PhaseMeasured, ...]
     held_bytes: CountOrZero
     held_kinds: dict[str, int]
+    host_held_bytes: CountOrZero | None = None
+    host_pinned_bytes: CountOrZero | None = None
 
     @property
     def peak(self) -> PhaseMeasured:
         """The phase with the highest moment; the earliest of equals."""
         return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The most in host memory during the step, pinned memory with what it takes beyond its tensors; None where unknown."""
+        seen = [phase.host_bytes for phase in self.phases if phase.host_bytes is not None]
+        return max(seen) + (self.host_pinned_bytes or 0) if seen else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from zeroplan.spec.recipe import (
     Engine,
     Fsdp2Options,
     Loss,
+    OffloadDevice,
     Optimizer,
     OptimizerImpl,
     Precision,
@@ -72,6 +73,8 @@ class Request(Spec):
     precision: Precision | None = None
     optimizer: Optimizer | None = None
     optimizer_impl: OptimizerImpl | None = None
+    offload_optimizer: OffloadDevice | None = None
+    offload_param: OffloadDevice | None = None
     recompute: Recompute | None = None
     attention: Attention | None = None
     activations: ActivationModel | None = None
@@ -355,7 +358,7 @@ def _mesh(request: Request, gpus: int) -> MeshSpec:
 
 
 def _recipe(request: Request, stage: Stage) -> RecipeSpec:
-    said = {
+    said: dict[str, object] = {
         "engine": request.engine or DEFAULT_ENGINE[stage],
         "zero_stage": stage,
         "precision": request.precision,
@@ -372,7 +375,29 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "fsdp2": request.fsdp2,
         "deepspeed": request.deepspeed,
     }
+    said |= _offload(request, request.engine or DEFAULT_ENGINE[stage])
     return RecipeSpec(**{key: value for key, value in said.items() if value is not None})  # type: ignore[arg-type]  # checked there
+
+
+def _offload(request: Request, engine: Engine) -> dict[str, object]:
+    """The engine's own options for what is offloaded: DeepSpeed takes optimizer and parameters one by one, FSDP2 both or none."""
+    asked = {name: value for name in ("offload_optimizer", "offload_param") if (value := getattr(request, name)) is not None}
+    if not asked:
+        return {}
+    if engine == "deepspeed":
+        return {"deepspeed": replace(request.deepspeed or DeepSpeedOptions(), **asked)}
+    away = set(asked.values())
+    if away == {"none"}:
+        return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=False)}
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
+    if engine != "fsdp2":
+        raise SpecError(f"{flags} with engine {engine!r} is not modelled; use engine 'deepspeed' or 'fsdp2'")
+    if away != {"cpu"} or len(asked) < len(("optimizer", "param")):
+        raise SpecError(
+            f"{flags} with engine 'fsdp2': its CPUOffloadPolicy takes parameters, gradients and optimizer to host memory together; "
+            "use --offload-optimizer cpu --offload-param cpu, or engine 'deepspeed'"
+        )
+    return {"fsdp2": replace(request.fsdp2 or Fsdp2Options(), cpu_offload=True)}
 
 
 def _unheeded(recipe: RecipeSpec) -> Iterator[str]:

@@ -190,10 +190,14 @@ def test_a_key_that_is_not_known_is_named_and_no_error(resolved: Callable[..., R
 
 
 REFUSED: dict[str, Any] = {
-    "offload_optimizer": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    "offload_optimizer.ratio": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+    "offload_optimizer.super_offload": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}},
+    },
+    "offload_optimizer.device": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}},
     "offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
     "cpu_offload": {"zero_optimization": {"stage": 2, "cpu_offload": True}},
-    "zero_hpz_partition_size": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
+    "zero_hpz_partition_size": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "node"}},
     "zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
     "zero_quantized_gradients": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
     "memory_efficient_linear": {"zero_optimization": {"stage": 3, "memory_efficient_linear": False}},
@@ -269,6 +273,23 @@ def test_what_is_not_modelled_or_makes_no_sense_is_refused_in_one_line(resolved:
 )
 def test_what_is_off_is_left_alone(resolved: Callable[..., Resolved], harmless: dict[str, Any]):
     assert resolved(harmless, seq_len=128).notes == ()
+
+
+def test_what_goes_to_host_memory_is_read(resolved: Callable[..., Resolved]):
+    sections = {
+        "offload_optimizer": {"device": "cpu", "pin_memory": False, "buffer_count": 4, "fast_init": False},
+        "offload_param": {"device": "cpu"},
+    }
+    options = resolved({"zero_optimization": {"stage": 3, **sections}}).job.recipe.deepspeed
+    assert options.offloads
+    assert (options.offload_optimizer, options.offload_optimizer_pin_memory) == ("cpu", False)
+    assert (options.offload_param, options.offload_param_pin_memory) == ("cpu", True)
+
+
+def test_a_flag_that_offloads_less_than_the_file_is_refused(resolved: Callable[..., Resolved]):
+    file = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(SpecError, match=r"offload_optimizer\.device is cpu"):
+        resolved(file, offload_optimizer="none")
 
 
 def test_the_reader_alone(tmp_path: Path):

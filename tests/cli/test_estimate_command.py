@@ -26,7 +26,8 @@ def test_the_first_command_says_sixteen_psi_over_eight(run: Run):
 
 KEYS = {
     "schema_version": int, "job": dict, "parameters": int, "active_parameters": int, "states": dict, "peak": dict,
-    "moments": list, "reserved": dict, "outside_allocator": dict, "host_bytes": int, "fits": type(None), "verdict": str,
+    "moments": list, "reserved": dict, "outside_allocator": dict, "host_bytes": int,
+    "host_bytes_per_node": type(None), "host_lines": list, "fits": type(None), "verdict": str,
     "capacity_bytes": type(None), "room_bytes": type(None), "changes": list, "communication": dict, "approximate": str,
     "notes": list,
 }  # fmt: skip
@@ -59,6 +60,32 @@ def test_the_json_has_the_keys_that_scripts_rely_on(run: Run):
         ("--model", "deepseek-v3", "--gpus", "512", "--stage", "3", "--engine", "deepspeed", "--gpu", "h200"),
         ("--model", "qwen3-30b-a3b", "--gpus", "8", "--stage", "2", "--replicas", "2"),
         ("--params", "70b", "--gpus", "64", "--stage", "3", "--engine", "paper", "--tensor-parallel", "8"),
+        (
+            "--params",
+            "7b",
+            "--gpus",
+            "16",
+            "--stage",
+            "3",
+            "--engine",
+            "deepspeed",
+            "--set",
+            "deepspeed.zero_hpz_partition_size=8",
+        ),
+        (
+            "--params",
+            "7b",
+            "--gpus",
+            "8",
+            "--stage",
+            "3",
+            "--engine",
+            "deepspeed",
+            "--offload-optimizer",
+            "cpu",
+            "--gpu",
+            "h200",
+        ),
     ],
 )
 def test_every_rendering_of_every_engine(run: Run, job: tuple[str, ...], rendering: str):

@@ -192,9 +192,10 @@ RECIPES = [
         {"reduce_bucket_size": 300, "stage3_prefetch_bucket_size": 100, "stage3_max_live_parameters": 900,
          "stage3_max_reuse_distance": 500, "stage3_param_persistence_threshold": 8},
         {"reduce_bucket_size": 100, "grad_accum_dtype": "fp32", "contiguous_gradients": False},
+        {"reduce_bucket_size": 300, "offload_optimizer": "cpu"},
     )
     for fields in ({}, {"recompute": "full", "precision": "fp32"}, {"optimizer_impl": "foreach", "keep_logits": True})
-    if stage or "grad_accum_dtype" not in options
+    if stage or not options.keys() & {"grad_accum_dtype", "offload_optimizer"}
 ]  # fmt: skip
 
 
@@ -216,7 +217,7 @@ def test_a_grid_is_its_points(model: ModelSpec, chosen: RecipeSpec, pairs: tuple
 
 
 def _numbers(answer: Any, index: int) -> list[Any]:
-    lines = [line for moment in answer.moments for line in moment.lines] + list(answer.states)
+    lines = [line for moment in answer.moments for line in moment.lines] + [*answer.states, *answer.host]
     sizes = [(line.reason, _at(line.n_bytes, index)) for line in lines]
     sent = [tuple(_at(value, index) for value in (*call[3:8], call.payload_bytes)) for call in answer.collectives]
     return [[moment.name for moment in answer.moments], sizes, sent]

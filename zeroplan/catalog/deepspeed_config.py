@@ -98,6 +98,7 @@ class _Reader:
         self._refuse_what_is_not_modelled()
         self._read_stage()
         self._read_precision()
+        self._read_offload()
         self._read_optimizer()
         self._read_batch()
         self._read_options()
@@ -172,6 +173,23 @@ class _Reader:
             raise SpecError(f"{self._where}: bf16.{keys[0]} without bf16.{keys[1]} is not modelled; set both or neither")
         self._flags["precision"] = Stated(f"bf16.{keys[0]}", "bf16")
 
+    def _read_offload(self) -> None:
+        """Where optimizer and parameters go; what only NVMe needs (paths, buffers, pipelines) is left out with ``cpu``."""
+        for name in ("offload_optimizer", "offload_param"):
+            section, key = self._object(self._zero.get(name) or {}, f"zero_optimization.{name}"), f"zero_optimization.{name}"
+            device = section.get("device", "none")
+            if device not in ("none", "cpu"):
+                raise SpecError(
+                    f"{self._where}: {key}.device={shown(device)} changes memory in a way that is not modelled; cpu and none are"
+                )
+            if device == "none":
+                continue
+            for inner, harmless in (("ratio", 1.0), ("super_offload", False)):
+                if section.get(inner, harmless) != harmless:
+                    raise SpecError(f"{self._where}: {key}.{inner}={shown(section[inner])} is not modelled; leave it out")
+            self._flags[name] = Stated(f"{key}.device", device)
+            self._set_option(f"{name}_pin_memory", f"{key}.pin_memory", section.get("pin_memory", True))
+
     def _read_optimizer(self) -> None:
         """DeepSpeed's Adam and AdamW are its FusedAdam, or torch's own where ``torch_adam`` is set (runtime/engine.py)."""
         section = self._section("optimizer")
@@ -183,7 +201,8 @@ class _Reader:
             raise SpecError(f"{self._where}: optimizer.type={shown(kind)} is not modelled; Adam and AdamW are")
         params = self._object(section.get("params", {}), "optimizer.params")
         torchs = self._switch(params.get("torch_adam", False), "optimizer.params.torch_adam") is True
-        listed = params.get("foreach") is not False
+        default = "offload_optimizer" not in self._flags  # torch's own goes tensor by tensor on the host
+        listed = params.get("foreach") is True or (params.get("foreach") is None and default)
         self._flags["optimizer"] = Stated("optimizer.type", name)
         self._flags["optimizer_impl"] = Stated("optimizer.type", ("foreach" if listed else "forloop") if torchs else "fused")
 
@@ -323,7 +342,9 @@ def _is_off(value: object, harmless: object) -> bool:
 def _option_keys() -> Iterator[tuple[str, str]]:
     """Keys of ``zero_optimization`` and their options; DeepSpeed takes ``stage3_`` keys without their prefix too."""
     for field in fields(DeepSpeedOptions):
-        if field.name not in ("grad_accum_dtype", "zero_init", "flatten_on_accelerator"):
+        if field.name not in ("grad_accum_dtype", "zero_init", "flatten_on_accelerator") and not field.name.startswith(
+            "offload_"
+        ):
             yield field.name, field.name
             if field.name.startswith("stage3_"):
                 yield field.name.removeprefix("stage3_"), field.name
@@ -342,8 +363,8 @@ _DTYPES = {
 
 #: Keys that change memory and have no field in a job, and the value at which they do not.
 _ZERO_REFUSED: dict[str, object] = {
-    "offload_optimizer": None, "offload_param": None, "cpu_offload": None, "cpu_offload_param": None, "zenflow": None,
-    "zero_hpz_partition_size": 1, "zero_quantized_weights": None, "zero_quantized_nontrainable_weights": None,
+    "cpu_offload": None, "cpu_offload_param": None, "zenflow": None,
+    "zero_quantized_weights": None, "zero_quantized_nontrainable_weights": None,
     "zero_quantized_gradients": None, "mics_shard_size": -1, "mics_hierarchical_params_gather": None, "leaf_module": None,
     "parameter_alignment": None, "round_robin_gradients": None, "legacy_stage1": None, "memory_efficient_linear": True,
     "allgather_partitions": True, "use_multi_rank_bucket_allreduce": True, "stage3_module_granularity_threshold": 0,
@@ -363,6 +384,7 @@ _INNER_REFUSED = (
 )  # fmt: skip
 #: Keys that are read, and keys that change no memory of a training step.
 _ZERO_KNOWN = frozenset({
+    "offload_optimizer", "offload_param",
     "stage", "allgather_bucket_size", "load_from_fp32_weights", "elastic_checkpoint", "cpu_offload_use_pin_memory",
     "stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "pipeline_loading_checkpoint",

@@ -47,6 +47,7 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
         "tolerance": tolerance,
         "peak": _row_payload(comparison.peak),
         "held": _row_payload(comparison.held),
+        "host": None if comparison.host is None else _row_payload(comparison.host),
         "phases": [_row_payload(row) for row in comparison.phases],
         "kinds": [_row_payload(row) for row in comparison.kinds],
         "collectives": [_row_payload(row) for row in comparison.collectives],
@@ -115,7 +116,8 @@ def verdict(comparison: Comparison, *, tolerance: float) -> str:
 
 
 def _memory(comparison: Comparison) -> tuple[Compared, ...]:
-    return (comparison.peak, *comparison.phases, comparison.held)
+    host = () if comparison.host is None else (comparison.host,)
+    return (comparison.peak, *comparison.phases, comparison.held, *host)
 
 
 def _by_disagreement(rows: tuple[Compared, ...]) -> list[Compared]:

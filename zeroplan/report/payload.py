@@ -65,6 +65,8 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
             "parts": [{"what": part.what, **_band(part.band), "source": part.source} for part in answer.outside],
         },
         "host_bytes": answer.host_bytes,
+        "host_bytes_per_node": answer.host_bytes_per_node,
+        "host_lines": [_line(line) for line in answer.host],
         "fits": answer.fits,
         "verdict": answer.verdict,
         "capacity_bytes": answer.capacity_bytes,

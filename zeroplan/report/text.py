@@ -98,6 +98,8 @@ def _card(answer: Estimate) -> Iterator[str]:
     yield _band_row("what nvidia-smi would show", on_card)
     if answer.host_bytes:
         yield _row("host memory per rank", answer.host_bytes)
+        if answer.host_bytes_per_node is not None:
+            yield _row(f"on a node of {answer.ranks_per_node}", answer.host_bytes_per_node)
 
 
 def _band_row(what: str, band: Band) -> str:
@@ -145,7 +147,7 @@ def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
         f"{traffic.relative_to_ddp:.2f}x the elements and {traffic.relative_bytes_to_ddp:.2f}x the bytes of "
         "plain data parallelism (one all-reduce of the gradients)"
     )
-    time = wire_time(int(traffic.total_bytes), answer.job.cluster, gpus=answer.job.mesh.world_size)
+    time = wire_time(answer.bytes_on_slowest_link, answer.job.cluster, gpus=answer.job.mesh.world_size)
     if time is not None:
         yield f"at least {time.seconds:.3g} s on {time.link}, at its full rate and with nothing overlapped"
     columns = f"{'MB each':>10}{'MiB each':>10}{'GB sent':>9}{'GiB sent':>9}"

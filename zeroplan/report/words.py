@@ -81,7 +81,9 @@ def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
 def _unsharded(answer: Estimate) -> dict[Kind, int]:
     """The states of the same job on one data-parallel rank, which holds everything."""
     job = answer.job
-    recipe = replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False))
+    fsdp2 = replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False)
+    here = replace(job.recipe.deepspeed, offload_optimizer="none", offload_param="none")
+    recipe = replace(job.recipe, fsdp2=fsdp2, deepspeed=replace(here, zero_hpz_partition_size=1))
     return estimate(replace(job, recipe=recipe, mesh=MeshSpec(tp=job.mesh.tp))).states_by_kind
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.base import Count, CountOrZero, Range, Spec
+from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
 
 Kernels = Literal["cuda", "cpu"]
 Engine = Literal["paper", "ddp", "fsdp2", "deepspeed"]
@@ -16,6 +16,7 @@ Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused"]
 ActivationModel = Literal["module", "megatron"]
+OffloadDevice = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class DeepSpeedOptions(Spec):
     """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements.
 
     Three fields are not keys of that section: ``grad_accum_dtype`` stands under ``data_types``, ``zero_init`` and
-    ``flatten_on_accelerator`` say how the model comes to the GPU.
+    ``flatten_on_accelerator`` say how the model comes to the GPU. ``offload_optimizer`` and ``offload_param`` are sections of
+    their own there, whose keys stand here with the section's name before them.
     """
 
     reduce_bucket_size: Count = 500_000_000
@@ -60,12 +62,25 @@ class DeepSpeedOptions(Spec):
     stage3_max_live_parameters: CountOrZero = 1_000_000_000
     stage3_max_reuse_distance: CountOrZero = 1_000_000_000
     stage3_allgather_sequential: bool = False
+    zero_hpz_partition_size: Degree = 1
+    """ZeRO++: ranks, as a rule those of a node, that hold a second copy of the weights from the forward to the optimizer's step."""
     grad_accum_dtype: Literal["fp32", "param"] = "param"
     zero_init: bool = True
     """Stage 3: the model is built under ``deepspeed.zero.Init``, sharded from the start."""
     flatten_on_accelerator: bool = True
     """Stages 1 and 2: the flat copy of the weights is made on the GPU, as DeepSpeed does while it has room for both;
     otherwise it goes through host memory, so this copy alone never makes a job fail."""
+    offload_optimizer: OffloadDevice = "none"
+    """``offload_optimizer.device``: where the fp32 weights and the optimizer's state are, and the CPU takes the step."""
+    offload_optimizer_pin_memory: bool = True
+    offload_param: OffloadDevice = "none"
+    """``offload_param.device``: where this rank's share of the weights is (stage 3)."""
+    offload_param_pin_memory: bool = True
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything is away from the GPU."""
+        return self.offload_optimizer != "none" or self.offload_param != "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +112,11 @@ class RecipeSpec(Spec):
     deepspeed: DeepSpeedOptions = DeepSpeedOptions()
     kernels: Kernels = "cuda"
     """Whose kernels compute: a GPU's, or a CPU's, where a run without a GPU is to be held against the estimate."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the engine keeps anything in host memory."""
+        return self.deepspeed.offloads if self.engine == "deepspeed" else self.engine == "fsdp2" and self.fsdp2.cpu_offload
 
     def check_rules(self) -> None:
         """Refuse what would be ignored: an answer must not look as if it had been heeded."""

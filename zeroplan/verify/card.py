@@ -33,6 +33,7 @@ def install() -> str:
         )
     _setup_privateuseone_for_python_backend(CARD, _module())
     _own_kernels()
+    torch.cpu._default_cpu_stream = torch.cpu._current_stream = _Stream()  # DeepSpeed waits for it on a single rank
     return CARD
 
 

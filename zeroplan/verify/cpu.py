@@ -56,6 +56,10 @@ def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport
 def _refuse_what_has_no_cpu_form(job: JobSpec) -> None:
     if job.recipe.precision == "fp16-mixed":
         raise MeasurementError("fp16-mixed needs CUDA's kernels and scaler; on CPU tensors verify it as bf16-mixed")
+    if job.recipe.offloads:
+        raise MeasurementError(
+            "on CPU tensors, what is offloaded to host memory is where everything else is; use --backend simulate"
+        )
 
 
 def _sizes(job: JobSpec) -> dict[int, Kind]:

@@ -29,6 +29,7 @@ _HOLDS = (
     ("grad_partitions_flat_buffer", Kind.GRADIENTS),
     ("all_grad_tensors", Kind.GRADIENTS),
     ("ipg_buckets", Kind.REDUCE),
+    ("temp_grad_buffer_for_gpu_offload", Kind.REDUCE),
 )
 
 
@@ -36,18 +37,33 @@ def configuration(job: JobSpec) -> dict[str, object]:
     """Return the DeepSpeed configuration that a job describes."""
     recipe = job.recipe
     ours = {"grad_accum_dtype", "zero_init", "flatten_on_accelerator"}
-    zero = {key: value for key, value in asdict(recipe.deepspeed).items() if key not in ours}
+    said = {key: value for key, value in asdict(recipe.deepspeed).items() if key not in ours}
+    zero = {key: value for key, value in said.items() if not key.startswith(_OFFLOADED)} | _offloaded(said)
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": job.batch.micro_batch_size,
         "gradient_accumulation_steps": job.batch.grad_accum_steps,
         "zero_optimization": {"stage": recipe.zero_stage, **zero},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "gradient_clipping": 1.0 if recipe.deepspeed.compute_grad_norm else 0.0,
     }
     if recipe.deepspeed.grad_accum_dtype == "fp32":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config | _PRECISIONS.get(recipe.precision, {})
+
+
+_OFFLOADED = ("offload_optimizer", "offload_param")
+
+
+def _offloaded(said: dict[str, object]) -> dict[str, object]:
+    """The sections of what is offloaded, from options that have the section's name before their own."""
+    sections: dict[str, object] = {}
+    for section in _OFFLOADED:
+        if said[section] != "none":
+            keys = {key.removeprefix(section + "_"): value for key, value in said.items() if key.startswith(section + "_")}
+            sections[section] = {"device": said[section], **keys}
+    return sections
 
 
 _PRECISIONS: dict[str, dict[str, object]] = {
@@ -122,6 +138,8 @@ class DeepSpeed:
             self._watcher.claim(kind, tensors(getattr(self._wrapper, name, None)))
         own = {id(parameter) for parameter in self.module.parameters()}  # stage 0 in fp32 updates the model itself
         self._watcher.claim(_MASTERS, (master for master in self._masters() if id(master) not in own))
+        second = (getattr(parameter, "ds_secondary_tensor", None) for parameter in self.module.parameters())
+        self._watcher.claim(Kind.GATHER, second)
 
     def _claim_taken(self) -> None:
         """Say what the gradients are that the optimizer takes: within DeepSpeed's step they are copies."""

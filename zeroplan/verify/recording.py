@@ -56,11 +56,26 @@ class Call(NamedTuple):
     span: int
 
 
+class HostSeen(NamedTuple):
+    """Host memory beside a GPU, for each part of the run.
+
+    The most in it, what is there at the end, and what the allocator of pinned memory has taken by then beyond its tensors. [bytes]
+    """
+
+    highest: tuple[int, ...]
+    held: tuple[int, ...]
+    pinned: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A run: its blocks in the order of their requests, its parts, its collectives, and the last moment."""
+    """A run: its blocks in the order of their requests, its parts, its collectives, and the last moment.
+
+    ``host`` is host memory beside the GPU's, where that was watched.
+    """
 
     blocks: list[Block]
     spans: list[Span]
     calls: list[Call]
     now: int
+    host: HostSeen | None = None

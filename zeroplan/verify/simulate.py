@@ -17,6 +17,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.card import install
 from zeroplan.verify.environment import environment
 from zeroplan.verify.extend import NotAlikeError, extended
+from zeroplan.verify.host import HostMemory
 from zeroplan.verify.recording import Recording
 from zeroplan.verify.replay import Replays
 from zeroplan.verify.run import run
@@ -35,6 +36,10 @@ _ALWAYS: tuple[str, ...] = (
     "weights are not initialised, dropout is off",
     ("CUDA's allocator is a model of it: from a card that holds what initialisation left and never runs out, with cuBLAS's "
      "workspaces"),
+)  # fmt: skip
+_CPU_ADAM = (
+    ("torch's fused optimizer ran on the host in place of DeepSpeedCPUAdam, with zero_force_ds_cpu_optimizer false: both keep "
+     "momentum and variance in fp32 and take nothing more"),
 )  # fmt: skip
 
 
@@ -55,7 +60,7 @@ def simulate(
     as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job.recipe)
     recording = None if as_it_is else _from_few_layers(job, rank, steps)
     unscaled = job.recipe.precision == "fp16-mixed" and job.recipe.engine != "deepspeed"  # which has a scaler of its own
-    remarks = (*_ALWAYS, *(_NO_SCALER if unscaled else ()))
+    remarks = (*_ALWAYS, *(_NO_SCALER if unscaled else ()), *_stands_for(job.recipe))
     if recording is not None:
         remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
     else:
@@ -80,6 +85,16 @@ def simulate(
     )
 
 
+def _stands_for(recipe: RecipeSpec) -> tuple[str, ...]:
+    """DeepSpeed's own optimizer for the CPU is C++ that takes addresses, which fake tensors do not have."""
+    takes_the_step = recipe.engine == "deepspeed" and recipe.deepspeed.offload_optimizer != "none"
+    return (
+        _CPU_ADAM
+        if takes_the_step and recipe.optimizer in ("adamw", "adam") and recipe.optimizer_impl in (None, "fused")
+        else ()
+    )
+
+
 def _hands_out_tensors(recipe: RecipeSpec) -> bool:
     """Whether ranks get whole tensors, the largest first: what one gets of more layers does not follow from a few."""
     return recipe.engine == "ddp" and recipe.zero_stage == 1
@@ -89,7 +104,7 @@ def _recorded(
     job: JobSpec, rank: int, steps: int, say: Callable[[str], None] | None = None, make: Callable[[], Workload] | None = None
 ) -> Recording:  # fmt: skip
     device = install()
-    tracker = Tracker(device=device, say=say)
+    tracker = Tracker(device=device, say=say, host=HostMemory() if job.recipe.offloads else None)
     with _values_are_not_there(job) if make is None else nullcontext():
         run(job, tracker, rank=rank, steps=steps, device=device, make=None if make is None else lambda: placed(make, device))
     return tracker.recording

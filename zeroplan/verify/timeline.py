@@ -87,17 +87,19 @@ def _step(timeline: Timeline, step: int) -> StepMeasured:
     spans = timeline.recording.spans
     indices = [index for index, span in enumerate(spans) if span.step == step and span.phase is not Phase.INIT]
     phases = dict.fromkeys(spans[index].phase for index in indices)
-    end = timeline.window(indices[-1]).stop - 1
+    end, host = timeline.window(indices[-1]).stop - 1, timeline.recording.host
     return StepMeasured(
         phases=tuple(_phase(timeline, phase, [index for index in indices if spans[index].phase is phase]) for phase in phases),
         held_bytes=timeline.live[end],
         held_kinds=timeline.kinds(end),
+        host_held_bytes=None if host is None else host.held[indices[-1]],
+        host_pinned_bytes=None if host is None else host.pinned[indices[-1]],
     )
 
 
 def _phase(timeline: Timeline, phase: Phase, indices: list[int]) -> PhaseMeasured:
     most, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
-    block = timeline.at(moment)
+    block, host = timeline.at(moment), timeline.recording.host
     counted = None if timeline.counted is None else max(max(timeline.counted[timeline.window(index)]) for index in indices)
     return PhaseMeasured(
         phase=phase.value,
@@ -106,6 +108,7 @@ def _phase(timeline: Timeline, phase: Phase, indices: list[int]) -> PhaseMeasure
         module="" if block is None else block.module,
         operation="" if block is None else block.operation,
         counted_bytes=None if phase is Phase.INIT else counted,
+        host_bytes=None if host is None else max(host.highest[index] for index in indices),
     )
 
 

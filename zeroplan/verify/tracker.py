@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroplan.ledger import Kind, Phase
 from zeroplan.verify.collectives import COLLECTIVES, call
 from zeroplan.verify.cycles import collected_when_told
+from zeroplan.verify.host import HostMemory
 from zeroplan.verify.recording import LIFTED, Block, Call, Recording, Span
 from zeroplan.verify.timeline import is_of_the_loss
 
@@ -48,12 +49,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     """Records blocks, spans and collectives of the enclosed code.
 
     ``blocks`` are in program order; ``live_bytes`` is what is alive now. What is on another ``device`` is left out.
-    ``say`` is told where the run is.
+    ``say`` is told where the run is; ``host``, if given, sees what is in host memory beside another device.
     """
 
-    def __init__(self, *, device: str = "cpu", say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, *, device: str = "cpu", say: Callable[[str], None] | None = None, host: HostMemory | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device, self._say = device, say
+        self._device, self._say, self._host = device, say, host
         self.blocks: list[Block] = []
         self.spans: list[Span] = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
@@ -71,7 +74,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
     @property
     def recording(self) -> Recording:
         """What was seen so far."""
-        return Recording(self.blocks, self.spans, self.calls, self.now)
+        return Recording(self.blocks, self.spans, self.calls, self.now, None if self._host is None else self._host.seen)
 
     # --- what the training loop says ------------------------------------------------------------------------------------
 
@@ -83,6 +86,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if self.spans[-1].phase is Phase.FORWARD:
             self._settle_forward()
         self.spans.append(Span(step, phase, self.now))
+        if self._host is not None:
+            self._host.enter()
 
     def name_modules(self, root: nn.Module) -> None:
         """Learn the fully qualified names of a module's parts."""
@@ -137,6 +142,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._hooks.enter_context(self._modules)
         self._hooks.enter_context(self._resizes())
         self._hooks.enter_context(self._thoughts_of_dtensor())
+        if self._host is not None:
+            self._hooks.enter_context(self._host.pinning())
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -182,7 +189,10 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             self._note_terms(result, args)
 
     def _see(self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None) -> None:
-        if (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type != self._device:
+        device = (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
+        if device != self._device:
+            if device == "cpu" and self._host is not None and (not func.is_view or func is _LIFTED):
+                self._host.see(tensor)
             return
         storage = tensor.untyped_storage()
         watch = self._watches.get(storage._cdata)

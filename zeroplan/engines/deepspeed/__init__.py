@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 from zeroplan.engines.account import Account
+from zeroplan.engines.deepspeed.offload import offloads_optimizer, refuse, refuse_nvme
+from zeroplan.engines.deepspeed.secondary import refuse_second
 from zeroplan.engines.deepspeed.stage3 import sharded_account
 from zeroplan.engines.deepspeed.stage12 import partitioned_account
 from zeroplan.engines.deepspeed.whole import bf16_optimizer_account, unpartitioned_account
@@ -31,16 +33,19 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     gradients in 16 bits, an fp32 copy of the weights for the optimizer); ``bf16`` adds ``bf16_master_weights_and_grads`` and
     ``bf16_optimizer_states``; ``fp32`` enables neither. The model comes to the GPU in that dtype, by module, not by parameter.
 
-    Leaves out: offload to host or NVMe, ZeRO++, mixture-of-experts groups of DeepSpeed's own, tensor and pipeline parallelism,
+    Leaves out: offload to NVMe, ZeRO++'s quantization, groups of experts of DeepSpeed's own, tensor and pipeline parallelism,
     ``torch_autocast``, ``communication_data_type``, scalars in memory. fp16 was read, not run.
     """
     impl = optimizer_impl(recipe)
     _refuse(recipe)
+    refuse_second(recipe, mesh)
     return _answer(recipe)(model, recipe, mesh, batch, impl)
 
 
 def _refuse(recipe: RecipeSpec) -> None:
     """Refuse what DeepSpeed's engine refuses, and what is not modelled."""
+    refuse(recipe)
+    refuse_nvme(recipe)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
     if recipe.zero_stage == 3 and recipe.recompute == "selective":
         raise SpecError(_SELECTIVE)
@@ -48,6 +53,8 @@ def _refuse(recipe: RecipeSpec) -> None:
         raise SpecError("precision 'bf16' with engine 'deepspeed' needs ZeRO stage 1, 2 or 3; use 'bf16-mixed' at stage 0")
     if recipe.zero_stage == 0 and sums_in_fp32:
         raise SpecError("grad_accum_dtype 'fp32' needs ZeRO stage 1, 2 or 3 with engine 'deepspeed'; use 'param'")
+    if recipe.zero_stage == 1 and sums_in_fp32 and offloads_optimizer(recipe):
+        raise SpecError("grad_accum_dtype 'fp32' at stage 1 with offload_optimizer is not modelled; use stage 2")
     if recipe.zero_stage == 1 and sums_in_fp32 and recipe.precision != "bf16-mixed":
         raise SpecError(
             f"grad_accum_dtype 'fp32' at stage 1 with precision {recipe.precision!r} is not modelled; use 'bf16-mixed'"
@@ -61,7 +68,7 @@ def _answer(recipe: RecipeSpec) -> Callable[[ModelSpec, RecipeSpec, Mesh, Batch,
         return sharded_account
     if stage == 0:
         return unpartitioned_account
-    if stage == 1 and sums_in_fp32:
+    if stage == 1 and sums_in_fp32 and not offloads_optimizer(recipe):
         return bf16_optimizer_account
     return partitioned_account
 
@@ -78,4 +85,4 @@ def optimizer_impl(recipe: RecipeSpec) -> OptimizerImpl:
         raise SpecError("optimizer 'muon' with engine 'deepspeed' is not modelled; use engine 'fsdp2' or optimizer 'adamw'")
     if recipe.optimizer in _OWN_KERNELS and recipe.optimizer_impl in (None, "fused"):
         return "fused"
-    return implementation(recipe.optimizer, recipe.optimizer_impl)
+    return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=offloads_optimizer(recipe))

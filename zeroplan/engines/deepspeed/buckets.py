@@ -56,7 +56,7 @@ class Schedule:
 def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     """Fill and reduce buckets of ``size`` elements as the backward pass goes.
 
-    With ``leaves``, gradients of a module that is gathered as one are handed on together (:func:`_handed_on`).
+    With ``leaves``, gradients of a module that is gathered as one are handed on together (:func:`handed_on`).
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``reduce_independent_p_g_buckets_and_remove_grads``.
 
@@ -69,7 +69,7 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     """
     flushes, inside = list[Flush](), list[Placed]()
     fill, made, block = 0, 0, whole.n_blocks
-    for together in _handed_on(whole, leaves=leaves):
+    for together in handed_on(whole, leaves=leaves):
         waiting = sum(_numel(each) for each in together)
         made = waiting + (made if together[0].block == block else 0)
         block = together[0].block
@@ -89,7 +89,7 @@ def _numel(each: Placed) -> int:
 
 
 @lru_cache(maxsize=256)
-def _handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
+def handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
     """Return gradients in the order in which they reach the bucket, those together that do so at once.
 
     ZeRO-3 waits for the backward of a leaf module to end, and then takes its gradients in the order of the parameters (DeepSpeed
@@ -177,7 +177,7 @@ def from_the_front(buckets: Schedule) -> tuple[Front, ...]:
 def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int]:
     """Of a block's latest gradient and of the one before: elements that wait outside the bucket then.
 
-    A gradient waits that is too large for the bucket, and one whose module is not done (:func:`_handed_on`).
+    A gradient waits that is too large for the bucket, and one whose module is not done (:func:`handed_on`).
     """
     waits, so_far = [0, 0], 0
     for each in reversed(buckets.whole.executed):
@@ -190,7 +190,7 @@ def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int
 @lru_cache(maxsize=4096)
 def _waiting_after(buckets: Schedule, latest: Placed) -> int:
     """Elements that wait once the ``latest`` gradient is made and, where its module is done, handed on."""
-    together = next(group for group in _handed_on(buckets.whole, leaves=buckets.leaves) if latest in group)
+    together = next(group for group in handed_on(buckets.whole, leaves=buckets.leaves) if latest in group)
     order = [each for each in reversed(buckets.whole.executed) if each in together]
     if latest is not order[-1]:
         return sum(_numel(each) for each in order[: order.index(latest) + 1])

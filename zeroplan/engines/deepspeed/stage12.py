@@ -6,6 +6,7 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed.numbers import numbers_partitioned
+from zeroplan.engines.deepspeed.offload import kept_as, note, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments, reduced_after_moments
 from zeroplan.engines.deepspeed.stage12_lines import (
@@ -17,6 +18,7 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     symbols,
     window,
 )
+from zeroplan.engines.deepspeed.stage12_offload import host_lines, host_symbols, offloading_moments, way_back
 from zeroplan.engines.deepspeed.stage12_reducing import reducing_moments
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
@@ -43,23 +45,27 @@ _FLAT_IS_THE_PEAK = (
 def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
     """Answer for stages 1 and 2.
 
-    Leaves out: parameter groups other than one (each is padded on its own), ``round_robin_gradients``, ZeRO++ and offload.
+    Leaves out: parameter groups other than one (each is padded on its own), ``round_robin_gradients``, ZeRO++.
     """
     job = job_of(model, recipe, mesh, batch)
     tensors = (LocalTensor((job.partition,), in_block=False),)
-    weights = _weights(job)
-    persistent = (*weights, *state_lines(recipe.optimizer, impl, tensors, job.master, symbol=_SHARE))
+    flat, master = _weights(job)
+    updated = (master, *state_lines(recipe.optimizer, kept_as(recipe, impl), tensors, job.master, symbol=_SHARE))
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=_SHARE)
-    these = passes(model, recipe, batch)
-    training = (*_forward(job, these), *_backward(job, these), *_step(job, temporary))
+    these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
+    here = tuple(map(on_host, updated)) if away else updated
+    persistent = (flat, *here, *way_back(job))
+    step = _step_away(job) if away else _step(job, temporary)
+    training = (*_forward(job, these), *_backward(job, these), *offloading_moments(job, these), *step)
     alive = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
-    start = _init(job, weights)
+    start = _init(job, (flat, here[0]))
     return Account(
         (*persistent, own_gradients(job)),
         (*start, *alive),
         _collectives(job, batch),
-        symbols=(*symbols(job, these), *counted(*persistent, *temporary)),
-        notes=_notes(job, start[0], alive),
+        host=host_lines(job, updated, temporary),
+        symbols=(*symbols(job, these), *host_symbols(job), *counted(*updated, *temporary)),
+        notes=(*_notes(job, start[0], alive), *note(recipe)),
         kept=kept_in_a_block(these),
     )
 
@@ -72,7 +78,7 @@ def _notes(job: Job, laid_flat: Moment, later: tuple[Moment, ...]) -> tuple[str,
     return () if any(moment.total_bytes > highest for moment in later) else (_FLAT_IS_THE_PEAK,)
 
 
-def _weights(job: Job) -> tuple[Line, ...]:
+def _weights(job: Job) -> tuple[Line, Line]:
     flat = times(job.element, _WHOLE)
     master = "weights of this rank's share, fp32" if job.master == 4 else "weights of this rank's share, 16 bits"
     return (
@@ -117,6 +123,11 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     return tuple(moments)
 
 
+def _step_away(job: Job) -> tuple[Moment, ...]:
+    """Return the moment of ``step`` where the CPU takes it: nothing but a copy of the share comes back."""
+    return (Moment("optimizer step: on the CPU", Phase.STEP, (own_gradients(job),)),)
+
+
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of construction: the model is laid flat, then the share's weights are made, with gradients once."""
     psi, share = job.whole.n_elements, job.partition
@@ -125,9 +136,12 @@ def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
     zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{_SHARE}",
                  f"{_FILE}, initialize_optimizer_states")  # fmt: skip
     clone = Line(Kind.TEMPORARY, job.element * share, "copy of the share before its cast", f"{job.element}·{_SHARE}", _FILE)
+    copied_first = job.element != job.master or offloads_optimizer(job.recipe)
+    if offloads_optimizer(job.recipe):
+        zeros = on_host(zeros)
     return (
         Moment("initialisation: weights laid flat", Phase.INIT, copied),
-        Moment("initialisation: weights of the share", Phase.INIT, (*weights, clone) if job.element != job.master else weights),
+        Moment("initialisation: weights of the share", Phase.INIT, (*weights, clone) if copied_first else weights),
         Moment("initialisation: optimizer", Phase.INIT, (*weights, zeros)),
     )
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule, waiting_elements
 from zeroplan.engines.deepspeed.flat import Row, largest_slice, partition_elements, row, touched_elements
+from zeroplan.engines.deepspeed.offload import offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
@@ -102,7 +103,8 @@ def own_gradients(job: Job) -> Line:
     if keeps_partition(job):
         return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", "8·ceil(Ψ/(2·N))", _FILE)
     reason = "gradients of every parameter that reaches into this rank's share, each whole"
-    return Line(Kind.GRADIENTS, job.element * job.touched, reason, times(job.element, "G_p"), _KEEP)
+    line = Line(Kind.GRADIENTS, job.element * job.touched, reason, times(job.element, "G_p"), _KEEP)
+    return on_host(line) if offloads_optimizer(job.recipe) else line
 
 
 def window(job: Job) -> tuple[Line, ...]:

@@ -12,6 +12,14 @@ from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule, schedule
 from zeroplan.engines.deepspeed.flat import Row, Sizes, largest_parameter, row, shares
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
+from zeroplan.engines.deepspeed.offload import (
+    kept_as,
+    note,
+    offloads_optimizer,
+    offloads_parameters,
+    on_host,
+    running_past_head,
+)
 from zeroplan.engines.deepspeed.passes import (
     GradientCounts,
     Instant,
@@ -30,6 +38,16 @@ from zeroplan.engines.deepspeed.passes import (
     passes,
     place_in_block,
     running_lines,
+)
+from zeroplan.engines.deepspeed.secondary import second_partition, within_group
+from zeroplan.engines.deepspeed.stage3_offload import (
+    Shares,
+    beside_flushes,
+    copied_for,
+    host_lines,
+    host_symbols,
+    on_the_way,
+    states_on_gpu,
 )
 from zeroplan.engines.deepspeed.stage12_lines import waiting
 from zeroplan.engines.deepspeed.trace import Gathered, Note, gathered
@@ -83,21 +101,29 @@ class _Job(NamedTuple):
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
     """Answer for stage 3.
 
-    Leaves out: ZeRO++ (``zero_hpz_partition_size``, quantized weights and gradients), offload, leaf modules, the padding of a
+    Leaves out: ZeRO++'s quantized weights and gradients, leaf modules, the padding of a
     gathered parameter (fewer than N elements each).
     """
     job = _job(model, recipe, mesh)
-    states = _states(job, impl)
+    everything = _states(job, impl)
+    states = states_on_gpu(recipe, everything)
     persistent = (*states, _bucket(job), _persistent(job))
     these = passes(model, recipe, batch)
     running = [moment for each in _by_micro_batches(job, batch) for moment in (*_forward(each, these), *_backward(each, these))]
     training = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in running)
-    step = tuple(Moment(name, phase, (*states, _bucket(job), *lines)) for name, phase, lines in _step(job, impl))
+    taken = _step_temporaries(job, impl)
+    steps = _step_away(job) if offloads_optimizer(recipe) else _step(job, taken)
+    second = second_partition(recipe, job.element, job.partition, job.n_ranks)
+    step = tuple(Moment(name, phase, (*states, _bucket(job), *second, *lines)) for name, phase, lines in steps[:-1])
+    step += tuple(Moment(name, phase, (*states, _bucket(job), *lines)) for name, phase, lines in steps[-1:])
+    mine = Shares(job.whole, job.n_ranks, job.partition, job.element, job.master, job.kept)
     return Account(
         (*states, _bucket(job), _persistent(job)),
         (*_init(job, states), *training, *step),
         _collectives(job, batch),
-        symbols=(*_symbols(job), *kept_symbols(these), *counted(*states, *(line for moment in step for line in moment.lines))),
+        host=host_lines(recipe, mine, everything, taken),
+        symbols=(*_symbols(job), *host_symbols(recipe, mine), *kept_symbols(these), *counted(*everything, *taken)),
+        notes=note(recipe),
         kept=kept_in_a_block(these),
     )
 
@@ -126,14 +152,14 @@ def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
         4 if sums_in_fp32 else width.compute,
         shares(_numels(whole), mesh.dp_shard),
         schedule(whole, recipe.deepspeed.reduce_bucket_size, leaves=True),
-        gathered(whole, recipe.deepspeed, recipe.recompute)[0],
+        gathered(whole, recipe.deepspeed, recipe.recompute, copied_for(recipe, mesh.dp_shard))[0],
         applies=True,
     )
 
 
 def _by_micro_batches(job: _Job, batch: Batch) -> tuple[_Job, ...]:
     """Return the job with the trace of a single micro-batch per step, and that of several where it differs."""
-    traces = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute)
+    traces = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute, copied_for(job.recipe, job.n_ranks))
     if len(traces) == 1:
         return (job,)
     several = batch.grad_accum_steps > 1
@@ -152,14 +178,23 @@ def _numels(whole: Row) -> tuple[tuple[int, int], ...]:
 
 def _gathered_line(job: _Job, elements: int) -> Line:
     """Gathered parameters; a single rank gathers nothing."""
-    n_bytes = where(job.n_ranks > 1, where(job.applies, job.element * elements, 0), 0)
-    formula = _gathered_formula(job.element, elements) if job.applies is not False else "0"
+    n_bytes = _unless_alone(job, where(job.applies, job.element * elements, 0))
+    formula = _gathered_formula(job.element, elements, _if_several(job)) if job.applies is not False else "0"
     return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", formula, _COORDINATOR)
 
 
 @lru_cache(maxsize=4096)
-def _gathered_formula(width: int, elements: int) -> str:
-    return f"{width}·{elements}·min(1, N-1)"
+def _gathered_formula(width: int, elements: int, if_several: str) -> str:
+    return f"{width}·{elements}{if_several}"
+
+
+def _unless_alone(job: _Job, n_bytes: Int) -> Int:
+    """A single rank gathers nothing, but fetches what is in host memory."""
+    return n_bytes if offloads_parameters(job.recipe) else where(job.n_ranks > 1, n_bytes, 0)
+
+
+def _if_several(job: _Job) -> str:
+    return "" if offloads_parameters(job.recipe) else "·min(1, N-1)"
 
 
 def _states(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
@@ -170,7 +205,8 @@ def _states(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
     reason = "this rank's share of the weights once more, as the optimizer updates them"
     master = Line(Kind.OPTIMIZER_STATE, job.master * share, reason, times(job.master, "G_r"), _MASTER)
     gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", times(job.kept, "G_r"), _GRADIENTS)
-    optimizer = state_lines(job.recipe.optimizer, impl, (LocalTensor((share,), in_block=False),), job.master, symbol="G_r")
+    tensors = (LocalTensor((share,), in_block=False),)
+    optimizer = state_lines(job.recipe.optimizer, kept_as(job.recipe, impl), tensors, job.master, symbol="G_r")
     return (weights, master, gradients, *optimizer)
 
 
@@ -182,9 +218,9 @@ def _bucket(job: _Job) -> Line:
 
 
 def _persistent(job: _Job) -> Line:
-    n_bytes = where(job.n_ranks > 1, job.element * job.trace.persistent, 0)
+    n_bytes = _unless_alone(job, job.element * job.trace.persistent)
     reason = "parameters below the persistence threshold, gathered from step to step"
-    return Line(Kind.GATHER, n_bytes, reason, times(job.element, "G_keep·min(1, N-1)"), _PERSISTENT)
+    return Line(Kind.GATHER, n_bytes, reason, times(job.element, f"G_keep{_if_several(job)}"), _PERSISTENT)
 
 
 def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
@@ -229,7 +265,10 @@ def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
     return (
         *_head(job, these),
         *(moment for run in these.runs for moment in _blocks(job, these, run)),
-        *(_flush(job, these, flush) for flush in _highest_flushes(job.buckets, job.trace, gradient_counts(these))),
+        *(
+            _flush(job, these, flush)
+            for flush in _highest_flushes(job.buckets, job.trace, gradient_counts(these), _beside(job))
+        ),
         *_end(job, these),
     )
 
@@ -241,6 +280,18 @@ def _head(job: _Job, these: Passes) -> Iterator[Moment]:
         tied = _tied_head(job) if at.point.gradients and not first else ()
         made = _gradient(job, at.point.current_gradient, "gradient just made")
         yield Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held), made, *tied))
+        if first and at.point.gradients:
+            yield _past_head(job, these, at.point.gradients)
+
+
+def _past_head(job: _Job, these: Passes, made: int) -> Moment:
+    """Return the moment after the head: what the final norm needs is gathered while a gradient too large for the bucket waits."""
+    waits = waiting(job.buckets, job.element, these.n_blocks, made, 0)
+    running = running_past_head(these, these.n_blocks, made, weight_of_norm=False)
+    around = (*these.head.shared, *these.output, kept_before(these, these.n_blocks), *running, *_tied_head(job))
+    return Moment(
+        "gathered for the final norm's backward", Phase.BACKWARD, (*around, _gathered_line(job, job.trace.head[2]), waits)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -295,28 +346,38 @@ def _experts_gathered(job: _Job, these: Passes, run: RunPass, first: BackwardPoi
 
 
 @lru_cache(maxsize=256)
-def _highest_flushes(buckets: Schedule, trace: Gathered, counts: GradientCounts) -> tuple[tuple[Flush, int], ...]:
+def _highest_flushes(
+    buckets: Schedule, trace: Gathered, counts: GradientCounts, beside: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[Flush, int], ...]:
     """Reduced buckets that take more than every earlier one at the same place of a block, with what is gathered then.
 
     Earlier ones find as much running there, and more kept by the blocks before.
     """
     chosen: list[tuple[Flush, int]] = []
     heaviest: dict[tuple[int, ...], int] = {}
-    for flush in reversed(buckets.flushes[1:]):
+    for index in range(len(buckets.flushes) - 1, 0, -1):
+        flush = buckets.flushes[index]
         held = _gathered_at(trace, flush)
-        total = held + flush.fill * (1 + flush.alone) + flush.arriving
+        alone = held + flush.fill * (1 + flush.alone) + flush.arriving
         place = place_in_block(counts, flush.block, flush.made)
-        if total > heaviest.get(place, -1):
-            heaviest[place] = total
+        heavier = False
+        for way, elements in enumerate(beside[index] if beside else (0,)):
+            heavier = heavier or alone + elements > heaviest.get((way, *place), -1)
+            heaviest[(way, *place)] = max(heaviest.get((way, *place), -1), alone + elements)
+        if heavier:
             chosen.append((flush, held))
     return tuple(chosen)
+
+
+def _beside(job: _Job) -> tuple[tuple[int, ...], ...]:
+    return beside_flushes(job.buckets, job.element) if offloads_optimizer(job.recipe) else ()
 
 
 def _gathered_at(trace: Gathered, flush: Flush) -> int:
     if flush.block < 0:
         return trace.end
     if flush.block >= len(trace.backward):
-        return trace.head[2]
+        return trace.past_head
     note = next((note for note in trace.backward[flush.block] if note.made >= flush.made), trace.backward[flush.block][-1])
     return note.handing if note.made == flush.made else note.during
 
@@ -336,6 +397,7 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
         Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered",
              unless_zero(copied, copy_formula), _SCATTER),
         Line(Kind.TEMPORARY, cast, "reduced gradients cast to fp32", unless_zero(cast, cast_formula), _CAST),
+        *on_the_way(job.recipe, job.buckets, flush, job.n_ranks, kept=job.kept, master=job.master),
     )  # fmt: skip
 
 
@@ -347,7 +409,8 @@ def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
 
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
-    activations = running_lines(these, flush.block, flush.made)
+    running = running_past_head if offloads_optimizer(job.recipe) else running_lines
+    activations = running(these, flush.block, flush.made)
     around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
     tied = _tied_head(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
     lines = (*around, *activations, _gathered_line(job, held), *_reduce_lines(job, flush), *tied)
@@ -397,7 +460,20 @@ def _groups_of(whole: Row, size: int, n_ranks: int) -> tuple[int, ...]:
     return (*groups, filled) if filled else tuple(groups)
 
 
-def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
+def _step_temporaries(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
+    tensors = (LocalTensor((_largest_group(job),), in_block=False),)
+    return step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g")
+
+
+def _step_away(job: _Job) -> tuple[Moment, ...]:
+    """The CPU takes the step."""
+    return (
+        Moment("optimizer step: on the CPU", Phase.STEP, ()),
+        Moment("after the step: persistent parameters gathered", Phase.STEP, (_persistent(job),)),
+    )
+
+
+def _step(job: _Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     """All parameters are released first; then norm, and one sub-group after the other."""
     part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
     group = _largest_group(job)
@@ -408,8 +484,6 @@ def _step(job: _Job, impl: OptimizerImpl) -> tuple[Moment, ...]:
     )
     taken = Line(Kind.GRADIENTS, job.master * group, "gradients of a sub-group, as the optimizer takes them",
                  times(job.master, "G_g"), f"{_STAGE3}, _prepare_fp32_grad_for_sub_group")  # fmt: skip
-    tensors = (LocalTensor((group,), in_block=False),)
-    temporary = step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g")
     return (
         Moment("gradient norm", Phase.STEP, (norm,)),
         Moment("optimizer step: gradients flattened", Phase.STEP, (flat, taken) if job.kept != job.master else (taken,)),
@@ -436,6 +510,7 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
         share_of_one = Line(Kind.PARAMETERS, split, "first share split off", formula, f"{_GATHER}, _partition_param")
         model = Moment("initialisation: model arrives whole", Phase.INIT, (whole, share_of_one))
     zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", times(job.master, "G_r"), _ZEROS)
+    zeros = on_host(zeros) if offloads_optimizer(job.recipe) else zeros
     reason = "largest parameter, gathered to hook its gradient"
     one = Line(Kind.GATHER, largest, reason, times(job.element, "G_max"), f"{_STAGE3}, __init__")
     return (
@@ -447,14 +522,18 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
-    several = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute)[-1]
+    several = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute, copied_for(job.recipe, job.n_ranks))[-1]
     forward = where(micro > 1, _padded(several.forward_sent, n), _padded(trace.forward_sent, n))
     backward = where(micro > 1, _padded(several.backward_sent, n), _padded(trace.backward_sent, n))
     flushes = len(job.buckets.flushes)
     reduced = n * job.partition
-    return (
+    passes_on = (
         _all_gather(job, ("parameters", "in every forward"), forward, trace.forward_calls, micro),
         _all_gather(job, ("parameters", "in every backward"), backward, trace.backward_calls, micro),
+    )
+    return (
+        *within_group(job.recipe, passes_on[0], micro, forward=True),
+        *within_group(job.recipe, passes_on[1], micro, forward=False),
         _all_gather(job, ("persistent parameters", "after the optimizer step"), _padded(trace.persistent_sent, n),
                     trace.n_persistent, 1),
         Collective(

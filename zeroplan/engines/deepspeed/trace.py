@@ -73,6 +73,8 @@ class Gathered:
     loss: int
     head: tuple[int, ...]
     """In the backward: at the loss, the head, the final norm."""
+    past_head: int
+    """Most when a gradient of the head or the final norm is made, with what they need gathered."""
     backward: tuple[tuple[Note, ...], ...]
     """Of each block, in the order of its gradients."""
     embedding: int
@@ -90,18 +92,21 @@ class Gathered:
 
 
 @lru_cache(maxsize=64)
-def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute) -> tuple[Gathered, ...]:
+def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute, copied_for: int = 0) -> tuple[Gathered, ...]:
     """Replay one pass of the model: with one micro-batch per step, and with several where that differs.
+
+    Where shares come from host memory, ``copied_for`` is the number of ranks: each is copied to the GPU to be gathered, and a
+    single rank's copies are the parameters themselves.
 
     The coordinator decides once, in the first pass with a complete trace, which parameters to release where
     (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
     step, before the first step has gathered the persistent parameters.
     """
     steps = trace(whole, again=recompute == "full")
-    single = _Replay(whole, options, steps).run()
-    first = _Replay(whole, options, steps, persistent_missing=True)
+    single = _Replay(whole, options, steps, copied_for=copied_for).run()
+    first = _Replay(whole, options, steps, persistent_missing=True, copied_for=copied_for)
     first.run()
-    several = _Replay(whole, options, steps, decided=first.decided).run()
+    several = _Replay(whole, options, steps, decided=first.decided, copied_for=copied_for, later=True).run()
     return (single,) if astuple(single) == astuple(several) else (single, several)
 
 
@@ -260,6 +265,8 @@ class _Replay:
         *,
         persistent_missing: bool = False,
         decided: set[tuple[int, int]] | None = None,
+        copied_for: int = 0,
+        later: bool = False,
     ) -> None:
         self.numel = [each.end - each.start for each in whole.placed]
         self.options = options
@@ -269,6 +276,7 @@ class _Replay:
         self.resident = frozenset() if persistent_missing else self.persistent
         self.decided = set() if decided is None else decided
         self.decides = decided is None
+        self.copied_for = copied_for
         self.uses = _uses(steps)
         per_step = (0 if step.leaf else sum(self.numel[index] for index in step.parameters) for step in steps)
         self.starts = (*whole.starts, whole.n_elements)
@@ -279,7 +287,13 @@ class _Replay:
         self.in_flight: dict[int, _Handle] = {}
         self.counted = 0
         self.saved: dict[int, int] = {}
+        self.second = {index: -(-numel // options.zero_hpz_partition_size) for index, numel in enumerate(self.numel)}
         self.elements = 0
+        if options.zero_hpz_partition_size == 1:
+            self.second = {}
+        elif later:  # an earlier micro-batch of the step has left them
+            self.elements = sum(second for index, second in self.second.items() if index not in self.persistent)
+            self.second = {}
         self.peak = 0
         self.sent: dict[str, Counter[int]] = {_FORWARD: Counter(), _BACKWARD: Counter()}
         self.calls = {_FORWARD: 0, _BACKWARD: 0}
@@ -288,7 +302,7 @@ class _Replay:
         """Go through all steps and note what is held."""
         forward, head = [0] * self.n_blocks, list[int]()
         backward: dict[int, list[tuple[Step, Note]]] = {block: [] for block in range(self.n_blocks)}
-        head_forward, loss, embedding, turned = 0, 0, 0, False
+        head_forward, loss, embedding, turned, past_head = 0, 0, 0, False, 0
         for at, step in enumerate(self.steps):
             if step.direction == _BACKWARD and not turned:
                 loss, turned = self.elements, True
@@ -301,13 +315,14 @@ class _Replay:
                 head_forward = max(head_forward, gathering)
             elif turned and step.block == self.n_blocks:
                 head.append(gathering)
+                past_head = during if len(head) > 2 else 0
             elif turned and step.block >= 0:
                 backward[step.block].append((step, Note(step.made, gathering, during, self.elements, handing)))
             elif turned:
                 embedding = max(embedding, gathering)
         notes = tuple(_per_gradient(backward[block]) for block in range(self.n_blocks))
         return Gathered(
-            tuple(forward), head_forward, loss, (head[0], head[1], max(head[2:])), notes, embedding, self.elements,
+            tuple(forward), head_forward, loss, (head[0], head[1], max(head[2:])), past_head, notes, embedding, self.elements,
             _sizes(self.sent[_FORWARD]), _sizes(self.sent[_BACKWARD]), self.calls[_FORWARD], self.calls[_BACKWARD],
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
             _sizes(Counter(self.numel[index] for index in self.persistent)),
@@ -335,13 +350,19 @@ class _Replay:
         if not indices:
             return
         numel = sum(self.numel[index] for index in indices)
-        in_place = len(indices) == 1 or self.options.stage3_allgather_sequential
+        in_place = len(indices) == 1 or self.options.stage3_allgather_sequential or self.copied_for == 1
         handle = _Handle(tuple(indices), in_place=in_place)
         self.in_flight.update(dict.fromkeys(indices, handle))
         self.counted += numel
         self.sent[direction].update(self.numel[index] for index in indices)
         self.calls[direction] += len(indices) if in_place else 1
         self._hold(numel)
+        if self.copied_for > 1:
+            each = (self.numel[index] for index in indices)
+            copies = (-(-one // self.copied_for) for one in each)
+            copied = max(copies) if in_place else sum(copies)
+            self._hold(copied)
+            self._hold(-copied)
 
     def _wait(self, index: int) -> None:
         """Copy everything of a flat gather out on first use; the flat tensor goes with its last parameter's use."""
@@ -381,6 +402,7 @@ class _Replay:
                     continue
                 self.available.discard(index)
                 self.counted -= self.numel[index]
+                self._hold(self.second.pop(index, 0))
                 if index in freed.saved:
                     self.saved[index] = self.numel[index]
                 else:

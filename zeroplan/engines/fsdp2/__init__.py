@@ -16,7 +16,9 @@ from zeroplan.engines.fsdp2.forward import forward, loss_forward
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
 from zeroplan.engines.optimizers import counted, step_temporary_lines
+from zeroplan.engines.pinned import beyond, beyond_symbol, rounding
 from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -60,7 +62,16 @@ def _in_host_memory(plan: Plan) -> tuple[Line, ...]:
     """What CPU offload keeps there, per rank; the optimizer's step takes its temporaries there, too."""
     if not plan.offloaded:
         return ()
-    return (*plan.in_host_memory, plan.reduced_gradients(plan.every_layer, "after backward", root=True))
+    gradients = plan.reduced_gradients(plan.every_layer, "after backward", root=True)
+    return (*plan.in_host_memory, gradients, beyond(_beyond_pinned(plan)))
+
+
+def _beyond_pinned(plan: Plan) -> Int:
+    """Bytes that pinned memory takes beyond the shards of the parameters, each pinned by itself; gradients are not pinned."""
+    n_bytes: Int = 0
+    for tensor in plan.local_tensors:
+        n_bytes = n_bytes + tensor.repeat * rounding(plan.width.stored * tensor.numel)
+    return n_bytes
 
 
 def _excess(parameter: Parameter, ranks: int) -> int:
@@ -87,6 +98,7 @@ def _symbols(plan: Plan) -> tuple[Symbol, ...]:
             )
         ),
         *_smaller_shards(plan),
+        *((beyond_symbol(_beyond_pinned(plan)),) if plan.offloaded else ()),
     )
 
 

@@ -1,0 +1,104 @@
+"""What does DeepSpeed's offload take away from the GPU, and what can it not offload?"""
+
+from functools import lru_cache
+
+from zeroplan.engines.deepspeed.buckets import Schedule, handed_on
+from zeroplan.engines.deepspeed.flat import Placed
+from zeroplan.engines.deepspeed.passes import Passes, running_lines
+from zeroplan.engines.formulas import total_formula
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Line, total_bytes
+from zeroplan.numeric import Int, where
+from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+
+_HEAD_INPUT, _NORMALISED = "input of the head", "normalised input"
+_NVME = "device 'nvme' for {what} is not modelled; use 'cpu'"
+
+
+def refuse(recipe: RecipeSpec) -> None:
+    """Refuse what DeepSpeed refuses or leaves unheeded, and what is not modelled."""
+    options, stage = recipe.deepspeed, recipe.zero_stage
+    if options.offload_param != "none" and stage != 3:
+        raise SpecError(f"offload_param needs ZeRO stage 3; at stage {stage} every rank has all parameters")
+    if options.offload_optimizer == "none":
+        return
+    if stage == 0:
+        raise SpecError("offload_optimizer needs ZeRO stage 1, 2 or 3 with engine 'deepspeed'")
+    if recipe.precision == "bf16":
+        raise SpecError("precision 'bf16' with offload_optimizer is not modelled; use 'bf16-mixed'")
+    if not options.compute_grad_norm:
+        raise SpecError("compute_grad_norm=False with offload_optimizer is refused by DeepSpeed; leave one of them out")
+
+
+def refuse_nvme(recipe: RecipeSpec) -> None:
+    """Refuse what goes to NVMe."""
+    for what in ("offload_optimizer", "offload_param"):
+        if getattr(recipe.deepspeed, what) == "nvme":
+            raise SpecError(_NVME.format(what=what))
+
+
+def offloads_optimizer(recipe: RecipeSpec) -> bool:
+    """Whether the optimizer's weights, gradients and states are in host memory, where the CPU takes the step."""
+    return recipe.deepspeed.offload_optimizer != "none"
+
+
+def offloads_parameters(recipe: RecipeSpec) -> bool:
+    """Whether this rank's share of the weights is in host memory."""
+    return recipe.deepspeed.offload_param != "none"
+
+
+def kept_as(recipe: RecipeSpec, impl: OptimizerImpl) -> OptimizerImpl:
+    """Which implementation's states are kept: on the host none has step counters of its own, which are on the GPU if fused."""
+    return "forloop" if offloads_optimizer(recipe) else impl
+
+
+def on_host(line: Line) -> Line:
+    """Return the line as the GPU has it where its memory is the host's: nothing."""
+    return line._replace(n_bytes=0, reason=f"{line.reason}, in host memory", formula="0")
+
+
+def note(recipe: RecipeSpec) -> tuple[str, ...]:
+    """Say what is where."""
+    away = [
+        words
+        for words, offloaded in (
+            (
+                "the optimizer's weights, gradients and states are in host memory, and the CPU takes the step",
+                offloads_optimizer(recipe),
+            ),
+            ("this rank's share of the parameters is in host memory", offloads_parameters(recipe)),
+        )
+        if offloaded
+    ]
+    return ("; ".join(away),) if away else ()
+
+
+def running_past_head(these: Passes, block: Int, made: Int, *, weight_of_norm: bool = True) -> tuple[Line, Line]:
+    """Return the activations of the block that runs; when the head's gradient arrives, its input is gone.
+
+    So is what the final norm multiplied with its weight, where that gradient arrives too.
+    """
+    line, flow = running_lines(these, block, made)
+    ended = (_HEAD_INPUT, _NORMALISED) if weight_of_norm else (_HEAD_INPUT,)
+    gone = tuple(one for one in these.head.saved if one.reason.endswith(ended))
+    n_bytes = line.n_bytes - where(block >= these.n_blocks, total_bytes(gone), 0)
+    if not isinstance(block, int) or block < these.n_blocks:
+        return line._replace(n_bytes=n_bytes), flow
+    left = tuple(one.formula for one in these.head.saved if not one.reason.endswith(ended))
+    return line._replace(n_bytes=n_bytes, formula=total_formula(left) or "0"), flow
+
+
+@lru_cache(maxsize=256)
+def members(buckets: Schedule) -> tuple[tuple[Placed, ...], ...]:
+    """Return the parameters whose gradients are in each bucket, in the order of its ``flushes``."""
+    found: list[list[Placed]] = [[]]
+    fill = 0
+    for together in handed_on(buckets.whole, leaves=buckets.leaves):
+        for each in together:
+            numel = each.end - each.start
+            if fill and fill + numel > buckets.size:
+                found.append([])
+                fill = 0
+            found[-1].append(each)
+            fill += numel
+    return tuple(tuple(inside) for inside in reversed(found))

@@ -1,0 +1,155 @@
+"""What does ZeRO-Offload change at stage 3 of DeepSpeed, on the GPU and in host memory?
+
+With the optimizer's offload each reduced share of a gradient goes to the host, comes back as it is summed up there, and its norm
+is taken in fp64. With the parameters' offload a share is copied to the GPU before it is gathered, and a single rank, which gathers
+nothing, holds a parameter on the GPU while it is used.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.account import Symbol
+from zeroplan.engines.deepspeed.buckets import Flush, Schedule
+from zeroplan.engines.deepspeed.flat import Row
+from zeroplan.engines.deepspeed.offload import members, offloads_optimizer, offloads_parameters, on_host
+from zeroplan.engines.formulas import times
+from zeroplan.engines.pinned import beyond, beyond_symbol, taken_bytes
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, ceil_div, for_each_value, maximum, minimum
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+
+_STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
+_NORM = f"{_STAGE3}, partition_grads and _constant_buffered_norm2"
+_FLAT = f"{_STAGE3}, _create_param_groups_fp16_flat_cpu_memory"
+_FP64 = 8
+#: ``_constant_buffered_norm2`` takes a norm in pieces of so many elements.
+_NORM_PIECE = 250_000_000
+
+
+def states_on_gpu(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Return weights, the weights that are updated, gradients and the optimizer's states as the GPU has them."""
+    weights, *updated = states
+    return (
+        on_host(weights) if offloads_parameters(recipe) else weights,
+        *(on_host(line) if offloads_optimizer(recipe) else line for line in updated),
+    )
+
+
+def copied_for(recipe: RecipeSpec, n_ranks: Int) -> int:
+    """Ranks whose shares are copied to the GPU before they are gathered; 0 where they are there.
+
+    In a grid the fewest, whose shares are the largest.
+    """
+    if not offloads_parameters(recipe):
+        return 0
+    return n_ranks if isinstance(n_ranks, int) else int(n_ranks.min())
+
+
+@lru_cache(maxsize=256)
+def _largest(buckets: Schedule) -> tuple[int, ...]:
+    """Of each bucket, the elements of the largest parameter."""
+    return tuple(max(each.end - each.start for each in inside) for inside in members(buckets))
+
+
+def on_the_way(
+    recipe: RecipeSpec, buckets: Schedule, flush: Flush, n_ranks: Int, *, kept: int, master: int
+) -> tuple[Line, ...]:
+    """Return what takes the largest gradient of a bucket to the host: its share, back from there, and its norm in fp64. [bytes]
+
+    ``kept`` and ``master`` are the bytes of an element of the gradient as it is summed up, and as the optimizer takes it.
+    """
+    if not offloads_optimizer(recipe):
+        return ()
+    share = ceil_div(_largest(buckets)[buckets.flushes.index(flush)], n_ranks)
+    cast = master * share if kept != master else 0
+    n_bytes = kept * share + maximum(_FP64 * minimum(share, _NORM_PIECE), cast)
+    formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
+    return (Line(Kind.REDUCE, n_bytes, "share of a gradient, back from the host, and in fp64 for its norm", formula, _NORM),)
+
+
+@lru_cache(maxsize=256)
+def beside_flushes(buckets: Schedule, element: int) -> tuple[tuple[int, ...], ...]:
+    """Of each bucket, what takes it to the host, in elements of a weight: on very many ranks, on 8 and on one.
+
+    Which bucket takes most depends on the number of ranks.
+    """
+    return tuple(
+        (0, *(-(-largest // ranks) * (element + _FP64) // element for ranks in (8, 1))) for largest in _largest(buckets)
+    )
+
+
+class Shares(NamedTuple):
+    """This rank's share of all parameters, and the bytes of an element: of a weight, of one that is updated, of a gradient."""
+
+    whole: Row
+    n_ranks: Int
+    elements: Int
+    element: int
+    master: int
+    kept: int
+
+
+def host_lines(recipe: RecipeSpec, shares: Shares, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Return what is in host memory from the second step on, with what the step takes there. [bytes]
+
+    ``states`` are the lines of a GPU that offloads nothing: weights, weights that are updated, gradients, optimizer's states;
+    ``temporary`` what a step of the optimizer takes.
+    """
+    weights, master, gradients, *optimizer = states
+    lines: list[Line] = []
+    if offloads_parameters(recipe):
+        lines.append(weights._replace(source=_FLAT))
+    if offloads_optimizer(recipe):
+        reason = "gradients of this rank's share, as the optimizer takes them"
+        formula, source = times(shares.master, "G_r"), f"{_STAGE3}, initialize_optimizer_states"
+        taken = Line(Kind.GRADIENTS, shares.master * shares.elements, reason, formula, source)
+        lines += [master, *optimizer, gradients, taken, *temporary]
+    pins = _beyond(recipe, shares)
+    return (*lines, beyond(pins)) if lines and pins is not None else tuple(lines)
+
+
+def host_symbols(recipe: RecipeSpec, shares: Shares) -> tuple[Symbol, ...]:
+    """Return what the formulas of :func:`host_lines` count."""
+    pins = _beyond(recipe, shares)
+    return () if pins is None else (beyond_symbol(pins),)
+
+
+def _beyond(recipe: RecipeSpec, shares: Shares) -> Int | None:
+    """Bytes that pinned memory takes beyond its tensors; None where nothing is pinned."""
+    options = recipe.deepspeed
+    if not offloads_parameters(recipe) and not (offloads_optimizer(recipe) and options.offload_optimizer_pin_memory):
+        return None
+    widths = shares.element, shares.master, shares.kept
+    return for_each_value(lambda n_ranks: _beyond_on(shares.whole, options, n_ranks, widths), shares.n_ranks)
+
+
+@lru_cache(maxsize=256)
+def _beyond_on(whole: Row, options: DeepSpeedOptions, n_ranks: int, widths: tuple[int, int, int]) -> int:
+    """Follow what is pinned, in order: each parameter's share, all of them in one tensor, then the gradients.
+
+    The shares by themselves are given back when the tensor of all is filled; their blocks stay.
+    """
+    element, master, kept = widths
+    parts = [-(-(each.end - each.start) // n_ranks) for each in whole.placed]
+    everything = sum(parts)
+    flat, gradients = list[int](), list[int]()
+    if options.offload_param != "none":
+        flat.append(element * everything)
+    if options.offload_optimizer != "none" and options.offload_optimizer_pin_memory:
+        groups = _groups(parts, options.sub_group_size)
+        gradients += [*(master * group for group in groups), kept * everything]
+    freed = [element * part for part in parts] if flat and options.offload_param_pin_memory else []
+    return taken_bytes([], flat) + taken_bytes(freed, gradients) - sum(flat) - sum(gradients)
+
+
+def _groups(parts: list[int], size: int) -> Iterator[int]:
+    """Elements of each sub-group: it takes whole shares and is closed by the one that reaches ``size``."""
+    filled = 0
+    for part in parts:
+        filled += part
+        if filled >= size:
+            yield filled
+            filled = 0
+    if filled:
+        yield filled

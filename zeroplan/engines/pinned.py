@@ -1,0 +1,61 @@
+"""What does torch take in host memory for a tensor that is pinned?
+
+A block of a whole power of two, kept for the next request of that size and never given back. Source: torch 2.13,
+``ATen/core/CachingHostAllocator.h``, ``CachingHostAllocatorImpl::allocate``, with its default settings
+(``pinned_max_round_threshold_mb`` in ``PYTORCH_ALLOC_CONF`` would end the rounding).
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from zeroplan.engines.account import Symbol
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, next_power_of_2
+
+PINNED = "torch 2.13, ATen/core/CachingHostAllocator.h, CachingHostAllocatorImpl::allocate"
+
+
+def rounding(n_bytes: Int) -> Int:
+    """Bytes that one pinned tensor takes beyond its own; ``n_bytes`` is at least 1. [bytes]
+
+    >>> rounding(4096), rounding(5000)
+    (0, 3192)
+    """
+    return next_power_of_2(n_bytes) - n_bytes
+
+
+def block_bytes(n_bytes: int) -> int:
+    """Size of the block for one pinned tensor of at least 1 byte. [bytes]
+
+    >>> block_bytes(5000)
+    8192
+    """
+    return 1 << (n_bytes - 1).bit_length()
+
+
+def taken_bytes(freed: Iterable[int], asked: Iterable[int]) -> int:
+    """All blocks that are taken for tensors ``asked`` for after others were ``freed``, whose blocks are there to be used. [bytes]
+
+    >>> taken_bytes(freed=[3000, 900], asked=[4000, 5000])
+    13312
+    """
+    free = Counter(block_bytes(n_bytes) for n_bytes in freed)
+    taken = sum(size * count for size, count in free.items())
+    for n_bytes in asked:
+        size = block_bytes(n_bytes)
+        if free[size]:
+            free[size] -= 1
+        else:
+            taken += size
+    return taken
+
+
+def beyond(n_bytes: Int) -> Line:
+    """Return what pinned tensors take beyond their own sizes, which the caller's symbol ``H_p`` stands for. [bytes]"""
+    reason = "pinned memory beyond the tensors in it: rounded up to powers of two, and blocks kept for reuse"
+    return Line(Kind.WORKSPACE, n_bytes, reason, "1·H_p", PINNED)
+
+
+def beyond_symbol(n_bytes: Int) -> Symbol:
+    """Return what the formula of :func:`beyond` stands for."""
+    return Symbol("H_p", n_bytes, "bytes that torch's allocator of pinned memory takes beyond the tensors in it")
