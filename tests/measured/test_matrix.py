@@ -7,14 +7,17 @@ records but those of a known cause; a cause without a record beyond the goal has
 from __future__ import annotations
 
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import pytest
 
 from tests.measured import drawn, page, stored
 from tests.measured.causes import CAUSES, Cause, cause_of
 from tests.measured.errors import EVERY, MOST, Held, held, what
 from zeroplan import estimate
+from zeroplan.estimator import engine_module
+from zeroplan.ledger import peak_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,6 +71,33 @@ def test_every_collective_moves_what_is_predicted_to_the_byte(replayed: list[Hel
         if row.difference
     ]
     assert not beyond, "\n".join(beyond)
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------------
+
+
+class Columns(NamedTuple):
+    """A mesh and a batch of columns, as a search has them."""
+
+    dp_shard: object
+    dp_replicate: object
+    micro_batch_size: object
+    seq_len: object
+    grad_accum_steps: object
+    tp: int = 1
+
+
+@pytest.mark.parametrize("job", drawn.drawn(600)[::10], ids=what)
+def test_a_column_is_its_jobs(job: JobSpec):
+    """Of real models, as tests/properties has it of small ones; another number of ranks and another batch beside the job's."""
+    mesh, batch, account = job.mesh, job.batch, engine_module(job.recipe.engine).account
+    one = (mesh.dp_shard, mesh.dp_replicate, batch.micro_batch_size, batch.seq_len, batch.grad_accum_steps)
+    other = (2 * one[0] + 1, 2 * one[1], one[2] + 1, one[3] // 2, 5 - one[4])
+    columns = Columns(*(np.array(pair, dtype=np.int64) for pair in zip(one, other, strict=True)))
+    whole = account(job.model, job.recipe, columns, columns)  # type: ignore[arg-type]
+    for at, values in enumerate((one, other)):
+        alone = account(job.model, job.recipe, Columns(*values), Columns(*values))  # type: ignore[arg-type]
+        assert peak_bytes(alone.moments) == np.broadcast_to(peak_bytes(whole.moments), 2)[at]
 
 
 # --- the sample -------------------------------------------------------------------------------------------------------------
