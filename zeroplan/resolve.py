@@ -228,7 +228,9 @@ def _is_folder(path: Path) -> bool:
 
 
 def _treated(treat_as: str | None) -> str:
-    return "" if treat_as is None else f"the configuration is read as a {treat_as} model, as asked"
+    if treat_as is None:
+        return ""
+    return f"the configuration is read as a {treat_as} model, as asked; `zeroplan profile --config` gives its own figures"
 
 
 def _parameters(params: str | float | None) -> int:

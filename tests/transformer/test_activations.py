@@ -195,7 +195,11 @@ def _case(family: str, precision: str, attention: str, shape: tuple[int, ...]) -
         hidden=None if family in PLAIN_HEADS else hidden,
     )
     assert attention in ("sdpa", "eager")
-    return spec, Compute(*PRECISIONS[precision], attention), BatchSpec(micro_batch_size=micro_batch, seq_len=tokens)
+    return (
+        spec,
+        Compute(*PRECISIONS[precision], attention, kernels="cpu"),
+        BatchSpec(micro_batch_size=micro_batch, seq_len=tokens),
+    )
 
 
 def _passes(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> tuple[BlockPass, HeadPass]:

@@ -12,7 +12,7 @@ from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import FAMILIES, MlaSpec, ModelSpec, MoeSpec
-from zeroplan.transformer.activations import block_pass, is_approximate
+from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.legend import SYMBOLS, legend
@@ -25,10 +25,6 @@ COMPUTES = [
     for element_bytes, autocast in ((2, False), (4, False), (2, True))
     for attention in ("sdpa", "flash", "eager")
 ]
-EXACT = {
-    "llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3",
-    "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom",
-}  # fmt: skip
 
 
 class Column(NamedTuple):
@@ -122,13 +118,6 @@ def assert_columns(whole: list[tuple[Line, ...]], parts: list[list[tuple[Line, .
     for index, lines in enumerate(whole):
         total = np.broadcast_to(np.asarray(total_bytes(lines)), (2,))
         assert total.tolist() == [total_bytes(part[index]) for part in parts]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_says_where_it_approximates(family: str) -> None:
-    reason = is_approximate(spec(family))
-    assert bool(reason) == (family not in EXACT)
-    assert not reason or reason.startswith(family)
 
 
 def test_a_llama_block_by_hand() -> None:

@@ -20,8 +20,8 @@ from zeroplan.transformer.head import head_pass
 
 pytestmark = pytest.mark.torch
 
-PRECISIONS = {"bf16": Compute(2, autocast=False, attention="sdpa"), "fp32": Compute(4, autocast=False, attention="sdpa"),
-              "autocast": Compute(2, autocast=True, attention="sdpa")}  # fmt: skip
+WIDTHS = {"bf16": (2, False), "fp32": (4, False), "autocast": (2, True)}
+PRECISIONS = {name: Compute(*widths, attention="sdpa", kernels="cpu") for name, widths in WIDTHS.items()}
 #: Rows that a CUDA kernel pads and a CPU's does not come in multiples of 16 and 32.
 BATCHES = (BatchSpec(micro_batch_size=2, seq_len=64), BatchSpec(micro_batch_size=1, seq_len=96))
 

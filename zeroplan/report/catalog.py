@@ -5,7 +5,6 @@ from dataclasses import fields, is_dataclass
 
 from zeroplan.catalog.model import ModelEntry
 from zeroplan.spec.hardware import Figure, GpuSpec
-from zeroplan.transformer.activations import is_approximate
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import active_parameter_count, layout, parameter_count
 from zeroplan.units import GB, GIB, format_size
@@ -93,8 +92,7 @@ def _model_head(one: ModelEntry) -> Iterator[str]:
     yield f"released {one.released}; source: {one.source}"
     if one.aliases:
         yield f"also: {', '.join(one.aliases)}"
-    approximate = is_approximate(one.spec)
-    yield f"activations: {approximate or 'exact, tensor by tensor'}"
+    yield "activations: exact, tensor by tensor"
 
 
 def _shape(one: ModelEntry) -> Iterator[str]:

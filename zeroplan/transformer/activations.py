@@ -20,14 +20,13 @@ Block = Callable[[ModelSpec, Widths], BlockPass]
 
 
 class Treatment(NamedTuple):
-    """Which formulas a family's blocks go through, and where those only approximate the real module, as what."""
+    """Which formulas a family's blocks go through."""
 
     dense: Block
     moe: Block = mixtral_block
-    approximation: str = ""
 
 
-#: Where a family meets its formulas, those apart that are written as programs; an exact family has no approximation.
+#: Where a family meets its formulas, those apart that are written as programs.
 TREATMENTS: dict[str, Treatment] = {
     "llama": Treatment(llama_block),
     "mistral": Treatment(llama_block),
@@ -37,7 +36,6 @@ TREATMENTS: dict[str, Treatment] = {
     "mixtral": Treatment(llama_block),
     "qwen3_moe": Treatment(llama_block),
     "deepseek_v3": Treatment(deepseek_dense, deepseek_moe),
-    "gpt_oss": Treatment(llama_block, approximation="gpt_oss is treated as mixtral: its sinks and biases are left out."),
 }
 
 
@@ -64,21 +62,21 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
     if model.family in PROGRAMMED:
         from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  the others' answers need not wait for it
 
-        return traced_block(model, widths(model, compute, batch), windowed=kind != "global" and model.family in WINDOWED)
+        recompute = "full" if recomputed else compute.recompute
+        windowed = kind != "global" and model.family in WINDOWED
+        return traced_block(model, widths(model, compute, batch), windowed=windowed, recompute=recompute)
     treatment = TREATMENTS[model.family]
     block = treatment.moe if kind == "moe" else treatment.dense
     return block(model, widths(model, compute, batch, recomputed=recomputed))
 
 
-def is_approximate(model: ModelSpec) -> str:
-    """Why this model's activations are approximate, in one sentence; empty where they are exact."""
-    return "" if model.family in PROGRAMMED else TREATMENTS[model.family].approximation
-
-
 def approximation(model: ModelSpec, compute: Compute) -> str:
-    """The same of a family or of a profile, which may be exact in one manner of execution and not in another."""
+    """Why a model's activations are approximate, in sentences; empty where they are exact, as every family's are.
+
+    A profile may be exact in one manner of execution and not in another.
+    """
     if model.profile is None:
-        return is_approximate(model)
+        return ""
     from zeroplan.transformer.profiled import profile_of, profiled_remarks  # noqa: PLC0415  only a profile pays for it
 
     return profiled_remarks(profile_of(model), compute)

@@ -18,6 +18,7 @@ ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbeddin
 OPT = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoder.forward"
 BLOOM = "transformers 5.23, models/bloom/modeling_bloom.py, BloomModel.forward"
 NEOX = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXRotaryEmbedding.forward"
+GPT_OSS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssRotaryEmbedding.forward"
 GEMMA3 = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3TextModel.forward"
 LOGITS = Kind.LOGITS
 
@@ -102,6 +103,8 @@ def _rotary(model: ModelSpec, x: Widths) -> Line:
         # A quarter of each head is turned (GPTNeoXConfig's rotary_pct, 0.25 in every published model).
         n_bytes = 2 * x.residual * x.seq_len * (x.head_dim // 4)
         return Line(SAVED, n_bytes, "rotary cos and sin, of a quarter of each head", "r·s·d/2", NEOX)
+    if model.family == "gpt_oss":
+        return Line(SAVED, x.residual * x.seq_len * x.head_dim, "rotary cos and sin, of half a head", "r·s·d", GPT_OSS)
     if kinds_of_layers(model) > 1 and model.family == "gemma3_text":
         n_bytes = 4 * x.residual * x.seq_len * x.head_dim
         return Line(SAVED, n_bytes, "rotary cos and sin, of local and of global layers", "4·r·s·d", GEMMA3)
@@ -140,7 +143,7 @@ def _mask(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     if x.attention == "sdpa":
         return _window_mask(model, x, square)
     n_bytes = x.residual * x.micro_batch * square
-    if model.family in GLOBAL_LAYERS:
+    if model.family in GLOBAL_LAYERS or model.family == "gpt_oss":
         return (Line(TEMPORARY, 2 * n_bytes, "masks of eager attention, local and global", "2·r·b·s²", MASK),)
     return (Line(TEMPORARY, n_bytes, "attention mask of eager attention", "r·b·s²", MASK),)
 

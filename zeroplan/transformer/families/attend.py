@@ -23,6 +23,7 @@ from zeroplan.transformer.families.operators import (
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 from zeroplan.transformer.families.written_out import CHOICE, MATH, ON_CUDA, TWICE_ON_CPU
 
+SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
 EFFICIENT_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
 
 
@@ -91,21 +92,55 @@ def with_mask(tape: Tape, heads: Heads) -> Attended:
 def in_32_bits_grouped(tape: Tape, heads: Heads) -> Attended:
     """Write attention out as CUDA does for grouped heads in 32 bits, where no kernel takes them.
 
-    What it has beyond a kernel says so, since a CPU's kernel takes 32 bits. Of a joint projection it keeps nothing, where a
-    kernel keeps all; with fewer than three query heads to a key this account is above what it keeps, by e·T·(2·k + v - q).
+    Queries and repeated keys are each scaled by the root of the factor. Leaves out the booleans that the causal mask is made of,
+    and what ``_safe_softmax`` takes inside itself.
     """
-    operands = _cast_heads(tape, heads.query, heads.key, heads.value)
-    repeated = "e·T·max(0, q-2·k-v)" if heads.joint else "e·T·(2·q - k - v)"
-    extra = (
-        tape.make(TENSOR, f"keys and values repeated for each query head, {ON_CUDA}", repeated, MATH),
-        tape.make(TENSOR, f"softmax of all scores, for log-sum-exp, {ON_CUDA}", "4·a·T·s - 4·T·a", MATH),
-    )
-    work = tape.make(TEMPORARY, f"scores and mask, {ON_CUDA}", "4·a·T·s + 4·s²", MATH)
-    scratch = (f"gradients of softmax and scores, {ON_CUDA}", "8·a·T·s", MATH)
-    made = _kernel(tape, operands, scratch, *extra, twice=heads.joined)
-    tape.kernel_outputs.clear()  # no kernel made them, so selective recomputation keeps none
-    tape.drop(work, *extra)
-    return Attended(made)
+    copies = Copies([], [])
+    query = _times_a_number(tape, heads.query, "queries, scaled")
+    mask = tape.make(TEMPORARY, "causal mask in numbers", "4·s²", MATH)
+    repeated = _cloned(tape, heads.key, Site("keys", MATH)), _cloned(tape, heads.value, Site("values", MATH))
+    key = _times_a_number(tape, repeated[0], "keys, repeated and scaled")
+    given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined), (key, (key.store,))
+    scores = _product(tape, given, copies, "scores", "a·T·s")
+    tape.release(key)
+    with_mask = masked(tape, scores, Site("attention: scores", MATH))
+    tape.release(scores)
+    weights = softmax(tape, with_mask, "e", MATH)
+    tape.release(with_mask)
+    factors = (weights, (weights.store,)), (repeated[1], (repeated[1].store,))
+    made = _product(tape, factors, copies, "attention output, head by head", "T·c")
+    tape.release(weights, *repeated, query)
+    tape.drop(mask, *copies.in_place)
+    return Attended(in_order_of_tokens(tape, made, "attention output"))
+
+
+def _times_a_number(tape: Tape, value: Value, reason: str) -> Value:
+    """Scale; the name for ``value`` stays."""
+    tape.hold(value.store)
+    return scaled(tape, value, reason, Site(f"attention: {reason}", MATH))
+
+
+def _cloned(tape: Tape, value: Value, site: Site) -> Value:
+    """``repeat_interleave``: a copy for each query head, of a single head too."""
+    made = tensor(tape, f"{site.name}, repeated for each query head", value.dtype, "T·q", site.source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, gradient(tape, value, f"gradient of the {site.name}", site.source))]
+
+    tape.add(f"attention: {site.name}, repeated", (made,), (), backward)
+    return made
+
+
+def _product(tape: Tape, operands: "tuple[Operand, Operand]", copies: "Copies", reason: str, shape: str) -> Value:
+    (first, kept), (second, also_kept) = operands
+    made = tensor(tape, reason, first.dtype, shape, MATH)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(one, gradient(tape, one, "gradient of a factor of the product", MATH)) for one in (second, first)]
+
+    tape.add(f"attention: {reason}", (made,), (*kept, *also_kept), backward)
+    copies.used(tape)
+    return made
 
 
 Scratch = tuple[str, str, str]
@@ -166,10 +201,11 @@ def _flash_scratch(*, grouped: bool) -> str:
     return f"{accumulator} + 2·e·T·q" if grouped else accumulator
 
 
-def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False) -> Attended:
+def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False, sinks: bool = False) -> Attended:
     """Attention written out: keys and values repeated for grouped heads, scores and their softmax kept.
 
-    ``capped`` puts the scores through ``tanh`` before the mask, as Gemma 2 does.
+    ``capped`` puts the scores through ``tanh`` before the mask, as Gemma 2 does; ``sinks`` joins one more to them for each head,
+    as gpt-oss does.
     """
     copies = Copies([], [])
     key = _repeated(tape, heads.key, heads, Site("keys", source)) if heads.grouped else heads.key
@@ -181,10 +217,14 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
         _operand(tape, key, copies, Site("keys", source), contiguous=in_order, one_key=one_key),
     )
     scores = _scores(tape, operands, copies, Site("attention: scores", source), capped=capped)
-    weights = softmax(tape, scores, heads.query.dtype, source)
+    if sinks:
+        weights, named = _softmax_with_sinks(tape, scores, value.dtype)
+    else:
+        weights, named = softmax(tape, scores, heads.query.dtype, source), ()
     tape.release(scores)
     context = _weighted_values(tape, weights, value, copies, heads, source)
     tape.drop(*copies.in_place)
+    tape.release(*named)
     if heads.grouped:
         tape.release(key, value)
     return Attended(context, weights)
@@ -193,6 +233,11 @@ def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False
 def capped_eager(tape: Tape, heads: Heads) -> Attended:
     """Attention of Gemma 2, its scores capped by ``tanh``."""
     return eager(tape, heads, capped=True)
+
+
+def with_sinks(tape: Tape, heads: Heads) -> Attended:
+    """Attention of gpt-oss."""
+    return eager(tape, heads, source=SINKS, sinks=True)
 
 
 def _repeated(tape: Tape, value: Value, heads: Heads, site: Site) -> Value:
@@ -297,6 +342,53 @@ def softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
     weights = cast(tape, made, dtype, Site("softmax of the scores", source))
     tape.release(made)
     return weights
+
+
+def _softmax_with_sinks(tape: Tape, scores: Value, dtype: str) -> tuple[Value, tuple[Value, ...]]:
+    """Softmax of the scores and a learned sink, cast to ``dtype`` without it; also what the function holds by name."""
+    joined = _with_a_sink(tape, scores)
+    lowered = _less_the_highest(tape, joined)
+    tape.release(joined)
+    made = pointwise(tape, lowered, "softmax of scores and sink", Site("attention: softmax", SINKS), saves_result=True)
+    without = Value(tape.hold(made.store), made.dtype, "a·T·s")
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(made, gradient(tape, made, "gradient of the softmax, with the sink's", SINKS))]
+
+    tape.add("attention: softmax without the sink", (without,), (), backward)
+    return cast(tape, without, dtype, Site("softmax of the scores", SINKS)), (lowered, made, without)
+
+
+def _with_a_sink(tape: Tape, scores: Value) -> Value:
+    made = tensor(tape, "scores and sink", scores.dtype, "a·T·(s+1)", SINKS)
+
+    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.weight_gradient("a")
+        return [through(scores, taken[0])]
+
+    tape.add("attention: scores and sink", (made,), (), backward)
+    return made
+
+
+def _less_the_highest(tape: Tape, joined: Value) -> Value:
+    """Each row less its highest score, through which gradients flow as well."""
+    highest = tensor(tape, "highest scores", joined.dtype, "T·a", SINKS)
+    place = tape.make(TENSOR, "places of the highest scores, int64", "8·T·a", SINKS)
+
+    def scattered(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(joined, gradient(tape, joined, "gradient of the highest scores, among zeros", SINKS))]
+
+    tape.add("attention: highest scores", (highest,), (place,), scattered)
+    tape.drop(place)
+    made = tensor(tape, "scores and sink, less the highest", joined.dtype, joined.shape, SINKS)
+
+    def difference(tape: Tape, taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of the highest scores, not yet summed", f"{joined.dtype}·{joined.shape}", SINKS)
+        return [through(joined, taken[0]), (highest, gradient(tape, highest, "gradient of the highest scores", SINKS))]
+
+    tape.add("attention: difference from the highest", (made,), (), difference)
+    tape.release(highest)
+    return made
 
 
 def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, heads: Heads, source: str) -> Value:

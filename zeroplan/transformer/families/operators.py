@@ -114,10 +114,14 @@ def _weight(tape: Tape, elements: str, site: Site, *, tracked: bool) -> Value:
 
 
 class NormAs(NamedTuple):
-    """How a family writes RMSNorm: ``one_plus`` scales by 1 + weight in fp32 (Gemma), else by the weight (Llama)."""
+    """How a family writes RMSNorm: ``one_plus`` scales by 1 + weight in fp32 (Gemma), else by the weight.
+
+    ``wide``: by the weight before the result is cast (gpt-oss), where Llama casts first.
+    """
 
     one_plus: bool
     source: str
+    wide: bool = False
 
 
 def rms_norm(tape: Tape, value: Value, name: str, kind: NormAs, *, weight: str = "h", rows: str = "T") -> Value:
@@ -127,10 +131,10 @@ def rms_norm(tape: Tape, value: Value, name: str, kind: NormAs, *, weight: str =
     scale = _scale(tape, wide, rows, site)
     normal = _times(tape, wide, scale, site)
     tape.release(wide, scale)
-    if kind.one_plus:
-        plus = tape.make(TENSOR, f"{name}: one plus its weight, fp32", f"4·{weight}", kind.source)
-        scaled = _weighted(tape, normal, (normal.store, plus), weight, site)
-        tape.drop(plus)
+    if kind.one_plus or kind.wide:
+        plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", f"4·{weight}", kind.source),) if kind.one_plus else ()
+        scaled = _weighted(tape, normal, (normal.store, *plus), weight, site)
+        tape.drop(*plus)
         tape.release(normal)
         made = cast(tape, scaled, value.dtype, Site(f"output of the {name}", kind.source))
         tape.release(scaled)

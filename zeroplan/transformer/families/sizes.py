@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from functools import cache
 
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.spec.model import MoeSpec
 from zeroplan.transformer.families.widths import Widths
 
 Factor = int | str | tuple[tuple["Factor", ...], ...]
 Terms = tuple[tuple[Factor, ...], ...]
 
 
-def quantities(x: Widths, intermediate_size: int) -> dict[str, Int]:
+def quantities(x: Widths, intermediate_size: int, moe: MoeSpec | None = None) -> dict[str, Int]:
     """Return what a formula's symbols and the functions in it stand for."""
     return {
         "b": x.micro_batch,
@@ -28,6 +29,9 @@ def quantities(x: Widths, intermediate_size: int) -> dict[str, Int]:
         "v": x.value,
         "c": x.context,
         "f": intermediate_size,
+        "m": moe.moe_intermediate_size if moe else 0,
+        "E": moe.num_experts if moe else 0,
+        "t": moe.num_experts_per_tok if moe else 0,
         "e": x.element,
         "r": x.residual,
         "q/4": x.heads * (x.head_dim // 4),
@@ -38,7 +42,6 @@ def quantities(x: Widths, intermediate_size: int) -> dict[str, Int]:
         "ceil(s/16)": ceil_div(x.seq_len, 16),
         "ceil(d/32)": ceil_div(x.head_dim, 32),
         "min(1, b-1)": minimum(1, x.micro_batch - 1),
-        "max(0, q-2·k-v)": max(0, x.query - 2 * x.key - x.value),
         "max(0, 2-b)": maximum(0, 2 - x.micro_batch),
     }
 

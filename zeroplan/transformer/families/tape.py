@@ -71,7 +71,11 @@ class Tape:
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
         self.saved: dict[Store, None] = {}
+        self.until_saved: list[Alive] = []
+        """Moments up to the last operator that saved something, where running a checkpoint again stops."""
         self.casts: list[str] = []
+        self.before_saved: tuple[Store, ...] = ()
+        """Gradients that wait when the backward first needs what was saved, where a checkpoint is run again."""
         self.products: list[Store] = []
         """Outputs of plain matrix products, in order."""
         self.kernel_outputs: list[Store] = []
@@ -137,7 +141,15 @@ class Tape:
         for store in kept:
             self.hold(store)
             self.saved[store] = None
+        if kept:
+            self._saved_last(kept, outputs)
         self.operators.append(Operator(name, outputs, kept, backward, cast))
+
+    def _saved_last(self, kept: tuple[Store, ...], outputs: tuple[Value, ...]) -> None:
+        """Note the moments so far; without the outputs where only inputs are saved, which happens before there are outputs."""
+        made = {value.store for value in outputs}.difference(kept)
+        *earlier, last = self.moments
+        self.until_saved = [*earlier, last._replace(stores=tuple(store for store in last.stores if store not in made))]
 
     def temporary(self, reason: str, formula: str, source: str) -> Store:
         """Allocate what is gone when the operator is done."""
@@ -159,6 +171,8 @@ class Tape:
         waiting: dict[Value, Store] = {output: incoming}
         for operator in reversed(self.operators):
             if operator.outputs and all(value in waiting for value in operator.outputs):
+                if operator.saved and not self.before_saved:
+                    self.before_saved = tuple(dict.fromkeys(waiting.values()))
                 self._step(operator, waiting)
 
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:

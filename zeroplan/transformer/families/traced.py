@@ -1,16 +1,25 @@
 """From a block's program to what it costs: the program runs once per structure, its formulas once per batch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Kernels
+from zeroplan.spec.recipe import Kernels, Recompute
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
-from zeroplan.transformer.families import bloom, gemma, gpt_neox, opt, phi3
-from zeroplan.transformer.families.attend import Attention, capped_eager, eager, efficient, flash, in_32_bits_grouped, with_mask
+from zeroplan.transformer.families import bloom, gemma, gpt_neox, gpt_oss, opt, phi3
+from zeroplan.transformer.families.attend import (
+    Attention,
+    capped_eager,
+    eager,
+    efficient,
+    flash,
+    in_32_bits_grouped,
+    with_mask,
+    with_sinks,
+)
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families.norms import FinalNorm
@@ -31,6 +40,7 @@ class Program(NamedTuple):
 PROGRAMS: dict[str, Program] = {
     "phi3": Program(phi3.phi3, phi3.final_norm, phi3.LAYER),
     "gpt_neox": Program(gpt_neox.gpt_neox, gpt_neox.final_norm, gpt_neox.LAYER),
+    "gpt_oss": Program(gpt_oss.gpt_oss, gpt_oss.final_norm, gpt_oss.LAYER),
     "opt": Program(opt.opt, opt.final_norm, opt.LAYER),
     "bloom": Program(bloom.bloom, bloom.final_norm, bloom.LAYER),
     "gemma2": Program(gemma.gemma, gemma.final_norm, gemma.LAYER),
@@ -52,6 +62,9 @@ class Structure(NamedTuple):
     attention_bias: bool
     kernels: Kernels
 
+
+#: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair.
+RECOMPUTED_HIGHER = frozenset({"gpt_oss"})
 
 Places = tuple[int, ...]
 
@@ -82,6 +95,8 @@ class Plan(NamedTuple):
     """What per-operation recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
     given: Places
     source: str
+    again: Mapping[Recompute, tuple[Placed, ...]]
+    """Moments of running the forward again for the backward that may be higher than any of the backward's own."""
 
 
 class _Index:
@@ -106,20 +121,22 @@ class _Index:
         return Placed(one.name, stores, made, making, copied, handed_on)
 
 
-def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False) -> BlockPass:
+def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False, recompute: Recompute = "none") -> BlockPass:
     """One block of a family that is written as a program; ``windowed`` says that it sees a sliding window only.
+
+    Where it is recomputed, moments of that may be among the backward's.
 
     A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
     """
     if not windowed or model.sliding_window is None or x.attention != "sdpa":
-        return _of(model, x, masked=False)
+        return _of(model, x, recompute, masked=False)
     is_masked = x.seq_len >= model.sliding_window
     if isinstance(is_masked, bool):
-        return _of(model, x, masked=is_masked)
-    return _either(is_masked, _of(model, x, masked=True), _of(model, x, masked=False))
+        return _of(model, x, recompute, masked=is_masked)
+    return _either(is_masked, _of(model, x, recompute, masked=True), _of(model, x, recompute, masked=False))
 
 
-def _of(model: ModelSpec, x: Widths, *, masked: bool) -> BlockPass:
+def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
     structure = Structure(
         model.family,
         x.element == 4,
@@ -132,7 +149,8 @@ def _of(model: ModelSpec, x: Widths, *, masked: bool) -> BlockPass:
         x.kernels,
     )
     plan = _plan(structure)
-    return _worked_out(plan, Sizes(plan, quantities(x, model.intermediate_size)), autocast=x.autocast)
+    sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
+    return _worked_out(plan, sizes, autocast=x.autocast, recompute=recompute)
 
 
 def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
@@ -162,7 +180,7 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
 def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
     """The final norm of a family that is written as a program; its gradients count the norm's own weight only."""
     plan = _final_plan(model.family, wide=x.element == 4, autocast=x.autocast)
-    sizes = Sizes(plan, quantities(x, model.intermediate_size))
+    sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
     return FinalNorm(sizes.lines(plan.saved), tuple([sizes.point(moment) for moment in plan.points]))
 
 
@@ -175,7 +193,7 @@ def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
     saved = index.of(tape.saved)
     tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "r·T·h", program.source))
     points = index.moments(highest(tape.moments, wide=wide, autocast=autocast))
-    return Plan(tuple(index.stores), tuple(index.weights), saved, (), (), points, (), (), (), program.source)
+    return Plan(tuple(index.stores), tuple(index.weights), saved, (), (), points, (), (), (), program.source, {})
 
 
 @lru_cache(maxsize=256)
@@ -187,15 +205,34 @@ def _plan(structure: Structure) -> Plan:
     saved, casts = index.of(saving.saved), index.elements(saving.casts)
     output = next(iter(saving.operators[-1].outputs))
     saving.release(output, given)
-    saving.run_backward(
-        output, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"r·{output.shape}", source)
-    )
+    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"r·{output.shape}", source)
+    whole = saving.moments.copy()
+    saving.run_backward(output, incoming)
     points = index.moments(highest(saving.moments, **dtypes))
+    reruns: dict[Recompute, tuple[Placed, ...]] = {}
+    if structure.family in RECOMPUTED_HIGHER:
+        reruns["full"] = index.moments(_run_again(saving, saving.until_saved, given.store, dtypes))
+        reruns["selective"] = index.moments(_run_again(saving, whole, given.store, dtypes))
     selective = index.of((*saving.products[::2], *saving.kernel_outputs))
     again, _ = _run(structure, saving=False, given=given.store)
     recompute = index.moments(highest(again.moments, **dtypes))
     places, stores, weights = index.of((given.store,)), tuple(index.stores), tuple(index.weights)
-    return Plan(stores, weights, saved, forward, recompute, points, casts, selective, places, source)
+    return Plan(stores, weights, saved, forward, recompute, points, casts, selective, places, source, reruns)
+
+
+def _run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool]) -> list[Alive]:
+    """Moments of a checkpoint that is run again, beside gradients that wait; those that the backward itself is above left out.
+
+    The block's input is the checkpoint's own, unless the block saves it.
+    """
+    beside = [
+        one._replace(
+            name="forward, run again",
+            stores=(*(store for store in one.stores if store is not given or given in tape.saved), *tape.before_saved),
+        )
+        for one in moments
+    ]
+    return [one for one in highest([*tape.moments, *beside], **dtypes) if one in beside]
 
 
 def _run(structure: Structure, *, saving: bool, given: Store | None = None) -> tuple[Tape, Value]:
@@ -219,7 +256,7 @@ def _block(structure: Structure) -> Block:
 def _attention(structure: Structure) -> Attention:
     """Which kernel ``scaled_dot_product_attention`` takes (on CUDA: torch 2.13, sdp_utils.cpp), or attention written out."""
     if structure.attention == "eager":
-        return capped_eager if structure.family == "gemma2" else eager
+        return {"gemma2": capped_eager, "gpt_oss": with_sinks}.get(structure.family, eager)
     if structure.attention == "flash":
         return flash
     if structure.masked:
@@ -259,7 +296,7 @@ class Sizes:
         return BackwardPoint(name, self.lines(stores), made, making, copied, self.lines(handed_on))
 
 
-def _worked_out(plan: Plan, sizes: Sizes, *, autocast: bool) -> BlockPass:
+def _worked_out(plan: Plan, sizes: Sizes, *, autocast: bool, recompute: Recompute) -> BlockPass:
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     return BlockPass(
         saved,
@@ -267,7 +304,7 @@ def _worked_out(plan: Plan, sizes: Sizes, *, autocast: bool) -> BlockPass:
         (*given, *sizes.lines(plan.selective)),
         _top(sizes, plan, plan.forward, plan.saved, autocast=autocast),
         _top(sizes, plan, plan.recompute, plan.given, autocast=autocast),
-        tuple([sizes.point(moment) for moment in plan.points]),
+        tuple([sizes.point(moment) for moment in (*plan.again.get(recompute, ()), *plan.points)]),
         sizes.elements(plan.casts),
         () if plan.given[0] in plan.saved else given,
     )

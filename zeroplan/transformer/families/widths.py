@@ -12,10 +12,10 @@ from zeroplan.transformer.blocks import Compute
 FUSED_PROJECTION = frozenset({"gpt2"})
 #: Families that transformers 5.23 does not run through ``scaled_dot_product_attention`` (``_supports_sdpa`` of their classes):
 #: attention is written out instead.
-WITHOUT_SDPA = frozenset({"gemma2", "bloom"})
+WITHOUT_SDPA = frozenset({"gemma2", "bloom", "gpt_oss"})
 
 #: Families whose blocks are written as programs (``traced.py``).
-PROGRAMMED = frozenset({"phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom"})
+PROGRAMMED = frozenset({"phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "gpt_oss"})
 #: Families whose layers see a sliding window, where the model has one.
 WINDOWED = frozenset({"phi3", "gemma2", "gemma3_text"})
 #: Every so many layers one sees the whole sequence, the others a window.

@@ -1,0 +1,236 @@
+"""Blocks of gpt-oss: attention written out with a sink per head, and routed experts with biases and a clamped gate."""
+
+from typing import NamedTuple
+
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.moe import EXPERTS
+from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+
+LAYER = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssDecoderLayer.forward"
+ATTENTION = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssAttention.forward"
+ROUTER = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssTopKRouter.forward"
+GATE = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssExperts._apply_gate"
+NORM = NormAs(one_plus=False, wide=True, source="transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssRMSNorm.forward")
+
+
+def gpt_oss(tape: Tape, given: Value, block: Block) -> Value:
+    """One decoder layer; it holds the attention's weights by name until the experts are done."""
+    normal = op.rms_norm(tape, given, "norm before attention", NORM)
+    attended, weights = _attention(tape, normal, block)
+    tape.release(normal)
+    middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
+    tape.release(attended)
+    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM)
+    branch, scores = _routed(tape, normal)
+    tape.release(normal)
+    if weights is not None:
+        tape.release(weights)
+    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
+    tape.release(branch, middle, scores)
+    return made
+
+
+def final_norm(tape: Tape, given: Value) -> Value:
+    """The norm before the head."""
+    return op.rms_norm(tape, given, "final norm", NORM)
+
+
+def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    bias = block.attention_bias
+    names = (("q", "q projection"), ("k", "k projection"), ("v", "v projection"))
+    query, key, value = (op.linear(tape, normal, width, Site(name, ATTENTION), bias=bias) for width, name in names)
+    turned = _turned(tape, query, "queries"), _turned(tape, key, "keys")
+    tape.release(query, key)
+    context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True))
+    made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=bias)
+    tape.release(value, *turned, context)
+    return Attended(made, weights)
+
+
+def _turned(tape: Tape, value: Value, name: str) -> Value:
+    """Rotary positions half by half, which are then joined head by head; saves nothing of the block's."""
+    dtype = "r" if tape.is_wide("r") != tape.is_wide(value.dtype) else value.dtype
+    halves = tape.make(op.TEMPORARY, f"{name}: both halves turned", f"{dtype}·{value.shape}", ATTENTION)
+    made = op.tensor(tape, name, dtype, value.shape, ATTENTION)
+    tape.drop(halves)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(f"gradients of the halves of the {name}", f"{value.dtype}·{value.shape}", ATTENTION)
+        return [(value, op.gradient(tape, value, f"gradient of the {name}", ATTENTION))]
+
+    tape.add(f"rotary positions of the {name}", (made,), (), backward)
+    return made
+
+
+# --- router and experts -------------------------------------------------------------------------------------------------
+
+
+class _Routing(NamedTuple):
+    """What says which token goes where."""
+
+    indices: Store
+    experts: Store
+    """The expert of every pair of a token and one of its experts, sorted."""
+    order: Store
+    ends: Store
+    """Where each expert's pairs end."""
+
+
+def _routed(tape: Tape, normal: Value) -> tuple[Value, Value]:
+    """Router and experts; returns the routing weights too, as the module does."""
+    logits = op.linear(tape, normal, "E", Site("router", ROUTER), bias=True)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", "8·T·t", ROUTER)
+    chosen = _picked(tape, logits, ("router: top-k logits", "T·t"), indices, ROUTER)
+    scores = op.pointwise(
+        tape, chosen, "router: softmax of the top-k logits", Site("router: softmax", ROUTER), saves_result=True
+    )
+    tape.release(chosen)
+    made = _experts(tape, normal, scores, indices)
+    tape.drop(indices)
+    tape.release(logits)
+    return made, scores
+
+
+def _picked(tape: Tape, value: Value, made_as: tuple[str, str], by: Store, source: str) -> Value:
+    """Elements of a tensor by their indices, which are saved; the gradient is put into zeros of the whole's size."""
+    reason, shape = made_as
+    made = op.tensor(tape, reason, value.dtype, shape, source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
+
+    tape.add(reason, (made,), (by,), backward)
+    return made
+
+
+def _experts(tape: Tape, normal: Value, scores: Value, indices: Store) -> Value:
+    routing = _sorted(tape, indices)
+    rows = tape.make(op.TENSOR, "token of each pair, int64", "8·T·t", EXPERTS)
+    selected = _picked(tape, normal, ("tokens sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS)
+    tape.drop(rows)
+    weights = _picked(tape, scores, ("routing weights sorted by expert", "T·t"), routing.order, EXPERTS)
+    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", "4·T·t + 4·E", EXPERTS)
+    bias = _bias(tape, "gate and up", "(m+m)", routing)
+    both = _grouped(tape, selected, bias, ("experts: gate and up projections", "h", "(m+m)"), routing)
+    gated = _gated(tape, both)
+    tape.release(both)
+    second_bias = _bias(tape, "down", "h", routing)
+    tape.release(bias)
+    outputs = _grouped(tape, gated, second_bias, ("experts: down projection", "m", "h"), routing)
+    tape.release(gated)
+    unsorted = _back_in_order(tape, _weighted(tape, outputs, weights))
+    made = _summed(tape, unsorted)
+    tape.drop(counted, routing.experts, routing.order, routing.ends)
+    tape.release(second_bias, unsorted, outputs, weights, selected)
+    return made
+
+
+def _sorted(tape: Tape, indices: Store) -> _Routing:
+    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", "8·T·t", EXPERTS)
+    order = tape.make(op.TENSOR, "order of the sorted pairs, int64", "8·T·t", EXPERTS)
+    return _Routing(indices, experts, order, tape.make(op.TENSOR, "ends of the experts' groups", "4·E", EXPERTS))
+
+
+def _bias(tape: Tape, name: str, width: str, routing: _Routing) -> Value:
+    """The bias of each pair's expert, a row for each pair."""
+    made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", "r", f"T·t·{width}", EXPERTS)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.weight_gradient(f"E·{width}")
+        return []
+
+    tape.add(f"experts: bias of the {name} projection", (made,), (routing.experts,), backward)
+    return made
+
+
+def _grouped(tape: Tape, value: Value, bias: Value, site: tuple[str, str, str], routing: _Routing) -> Value:
+    """``grouped_mm``, which autocast leaves alone, and a bias that is added in place."""
+    name, reads, width = site
+    product = op.tensor(tape, f"{name}: output", "r", f"T·t·{width}", EXPERTS)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.weight_gradient(f"E·{reads}·{width}")
+        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
+
+    tape.add(name, (product,), (value.store, routing.ends), backward)
+    made = Value(product.store, product.dtype, product.shape)
+
+    def added(_tape: Tape, taken: list[Store]) -> Arriving:
+        return [op.through(one, taken[0]) for one in (bias, product)]
+
+    tape.add(f"{name}: bias", (made,), (), added)
+    return made
+
+
+def _gated(tape: Tape, both: Value) -> Value:
+    """``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``, every second element a gate's."""
+    gate, up = op.slices(tape, both, ("T·t·m", "T·t·m"), Site("experts: gates and ups", GATE))
+    limited = (
+        _clamped(tape, gate, "experts: clamped gate", masks=1),
+        _clamped(tape, up, "experts: clamped up", masks=2),
+    )
+    tape.hold(limited[0].store)
+    steep = op.scaled(tape, limited[0], "experts: gate times alpha", Site("experts: alpha", GATE))
+    open_ = op.pointwise(tape, steep, "experts: sigmoid of the gate", Site("experts: sigmoid", GATE), saves_result=True)
+    tape.release(steep)
+    glu = op.product(tape, limited[0], open_, "experts: gate times its sigmoid", Site("experts: gate", GATE))
+    tape.release(open_)
+    plus = _one_more(tape, limited[1])
+    made = op.product(
+        tape, plus, glu, "experts: gated product, input of the down projection", Site("experts: gated product", GATE)
+    )
+    tape.release(plus, *limited, glu, gate, up)
+    return made
+
+
+def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
+    """``clamp``; its backward says with booleans, one for each limit, where the value was between them."""
+    made = op.tensor(tape, reason, value.dtype, value.shape, GATE)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("where no limit was met", f"{masks}·{value.shape}", GATE)
+        return [(value, op.gradient(tape, value, f"gradient through the {reason}", GATE))]
+
+    tape.add(reason, (made,), (value.store,), backward)
+    return made
+
+
+def _one_more(tape: Tape, value: Value) -> Value:
+    made = op.tensor(tape, "experts: clamped up and one", value.dtype, value.shape, GATE)
+    tape.add("experts: one more", (made,), (), lambda _tape, taken: [op.through(value, taken[0])])
+    return made
+
+
+def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
+    """The outputs times the routing weights, in the wider dtype of the two."""
+    made = op.tensor(tape, "experts: weighted outputs", outputs.dtype, outputs.shape, EXPERTS)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", EXPERTS))]
+        tape.temporary("gradient of the routing weights, not yet summed", f"{outputs.dtype}·{outputs.shape}", EXPERTS)
+        return [*arriving, (weights, op.gradient(tape, weights, "gradient of the routing weights", EXPERTS))]
+
+    tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward)
+    return made
+
+
+def _back_in_order(tape: Tape, weighted: Value) -> Value:
+    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", "8·T·t", EXPERTS)
+    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", "8·T·t", EXPERTS))
+    made = _picked(tape, weighted, ("experts: weighted outputs in the order of tokens", "T·t·h"), inverse, EXPERTS)
+    tape.release(weighted)
+    tape.drop(inverse)
+    return made
+
+
+def _summed(tape: Tape, unsorted: Value) -> Value:
+    made = op.tensor(tape, "output of the experts", unsorted.dtype, "T·h", EXPERTS)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(unsorted, op.gradient(tape, unsorted, "gradient of the output, for each expert of a token", EXPERTS))]
+
+    tape.add("sum over a token's experts", (made,), (), backward)
+    return made
