@@ -48,4 +48,11 @@ def compute_of(recipe: RecipeSpec) -> Compute:
     """
     width = widths(recipe.precision)
     autocast = recipe.engine == "ddp" and width.mixed
-    return Compute(width.compute, autocast=autocast, attention=recipe.attention, kernels=recipe.kernels)
+    return Compute(
+        width.compute,
+        autocast=autocast,
+        attention=recipe.attention,
+        kernels=recipe.kernels,
+        first_input_is_tracked=recipe.recompute != "none",
+        keeps_inputs=recipe.engine == "deepspeed" and recipe.zero_stage == 3,
+    )

@@ -57,6 +57,10 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
     Leaves out: dropout (off, as in pre-training); padding, and Mistral's sliding window where it is shorter than the sequence,
     which both bring an explicit mask and repeated keys; compiled graphs and fused kernels, which change every number.
     """
+    if model.adapter is not None:
+        from zeroplan.transformer.families.adapted import adapted_block  # noqa: PLC0415  the others' answers need not wait for it
+
+        return adapted_block(model, kind, compute, widths(model, compute, batch))
     if model.family in PROGRAMMED:
         from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  the others' answers need not wait for it
 

@@ -20,6 +20,10 @@ class Compute(NamedTuple):
     attention: Literal["sdpa", "flash", "eager"]
     kernels: Kernels = "cuda"
     """Whose attention kernels: a CPU's flash kernel takes what CUDA's refuses, but writes heads of two sizes out."""
+    first_input_is_tracked: bool = True
+    """Autograd follows the first block's input: of frozen models only where blocks are recomputed, as peft arranges it."""
+    keeps_inputs: bool = False
+    """A linear layer saves its input, though its weight is frozen, as DeepSpeed's own for stage 3 does."""
 
 
 class BackwardPoint(NamedTuple):

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.params_adapted import adapted_layout, only_trained
 from zeroplan.transformer.params_gated import gated_layout
 from zeroplan.transformer.params_gpt import bloom_layout, gpt2_layout, gpt_neox_layout, opt_layout
 
@@ -34,9 +35,22 @@ def layout(model: ModelSpec) -> Layout:
     ('model.embed_tokens.weight', (4, 8))
     """
     built = _GPT_FAMILIES.get(model.family, gated_layout)(model)
+    if model.adapter is not None:
+        built = adapted_layout(built, model.adapter)
     if not model.unplaced_parameters:
         return built
-    return built._replace(embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,))))
+    return built._replace(embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,), frozen=model.adapter is not None)))
+
+
+@lru_cache(maxsize=256)
+def trained_layout(model: ModelSpec) -> Layout:
+    """The parameters that get gradients, in the same order: all of them, or those of the adapters."""
+    return layout(model) if model.adapter is None else only_trained(layout(model))
+
+
+def trained_count(model: ModelSpec) -> int:
+    """Parameters that are trained. [elements]"""
+    return _total(trained_layout(model), lambda parameter: parameter.numel)
 
 
 def parameter_count(model: ModelSpec) -> int:

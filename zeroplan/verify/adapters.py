@@ -1,0 +1,20 @@
+"""Low-rank adapters as peft puts them into a model."""
+
+from torch import nn
+
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+
+def with_adapters(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.Module:
+    """Freeze a transformers model and put adapters beside its linear layers.
+
+    peft makes adapters of 16-bit weights fp32 where that is what is trained. DeepSpeed casts the whole module to 16 bits, and is
+    handed it so.
+    """
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  takes seconds
+
+    wanted = LoraConfig(r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers), task_type="CAUSAL_LM")
+    wide = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed"
+    adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)  # type: ignore[arg-type]
+    return adapted.train()
