@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import first_bucket_elements
+from zeroplan.engines.deepspeed.flat import embedding_elements, has_tied_head
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
@@ -48,7 +49,7 @@ def _so_far(made: int, current: int) -> str:
 
 
 def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
-    moments, tied = [], job.whole.model.tie_word_embeddings
+    moments, tied = [], has_tied_head(job.whole)
     for at in head_instants(these):
         made, point = (0, at.point._replace(current_gradient=0)) if tied else (at.point.gradients, at.point)
         around = (_collected(job, made, point), *(tied_head(job) if at.point.gradients else ()))
@@ -82,9 +83,9 @@ def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     split = where(first > job.partition, first, 0) if inside else oversize_copy(job, 0, first)
     split = split if options.contiguous_gradients else first
     around = (*these.head.shared, *these.output, *bucket_lines(job))
-    embedding = job.whole.model.vocab_size * job.whole.model.hidden_size
+    embedding = embedding_elements(job.whole)
     made = where(job.accumulates, psi + embedding, psi)
-    all_made = gradient_line(job, made, "all gradients, and the embedding's before it is added", "(Ψ + M·h·V)")
+    all_made = gradient_line(job, made, "all gradients, and the embedding's before it is added", "(Ψ + M·h·V)" if embedding else "Ψ")
     rest = gradient_line(job, left, "gradients not yet in a bucket")
     return (
         *at_the_embedding(job, these, (*bucket_lines(job), all_made)),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Schedule, flush_over, waiting_elements
-from zeroplan.engines.deepspeed.flat import pick
+from zeroplan.engines.deepspeed.flat import embedding_elements, has_tied_head, pick
 from zeroplan.engines.deepspeed.passes import (
     GradientCounts,
     Passes,
@@ -251,8 +251,7 @@ def _flush_moment(job: Job, these: Passes, buckets: tuple[Line, ...], index: Int
 
 
 def _waiting_elements(job: Job) -> int:
-    model = job.whole.model
-    return model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+    return embedding_elements(job.whole) if has_tied_head(job.whole) else 0
 
 
 def _tied_until(job: Job, block: Int) -> tuple[Line, ...]:
