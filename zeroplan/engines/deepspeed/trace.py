@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.flat import Placed, Row, in_order
+from zeroplan.spec.adapter import ATTENTION, AdapterSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 
@@ -37,6 +38,12 @@ class Step(NamedTuple):
 
     Checkpointing does that to what it recomputes; so does an operator other than ``linear`` that takes a view of the weight,
     as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
+    """
+    drops: tuple[int, ...] = ()
+    """Frozen parameters of the recomputation that its backward has begun: DeepSpeed releases them with it, whoever needs them.
+
+    What the recomputation saved of them lives on until their backward, for which they are gathered again
+    (``update_recompute_parameters`` and ``release_sub_module``).
     """
 
 
@@ -96,6 +103,8 @@ class _Module(NamedTuple):
     parameters: tuple[int, ...]
     viewed: bool = False
     """Its operators save views of its weights."""
+    reads_constant: bool = False
+    """Nothing before it in its block is trained, nor is it."""
 
 
 @lru_cache(maxsize=64)
@@ -117,8 +126,9 @@ def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
     steps += [Step(_BACKWARD, (), n_blocks, 0, releases=True), Step(_BACKWARD, tuple(head_of), n_blocks, 1, releases=True)]
     steps += [Step(_BACKWARD, (), n_blocks, 1, releases=True), Step(_BACKWARD, norm, n_blocks, 2, releases=True)]
     for block in range(n_blocks - 1, -1, -1):
-        steps += _backward(placed, blocks[block], block, again=again)
-    steps += [Step(_BACKWARD, (index,), -1, 0, releases=False) for index in reversed(before)]
+        steps += _backward(placed, _followed(blocks[block], model, block, again=again), block, again=again)
+    if model.adapter is None or again:
+        steps += [Step(_BACKWARD, (index,), -1, 0, releases=False) for index in reversed(before)]
     return tuple(steps)
 
 
@@ -132,13 +142,21 @@ def _backward(placed: tuple[Placed, ...], modules: tuple[_Module, ...], block: i
     made = 0
     recompute = [step._replace(saves=True) for step in _forward(modules, block)] if again else []
     for module in reversed(modules):
-        made += sum(placed[index].end - placed[index].start for index in module.parameters)
+        made += sum(placed[index].end - placed[index].start for index in module.parameters if not placed[index].parameter.frozen)
         steps.append(Step(_BACKWARD, module.parameters, block, made, releases=True))
         if module.parameters and recompute:
             steps[-1] = steps[-1]._replace(releases=False)
-            steps += [*recompute[:-1], Step(_BACKWARD, module.parameters, block, made, releases=True)]
+            dropped = tuple(index for step in recompute[:-1] for index in step.parameters if placed[index].parameter.frozen)
+            steps += [*recompute[:-1], Step(_BACKWARD, module.parameters, block, made, releases=True, drops=dropped)]
             recompute = []
     return steps
+
+
+def _followed(modules: tuple[_Module, ...], model: ModelSpec, block: int, *, again: bool) -> tuple[_Module, ...]:
+    """What has a backward: in the first block, whose input has no gradient, nothing that comes before all adapters."""
+    if model.adapter is None or again or block:
+        return modules
+    return tuple(module for module in modules if not module.reads_constant)
 
 
 def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[_Module, ...]:
@@ -149,6 +167,8 @@ def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[
     for index, name in inside:
         by_name.setdefault("mlp" if leaf and name.startswith("mlp.") else name, []).append(index)
     names = in_order(list(by_name))
+    if model.adapter is not None:
+        return _adapted_modules(by_name, names, model.adapter)
     modules: list[_Module] = []
     parent = ""
     for name in names:
@@ -158,6 +178,40 @@ def _modules(model: ModelSpec, placed: tuple[Placed, ...], block: int) -> tuple[
         modules.append(_Module(tuple(by_name[name]), viewed=(leaf and name == "mlp") or name.endswith("experts")))
         modules += [_Module(())] * _modules_after(model, name)
     return tuple(modules)
+
+
+def _adapted_modules(by_name: dict[str, list[int]], names: list[str], adapter: AdapterSpec) -> tuple[_Module, ...]:
+    """The same with adapters: a wrapper without parameters runs the linear layer, an empty dropout and the two matrices."""
+    modules: list[_Module] = []
+    parent = ""
+    constant = _before_adapters(adapter)
+    for name in names:
+        parts = name.split(".")
+        if len(parts) > 1 and parts[0] != parent:
+            parent = parts[0]
+            modules.append(_Module(()))
+        wrapped = parts[-1] == "base_layer"
+        modules += [_Module(())] * wrapped
+        modules.append(_Module(tuple(by_name[name]), reads_constant=name.removesuffix(".base_layer") in constant))
+        modules += [_Module(())] * wrapped
+        modules += [_Module(())] * (parts[1:2] == ["gate_proj"] and name in _ENDS_GATE)
+    return tuple(modules)
+
+
+#: Module after which the activation of the gate runs.
+_ENDS_GATE = ("mlp.gate_proj", "mlp.gate_proj.lora_B.default")
+
+
+def _before_adapters(adapter: AdapterSpec) -> frozenset[str]:
+    """Modules of a block, by name, that read nothing an adapter has made."""
+    names = ["input_layernorm", *(f"self_attn.{name}" for name in ATTENTION[:3])]
+    if not set(adapter.layers) & set(ATTENTION[:3]):
+        names += ["self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj"]
+    if not set(adapter.layers) & set(ATTENTION):
+        names += ["post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj"]
+    if adapter.layers == ("down_proj",):
+        names.append("mlp.down_proj")
+    return frozenset(names)
 
 
 def _modules_after(model: ModelSpec, name: str) -> int:
@@ -309,6 +363,11 @@ class _Replay:
                 self.saved[index] = self.numel[index]
             else:
                 self._hold(-self.numel[index])
+        for index in step.drops:
+            if index in self.available and index not in self.persistent:
+                self.available.discard(index)
+                self.counted -= self.numel[index]
+                self.saved[index] = self.numel[index]
         if step.direction == _BACKWARD:
             self._hold(-sum(self.saved.pop(index, 0) for index in step.parameters))
 
