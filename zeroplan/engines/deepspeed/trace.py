@@ -36,14 +36,13 @@ class Step(NamedTuple):
     saves: bool = False
     """Autograd saves a weight of it as it is gathered, so that it lives on when it is released, until the backward.
 
-    Checkpointing does that to what it recomputes; so does an operator other than ``linear`` that takes a view of the weight,
+    Checkpointing does that to what it recomputes, frozen weights apart; so does an operator other than ``linear`` that takes a view of the weight,
     as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
     """
     drops: tuple[int, ...] = ()
     """Frozen parameters of the recomputation that its backward has begun: DeepSpeed releases them with it, whoever needs them.
 
-    What the recomputation saved of them lives on until their backward, for which they are gathered again
-    (``update_recompute_parameters`` and ``release_sub_module``).
+    They are gathered again for their own backward (``update_recompute_parameters`` and ``release_sub_module``).
     """
 
 
@@ -56,6 +55,8 @@ class Note(NamedTuple):
     """Most while its parameters are gathered."""
     during: int
     after: int
+    frozen: int = 0
+    """Most while the parameters of frozen modules are gathered that go backward next, before another gradient is made."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -245,6 +246,7 @@ class _Replay:
         decided: set[tuple[int, int]] | None = None,
     ) -> None:
         self.numel = [each.end - each.start for each in whole.placed]
+        self.frozen = [each.parameter.frozen for each in whole.placed]
         self.options = options
         self.n_blocks = whole.n_blocks
         self.steps = steps
@@ -285,7 +287,9 @@ class _Replay:
             elif turned and step.block == self.n_blocks:
                 head.append(gathering)
             elif turned and step.block >= 0:
-                backward[step.block].append(Note(step.made, gathering, during, self.elements))
+                notes_so_far = backward[step.block]
+                made_nothing = step.parameters and step.made == (notes_so_far[-1].made if notes_so_far else 0)
+                notes_so_far.append(Note(step.made, gathering, during, self.elements, gathering if made_nothing else 0))
             elif turned:
                 embedding = max(embedding, gathering)
         notes = tuple(_per_gradient(backward[block]) for block in range(self.n_blocks))
@@ -359,7 +363,7 @@ class _Replay:
                 continue
             self.available.discard(index)
             self.counted -= self.numel[index]
-            if step.saves:
+            if step.saves and not self.frozen[index]:
                 self.saved[index] = self.numel[index]
             else:
                 self._hold(-self.numel[index])
@@ -367,7 +371,7 @@ class _Replay:
             if index in self.available and index not in self.persistent:
                 self.available.discard(index)
                 self.counted -= self.numel[index]
-                self.saved[index] = self.numel[index]
+                self._hold(-self.numel[index])
         if step.direction == _BACKWARD:
             self._hold(-sum(self.saved.pop(index, 0) for index in step.parameters))
 
@@ -407,6 +411,9 @@ def _per_gradient(notes: list[Note]) -> tuple[Note, ...]:
     merged: dict[int, Note] = {}
     for note in notes:
         before = merged.get(note.made, note)
+        if note.frozen:
+            merged[note.made] = before._replace(after=note.after, frozen=max(before.frozen, note.frozen))
+            continue
         most = max(note.gathering, before.gathering), max(note.during, before.during)
-        merged[note.made] = Note(note.made, *most, note.after)
+        merged[note.made] = Note(note.made, *most, note.after, before.frozen)
     return tuple(merged[made] for made in sorted(merged))
