@@ -31,7 +31,7 @@ from zeroplan.engines.deepspeed.passes import (
     running_line,
 )
 from zeroplan.engines.deepspeed.stage12_lines import waiting
-from zeroplan.engines.deepspeed.trace import Gathered, gathered
+from zeroplan.engines.deepspeed.trace import RECOMPUTED, Gathered, gathered
 from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.engines.precisions import widths
@@ -317,7 +317,7 @@ def _recomputed(job: _Job, these: Passes, run: RunPass) -> Moment:
     """The last block, recomputed: its frozen weights go before its backward has come far."""
     block = run.first + run.n_blocks - 1
     flow = Line(Kind.ACTIVATIONS, these.head.hidden_bytes, "gradient that flows into this block", "r·T·h", FLOWING)
-    held = max(note.gathering for note in job.trace.backward[block] if not note.made)
+    held = max(note.gathering for note in job.trace.backward[block] if note.made == RECOMPUTED)
     own = (*run.block.saved, *run.block.forward, flow)
     lines = (*around_block(these, run, block), *own, _gathered_line(job, held))
     return Moment("backward: a block recomputed", Phase.BACKWARD, lines)

@@ -18,6 +18,8 @@ from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 
 _FORWARD, _BACKWARD = "forward", "backward"
 _NEVER = 10**18
+RECOMPUTED = -1
+"""Stands for the gradients made, in the note of a frozen block that is recomputed."""
 
 #: Families whose expert layer DeepSpeed gathers and releases as one module, router and all (``leaf_module_config.py``).
 LEAF_FAMILIES = ("mixtral", "qwen3_moe")
@@ -287,9 +289,10 @@ class _Replay:
             elif turned and step.block == self.n_blocks:
                 head.append(gathering)
             elif turned and step.block >= 0:
-                notes_so_far = backward[step.block]
-                made_nothing = step.parameters and step.made == (notes_so_far[-1].made if notes_so_far else 0)
-                notes_so_far.append(Note(step.made, gathering, during, self.elements, gathering if made_nothing else 0))
+                again = any(self.frozen) and step.direction == _FORWARD
+                idle = bool(step.parameters) and all(self.frozen[index] for index in step.parameters)
+                made, frozen = RECOMPUTED if again else step.made, gathering if idle and not again else 0
+                backward[step.block].append(Note(made, gathering, during, self.elements, frozen))
             elif turned:
                 embedding = max(embedding, gathering)
         notes = tuple(_per_gradient(backward[block]) for block in range(self.n_blocks))
