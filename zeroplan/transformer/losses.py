@@ -64,7 +64,8 @@ def frozen_head(way: LossPass, *, keeps_input: bool) -> LossPass:
     if keeps_input:
         return way._replace(points=points)
     named = tuple(line._replace(kind=TEMPORARY, reason="input of the head, held by name") for line in way.saved)
-    without = tuple([point._replace(lines=tuple(one for one in point.lines if one not in way.saved)) for point in points])
+    read = {line.reason for line in way.saved}
+    without = tuple([point._replace(lines=tuple(one for one in point.lines if one.reason not in read)) for point in points])
     return way._replace(saved=(), forward=(*way.forward, *named), points=without)
 
 

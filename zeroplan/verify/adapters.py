@@ -1,5 +1,7 @@
 """Low-rank adapters as peft puts them into a model."""
 
+import warnings
+
 from torch import nn
 
 from zeroplan.spec.adapter import AdapterSpec
@@ -12,6 +14,12 @@ def with_adapters(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) ->
     peft makes adapters of 16-bit weights fp32 where that is what is trained. DeepSpeed casts the whole module to 16 bits, and is
     handed it so.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft calls what transformers is about to rename
+        return _adapted(model, adapter, recipe)
+
+
+def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.Module:
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415  takes seconds
 
     wanted = LoraConfig(r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers), task_type="CAUSAL_LM")

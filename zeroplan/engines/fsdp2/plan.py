@@ -68,6 +68,8 @@ class Plan(NamedTuple):
     trained_root: Group
     trained_blocks: tuple[Group, ...]
     """What of the groups gets gradients: all of them, unless weights are frozen."""
+    trained_kinds: tuple[str, ...]
+    """Kind of what is trained in each run, as symbols have it."""
     tail_elements: int
     """Gradients of the root group that exist once the final norm has gone backward."""
     tied_head_elements: int
@@ -130,11 +132,6 @@ class Plan(NamedTuple):
         return "P" if self.trained_root is self.root else "P_trained"
 
     @property
-    def trained_kinds(self) -> tuple[str, ...]:
-        """Kind of what is trained in each run, as symbols have it."""
-        return tuple(group.symbol for group in self.trained_blocks)
-
-    @property
     def trained_root_symbol(self) -> str:
         """Kind of what is trained in the root group; nothing where it is frozen."""
         return self.trained_root.symbol if self.trained_root.numel else ""
@@ -190,7 +187,7 @@ class Plan(NamedTuple):
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Plan:
     """Size the groups and collect what every moment needs."""
     tree, width, n = layout(model), widths(recipe.precision), mesh.dp_shard
-    learning = trained_layout(model)
+    learning = tree if model.adapter is None else trained_layout(model)
     compute = compute_of(recipe)
     recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
@@ -235,6 +232,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         blocks=blocks,
         trained_root=trained_root,
         trained_blocks=trained_blocks,
+        trained_kinds=tuple(group.symbol for group in trained_blocks),
         tail_elements=sum(parameter.numel for parameter in learning.tail),
         tied_head_elements=0 if learning.tied_head is None else learning.tied_head.numel,
         embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),

@@ -203,8 +203,8 @@ def _linear(
         return made
     with tape.unless_constant(value):
         given = op.cast(tape, value, "4" if structure.block.autocast else "e", Site(f"input of the {name}'s adapter", LORA))
-    inner = op.linear(tape, given, "ρ", Site(f"{name}'s adapter, A", LORA), reads=reads)
-    outer = op.linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA), reads="ρ")
+    inner = op.linear(tape, given, "z", Site(f"{name}'s adapter, A", LORA), reads=reads)
+    outer = op.linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA), reads="z")
     tape.release(inner)
     scaled = op.scaled(tape, outer, f"output of the {name}'s adapter, scaled", Site(f"{name}'s adapter: scale", LORA))
     total = op.add(tape, made, scaled, f"output of the {name} and its adapter", Site(f"{name} and its adapter", LORA))

@@ -48,7 +48,7 @@ class Widths(NamedTuple):
     kernels: Kernels
     recomputed: bool = False
     """The backward recomputes the block: what the recomputation saved is given back as it is used."""
-    rank: int = 0  # ρ, of adapters
+    rank: int = 0  # z, of adapters
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
