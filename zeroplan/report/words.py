@@ -35,7 +35,8 @@ def job_lines(answer: Estimate) -> Iterator[str]:
         yield f"{answer.parameters:,} parameters{active}"
     adapter = answer.job.model.adapter
     if adapter is not None:
-        yield f"LoRA of rank {adapter.rank:,} in {adapter.targets}: {answer.trained_parameters:,} parameters trained, the others frozen"
+        trained = f"{answer.trained_parameters:,} parameters trained, the others frozen"
+        yield f"LoRA of rank {adapter.rank:,} in {adapter.targets}: {trained}"
     yield f"{recipe.precision}, {_optimizer(recipe)}, recomputation {recipe.recompute}, attention {recipe.attention}"
     accumulated = "" if batch.grad_accum_steps == 1 else f"{batch.grad_accum_steps:,} micro-batches or "
     tokens = batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard

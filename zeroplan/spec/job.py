@@ -72,7 +72,10 @@ class JobSpec(Spec):
         recipe = self.recipe
         for asked, instead in (
             (recipe.engine == "paper" and "engine 'paper'", "engine 'ddp', 'fsdp2' or 'deepspeed'"),
-            (recipe.engine == "deepspeed" and recipe.zero_stage == 0 and "DeepSpeed stage 0", "engine 'ddp', or a higher stage"),
+            (
+                recipe.engine == "deepspeed" and recipe.zero_stage == 0 and "DeepSpeed stage 0",
+                "engine 'ddp', or a higher stage",
+            ),
             (recipe.attention == "eager" and "attention 'eager'", "attention 'sdpa'"),
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (recipe.fsdp2.cpu_offload and "fsdp2.cpu_offload", "a higher number of GPUs"),

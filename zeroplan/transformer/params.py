@@ -39,7 +39,9 @@ def layout(model: ModelSpec) -> Layout:
         built = adapted_layout(built, model.adapter)
     if not model.unplaced_parameters:
         return built
-    return built._replace(embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,), frozen=model.adapter is not None)))
+    return built._replace(
+        embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,), frozen=model.adapter is not None))
+    )
 
 
 @lru_cache(maxsize=256)

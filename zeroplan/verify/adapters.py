@@ -24,11 +24,11 @@ def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.M
 
     wanted = LoraConfig(r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers), task_type="CAUSAL_LM")
     wide = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed"
-    adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)  # type: ignore[arg-type]
+    adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)
     return adapted.train()
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The transformers model inside peft's wrapper, whose parts have the names that they have without it."""
     inside = getattr(module, "get_base_model", None)
-    return module if inside is None else inside()  # type: ignore[no-any-return]  # peft's own method
+    return module if inside is None else inside()

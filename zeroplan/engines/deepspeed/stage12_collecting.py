@@ -20,6 +20,7 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     kept_buckets,
     oversize_copy,
     own_gradients,
+    starts_with,
     tied_head,
 )
 from zeroplan.ledger import Line, Moment, Phase
@@ -69,8 +70,10 @@ def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     ):
         above = job.whole.n_elements - ends[block]
         beside = around_block(these, run, block)
+        begins = starts_with(job, block)
         for point in run.block.points:
-            lines = (*beside, *point.lines, *around, _collected(job, above + point.gradients, point))
+            buckets = kept_buckets(job) if begins and not point.gradients else around
+            lines = (*beside, *point.lines, *buckets, _collected(job, above + point.gradients, point))
             yield Moment(f"{name}: {point.name}", Phase.BACKWARD, lines)
 
 
@@ -85,7 +88,9 @@ def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     around = (*these.head.shared, *these.output, *bucket_lines(job))
     embedding = embedding_elements(job.whole)
     made = where(job.accumulates, psi + embedding, psi)
-    all_made = gradient_line(job, made, "all gradients, and the embedding's before it is added", "(Ψ + M·h·V)" if embedding else "Ψ")
+    all_made = gradient_line(
+        job, made, "all gradients, and the embedding's before it is added", "(Ψ + M·h·V)" if embedding else "Ψ"
+    )
     rest = gradient_line(job, left, "gradients not yet in a bucket")
     return (
         *at_the_embedding(job, these, (*bucket_lines(job), all_made)),

@@ -109,6 +109,11 @@ def frozen_weights(job: Job) -> tuple[Line, ...]:
     return (Line(Kind.PARAMETERS, n_bytes, "frozen weights, whole on every rank", formula, _FILE),)
 
 
+def starts_with(job: Job, block: int) -> bool:
+    """Whether the first gradient of all is made in this block: head and final norm are frozen."""
+    return job.whole.executed[-1].block == block
+
+
 def keeps_partition(job: Job) -> bool:
     """Whether reduced gradients are added up in an fp32 tensor of exactly the share (``grad_accum_dtype`` fp32)."""
     return job.recipe.deepspeed.grad_accum_dtype == "fp32" and job.element == 2

@@ -37,6 +37,7 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     kept_buckets,
     oversize_copy,
     own_gradients,
+    starts_with,
     tied_head,
     waiting,
 )
@@ -112,12 +113,18 @@ def _unreduced(job: Job, run: RunPass) -> tuple[Line, ...]:
 
 def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Line, ...]) -> Iterator[Moment]:
     block = run.first + run.n_blocks - 1
+    begins = starts_with(job, block)
+    none_yet = (earlier_gradients(job), *kept_buckets(job))
     yield from block_moments(
         these,
         run,
         block,
         "backward of the last block",
-        lambda point: (*always, *_staying(job, block, point.gradients), _waiting(job, block, point)),
+        lambda point: (
+            *(none_yet if begins and not point.gradients else always),
+            *_staying(job, block, point.gradients),
+            _waiting(job, block, point),
+        ),
     )
 
 

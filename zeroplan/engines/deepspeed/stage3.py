@@ -31,17 +31,17 @@ from zeroplan.engines.deepspeed.passes import (
     running_line,
 )
 from zeroplan.engines.deepspeed.stage12_lines import waiting
-from zeroplan.engines.deepspeed.trace import RECOMPUTED, Gathered, gathered
+from zeroplan.engines.deepspeed.trace import AGAIN, Gathered, gathered
 from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.engines.precisions import widths
-from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Bool, Int, ceil_div, for_each_value, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.transformer.blocks import RECOMPUTED
 
 _STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
 _GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
@@ -290,7 +290,11 @@ def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, 
     for block in range(first + n_blocks - 1, first - 1, -1):
         notes = trace.backward[block]
         note = next((note for note in notes if note.made >= gradients), notes[-1])
-        held = max(note.during, note.gathering - current) if current else max(note.frozen, note.after)
+        held = (
+            max(note.during, note.gathering - current)
+            if current
+            else max(note.frozen, note.after, note.gathering if note.made == AGAIN else 0)
+        )
         if not chosen or held > chosen[-1][1]:
             chosen.append((block, held))
     return tuple(chosen)
@@ -299,28 +303,16 @@ def _highest_blocks(trace: Gathered, first: int, n_blocks: int, gradients: int, 
 def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Each point of the last block, and of earlier ones where more is gathered."""
     tied = _tied_head(job)
-    if job.every is not job.whole and these.recompute == "full":
-        yield _recomputed(job, these, run)
     beside: dict[int, tuple[Line, ...]] = {}
     for point in run.block.points:
         line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
         around = (line, *tied)
-        counts = point.gradients, point.current_gradient
+        counts = (AGAIN if point.name == RECOMPUTED else point.gradients), point.current_gradient
         for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, *counts):
             if block not in beside:
                 beside[block] = around_block(these, run, block)
             lines = (*beside[block], *point.lines, _gathered_line(job, held), *around)
             yield Moment(f"backward of a block: {point.name}", Phase.BACKWARD, lines)
-
-
-def _recomputed(job: _Job, these: Passes, run: RunPass) -> Moment:
-    """The last block, recomputed: its frozen weights go before its backward has come far."""
-    block = run.first + run.n_blocks - 1
-    flow = Line(Kind.ACTIVATIONS, these.head.hidden_bytes, "gradient that flows into this block", "r·T·h", FLOWING)
-    held = max(note.gathering for note in job.trace.backward[block] if note.made == RECOMPUTED)
-    own = (*run.block.saved, *run.block.forward, flow)
-    lines = (*around_block(these, run, block), *own, _gathered_line(job, held))
-    return Moment("backward: a block recomputed", Phase.BACKWARD, lines)
 
 
 @lru_cache(maxsize=256)

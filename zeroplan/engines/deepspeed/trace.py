@@ -18,7 +18,7 @@ from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 
 _FORWARD, _BACKWARD = "forward", "backward"
 _NEVER = 10**18
-RECOMPUTED = -1
+AGAIN = -1
 """Stands for the gradients made, in the note of a frozen block that is recomputed."""
 
 #: Families whose expert layer DeepSpeed gathers and releases as one module, router and all (``leaf_module_config.py``).
@@ -38,13 +38,13 @@ class Step(NamedTuple):
     saves: bool = False
     """Autograd saves a weight of it as it is gathered, so that it lives on when it is released, until the backward.
 
-    Checkpointing does that to what it recomputes, frozen weights apart; so does an operator other than ``linear`` that takes a view of the weight,
-    as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
+    Checkpointing does that to what it recomputes, frozen weights apart; so does an operator other than ``linear`` that takes a view
+    of the weight, as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
     """
     drops: tuple[int, ...] = ()
     """Frozen parameters of the recomputation that its backward has begun: DeepSpeed releases them with it, whoever needs them.
 
-    They are gathered again for their own backward (``update_recompute_parameters`` and ``release_sub_module``).
+    They are gathered again for their own backward.
     """
 
 
@@ -145,7 +145,9 @@ def _backward(placed: tuple[Placed, ...], modules: tuple[_Module, ...], block: i
     made = 0
     recompute = [step._replace(saves=True) for step in _forward(modules, block)] if again else []
     for module in reversed(modules):
-        made += sum(placed[index].end - placed[index].start for index in module.parameters if not placed[index].parameter.frozen)
+        made += sum(
+            placed[index].end - placed[index].start for index in module.parameters if not placed[index].parameter.frozen
+        )
         steps.append(Step(_BACKWARD, module.parameters, block, made, releases=True))
         if module.parameters and recompute:
             steps[-1] = steps[-1]._replace(releases=False)
@@ -291,7 +293,7 @@ class _Replay:
             elif turned and step.block >= 0:
                 again = any(self.frozen) and step.direction == _FORWARD
                 idle = bool(step.parameters) and all(self.frozen[index] for index in step.parameters)
-                made, frozen = RECOMPUTED if again else step.made, gathering if idle and not again else 0
+                made, frozen = AGAIN if again else step.made, gathering if idle and not again else 0
                 backward[step.block].append(Note(made, gathering, during, self.elements, frozen))
             elif turned:
                 embedding = max(embedding, gathering)

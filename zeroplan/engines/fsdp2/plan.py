@@ -198,7 +198,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     root = _group((*tree.embeddings, *tree.tail), n, "root")
     blocks = tuple(_group(run.parameters, n, run.kind) for run in tree.runs)
     trained_root, trained_blocks = root, blocks
-    parameters, symbol = (_parameter_line(tree, root, blocks, width.stored),), "P/N"
+    symbol = "P/N"
+    parameters: tuple[Line, ...] = (_parameter_line(tree, root, blocks, width.stored),)
     if learning is not tree:
         trained_root, trained_blocks = _trained_groups(learning, n)
         frozen = root._replace(shard=root.shard - trained_root.shard)

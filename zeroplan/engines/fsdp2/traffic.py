@@ -19,7 +19,9 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
     reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
     calls = list(_of_group(plan, (plan.root, plan.trained_root), 1, "the root group", mesh, batch.grad_accum_steps, reductions))
     for *groups, run in zip(plan.blocks, plan.trained_blocks, plan.runs, strict=True):
-        calls += _of_group(plan, (groups[0], groups[1]), run.layers, f"{run.kind} blocks", mesh, batch.grad_accum_steps, reductions)
+        calls += _of_group(
+            plan, (groups[0], groups[1]), run.layers, f"{run.kind} blocks", mesh, batch.grad_accum_steps, reductions
+        )
     return tuple(calls)
 
 

@@ -1,7 +1,7 @@
 """Blocks of the Llama kind with peft's low-rank adapters: frozen weights save nothing for gradients of their own.
 
-A frozen linear layer needs its weight alone to hand a gradient on; what it read is saved only where an adapter reads it too. Nothing
-is saved, nor goes backward, before the first adapter, unless autograd is made to follow the embedding's output.
+A frozen linear layer needs its weight alone to hand a gradient on; what it read is saved only where an adapter reads it too.
+Nothing is saved, nor goes backward, before the first adapter, unless autograd is made to follow the embedding's output.
 """
 
 from functools import lru_cache
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Kind
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.blocks import BlockPass, Compute
+from zeroplan.transformer.blocks import RECOMPUTED, BlockPass, Compute
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families import traced
 from zeroplan.transformer.families.attend import Heads
@@ -18,7 +18,7 @@ from zeroplan.transformer.families.llama import has_head_norms
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.sizes import quantities
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Alive, Arriving, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
@@ -43,6 +43,7 @@ class Structure(NamedTuple):
     """Autograd follows the block's input."""
     keeps_inputs: bool
     """Frozen linear layers save their inputs."""
+    recomputed: bool
     head_norms: bool
     output_bias: bool
     mlp_bias: bool
@@ -74,6 +75,7 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths, *, first: bool) ->
         model.adapter.layers,
         not first or compute.first_input_is_tracked,
         compute.keeps_inputs,
+        compute.first_input_is_tracked,
         has_head_norms(model),
         bias and model.family != "qwen2",
         model.mlp_bias,
@@ -87,15 +89,34 @@ def _plan(structure: Structure) -> traced.Plan:
     tape, given, output = _run(structure, saving=True)
     forward = index.moments(highest(tape.moments, **dtypes))
     saved, casts = index.of(tape.saved), index.elements(tape.casts)
+    arriving = Store(Kind.ACTIVATIONS, "gradient of the residual stream", f"r·{output.shape}", LAYER)
+    again_first = _again(tape, given.store, _above_recomputation(structure, arriving)) if structure.recomputed else []
     tape.release(output, given)
-    tape.run_backward(output, Store(Kind.ACTIVATIONS, "gradient of the residual stream", f"r·{output.shape}", LAYER))
-    points = index.moments(highest(tape.moments, **dtypes))
+    tape.run_backward(output, arriving)
+    points = index.moments(highest([*again_first, *tape.moments], **dtypes))
     selective = index.of((*tape.products[::2], *tape.kernel_outputs))
     again, _, _ = _run(structure, saving=False, given=given.store)
     recompute = index.moments(highest(again.moments, **dtypes))
     places = index.of((given.store,))
     stores, weights = tuple(index.stores), tuple(index.weights)
     return traced.Plan(stores, weights, saved, forward, recompute, points, casts, selective, places, LAYER)
+
+
+def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, ...]:
+    """What has gone backward when something saved is first needed: the scaling of the last adapter needs nothing."""
+    if "down_proj" not in structure.adapted:
+        return (arriving,)
+    scaled = Store(Kind.ACTIVATIONS, "gradient of the down projection's adapter, scaled", "e·T·h", LORA)
+    return (arriving, scaled)
+
+
+def _again(tape: Tape, given: Store, above: tuple[Store, ...]) -> list[Alive]:
+    """The moments of recomputing the block, up to the last tensor that it saves; its input is counted as a checkpoint."""
+    checkpoint = () if given in tape.saved else (given,)
+    return [
+        moment._replace(name=RECOMPUTED, stores=(*(one for one in moment.stores if one not in checkpoint), *above))
+        for moment in tape.until_last_saved
+    ]
 
 
 def _run(structure: Structure, *, saving: bool, given: Store | None = None) -> tuple[Tape, Value, Value]:
@@ -213,6 +234,7 @@ def _linear(
 
 
 def _frozen_linear(tape: Tape, value: Value, width: str, site: Site, *, bias: bool, keeps_input: bool) -> Value:
+    tape.save_weight()
     made = op.tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
     if not bias:
         tape.products.append(made.store)

@@ -70,6 +70,7 @@ class Tape:
         self.constants: set[Value] = set()
         """Tensors that autograd does not follow."""
         self._apart = False
+        self._last_saving: tuple[int, Alive, tuple[Value, ...]] | None = None
         self.alive: dict[Store, None] = {}
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
@@ -143,6 +144,8 @@ class Tape:
         for store in kept:
             self.hold(store)
             self.saved[store] = None
+        if kept:
+            self._last_saving = len(self.moments) - 1, self.moments[-1], outputs
         self.operators.append(Operator(name, outputs, kept, backward, cast))
 
     @contextmanager
@@ -154,6 +157,20 @@ class Tape:
             yield
         finally:
             self._apart = before
+
+    def save_weight(self) -> None:
+        """Save a weight, which is nobody's activation, but which a recomputation goes on to."""
+        if self.saving and not self._apart:
+            self._last_saving = len(self.moments) - 1, self.moments[-1], ()
+
+    @property
+    def until_last_saved(self) -> list[Alive]:
+        """The moments up to the last operator that saves something, which a recomputation stops before (``early_stop``)."""
+        if self._last_saving is None:
+            return []
+        before, last, outputs = self._last_saving
+        made = [value.store for value in outputs]
+        return [*self.moments[:before], last._replace(stores=tuple(store for store in last.stores if store not in made))]
 
     def temporary(self, reason: str, formula: str, source: str) -> Store:
         """Allocate what is gone when the operator is done."""
