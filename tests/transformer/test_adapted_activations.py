@@ -28,7 +28,7 @@ PRECISIONS = {
     "fp32": Compute(4, autocast=False, attention="sdpa", kernels="cpu", first_input_is_tracked=False),
     "autocast": Compute(2, autocast=True, attention="sdpa", kernels="cpu", first_input_is_tracked=False),
 }
-TARGETS = ("all-linear", "q_proj,v_proj", "o_proj", "gate_proj,down_proj")
+TARGETS = ("all-linear", "q_proj,v_proj", "gate_proj,down_proj")
 LABEL_WEIGHTS = 4
 """Bytes of their sum, which the account of the loss leaves out."""
 
