@@ -14,7 +14,7 @@ def with_adapters(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) ->
     peft makes adapters of 16-bit weights fp32 where that is what is trained. DeepSpeed casts the whole module to 16 bits, and is
     handed it so.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), next(model.parameters()).device:
         warnings.simplefilter("ignore")  # peft calls what transformers is about to rename
         return _adapted(model, adapter, recipe)
 
