@@ -15,7 +15,7 @@ from torch import nn
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.engines import Watcher, make_optimizer
+from zeroplan.verify.engines import Watcher, make_optimizer, trained
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload
 
@@ -63,7 +63,7 @@ class DeepSpeed:
     kept: Kind | None = None
 
     def __init__(self, work: Workload, job: JobSpec) -> None:
-        self.optimizer = make_optimizer(work.module.parameters(), _with_its_default(job.recipe))
+        self.optimizer = make_optimizer(trained(work.module), _with_its_default(job.recipe))
         if job.recipe.zero_stage == 0 and self.optimizer.defaults.get("fused"):
             deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # so that its wrapper is taken
         self._engine, self._wrapper, *_ = deepspeed.initialize(

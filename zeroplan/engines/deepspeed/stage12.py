@@ -10,6 +10,7 @@ from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments, reduced_after_moments
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
+    frozen_weights,
     job_of,
     keeps_partition,
     own_gradients,
@@ -78,6 +79,7 @@ def _weights(job: Job) -> tuple[Line, ...]:
     return (
         Line(Kind.PARAMETERS, job.element * job.n_ranks * job.partition, "all weights, flat and padded", flat, _FILE),
         Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, _SHARE), _FILE),
+        *frozen_weights(job),
     )
 
 
@@ -121,7 +123,8 @@ def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of construction: the model is laid flat, then the share's weights are made, with gradients once."""
     psi, share = job.whole.n_elements, job.partition
     arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", _FILE)
-    copied = (arrived, weights[0]) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0],)
+    frozen = frozen_weights(job)
+    copied = (arrived, weights[0], *frozen) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0], *frozen)
     zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{_SHARE}",
                  f"{_FILE}, initialize_optimizer_states")  # fmt: skip
     clone = Line(Kind.TEMPORARY, job.element * share, "copy of the share before its cast", f"{job.element}·{_SHARE}", _FILE)

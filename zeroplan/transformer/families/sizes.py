@@ -30,6 +30,7 @@ def quantities(x: Widths, intermediate_size: int) -> dict[str, Int]:
         "f": intermediate_size,
         "e": x.element,
         "r": x.residual,
+        "z": x.rank,
         "q/4": x.heads * (x.head_dim // 4),
         "k/4": x.key // x.head_dim * (x.head_dim // 4),
         "k/d": x.key // x.head_dim,

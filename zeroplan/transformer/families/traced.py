@@ -84,20 +84,24 @@ class Plan(NamedTuple):
     source: str
 
 
-class _Index:
+class Index:
     """Gives every store and every formula of a weight its place, in the order they come."""
 
     def __init__(self) -> None:
+        """Begin with none."""
         self.stores: dict[Store, int] = {}
         self.weights: dict[str, int] = {}
 
     def of(self, stores: Iterable[Store]) -> Places:
+        """Places of stores."""
         return tuple(self.stores.setdefault(store, len(self.stores)) for store in stores)
 
     def elements(self, formulas: Iterable[str]) -> Places:
+        """Places of weights."""
         return tuple(self.weights.setdefault(formula, len(self.weights)) for formula in formulas)
 
     def moments(self, moments: Iterable[Alive]) -> tuple[Placed, ...]:
+        """Moments, with places for what is alive."""
         return tuple(map(self._placed, moments))
 
     def _placed(self, one: Alive) -> Placed:
@@ -132,7 +136,7 @@ def _of(model: ModelSpec, x: Widths, *, masked: bool) -> BlockPass:
         x.kernels,
     )
     plan = _plan(structure)
-    return _worked_out(plan, Sizes(plan, quantities(x, model.intermediate_size)), autocast=x.autocast)
+    return pass_of(plan, Sizes(plan, quantities(x, model.intermediate_size)), autocast=x.autocast)
 
 
 def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
@@ -168,7 +172,7 @@ def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
 
 @lru_cache(maxsize=64)
 def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
-    tape, program, index = Tape(wide=wide, autocast=autocast, saving=True), PROGRAMS[family], _Index()
+    tape, program, index = Tape(wide=wide, autocast=autocast, saving=True), PROGRAMS[family], Index()
     given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "r·T·h", program.source), "r", "T·h")
     made = program.final(tape, given)
     tape.release(made, given)
@@ -180,7 +184,7 @@ def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
 
 @lru_cache(maxsize=256)
 def _plan(structure: Structure) -> Plan:
-    index, source = _Index(), PROGRAMS[structure.family].source
+    index, source = Index(), PROGRAMS[structure.family].source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast}
     saving, given = _run(structure, saving=True)
     forward = index.moments(highest(saving.moments, **dtypes))
@@ -213,10 +217,10 @@ def _run(structure: Structure, *, saving: bool, given: Store | None = None) -> t
 
 def _block(structure: Structure) -> Block:
     head_norms = structure.family == "gemma3_text"
-    return Block(_attention(structure), structure.grouped, structure.one_key, structure.attention_bias, head_norms)
+    return Block(kernel_of(structure), structure.grouped, structure.one_key, structure.attention_bias, head_norms)
 
 
-def _attention(structure: Structure) -> Attention:
+def kernel_of(structure: Structure) -> Attention:
     """Which kernel ``scaled_dot_product_attention`` takes (on CUDA: torch 2.13, sdp_utils.cpp), or attention written out."""
     if structure.attention == "eager":
         return capped_eager if structure.family == "gemma2" else eager
@@ -259,7 +263,8 @@ class Sizes:
         return BackwardPoint(name, self.lines(stores), made, making, copied, self.lines(handed_on))
 
 
-def _worked_out(plan: Plan, sizes: Sizes, *, autocast: bool) -> BlockPass:
+def pass_of(plan: Plan, sizes: Sizes, *, autocast: bool) -> BlockPass:
+    """Write a plan as what one block costs, for one batch."""
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     return BlockPass(
         saved,
