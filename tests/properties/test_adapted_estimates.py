@@ -37,7 +37,7 @@ def plain(recipe: RecipeSpec) -> RecipeSpec:
 @st.composite
 def jobs(draw: st.DrawFn) -> JobSpec:
     mesh, recipe = MeshSpec(dp_shard=8 * draw(st.integers(1, 64))), plain(draw(recipes(ENGINES)))
-    assume((recipe.engine, recipe.zero_stage) not in (("deepspeed", 0), ("deepspeed", 3)))
+    assume((recipe.engine, recipe.zero_stage) != ("deepspeed", 0))
     return JobSpec(model=draw(adapted()), recipe=recipe, mesh=mesh, batch=draw(batches()))
 
 
@@ -78,7 +78,7 @@ class Column:
 @given(data=st.data())
 def test_a_grid_of_adapted_jobs_is_its_points(engine: str, data: st.DataObject):
     model, recipe = data.draw(adapted()), plain(data.draw(recipes((engine,))))
-    assume((engine, recipe.zero_stage) not in (("deepspeed", 0), ("deepspeed", 3)))
+    assume((engine, recipe.zero_stage) != ("deepspeed", 0))
     points = data.draw(st.lists(st.tuples(st.integers(1, 512), batches()), min_size=2, max_size=3))
     account = engine_module(engine).account
     try:

@@ -58,6 +58,8 @@ TORCH = {
 DEEPSPEED = {
     "stage 1": job(ALL, "deepspeed", 1, deepspeed=BUCKET),
     "stage 2, recomputed, accumulation": job(TWO, "deepspeed", 2, recompute="full", accum=2, deepspeed=BUCKET),
+    "stage 3, streaming": job(TWO, "deepspeed", 3, deepspeed=STREAM),
+    "stage 3, streaming, recomputed": job(ALL, "deepspeed", 3, recompute="full", deepspeed=STREAM),
 }
 
 

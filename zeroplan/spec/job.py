@@ -88,7 +88,6 @@ class JobSpec(Spec):
         for asked, instead in (
             (recipe.engine == "paper" and "engine 'paper'", "engine 'ddp', 'fsdp2' or 'deepspeed'"),
             (deepspeed and recipe.zero_stage == 0 and "DeepSpeed stage 0", "engine 'ddp', or a higher stage"),
-            (deepspeed and recipe.zero_stage == 3 and "DeepSpeed stage 3", "engine 'fsdp2', or stage 2"),
             (recipe.attention == "eager" and "attention 'eager'", "attention 'sdpa'"),
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (recipe.fsdp2.cpu_offload and "fsdp2.cpu_offload", "a higher number of GPUs"),

@@ -31,7 +31,8 @@ class Compute(NamedTuple):
     """A linear layer saves its input, though its weight is frozen, as DeepSpeed's own for stage 3 does."""
 
 
-#: Name of a point at which a block that was checkpointed is being recomputed, where that may be higher than its backward.
+#: Begins the name of a point at which a block that was checkpointed is being recomputed, where that may be higher than its
+#: backward; what has just been made follows.
 RECOMPUTED = "recomputed"
 
 

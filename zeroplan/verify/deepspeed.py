@@ -120,6 +120,10 @@ class DeepSpeed:
         self._claim_taken()
         for name, kind in _HOLDS:
             self._watcher.claim(kind, tensors(getattr(self._wrapper, name, None)))
+        shares = (
+            getattr(parameter, "ds_tensor", None) for parameter in self.module.parameters()
+        )  # a frozen one's is in no group
+        self._watcher.claim(Kind.PARAMETERS, (share for share in shares if share is not None))
         own = {id(parameter) for parameter in self.module.parameters()}  # stage 0 in fp32 updates the model itself
         self._watcher.claim(_MASTERS, (master for master in self._masters() if id(master) not in own))
 

@@ -46,6 +46,8 @@ class Row:
     """The parameters that are larger than every one before them."""
     n_elements: int
     n_blocks: int
+    trained: tuple[int, ...]
+    """Elements of each parameter's gradient: none where it is frozen."""
 
 
 @lru_cache(maxsize=256)
@@ -89,7 +91,9 @@ def _row(model: ModelSpec, parts: Layout) -> Row:
     ends = tuple(accumulate(parameter.numel for _, parameter in flat))
     starts = (0, *ends[:-1])
     placed = tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, starts, ends, strict=True))
-    return Row(model, placed, starts, ends, _executed(model, placed, len(blocks)), _records(placed), ends[-1], len(blocks))
+    trained = tuple(0 if parameter.frozen else parameter.numel for _, parameter in flat)
+    executed, records = _executed(model, placed, len(blocks)), _records(placed)
+    return Row(model, placed, starts, ends, executed, records, ends[-1], len(blocks), trained)
 
 
 def _executed(model: ModelSpec, placed: tuple[Placed, ...], n_blocks: int) -> tuple[Placed, ...]:

@@ -114,7 +114,10 @@ def _again(tape: Tape, given: Store, above: tuple[Store, ...]) -> list[Alive]:
     """The moments of recomputing the block, up to the last tensor that it saves; its input is counted as a checkpoint."""
     checkpoint = () if given in tape.saved else (given,)
     return [
-        moment._replace(name=RECOMPUTED, stores=(*(one for one in moment.stores if one not in checkpoint), *above))
+        moment._replace(
+            name=f"{RECOMPUTED}: {moment.stores[-1].reason}",
+            stores=(*(one for one in moment.stores if one not in checkpoint), *above),
+        )
         for moment in tape.until_last_saved
     ]
 
