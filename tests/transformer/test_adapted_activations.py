@@ -24,9 +24,9 @@ from zeroplan.transformer.params import layout, trained_count  # noqa: E402
 
 BATCH = BatchSpec(micro_batch_size=2, seq_len=32)
 PRECISIONS = {
-    "bf16": Compute(2, autocast=False, attention="sdpa", kernels="cpu", first_input_is_tracked=False),
-    "fp32": Compute(4, autocast=False, attention="sdpa", kernels="cpu", first_input_is_tracked=False),
-    "autocast": Compute(2, autocast=True, attention="sdpa", kernels="cpu", first_input_is_tracked=False),
+    "bf16": Compute(2, autocast=False, attention="sdpa", kernels="cpu"),
+    "fp32": Compute(4, autocast=False, attention="sdpa", kernels="cpu"),
+    "autocast": Compute(2, autocast=True, attention="sdpa", kernels="cpu"),
 }
 TARGETS = ("all-linear", "q_proj,v_proj", "gate_proj,down_proj")
 LABEL_WEIGHTS = 4

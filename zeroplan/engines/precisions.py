@@ -54,6 +54,5 @@ def compute_of(recipe: RecipeSpec) -> Compute:
         recipe.attention,
         recipe.kernels,
         recipe.recompute,
-        recipe.recompute != "none",
         recipe.engine == "deepspeed" and recipe.zero_stage == 3,
     )

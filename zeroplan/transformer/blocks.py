@@ -22,11 +22,6 @@ class Compute(NamedTuple):
     """Whose attention kernels: a CPU's flash kernel takes what CUDA's refuses, but writes heads of two sizes out."""
     recompute: Recompute = "none"
     """What the backward runs again; formulas answer for each kind at once, a profile for one."""
-    first_input_is_tracked: bool = True
-    """Autograd follows the first block's input: of frozen models only where blocks are recomputed, as peft arranges it.
-
-    Of other models it always does, whatever stands here.
-    """
     keeps_inputs: bool = False
     """A linear layer saves its input, though its weight is frozen, as DeepSpeed's own for stage 3 does."""
 

@@ -61,13 +61,15 @@ def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
 
 
 def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
-    """Each point of the last block, where most is kept, and of the first, where most gradients are: one is the highest."""
+    """Each point of the last block, where most is kept, and of the first, where most gradients are: one is the highest.
+
+    And of the block before the last, where only that finds the bucket at its first points.
+    """
     around = (*bucket_lines(job), *tied_head(job))
     ends = {each.block: each.end for each in job.whole.placed}
-    for block, name in (
-        (run.first + run.n_blocks - 1, "backward of the last block"),
-        (run.first, "backward of the first block"),
-    ):
+    last = run.first + run.n_blocks - 1
+    before = ((last - 1, "backward of the block before the last"),) if starts_with(job, last) and run.n_blocks > 1 else ()
+    for block, name in ((last, "backward of the last block"), *before, (run.first, "backward of the first block")):
         above = job.whole.n_elements - ends[block]
         beside = around_block(these, run, block)
         begins = starts_with(job, block)

@@ -113,20 +113,26 @@ def _unreduced(job: Job, run: RunPass) -> tuple[Line, ...]:
 
 
 def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Line, ...]) -> Iterator[Moment]:
-    block = run.first + run.n_blocks - 1
-    begins = starts_with(job, block)
-    none_yet = (earlier_gradients(job), *kept_buckets(job))
-    yield from block_moments(
-        these,
-        run,
-        block,
-        "backward of the last block",
-        lambda point: (
-            *(none_yet if begins and not point.gradients else always),
-            *_staying(job, block, point.gradients),
-            _waiting(job, block, point),
-        ),
-    )
+    """Each point of the last block, and of the one before it where only that finds the bucket at its first points."""
+    last = run.first + run.n_blocks - 1
+    begins = starts_with(job, last)
+    none_yet = (earlier_gradients(job), *kept_buckets(job)) if begins else always
+    yield from _points_of(job, these, (run, last, "backward of the last block"), none_yet, always)
+    if begins and run.n_blocks > 1:
+        yield from _points_of(job, these, (run, last - 1, "backward of the block before the last"), always, always)
+
+
+def _points_of(
+    job: Job, these: Passes, place: tuple[RunPass, int, str], before: tuple[Line, ...], after: tuple[Line, ...]
+) -> Iterator[Moment]:
+    """Each point of a block, with what is there ``before`` its first gradient and ``after``."""
+    run, block, name = place
+
+    def around(point: BackwardPoint) -> tuple[Line, ...]:
+        buckets = after if point.gradients else before
+        return (*buckets, *_staying(job, block, point.gradients), _waiting(job, block, point))
+
+    return block_moments(these, run, block, name, around)
 
 
 def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:

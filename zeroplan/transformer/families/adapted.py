@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Kind
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import RECOMPUTED, BlockPass, Compute
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families import traced
@@ -40,10 +41,10 @@ class Structure(NamedTuple):
     adapted: tuple[str, ...]
     """Linear layers that have adapters."""
     tracked: bool
-    """Autograd follows the block's input."""
+    """Autograd follows the block's input: of the first block's only where blocks are recomputed, as peft arranges it."""
     keeps_inputs: bool
     """Frozen linear layers save their inputs."""
-    recomputed: bool
+    recompute: Recompute
     head_norms: bool
     output_bias: bool
     mlp_bias: bool
@@ -73,9 +74,9 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths, *, first: bool) ->
     return Structure(
         attention,
         model.adapter.layers,
-        not first or compute.first_input_is_tracked,
+        not first or compute.recompute != "none",
         compute.keeps_inputs,
-        compute.first_input_is_tracked,
+        compute.recompute,
         has_head_norms(model),
         bias and model.family != "qwen2",
         model.mlp_bias,
@@ -90,7 +91,7 @@ def _plan(structure: Structure) -> traced.Plan:
     forward = index.moments(highest(tape.moments, **dtypes))
     saved, casts = index.of(tape.saved), index.elements(tape.casts)
     arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"r·{output.shape}", LAYER)
-    again_first = _again(tape, given.store, _above_recomputation(structure, arriving)) if structure.recomputed else []
+    again_first = _again(tape, structure, given.store, arriving) if structure.recompute != "none" else []
     tape.release(output, given)
     tape.run_backward(output, arriving)
     points = index.moments(highest([*again_first, *tape.moments], **dtypes))
@@ -110,15 +111,19 @@ def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, 
     return (arriving, scaled)
 
 
-def _again(tape: Tape, given: Store, above: tuple[Store, ...]) -> list[Alive]:
-    """The moments of recomputing the block, up to the last tensor that it saves; its input is counted as a checkpoint."""
-    checkpoint = () if given in tape.saved else (given,)
+def _again(tape: Tape, structure: Structure, given: Store, arriving: Store) -> list[Alive]:
+    """The moments of recomputing the block; its input is counted as a checkpoint.
+
+    In full, up to the last tensor that it saves; selectively, to the end. DeepSpeed's own linear layer saves when it is done.
+    """
+    checkpoint, above = () if given in tape.saved else (given,), _above_recomputation(structure, arriving)
+    until = tape.moments if structure.recompute == "selective" else tape.until_last_saved(done=structure.keeps_inputs)
     return [
         moment._replace(
             name=f"{RECOMPUTED}: {moment.stores[-1].reason}",
             stores=(*(one for one in moment.stores if one not in checkpoint), *above),
         )
-        for moment in tape.until_last_saved
+        for moment in until
     ]
 
 

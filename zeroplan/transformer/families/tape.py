@@ -165,13 +165,15 @@ class Tape:
         if self.saving and not self._apart:
             self._last_saving = len(self.moments) - 1, self.moments[-1], ()
 
-    @property
-    def until_last_saved(self) -> list[Alive]:
-        """The moments up to the last operator that saves something, which a recomputation stops before (``early_stop``)."""
+    def until_last_saved(self, *, done: bool) -> list[Alive]:
+        """The moments up to the last operator that saves something, where a recomputation stops (``early_stop``).
+
+        Operators of torch save before they compute; ``done`` is of those that save afterwards.
+        """
         if self._last_saving is None:
             return []
         before, last, outputs = self._last_saving
-        made = [value.store for value in outputs]
+        made = [] if done else [value.store for value in outputs]
         return [*self.moments[:before], last._replace(stores=tuple(store for store in last.stores if store not in made))]
 
     def temporary(self, reason: str, formula: str, source: str) -> Store:
