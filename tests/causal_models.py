@@ -9,6 +9,7 @@ import pytest
 
 from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.spec.model import ModelSpec, MoeSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.widths import WITHOUT_SDPA
 
@@ -64,7 +65,12 @@ def tiny_spec(
 
 
 def causal_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None) -> PreTrainedModel:
-    """Build the transformers module, randomly initialised, in training mode, dropout off, without a cache."""
+    """Build the transformers module, randomly initialised, in training mode, dropout off, without a cache.
+
+    With adapters in it, where the spec has some: peft's, beside weights in the compute dtype.
+    """
+    if spec.adapter is not None:
+        return adapted_model(spec, compute, layers=layers)
     config = _config(spec, layers or spec.num_hidden_layers)
     config._attn_implementation = "eager" if spec.family in WITHOUT_SDPA else compute.attention
     if spec.moe is not None:
@@ -73,6 +79,15 @@ def causal_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None
     model = AutoModelForCausalLM.from_config(config).to(weight_dtype(compute))
     model.train()
     return model
+
+
+def adapted_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None) -> PreTrainedModel:
+    pytest.importorskip("peft")
+    from zeroplan.verify.adapters import with_adapters
+
+    model = causal_model(replace(spec, adapter=None), compute._replace(autocast=False), layers=layers)
+    recipe = RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed" if compute.autocast else "bf16")
+    return with_adapters(model, spec.adapter, recipe)
 
 
 def weight_dtype(compute: Compute) -> torch.dtype:

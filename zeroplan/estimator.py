@@ -18,7 +18,7 @@ from zeroplan.timeline import peak, reserved
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import approximation
 from zeroplan.transformer.legend import legend
-from zeroplan.transformer.params import active_parameter_count, parameter_count
+from zeroplan.transformer.params import active_parameter_count, parameter_count, trained_count
 
 
 class EngineModule(Protocol):
@@ -96,6 +96,11 @@ class Estimate:
         """Bytes of parameters, gradients and optimizer state."""
         by_kind = bytes_by_kind(self.states)
         return {kind: int(by_kind.get(kind, 0)) for kind in MODEL_STATES}
+
+    @property
+    def trained_parameters(self) -> int:
+        """Parameters that get gradients: all of them, or those of the adapters."""
+        return trained_count(self.job.model)
 
     @property
     def peak_bytes(self) -> int:
@@ -221,7 +226,7 @@ def estimate(job: JobSpec) -> Estimate:
         peak=highest._replace(lines=(*highest.lines, *workspaces)),
         outside=outside(job.mesh),
         host=account.host,
-        traffic=_traffic(job, account, parameters),
+        traffic=_traffic(job, account, parameters if job.model.adapter is None else trained_count(job.model)),
         symbols=account.symbols,
         approximate=approximation(job.model, compute_of(job.recipe)),
         notes=account.notes,

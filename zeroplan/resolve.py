@@ -16,6 +16,7 @@ from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.model import model as find_model
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError, UnknownNameError
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import Count, Degree, Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec
@@ -63,6 +64,8 @@ class Request(Spec):
     config: str | None = None
     profile: str | None = None
     treat_as: str | None = None
+    lora_rank: Count | None = None
+    lora_targets: str | None = None
     gpus: Degree | None = None
     gpu: str | GpuSpec | None = None
     gpus_per_node: Count | None = None
@@ -157,6 +160,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     """
     own_folder(extra, "models")  # a catalogue that is none is refused even where nothing is looked up in it
     model, model_note = _model(request, extra)
+    model = _fine_tuned(model, request)
     request, config_notes = _with_deepspeed_config(request, model, chosen)
     gpus = request.gpus or 1
     stage: Stage = request.stage if request.stage is not None else (3 if gpus > 1 else 0)
@@ -173,6 +177,19 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
 
 
 # The model
+
+
+def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
+    """Put adapters into the model where they are asked for; a job file's model may have some already."""
+    if request.lora_rank is None and request.lora_targets is None:
+        return model
+    before = model.adapter
+    if before is None and request.lora_rank is None:
+        raise SpecError(f"--lora-targets {request.lora_targets} needs adapters of some rank; add --lora-rank 16, say")
+    rank = request.lora_rank if request.lora_rank is not None or before is None else before.rank
+    said = {} if request.lora_targets is None else {"targets": request.lora_targets}
+    kept = {} if before is None else {"targets": before.targets}
+    return replace(model, adapter=AdapterSpec(rank=rank, **{**kept, **said}))  # type: ignore[arg-type]  # one of them is a rank
 
 
 def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:

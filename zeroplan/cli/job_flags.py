@@ -39,6 +39,9 @@ FLAGS = (
     _Flag("config", "PATH", "A Hugging Face config.json, or a folder that holds one.", _MODEL),
     _Flag("profile", "FILE", "A profile of a module (`zeroplan profile`), for what has no formulas.", _MODEL),
     _Flag("treat_as", "FAMILY", "Read the config of an unknown architecture as this family.", _MODEL),
+    _Flag("lora_rank", "N", "Fine-tune low-rank adapters of this rank, as peft's, everything else frozen.", _MODEL, number=True),
+    _Flag("lora_targets", "NAMES", "The linear layers that have adapters: all-linear, attention, mlp, or names as "
+          "q_proj,v_proj. (default: all-linear)", _MODEL),
     _Flag("gpus", "N", "GPUs in all. (default: 1)", _CLUSTER, number=True),
     _Flag("gpu", "NAME", "The GPU (`zeroplan gpus`), to see whether the job fits.", _CLUSTER),
     _Flag("gpus_per_node", "N", "GPUs that share a node. (default: the GPU's usual server)", _CLUSTER, number=True),

@@ -157,6 +157,8 @@ def _require(job: "JobSpec") -> None:
     needed = {"torch": "verify", "transformers": "verify"}
     if job.recipe.engine == "deepspeed":
         needed["deepspeed"] = "deepspeed"
+    if job.model.adapter is not None:
+        needed["peft"] = "verify"
     for package, extra in needed.items():
         if find_spec(package) is None:
             raise MeasurementError(f"{package} is not installed, and the engine needs it: pip install 'zeroplan[{extra}]'")

@@ -48,4 +48,11 @@ def compute_of(recipe: RecipeSpec) -> Compute:
     """
     width = widths(recipe.precision)
     autocast = recipe.engine == "ddp" and width.mixed
-    return Compute(width.compute, autocast, recipe.attention, recipe.kernels, recipe.recompute)
+    return Compute(
+        width.compute,
+        autocast,
+        recipe.attention,
+        recipe.kernels,
+        recipe.recompute,
+        recipe.engine == "deepspeed" and recipe.zero_stage == 3,
+    )

@@ -45,6 +45,7 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
         "job": asdict(answer.job),
         "parameters": answer.parameters,
         "active_parameters": answer.active_parameters,
+        "trained_parameters": answer.trained_parameters,
         "states": {
             "parameters_bytes": states[Kind.PARAMETERS],
             "gradients_bytes": states[Kind.GRADIENTS],

@@ -33,6 +33,10 @@ def job_lines(answer: Estimate) -> Iterator[str]:
     active = "" if answer.active_parameters == answer.parameters else f", {answer.active_parameters:,} of them used per token"
     if active or "parameters" not in answer.job.model.name:
         yield f"{answer.parameters:,} parameters{active}"
+    adapter = answer.job.model.adapter
+    if adapter is not None:
+        trained = f"{answer.trained_parameters:,} parameters trained, the others frozen"
+        yield f"LoRA of rank {adapter.rank:,} in {adapter.targets}: {trained}"
     yield f"{recipe.precision}, {_optimizer(recipe)}, recomputation {recipe.recompute}, attention {recipe.attention}"
     accumulated = "" if batch.grad_accum_steps == 1 else f"{batch.grad_accum_steps:,} micro-batches or "
     tokens = batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard

@@ -62,6 +62,8 @@ class JobSpec(Spec):
         self._check_resharding()
         if self.model.profile is not None:
             self._check_what_a_profile_tells()
+        if self.model.adapter is not None:
+            self._check_adapter()
         if self.mesh.tp > 1 and engine != "paper":
             raise SpecError(
                 f"tp={self.mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
@@ -78,6 +80,21 @@ class JobSpec(Spec):
             )
         if recipe.keep_logits == "fp32":
             raise SpecError("keep_logits='fp32' with a profile is not modelled; use yes or no")
+
+    def _check_adapter(self) -> None:
+        """Refuse what is not modelled with adapters."""
+        recipe = self.recipe
+        deepspeed = recipe.engine == "deepspeed"
+        for asked, instead in (
+            (recipe.engine == "paper" and "engine 'paper'", "engine 'ddp', 'fsdp2' or 'deepspeed'"),
+            (deepspeed and recipe.zero_stage == 0 and "DeepSpeed stage 0", "engine 'ddp', or a higher stage"),
+            (recipe.attention == "eager" and "attention 'eager'", "attention 'sdpa'"),
+            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (recipe.fsdp2.cpu_offload and "fsdp2.cpu_offload", "a higher number of GPUs"),
+            (recipe.deepspeed.grad_accum_dtype == "fp32" and "grad_accum_dtype 'fp32'", "'param'"),
+        ):
+            if asked:
+                raise SpecError(f"LoRA with {asked} is not modelled yet; use {instead}")
 
     def _check_resharding(self) -> None:
         """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""

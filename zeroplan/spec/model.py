@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol, get_args
 
 from zeroplan.errors import SpecError
+from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
 from zeroplan.spec.base import Count, Dimension, Range, Spec
 
 #: The architectures whose parameters zeroplan counts exactly, by their ``model_type``.
@@ -99,6 +100,8 @@ class ModelSpec(Spec):
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
     profile: Profiled | None = None
     """A module found by tracing it, which stands in place of a family's formulas; the other sizes are then unused."""
+    adapter: AdapterSpec | None = None
+    """Low-rank adapters that are trained while everything else is frozen; None: everything is trained."""
 
     def check_rules(self) -> None:
         """Refuse what contradicts itself."""
@@ -110,6 +113,10 @@ class ModelSpec(Spec):
         if self.moe is not None and self.moe.num_dense_layers > self.num_hidden_layers:
             raise SpecError(f"num_dense_layers={self.moe.num_dense_layers} exceeds num_hidden_layers={self.num_hidden_layers}")
         self._check_family()
+        if self.adapter is not None and self.family not in ADAPTED_FAMILIES:
+            raise SpecError(
+                f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
+            )
 
     def _check_family(self) -> None:
         for part, families in (("moe", MOE_FAMILIES), ("mla", ("deepseek_v3",)), ("profile", ("profile",))):

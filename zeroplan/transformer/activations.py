@@ -59,6 +59,10 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
         from zeroplan.transformer.profiled import profile_of, profiled_block  # noqa: PLC0415  only a profile pays for it
 
         return profiled_block(profile_of(model), kind, compute, batch)
+    if model.adapter is not None:
+        from zeroplan.transformer.families.adapted import adapted_block  # noqa: PLC0415  the others' answers need not wait for it
+
+        return adapted_block(model, kind, compute, widths(model, compute, batch))
     if model.family in PROGRAMMED:
         from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  the others' answers need not wait for it
 

@@ -22,6 +22,13 @@ class Compute(NamedTuple):
     """Whose attention kernels: a CPU's flash kernel takes what CUDA's refuses, but writes heads of two sizes out."""
     recompute: Recompute = "none"
     """What the backward runs again; formulas answer for each kind at once, a profile for one."""
+    keeps_inputs: bool = False
+    """A linear layer saves its input, though its weight is frozen, as DeepSpeed's own for stage 3 does."""
+
+
+#: Begins the name of a point at which a block that was checkpointed is being recomputed, where that may be higher than its
+#: backward; what has just been made follows.
+RECOMPUTED = "recomputed"
 
 
 class BackwardPoint(NamedTuple):

@@ -9,7 +9,7 @@ from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
 from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, LAYER_FINAL, FinalNorm, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import GLOBAL_LAYERS, PROGRAMMED, WINDOWED, Widths, kinds_of_layers, widths
-from zeroplan.transformer.losses import FULL, HEAD, capped, chunked_loss, full_loss, fused_loss
+from zeroplan.transformer.losses import FULL, HEAD, capped, chunked_loss, frozen_head, full_loss, fused_loss
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
@@ -51,10 +51,12 @@ def head_pass(
     x = widths(model, compute, batch)
     norm = _final_norm(model, x)
     way = _LOSSES[loss](x, model.vocab_size, norm.saved)
+    if model.adapter is not None:
+        way = frozen_head(way, keeps_input=compute.keeps_inputs)
     if model.family in CAPPED and loss == "full":
         way = capped(way, x, model.vocab_size)
     (named, first_input), mask = _embedding_by_name(model, x), _mask(model, x)
-    matrix = x.hidden * model.vocab_size
+    matrix = x.hidden * model.vocab_size if model.adapter is None else 0
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     return HeadPass(
         (*_shared(model, x), *(mask if recomputed else ())),
@@ -70,6 +72,10 @@ def head_pass(
 
 
 def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
+    if model.adapter is not None:
+        from zeroplan.transformer.families.adapted import final_norm as frozen_norm  # noqa: PLC0415  as below
+
+        return frozen_norm(model, x)
     if model.family in PROGRAMMED:
         from zeroplan.transformer.families.traced import final_norm  # noqa: PLC0415  the others' answers need not wait for it
 

@@ -30,6 +30,7 @@ SYMBOLS: dict[str, str] = {
     "p": "tensor-parallel ranks",
     "e": "bytes of an activation in the compute dtype",
     "r": "bytes of an element of the residual stream: 4 under autocast, else e",
+    "z": "rank of the adapters",
 }
 
 
@@ -62,4 +63,5 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         "p": tp,
         "e": x.element,
         "r": x.residual,
+        "z": x.rank,
     }

@@ -60,6 +60,17 @@ def capped(way: LossPass, x: Widths, vocab: int) -> LossPass:
     return way._replace(kept=(*way.kept, kept), forward=(*way.forward, kept), points=points)
 
 
+def frozen_head(way: LossPass, *, keeps_input: bool) -> LossPass:
+    """The head's weight is frozen: nobody saves what it reads, which the model's forward holds by name until the loss is made."""
+    points = tuple([point._replace(gradients=0, current_gradient=0) for point in way.points])
+    if keeps_input:
+        return way._replace(points=points)
+    named = tuple(line._replace(kind=TEMPORARY, reason="input of the head, held by name") for line in way.saved)
+    read = {line.reason for line in way.saved}
+    without = tuple([point._replace(lines=tuple(one for one in point.lines if one.reason not in read)) for point in points])
+    return way._replace(saved=(), forward=(*way.forward, *named), points=without)
+
+
 def _kept_by_full(x: Widths, vocab: int) -> tuple[Line, Line]:
     return (
         Line(LOGITS, 4 * x.tokens * vocab, "log-softmax of the logits, fp32", "4·T·V", FULL),

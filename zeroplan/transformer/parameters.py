@@ -20,6 +20,8 @@ class Parameter(NamedTuple):
     autocast: bool = False
     active_share: tuple[int, int] = (1, 1)
     """Numerator and denominator of the share of elements one token uses: (top-k, experts) for routed experts."""
+    frozen: bool = False
+    """It gets no gradient: the weights beside adapters."""
 
     @property
     def numel(self) -> int:
@@ -37,7 +39,7 @@ class BlockRun(NamedTuple):
     """Consecutive layers of one kind: ``layers`` of them with the same parameters."""
 
     kind: str
-    """``dense`` or ``moe``."""
+    """``dense`` or ``moe``; ``local`` or ``global``; with adapters ``first``, whose input has no gradient, and ``dense``."""
     layers: int
     parameters: tuple[Parameter, ...]
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.widths import GLOBAL_LAYERS
 from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.params_adapted import adapted_layout, only_trained
 from zeroplan.transformer.params_gated import gated_layout
 from zeroplan.transformer.params_gpt import bloom_layout, gpt2_layout, gpt_neox_layout, opt_layout
 
@@ -39,9 +40,24 @@ def layout(model: ModelSpec) -> Layout:
 
         return profiled_layout(profile_of(model))
     built = _GPT_FAMILIES.get(model.family, gated_layout)(model)
+    if model.adapter is not None:
+        built = adapted_layout(built, model.adapter)
     if not model.unplaced_parameters:
         return built
-    return built._replace(embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,))))
+    return built._replace(
+        embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,), frozen=model.adapter is not None))
+    )
+
+
+@lru_cache(maxsize=256)
+def trained_layout(model: ModelSpec) -> Layout:
+    """The parameters that get gradients, in the same order: all of them, or those of the adapters."""
+    return layout(model) if model.adapter is None else only_trained(layout(model))
+
+
+def trained_count(model: ModelSpec) -> int:
+    """Parameters that are trained. [elements]"""
+    return _total(trained_layout(model), lambda parameter: parameter.numel)
 
 
 def runs_in_order(model: ModelSpec) -> tuple[int, ...]:

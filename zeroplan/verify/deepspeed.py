@@ -15,7 +15,7 @@ from torch import nn
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.engines import Watcher, make_optimizer
+from zeroplan.verify.engines import Watcher, make_optimizer, trained
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload
 
@@ -79,7 +79,7 @@ class DeepSpeed:
     kept: Kind | None = None
 
     def __init__(self, work: Workload, job: JobSpec) -> None:
-        self.optimizer = make_optimizer(work.module.parameters(), _with_its_default(job.recipe))
+        self.optimizer = make_optimizer(trained(work.module), _with_its_default(job.recipe))
         if job.recipe.zero_stage == 0 and self.optimizer.defaults.get("fused"):
             deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # so that its wrapper is taken
         self._engine, self._wrapper, *_ = deepspeed.initialize(
@@ -136,6 +136,10 @@ class DeepSpeed:
         self._claim_taken()
         for name, kind in _HOLDS:
             self._watcher.claim(kind, tensors(getattr(self._wrapper, name, None)))
+        shares = (
+            getattr(parameter, "ds_tensor", None) for parameter in self.module.parameters()
+        )  # a frozen one's is in no group
+        self._watcher.claim(Kind.PARAMETERS, (share for share in shares if share is not None))
         own = {id(parameter) for parameter in self.module.parameters()}  # stage 0 in fp32 updates the model itself
         self._watcher.claim(_MASTERS, (master for master in self._masters() if id(master) not in own))
         second = (getattr(parameter, "ds_secondary_tensor", None) for parameter in self.module.parameters())

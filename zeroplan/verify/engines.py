@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroplan.engines.optimizers import implementation
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Precision, RecipeSpec
 from zeroplan.verify.workload import Workload
 
@@ -111,6 +112,11 @@ def stored_dtype(recipe: RecipeSpec) -> torch.dtype:
     return torch.float32
 
 
+def weights_dtype(job: JobSpec) -> torch.dtype:
+    """The dtype in which the job's model is handed to the engine: where it is frozen, that in which it computes."""
+    return stored_dtype(job.recipe) if job.model.adapter is None else _COMPUTE[job.recipe.precision]
+
+
 _COMPUTE: dict[Precision, torch.dtype] = {
     "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
 }  # fmt: skip
@@ -134,7 +140,7 @@ class Fsdp2:
             work.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload
         )
         self._work, self._recipe = work, recipe
-        self.optimizer = make_optimizer(work.module.parameters(), recipe)
+        self.optimizer = make_optimizer(trained(work.module), recipe)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""
@@ -248,7 +254,7 @@ class Ddp:
         self._device = next(work.module.parameters()).device.type
         self.handed_on = Kind.UNSHARDED_GRADIENTS if recipe.ddp.gradient_as_bucket_view else Kind.GRADIENTS
         sharded = recipe.zero_stage == 1
-        self.optimizer = (_zero_redundancy if sharded else make_optimizer)(work.module.parameters(), recipe)
+        self.optimizer = (_zero_redundancy if sharded else make_optimizer)(trained(work.module), recipe)
 
     def hand_buckets_back(self) -> None:
         """Reduce buckets by a hook: the reducer's C++ cannot read what a fake process group returns."""
@@ -304,6 +310,11 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] 
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}),
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-3}),
 }
+
+
+def trained(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that an optimizer is given: those that are not frozen."""
+    return (parameter for parameter in module.parameters() if parameter.requires_grad)
 
 
 def make_optimizer(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:

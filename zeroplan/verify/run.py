@@ -19,9 +19,10 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.adapters import unwrapped
 from zeroplan.verify.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.card_autocast import cuda_lists
-from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, stored_dtype, train
+from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, train, weights_dtype
 from zeroplan.verify.fake_mode import QuickFakes
 from zeroplan.verify.reducer import readable_bookkeeping
 from zeroplan.verify.replaced import replaced
@@ -48,8 +49,8 @@ def observe(
     """Build model and engine and train, in the process group that is there."""
     with warnings.catch_warnings(), watcher, _real_meshes(watcher):
         warnings.simplefilter("ignore")
-        work = make() if make is not None else workload(job, dtype=stored_dtype(job.recipe), device=mesh.device_type)
-        watcher.name_modules(work.module)
+        work = make() if make is not None else workload(job, dtype=weights_dtype(job), device=mesh.device_type)
+        watcher.name_modules(unwrapped(work.module))
         watcher.claim(Kind.ACTIVATIONS, work.batch.values())
         engine = _build(job, work, mesh, watcher)
         watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers()))

@@ -233,6 +233,10 @@ def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     if recipe.recompute != "none":
         options = checkpoint_options(recipe.recompute)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+    if spec.adapter is not None:
+        from zeroplan.verify.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
+
+        model = with_adapters(model, spec.adapter, recipe)
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)
     return model

@@ -26,7 +26,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.buffers import buffer_bytes
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import layout, parameter_count, trained_count, trained_layout
 
 Lines = tuple[Line, ...]
 
@@ -50,9 +50,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     element_bytes, compute = widths(recipe.precision).stored, compute_of(recipe)
     weights = _weights(model)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
-    parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, "parameters, whole on every rank", _REDUCER_OF)
+    parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, _held(model), _REDUCER_OF)
+    frozen = _frozen(model, compute.element_bytes)
     buckets, gradients = _gradient_states(recipe, element_bytes, weights.total, mesh.dp_shard)
-    base = (parameters, buckets, *held, *_scaler(recipe), *layout(model).buffers)
+    base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers)
     states = (*base, *gradients)
     step = Step(
         weights,
@@ -67,8 +68,9 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
     recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     blocks = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in weights.runs)
-    moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, parameters))
-    symbols = (*_symbols(step, tuple(kept_casts(recipe, block) for block in blocks)), *counted(*held, *temporary))
+    moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, (parameters, *frozen)))
+    kept = tuple(kept_casts(recipe, block) for block in blocks)
+    symbols = (*_of_frozen(model), *_symbols(step, kept), *counted(*held, *temporary))
     return Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols)
 
 
@@ -79,6 +81,30 @@ def _symbols(step: Step, kept: tuple[int, ...]) -> tuple[Symbol, ...]:
         Symbol("M", several, "1 where an earlier micro-batch of the step left gradients, else 0"),
         Symbol("M_2", more, "1 where at least two did, else 0"),
         *_parts(step.weights, kept),
+    )
+
+
+def _held(model: ModelSpec) -> str:
+    what = "parameters" if model.adapter is None else "trained parameters"
+    return f"{what}, whole on every rank"
+
+
+def _frozen(model: ModelSpec, element_bytes: int) -> Lines:
+    """Weights that get no gradient: in the compute dtype, and no business of the reducer's."""
+    if model.adapter is None:
+        return ()
+    elements = parameter_count(model) - trained_count(model)
+    reason = "frozen parameters, whole on every rank"
+    return (Line(Kind.PARAMETERS, element_bytes * elements, reason, f"{element_bytes}·Ψ_frozen", _REDUCER_OF),)
+
+
+def _of_frozen(model: ModelSpec) -> tuple[Symbol, ...]:
+    if model.adapter is None:
+        return ()
+    trained = trained_count(model)
+    return (
+        Symbol("Ψ", trained, "parameters that are trained"),
+        Symbol("Ψ_frozen", parameter_count(model) - trained, "parameters that are frozen"),
     )
 
 
@@ -148,7 +174,7 @@ def _column(share: Callable[[int], Lines], ranks: Int) -> Lines:
 
 @lru_cache(maxsize=1024)
 def _all_updated(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, element_bytes: int) -> tuple[Lines, Lines]:
-    whole = layout(model)
+    whole = trained_layout(model)
     before = [LocalTensor(one.shape, in_block=False) for one in whole.embeddings]
     blocks = [LocalTensor(one.shape, run.layers) for run in whole.runs for one in run.parameters]
     after = [LocalTensor(one.shape, in_block=False) for one in whole.tail]
@@ -161,7 +187,7 @@ def _all_updated(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, el
 
 @lru_cache(maxsize=256)
 def _weights(model: ModelSpec) -> Weights:
-    whole = layout(model)
+    whole = trained_layout(model)
     tied = whole.tied_head
     head = whole.tail if tied is None else (*whole.tail, tied)
     return Weights(

@@ -124,7 +124,7 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[Block
     )
 
 
-def rebuild_moment(step: Step, parameters: Line) -> tuple[Moment, ...]:
+def rebuild_moment(step: Step, parameters: Lines) -> tuple[Moment, ...]:
     """Second forward of the training: the reducer makes its final buckets while gradients still view the first one.
 
     Only where gradients are views and stay from one micro-batch to the next; there are no optimizer states yet.
@@ -135,7 +135,7 @@ def rebuild_moment(step: Step, parameters: Line) -> tuple[Moment, ...]:
     first = Line(Kind.GRADIENTS, total, "gradients, views of the first bucket", psi(step.element_bytes), _REBUILD)
     formula = "4·Ψ·M" if step.element_bytes == 4 else "2·Ψ·M"
     final = Line(Kind.REDUCE, where(step.accum > 1, total, 0), "the reducer's final buckets", formula, _REBUILD)
-    return (Moment("second forward: buckets rebuilt", Phase.INIT, (parameters, first, final)),)
+    return (Moment("second forward: buckets rebuilt", Phase.INIT, (*parameters, first, final)),)
 
 
 def _stacks(weights: Weights, recipe: RecipeSpec, blocks: tuple[BlockPass, ...]) -> list[_Stack]:

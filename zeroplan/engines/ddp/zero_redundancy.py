@@ -14,7 +14,7 @@ from zeroplan.ledger import Line, total_bytes
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl
 from zeroplan.transformer.parameters import Parameter
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import trained_layout
 
 
 class Share(NamedTuple):
@@ -64,8 +64,8 @@ def fullest_share(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, e
 
 
 def every_tensor(model: ModelSpec) -> tuple[LocalTensor, ...]:
-    """Every single parameter tensor in the order of ``model.parameters()``."""
-    whole = layout(model)
+    """Every single parameter tensor that is trained, in the order of ``model.parameters()``."""
+    whole = trained_layout(model)
     blocks = [LocalTensor(one.shape) for run in whole.runs for one in run.parameters * run.layers]
     return (*_outside(whole.embeddings), *blocks, *_outside(whole.tail))
 

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias, cast
 from zeroplan.engines.deepspeed.modules import executed_modules
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.parameters import Parameter
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.params import layout, trained_layout
 
 #: NCCL's alignment of an all-gather's input, in elements (DeepSpeed 0.19.8, ``nccl_start_alignment_factor``).
 _ALIGNMENT = 2
@@ -34,7 +34,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Row:
-    """All parameters one after the other, in the order of ``model.parameters()``; one object per model."""
+    """Parameters one after the other, in the order of ``model.parameters()``; one object per model, and one of what is trained."""
 
     model: ModelSpec
     placed: tuple[Placed, ...]
@@ -46,6 +46,8 @@ class Row:
     """The parameters that are larger than every one before them."""
     n_elements: int
     n_blocks: int
+    trained: tuple[int, ...]
+    """Elements of each parameter's gradient: none where it is frozen."""
 
 
 @lru_cache(maxsize=256)
@@ -58,14 +60,40 @@ def row(model: ModelSpec) -> Row:
     >>> row(tiny).placed[1].start, row(tiny).n_elements
     (80, 1352)
     """
-    parts = layout(model)
+    return _row(model, layout(model))
+
+
+@lru_cache(maxsize=256)
+def trained_row(model: ModelSpec) -> Row:
+    """Lay out the parameters that get gradients: all of them, or those of the adapters."""
+    return row(model) if model.adapter is None else _row(model, trained_layout(model))
+
+
+def embedding_elements(whole: Row) -> int:
+    """Elements of the token embedding's gradient; none where it is frozen."""
+    return whole.model.vocab_size * whole.model.hidden_size if whole.model.adapter is None else 0
+
+
+def has_tied_head(whole: Row) -> bool:
+    """Whether the embedding gets two gradients, since it is the head too."""
+    return whole.model.tie_word_embeddings and whole.model.adapter is None
+
+
+def frozen_elements(model: ModelSpec) -> int:
+    """Elements of the parameters that get no gradient."""
+    return 0 if model.adapter is None else row(model).n_elements - trained_row(model).n_elements
+
+
+def _row(model: ModelSpec, parts: Layout) -> Row:
     blocks = [run.parameters for run in parts.runs for _ in range(run.layers)]
     groups = ((-1, parts.embeddings), *enumerate(blocks), (len(blocks), parts.tail))
     flat = [(block, parameter) for block, parameters in groups for parameter in parameters]
     ends = tuple(accumulate(parameter.numel for _, parameter in flat))
     starts = (0, *ends[:-1])
     placed = tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, starts, ends, strict=True))
-    return Row(model, placed, starts, ends, _executed(model, placed, len(blocks)), _records(placed), ends[-1], len(blocks))
+    trained = tuple(0 if parameter.frozen else parameter.numel for _, parameter in flat)
+    executed, records = _executed(model, placed, len(blocks)), _records(placed)
+    return Row(model, placed, starts, ends, executed, records, ends[-1], len(blocks), trained)
 
 
 def _executed(model: ModelSpec, placed: tuple[Placed, ...], n_blocks: int) -> tuple[Placed, ...]:

@@ -97,11 +97,42 @@ def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
     listed = (_EXPERTS if sparse else _BLOCKS).get(model.family, _GATED)
     missing = _OPTIONAL - {*owners, *map(_parent, owners)}
     names = [name for name in listed if name not in missing and _parent(name) not in missing]
-    return (*names, *dict.fromkeys(name for name in owners if name not in listed))
+    if model.adapter is not None:
+        names = [inner for name in names for inner in _wrapped(name, owners)]
+    return (*names, *dict.fromkeys(name for name in owners if name not in names))
+
+
+def _wrapped(name: str, owners: Sequence[str]) -> Names:
+    """A linear layer, or its wrapper and what that runs: peft 0.21, ``tuners/lora/layer.py``, ``Linear.forward``."""
+    if f"{name}.lora_A.default" not in owners:
+        return (name,)
+    return (name, *(f"{name}.{part}" for part in ("base_layer", "lora_dropout.default", "lora_A.default", "lora_B.default")))
 
 
 def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+    """The module that runs another; lists of modules, as those that hold an adapter by its name, run nothing."""
+    return name.removesuffix(".default").rpartition(".")[0]
+
+
+def reading_constants(adapted: Sequence[str], names: Sequence[str]) -> set[str]:
+    """Return modules of a block that read nothing an adapter has made, where the block's input has no gradient.
+
+    >>> sorted(reading_constants(("o_proj",), ("self_attn", "self_attn.o_proj", "mlp", "mlp.up_proj")))
+    ['self_attn', 'self_attn.o_proj']
+    """
+    before = {name: _AFTER.get(name.split(".")[1] if "." in name else name, _ATTENTION_LAYERS) for name in names}
+    inner = {name for name in names if "lora_B" not in name}
+    return {name for name in inner if not set(before[name]) & set(adapted)}
+
+
+_QKV: Names = ("q_proj", "k_proj", "v_proj")
+_ATTENTION_LAYERS: Names = (*_QKV, "o_proj")
+#: Linear layers that run before a module of a block and whose adapters' outputs reach it; those of attention unless named.
+_AFTER: dict[str, Names] = {
+    "input_layernorm": (), "self_attn": (), "q_proj": (), "k_proj": (), "v_proj": (), "q_norm": ("q_proj",),
+    "k_norm": ("k_proj",), "o_proj": _QKV, "act_fn": (*_ATTENTION_LAYERS, "gate_proj"),
+    "down_proj": (*_ATTENTION_LAYERS, "gate_proj", "up_proj"),
+}  # fmt: skip
 
 
 def backward_order(names: Sequence[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments, reduced_after_moments
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
+    frozen_weights,
     job_of,
     keeps_partition,
     own_gradients,
@@ -49,16 +50,16 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     """
     job = job_of(model, recipe, mesh, batch)
     tensors = (LocalTensor((job.partition,), in_block=False),)
-    flat, master = _weights(job)
+    flat, master, *frozen = _weights(job)
     updated = (master, *state_lines(recipe.optimizer, kept_as(recipe, impl), tensors, job.master, symbol=_SHARE))
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=_SHARE)
     these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
     here = tuple(map(on_host, updated)) if away else updated
-    persistent = (flat, *here, *way_back(job))
+    persistent = (flat, *frozen, *here, *way_back(job))
     step = _step_away(job) if away else _step(job, temporary)
     training = (*_forward(job, these), *_backward(job, these), *offloading_moments(job, these), *step)
     alive = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
-    start = _init(job, (flat, here[0]))
+    start = _init(job, (flat, here[0], *frozen))
     return Account(
         (*persistent, own_gradients(job)),
         (*start, *alive),
@@ -78,12 +79,13 @@ def _notes(job: Job, laid_flat: Moment, later: tuple[Moment, ...]) -> tuple[str,
     return () if any(moment.total_bytes > highest for moment in later) else (_FLAT_IS_THE_PEAK,)
 
 
-def _weights(job: Job) -> tuple[Line, Line]:
+def _weights(job: Job) -> tuple[Line, ...]:
     flat = times(job.element, _WHOLE)
     master = "weights of this rank's share, fp32" if job.master == 4 else "weights of this rank's share, 16 bits"
     return (
         Line(Kind.PARAMETERS, job.element * job.n_ranks * job.partition, "all weights, flat and padded", flat, _FILE),
         Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, _SHARE), _FILE),
+        *frozen_weights(job),
     )
 
 
@@ -132,7 +134,8 @@ def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of construction: the model is laid flat, then the share's weights are made, with gradients once."""
     psi, share = job.whole.n_elements, job.partition
     arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", _FILE)
-    copied = (arrived, weights[0]) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0],)
+    frozen = frozen_weights(job)
+    copied = (arrived, weights[0], *frozen) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0], *frozen)
     zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{_SHARE}",
                  f"{_FILE}, initialize_optimizer_states")  # fmt: skip
     clone = Line(Kind.TEMPORARY, job.element * share, "copy of the share before its cast", f"{job.element}·{_SHARE}", _FILE)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Front, from_the_front
+from zeroplan.engines.deepspeed.flat import embedding_elements, has_tied_head
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
@@ -19,6 +20,7 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     kept_buckets,
     oversize_copy,
     own_gradients,
+    starts_with,
     tied_head,
 )
 from zeroplan.ledger import Line, Moment, Phase
@@ -48,7 +50,7 @@ def _so_far(made: int, current: int) -> str:
 
 
 def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
-    moments, tied = [], job.whole.model.tie_word_embeddings
+    moments, tied = [], has_tied_head(job.whole)
     for at in head_instants(these):
         made, point = (0, at.point._replace(current_gradient=0)) if tied else (at.point.gradients, at.point)
         around = (_collected(job, made, point), *(tied_head(job) if at.point.gradients else ()))
@@ -59,17 +61,21 @@ def _collected_head(job: Job, these: Passes) -> tuple[Moment, ...]:
 
 
 def _collected_block(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
-    """Each point of the last block, where most is kept, and of the first, where most gradients are: one is the highest."""
+    """Each point of the last block, where most is kept, and of the first, where most gradients are: one is the highest.
+
+    And of the block before the last, where only that finds the bucket at its first points.
+    """
     around = (*bucket_lines(job), *tied_head(job))
     ends = {each.block: each.end for each in job.whole.placed}
-    for block, name in (
-        (run.first + run.n_blocks - 1, "backward of the last block"),
-        (run.first, "backward of the first block"),
-    ):
+    last = run.first + run.n_blocks - 1
+    before = ((last - 1, "backward of the block before the last"),) if starts_with(job, last) and run.n_blocks > 1 else ()
+    for block, name in ((last, "backward of the last block"), *before, (run.first, "backward of the first block")):
         above = job.whole.n_elements - ends[block]
         beside = around_block(these, run, block)
+        begins = starts_with(job, block)
         for point in run.block.points:
-            lines = (*beside, *point.lines, *around, _collected(job, above + point.gradients, point))
+            buckets = kept_buckets(job) if begins and not point.gradients else around
+            lines = (*beside, *point.lines, *buckets, _collected(job, above + point.gradients, point))
             yield Moment(f"{name}: {point.name}", Phase.BACKWARD, lines)
 
 
@@ -79,9 +85,10 @@ def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     The buffer of its own gradients comes with the first bucket, whose gradients go then; later ones find it there.
     """
     psi, around = job.whole.n_elements, (*these.head.shared, *these.output, *bucket_lines(job))
-    embedding = job.whole.model.vocab_size * job.whole.model.hidden_size
+    embedding = embedding_elements(job.whole)
     made = where(job.accumulates, psi + embedding, psi)
-    all_made = gradient_line(job, made, "all gradients, and the embedding's before it is added", "(Ψ + M·h·V)")
+    formula = "(Ψ + M·h·V)" if embedding else "Ψ"
+    all_made = gradient_line(job, made, "all gradients, and the embedding's before it is added", formula)
     first, later = from_the_front(job.buckets)[0], _highest_later(job)
     return (
         *at_the_embedding(job, these, (*bucket_lines(job), all_made)),

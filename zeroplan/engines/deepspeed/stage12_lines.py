@@ -6,7 +6,16 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule, waiting_elements
-from zeroplan.engines.deepspeed.flat import Row, largest_slice, partition_elements, row, touched_elements
+from zeroplan.engines.deepspeed.flat import (
+    Row,
+    embedding_elements,
+    frozen_elements,
+    has_tied_head,
+    largest_slice,
+    partition_elements,
+    touched_elements,
+    trained_row,
+)
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.passes import (
     Passes,
@@ -56,7 +65,7 @@ class Job(NamedTuple):
 def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Job:
     """Collect what the formulas need."""
     width = widths(recipe.precision)
-    whole = row(model)
+    whole = trained_row(model)
     partition = partition_elements(whole, mesh.dp_shard)
     return Job(
         whole,
@@ -75,12 +84,35 @@ def job_of(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Jo
 def symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
     """Return what the formulas of stages 1 and 2 count beyond the model's own symbols."""
     return (
+        *_of_frozen(job),
         Symbol("M", where(job.accumulates, 1, 0), "1 where the step has more than one micro-batch, else 0"),
         Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
         Symbol("G_p", job.touched, "elements of every parameter that reaches into this rank's share, each counted whole"),
         Symbol("G_max", job.largest, "elements of the largest piece of one parameter in this rank's share"),
         *kept_symbols(these),
     )
+
+
+def _of_frozen(job: Job) -> tuple[Symbol, ...]:
+    if job.whole.model.adapter is None:
+        return ()
+    return (
+        Symbol("Ψ", job.whole.n_elements, "parameters that are trained"),
+        Symbol("Ψ_frozen", frozen_elements(job.whole.model), "parameters that are frozen"),
+    )
+
+
+def frozen_weights(job: Job) -> tuple[Line, ...]:
+    """Weights that get no gradient: in no group of the optimizer's, whole on every rank."""
+    if job.whole.model.adapter is None:
+        return ()
+    n_bytes, formula = job.element * frozen_elements(job.whole.model), times(job.element, "Ψ_frozen")
+    return (Line(Kind.PARAMETERS, n_bytes, "frozen weights, whole on every rank", formula, _FILE),)
+
+
+def starts_with(job: Job, block: int) -> bool:
+    """Whether the first gradient of all is made in this block: head and final norm are frozen."""
+    return job.whole.executed[-1].block == block
 
 
 def keeps_partition(job: Job) -> bool:
@@ -164,8 +196,8 @@ def whole_gradients(job: Job) -> Kind:
 
 def embedding_gradient(job: Job) -> Line:
     """Return the whole gradient of the token embedding. [bytes]"""
-    elements = job.whole.model.vocab_size * job.whole.model.hidden_size
-    return gradient_line(job, elements, "gradient of the embedding", "h·V")
+    elements = embedding_elements(job.whole)
+    return gradient_line(job, elements, "gradient of the embedding", "h·V" if elements else "")
 
 
 def copy_line(job: Job, elements: Int) -> Line:
@@ -176,9 +208,9 @@ def copy_line(job: Job, elements: Int) -> Line:
 
 def tied_head(job: Job) -> tuple[Line, ...]:
     """With a tied head, its gradient waits for the embedding's before either reaches the bucket."""
-    if not job.whole.model.tie_word_embeddings:
+    if not has_tied_head(job.whole):
         return ()
-    elements = job.whole.model.vocab_size * job.whole.model.hidden_size
+    elements = embedding_elements(job.whole)
     return (gradient_line(job, elements, "gradient of the tied head, waiting for the embedding's", "h·V"),)
 
 
@@ -190,8 +222,8 @@ def at_the_embedding(job: Job, these: Passes, beside: tuple[Line, ...]) -> Itera
     """
     at, both = embedding_instant(these), (*beside, *tied_head(job))
     yield Moment(at.name, at.phase, (*at.lines, *both))
-    if job.whole.model.tie_word_embeddings and job.recipe.loss == "full":
-        elements = job.whole.model.vocab_size * job.whole.model.hidden_size
+    if has_tied_head(job.whole) and job.recipe.loss == "full":
+        elements = embedding_elements(job.whole)
         reason, formula = "sum of the embedding's and the tied head's", times(job.element, "h·V")
         total = Line(whole_gradients(job), job.element * elements, reason, formula, INPUT_BUFFER)
         lines = (*these.head.shared, *these.output, *both, total)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Schedule, flush_over, waiting_elements
-from zeroplan.engines.deepspeed.flat import pick
+from zeroplan.engines.deepspeed.flat import embedding_elements, has_tied_head, pick
 from zeroplan.engines.deepspeed.passes import (
     GradientCounts,
     Passes,
@@ -37,6 +37,7 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     kept_buckets,
     oversize_copy,
     own_gradients,
+    starts_with,
     tied_head,
     waiting,
 )
@@ -112,14 +113,26 @@ def _unreduced(job: Job, run: RunPass) -> tuple[Line, ...]:
 
 
 def _last_block_moments(job: Job, these: Passes, run: RunPass, always: tuple[Line, ...]) -> Iterator[Moment]:
-    block = run.first + run.n_blocks - 1
-    yield from block_moments(
-        these,
-        run,
-        block,
-        "backward of the last block",
-        lambda point: (*always, *_staying(job, block, point.gradients), _waiting(job, block, point)),
-    )
+    """Each point of the last block, and of the one before it where only that finds the bucket at its first points."""
+    last = run.first + run.n_blocks - 1
+    begins = starts_with(job, last)
+    none_yet = (earlier_gradients(job), *kept_buckets(job)) if begins else always
+    yield from _points_of(job, these, (run, last, "backward of the last block"), none_yet, always)
+    if begins and run.n_blocks > 1:
+        yield from _points_of(job, these, (run, last - 1, "backward of the block before the last"), always, always)
+
+
+def _points_of(
+    job: Job, these: Passes, place: tuple[RunPass, int, str], before: tuple[Line, ...], after: tuple[Line, ...]
+) -> Iterator[Moment]:
+    """Each point of a block, with what is there ``before`` its first gradient and ``after``."""
+    run, block, name = place
+
+    def around(point: BackwardPoint) -> tuple[Line, ...]:
+        buckets = after if point.gradients else before
+        return (*buckets, *_staying(job, block, point.gradients), _waiting(job, block, point))
+
+    return block_moments(these, run, block, name, around)
 
 
 def _own_block_moments(job: Job, these: Passes, always: tuple[Line, ...]) -> Iterator[Moment]:
@@ -253,8 +266,7 @@ def _flush_moment(job: Job, these: Passes, buckets: tuple[Line, ...], index: Int
 
 
 def _waiting_elements(job: Job) -> int:
-    model = job.whole.model
-    return model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
+    return embedding_elements(job.whole) if has_tied_head(job.whole) else 0
 
 
 def _tied_until(job: Job, block: Int) -> tuple[Line, ...]:

@@ -9,8 +9,18 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account, Symbol
+from zeroplan.engines.deepspeed.adapted import before_its_gradient, highest_places
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule, schedule
-from zeroplan.engines.deepspeed.flat import Row, Sizes, largest_parameter, row, shares
+from zeroplan.engines.deepspeed.flat import (
+    Row,
+    Sizes,
+    embedding_elements,
+    has_tied_head,
+    largest_parameter,
+    row,
+    shares,
+    trained_row,
+)
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.offload import (
     kept_as,
@@ -81,8 +91,15 @@ _GATHERING = (0, 1, True)
 """Stands for the moment at which the first module with gradients is gathered (:func:`_held`)."""
 
 
+_OF_HEAD = {"loss": 0, "head": 1, "final norm": 2}
+"""Where in the trace's figures of the head a point is, where no gradients tell."""
+
+
 class _Job(NamedTuple):
     whole: Row
+    """What is trained."""
+    every: Row
+    """That and what is frozen, which is shared out and gathered too."""
     recipe: RecipeSpec
     n_ranks: Int
     element: int
@@ -129,22 +146,32 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
 
 
 def _symbols(job: _Job) -> tuple[Symbol, ...]:
+    trained = "" if job.every is job.whole else " that is trained"
     return (
-        Symbol("G_r", job.partition, "elements of this rank's share: ceil(elements/N) of every parameter"),
+        *(() if job.every is job.whole else _of_frozen(job)),
+        Symbol("G_r", job.partition, f"elements of this rank's share: ceil(elements/N) of every parameter{trained}"),
         Symbol("G_g", _largest_group(job), "elements that one step of the optimizer takes: whole shares, up to sub_group_size"),
         Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
-        Symbol("G_max", largest_parameter(job.whole), "elements of the largest parameter"),
-        Symbol("G_first", job.whole.placed[0].end, "elements of the first parameter"),
+        Symbol("G_max", largest_parameter(job.every), "elements of the largest parameter"),
+        Symbol("G_first", job.every.placed[0].end, "elements of the first parameter"),
         Symbol("G_keep", job.trace.persistent, "elements of the parameters below stage3_param_persistence_threshold"),
+    )
+
+
+def _of_frozen(job: _Job) -> tuple[Symbol, ...]:
+    return (
+        Symbol("G_w", shares(_numels(job.every), job.n_ranks), "elements of this rank's share of all parameters"),
+        Symbol("G_one", largest_parameter(job.whole), "elements of the largest parameter that is trained"),
     )
 
 
 def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
     width = widths(recipe.precision)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
-    whole = row(model)
+    every, whole = row(model), trained_row(model)
     return _Job(
         whole,
+        every,
         recipe,
         mesh.dp_shard,
         width.compute,
@@ -152,14 +179,14 @@ def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
         4 if sums_in_fp32 else width.compute,
         shares(_numels(whole), mesh.dp_shard),
         schedule(whole, recipe.deepspeed.reduce_bucket_size, leaves=True),
-        gathered(whole, recipe.deepspeed, recipe.recompute, copied_for(recipe, mesh.dp_shard))[0],
+        gathered(every, recipe.deepspeed, recipe.recompute, copied_for(recipe, mesh.dp_shard))[0],
         applies=True,
     )
 
 
 def _by_micro_batches(job: _Job, batch: Batch) -> tuple[_Job, ...]:
     """Return the job with the trace of a single micro-batch per step, and that of several where it differs."""
-    traces = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute, copied_for(job.recipe, job.n_ranks))
+    traces = gathered(job.every, job.recipe.deepspeed, job.recipe.recompute, copied_for(job.recipe, job.n_ranks))
     if len(traces) == 1:
         return (job,)
     several = batch.grad_accum_steps > 1
@@ -198,9 +225,10 @@ def _if_several(job: _Job) -> str:
 
 
 def _states(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
-    share = job.partition
+    share, symbol = job.partition, "G_r" if job.every is job.whole else "G_w"
+    held = share if job.every is job.whole else shares(_numels(job.every), job.n_ranks)
     weights = Line(
-        Kind.PARAMETERS, job.element * share, "this rank's share of each parameter", times(job.element, "G_r"), _STAGE3
+        Kind.PARAMETERS, job.element * held, "this rank's share of each parameter", times(job.element, symbol), _STAGE3
     )
     reason = "this rank's share of the weights once more, as the optimizer updates them"
     master = Line(Kind.OPTIMIZER_STATE, job.master * share, reason, times(job.master, "G_r"), _MASTER)
@@ -255,16 +283,16 @@ def _gradient(job: _Job, elements: int, reason: str, symbol: str = "") -> Line:
 
 
 def _tied_head(job: _Job) -> tuple[Line, ...]:
-    if not job.whole.model.tie_word_embeddings:
+    if not has_tied_head(job.whole):
         return ()
-    elements = job.whole.model.vocab_size * job.whole.model.hidden_size
+    elements = embedding_elements(job.whole)
     return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's", "h·V"),)
 
 
 def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
     return (
         *_head(job, these),
-        *(moment for run in these.runs for moment in _blocks(job, these, run)),
+        *(moment for run in these.runs for moment in (_adapted_blocks if job.trace.modules else _blocks)(job, these, run)),
         *(
             _flush(job, these, flush)
             for flush in _highest_flushes(job.buckets, job.trace, gradient_counts(these), _beside(job))
@@ -276,7 +304,9 @@ def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
 def _head(job: _Job, these: Passes) -> Iterator[Moment]:
     for at in head_instants(these):
         first = at.point.gradients == at.point.current_gradient
-        held = job.trace.head[0 if not at.point.gradients else 1 if first else 2]
+        held = job.trace.head[
+            _OF_HEAD[at.point.name] if job.trace.modules else 0 if not at.point.gradients else 1 if first else 2
+        ]
         tied = _tied_head(job) if at.point.gradients and not first else ()
         made = _gradient(job, at.point.current_gradient, "gradient just made")
         yield Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held), made, *tied))
@@ -318,6 +348,22 @@ def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool) ->
     if current:
         return max(note.during, note.gathering - current if gradients - current <= before else 0)
     return note.during if note.made > gradients else note.after
+
+
+def _adapted_blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
+    """Each point of the last block, and of earlier ones where more is gathered, where weights are frozen."""
+    for point in run.block.points:
+        current = point.current_gradient
+        line = waiting(job.buckets, job.element, run.first, point.gradients, current)
+        earlier = before_its_gradient(point)
+        for block, held, gathering in highest_places(job.trace, run.first, run.n_blocks, point.name, current):
+            around = (*around_block(these, run, block), line)
+            yield Moment(
+                f"backward of a block: {point.name}", Phase.BACKWARD, (*around, *point.lines, _gathered_line(job, held))
+            )
+            if gathering > held:
+                lines = (*around, *earlier.lines, _gathered_line(job, gathering))
+                yield Moment(f"gathered for the backward of a block: {point.name}", Phase.BACKWARD, lines)
 
 
 def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
@@ -421,7 +467,8 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     """Return the moments of the embedding's gradient, and of the bucket that is left."""
     at: Instant = embedding_instant(these)
     last = job.buckets.flushes[0]
-    embedding = _gradient(job, job.whole.model.vocab_size * job.whole.model.hidden_size, "gradient of the embedding", "h·V")
+    elements = embedding_elements(job.whole)
+    embedding = _gradient(job, elements, "gradient of the embedding", "h·V" if elements else "")
     held = _gathered_line(job, job.trace.end)
     around = (*these.head.shared, *these.output, held)
     gathering = _gathered_line(job, job.trace.embedding)
@@ -477,7 +524,8 @@ def _step(job: _Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     """All parameters are released first; then norm, and one sub-group after the other."""
     part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
     group = _largest_group(job)
-    norm = Line(Kind.OPTIMIZER_TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", "8·ceil(G_max/N)",
+    largest = "G_max" if job.every is job.whole else "G_one"
+    norm = Line(Kind.OPTIMIZER_TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", f"8·ceil({largest}/N)",
                 f"{_STAGE3}, get_grad_norm_direct")  # fmt: skip
     flat = Line(
         Kind.OPTIMIZER_TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", times(job.kept, "G_g"), _STAGE3
@@ -495,16 +543,16 @@ def _step(job: _Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
 def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of construction: the model whole, or in pieces under ``zero.Init``; then the optimizer's tensors."""
     share = job.partition
-    largest = job.element * largest_parameter(job.whole)
+    largest = job.element * largest_parameter(job.every)
     if job.recipe.deepspeed.zero_init:
         arrived = Line(
             Kind.PARAMETERS, largest, "largest parameter before it is split", times(job.element, "G_max"), f"{_GATHER}, Init"
         )
         model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
     else:
-        whole = Line(Kind.PARAMETERS, job.element * job.whole.n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
-        first = job.whole.placed[0].end
-        split = job.element * where(job.n_ranks > 1, ceil_div(first, job.n_ranks), largest_parameter(job.whole))
+        whole = Line(Kind.PARAMETERS, job.element * job.every.n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
+        first = job.every.placed[0].end
+        split = job.element * where(job.n_ranks > 1, ceil_div(first, job.n_ranks), largest_parameter(job.every))
         piece = "ceil(G_first/N)" if not isinstance(job.n_ranks, int) or job.n_ranks > 1 else "G_max"
         formula = times(job.element, piece)
         share_of_one = Line(Kind.PARAMETERS, split, "first share split off", formula, f"{_GATHER}, _partition_param")
@@ -522,7 +570,7 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
-    several = gathered(job.whole, job.recipe.deepspeed, job.recipe.recompute, copied_for(job.recipe, job.n_ranks))[-1]
+    several = gathered(job.every, job.recipe.deepspeed, job.recipe.recompute, copied_for(job.recipe, job.n_ranks))[-1]
     forward = where(micro > 1, _padded(several.forward_sent, n), _padded(trace.forward_sent, n))
     backward = where(micro > 1, _padded(several.backward_sent, n), _padded(trace.backward_sent, n))
     flushes = len(job.buckets.flushes)

@@ -13,8 +13,16 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.flat import Row, Sizes
-from zeroplan.engines.deepspeed.modules import LEAF_FAMILIES, backward_order, block_modules, dropouts_of_embedding, rotary_calls
+from zeroplan.engines.deepspeed.modules import (
+    LEAF_FAMILIES,
+    backward_order,
+    block_modules,
+    dropouts_of_embedding,
+    reading_constants,
+    rotary_calls,
+)
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
+from zeroplan.transformer.blocks import RECOMPUTED
 from zeroplan.transformer.params import layout
 
 _FORWARD, _BACKWARD = "forward", "backward"
@@ -32,6 +40,11 @@ class Freed(NamedTuple):
     Checkpointing does that to what it recomputes; so does an operator other than ``linear`` that takes a view of the weight,
     as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
     """
+    dropped: bool = False
+    """They go whoever needs them next: what is frozen and was recomputed goes with the module whose backward asked for it.
+
+    Source: DeepSpeed 0.19.8, ``partitioned_param_coordinator.py``, ``update_recompute_parameters``.
+    """
 
 
 class Step(NamedTuple):
@@ -48,6 +61,7 @@ class Step(NamedTuple):
     """All parameters of it and of the modules in it: from the first place in the row up to the last one's next."""
     leaf: bool = False
     """It is gathered and released with all modules in it, and owns what they own."""
+    name: str = ""
 
 
 class Note(NamedTuple):
@@ -89,6 +103,8 @@ class Gathered:
     n_persistent: int
     """Elements and number of the parameters that are never released between steps."""
     persistent_sent: Sizes
+    modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
+    """Of each block with frozen weights, by the name of the module; and of its recomputation."""
 
 
 @lru_cache(maxsize=64)
@@ -119,6 +135,13 @@ class _Module(NamedTuple):
     leaf: bool = False
     viewed: tuple[int, ...] = ()
     """Its parameters of which operators save views."""
+    borrows: bool = False
+    """Its parameters are those of a module in it, which it reads itself, so that they are gathered and released with it.
+
+    A wrapper of peft's asks its ``lora_A`` for the dtype. Source: DeepSpeed 0.19.8, ``parameter_offload.py``, ``ZeROOrderedDict``.
+    """
+    lent: bool = False
+    """Another module borrows its parameters, and releases them."""
 
 
 @lru_cache(maxsize=64)
@@ -129,15 +152,18 @@ def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
     n_blocks, every = whole.n_blocks, len(whole.placed)
     root = _Module("", inside=(0, every))
     model = _Module("", inside=(0, every if whole.model.tie_word_embeddings else every - 1))
-    steps = [_begun(_FORWARD, module, -1) for module in (root, model)]
+    wrappers = (root, root) if whole.model.adapter is not None else ()
+    steps = [_begun(_FORWARD, module, -1) for module in (*wrappers, root, model)]
     steps += [*_forward(first, -1), *[_begun(_FORWARD, _Module(""), -1)] * _without_parameters(whole)]
     for block, modules in enumerate(blocks):
         steps += _forward(modules, block, again=again)
     steps += [*_forward((norm,), n_blocks), *_forward((head,), n_blocks)]
-    steps += [_begun(_BACKWARD, root, n_blocks), _alone(_BACKWARD, head, n_blocks, 1)]
+    steps += [*(_begun(_BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(_BACKWARD, head, n_blocks, 1)]
     steps += [_begun(_BACKWARD, model, n_blocks)._replace(made=1), _alone(_BACKWARD, norm, n_blocks, 2)]
     for block in range(n_blocks - 1, -1, -1):
         steps += _backward(whole, blocks[block], block, again=again)
+    if whole.model.adapter is not None and not again:
+        return tuple(steps)  # nobody follows the embedding's output
     steps += [_begun(_BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
     return (*steps, *(_begun(_BACKWARD, module, -1) for module in reversed(first)))
 
@@ -161,7 +187,7 @@ def _around(whole: Row) -> tuple[tuple[_Module, ...], _Module, _Module]:
 
 
 def _begun(direction: str, module: _Module, block: int) -> Step:
-    return Step(direction, module.parameters, block, 0, inside=module.inside, leaf=module.leaf)
+    return Step(direction, module.parameters, block, 0, inside=module.inside, leaf=module.leaf, name=module.name)
 
 
 def _freed(module: _Module, saved: tuple[int, ...] = ()) -> Freed:
@@ -183,7 +209,7 @@ def _forward(modules: tuple[_Module, ...], block: int, *, again: bool = False) -
 def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Module, int]]:
     """Yield modules that own parameters with the place, in order, of the last module in them; inner ones first."""
     for at in range(len(modules) - 1, -1, -1):
-        if modules[at].parameters:
+        if modules[at].parameters and not modules[at].lent:
             inside = [place for place, name in enumerate(names) if name.startswith(f"{names[at]}.")]
             yield modules[at], max((at, *inside))
 
@@ -191,19 +217,37 @@ def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Mod
 def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bool) -> list[Step]:
     """Return a block's modules as their backward begins; the first that needs it has the block recomputed, and waits."""
     by_name = {module.name: module for module in modules}
-    ordered = (modules[0], *(by_name[name] for name in backward_order([module.name for module in modules[1:]])))
+    constant = _constants(whole, modules, block, again=again)
+    names = backward_order([module.name for module in modules[1:]])
+    ordered = (modules[0], *(by_name[name] for name in names if name not in constant.unfollowed))
     steps, made = list[Step](), 0
     for module in ordered:
-        made += sum(whole.ends[index] - whole.starts[index] for index in module.parameters)
+        made += 0 if module.borrows else sum(whole.trained[index] for index in module.parameters)
         steps.append(_begun(_BACKWARD, module, block)._replace(made=made))
     for module, last in _ends([module.name for module in ordered], ordered):
-        steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module)))
+        if module.name not in constant.unnoticed:
+            steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module)))
     if not again:
         return steps
-    first = next(at for at, module in enumerate(ordered) if module.parameters)
+    first = next(at for at, module in enumerate(ordered) if module.parameters and not module.borrows)
     run_again, waiting = _recomputed(modules, block, ordered[first].name), steps[first]
-    done = run_again[-1]._replace(direction=_BACKWARD, made=waiting.made, frees=waiting.frees)
+    run_again, dropped = _without_frozen(whole, run_again)
+    frees = (*waiting.frees, Freed(dropped, dropped=True)) if dropped else waiting.frees
+    done = run_again[-1]._replace(direction=_BACKWARD, made=waiting.made, frees=frees)
     return [*steps[:first], waiting._replace(made=0, frees=()), *run_again[:-1], done, *steps[first + 1 :]]
+
+
+def _without_frozen(whole: Row, run_again: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
+    """Leave frozen parameters out of what a recomputation frees, and return them."""
+    if whole.model.adapter is None:
+        return run_again, ()
+    frozen = tuple(index for step in run_again for index in step.parameters if not whole.trained[index])
+    kept = [step._replace(frees=tuple(_but(frozen, freed) for freed in step.frees)) for step in run_again]
+    return kept, frozen
+
+
+def _but(frozen: tuple[int, ...], freed: Freed) -> Freed:
+    return freed._replace(parameters=tuple(index for index in freed.parameters if index not in frozen))
 
 
 def _recomputed(modules: tuple[_Module, ...], block: int, last: str) -> list[Step]:
@@ -237,11 +281,33 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         if leaf and name.startswith("mlp."):
             continue
         places = [index for index, parameter in inside if parameter.startswith(f"{name}.")]
-        own = places if leaf and name == "mlp" else owners.get(name, [])
+        borrowed = owners.get(f"{name}.lora_A.default", [])
+        own = places if leaf and name == "mlp" else borrowed or owners.get(name, [])
         viewed = [index for index in own if ".experts." in whole.placed[index].parameter.name]
         bounds = (places[0], places[-1] + 1) if places else (0, 0)
-        modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed)))
+        lent = name.endswith(".lora_A.default")
+        modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent))
     return tuple(modules)
+
+
+class _Constants(NamedTuple):
+    """Modules of a block that autograd does not follow at all, and those whose end in the backward nobody notices."""
+
+    unfollowed: frozenset[str] = frozenset()
+    unnoticed: frozenset[str] = frozenset()
+
+
+def _constants(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bool) -> _Constants:
+    """In the first block, whose input has no gradient, nothing that comes before all adapters has a backward."""
+    adapter = whole.model.adapter
+    if adapter is None or again or block:
+        return _Constants()
+    reading = reading_constants(adapter.layers, [module.name for module in modules[1:]])
+    trains = {
+        module.name for module in modules
+        if any(whole.trained[index] for index in range(*module.inside))
+    }  # fmt: skip
+    return _Constants(frozenset(reading - trains), frozenset(reading & trains))
 
 
 class _Handle:
@@ -269,6 +335,7 @@ class _Replay:
         later: bool = False,
     ) -> None:
         self.numel = [each.end - each.start for each in whole.placed]
+        self.frozen = [each.parameter.frozen for each in whole.placed]
         self.options = options
         self.n_blocks = whole.n_blocks
         self.steps = steps
@@ -320,13 +387,28 @@ class _Replay:
                 backward[step.block].append((step, Note(step.made, gathering, during, self.elements, handing)))
             elif turned:
                 embedding = max(embedding, gathering)
-        notes = tuple(_per_gradient(backward[block]) for block in range(self.n_blocks))
+        notes, modules = self._of_blocks(backward)
         return Gathered(
-            tuple(forward), head_forward, loss, (head[0], head[1], max(head[2:])), past_head, notes, embedding, self.elements,
+            tuple(forward), head_forward, loss, (max(head[:-3]), head[-3], max(head[-2:])), past_head, notes, embedding,
+            self.elements,
             _sizes(self.sent[_FORWARD]), _sizes(self.sent[_BACKWARD]), self.calls[_FORWARD], self.calls[_BACKWARD],
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
-            _sizes(Counter(self.numel[index] for index in self.persistent)),
+            _sizes(Counter(self.numel[index] for index in self.persistent)), modules,
         )  # fmt: skip
+
+    def _of_blocks(
+        self, backward: dict[int, list[tuple[Step, Note]]]
+    ) -> tuple[tuple[tuple[Note, ...], ...], tuple[tuple[tuple[str, Note], ...], ...]]:
+        """Return the notes of each block, by gradients; and by modules, where some are frozen."""
+        blocks = [backward[block] for block in range(self.n_blocks)]
+        if not any(self.frozen):
+            return tuple(map(_per_gradient, blocks)), ()
+        making = ([(step, note) for step, note in block if not self._idle(step)] for block in blocks)
+        return tuple(map(_per_gradient, making)), tuple(map(_per_module, blocks))
+
+    def _idle(self, step: Step) -> bool:
+        """Whether a module makes no gradients, though it has parameters."""
+        return bool(step.parameters) and all(self.frozen[index] for index in step.parameters)
 
     def _fetch(self, at: int, step: Step, *, turned: bool) -> int:
         direction = _BACKWARD if turned else _FORWARD
@@ -396,9 +478,10 @@ class _Replay:
     def _release(self, at: int, step: Step) -> None:
         for freed in step.frees:
             for index in freed.parameters:
-                if self.decides and not self._stays(index, at + 1, leaf=freed.leaf):
+                if self.decides and not freed.dropped and not self._stays(index, at + 1, leaf=freed.leaf):
                     self.decided.add((at, index))
-                if index in self.persistent or index not in self.available or (at, index) not in self.decided:
+                goes = freed.dropped or (at, index) in self.decided
+                if index in self.persistent or index not in self.available or not goes:
                     continue
                 self.available.discard(index)
                 self.counted -= self.numel[index]
@@ -473,3 +556,15 @@ def _per_gradient(notes: list[tuple[Step, Note]]) -> tuple[Note, ...]:
         else:
             merged[note.made] = before._replace(after=note.after)
     return tuple(merged[made] for made in sorted(merged))
+
+
+def _per_module(notes: list[tuple[Step, Note]]) -> tuple[tuple[str, Note], ...]:
+    """Name notes after modules; those of a recomputation hold most until then, and the last of them has a name of its own."""
+    named: dict[str, Note] = {}
+    for step, note in notes:
+        if step.direction == _BACKWARD:
+            named[step.name] = note
+            continue
+        most = max(note.gathering, named[RECOMPUTED].gathering if RECOMPUTED in named else 0)
+        named[RECOMPUTED] = named[f"{RECOMPUTED}: {step.name}"] = note._replace(gathering=most)
+    return tuple(named.items())

@@ -4,7 +4,8 @@ Every block is one group, everything else (embedding, final norm, head) is the r
 lifetimes end with Python references in host order, so the allocated bytes at every moment follow from the code of
 ``torch/distributed/fsdp/_fully_shard`` (torch 2.13). The estimate is for rank 0, whose dim-0 chunk is never the smaller one.
 
-Left out: frozen parameters, other wrappings, explicit prefetching, and buffers of the process group itself.
+Left out: frozen parameters other than those beside adapters, other wrappings, explicit prefetching, and buffers of the process
+group itself.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,9 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     """
     plan = make_plan(model, recipe, mesh, batch)
     states = (*plan.persistent, plan.gradient_shards(plan.every_layer, "after backward", root=True))
-    temporaries = step_temporary_lines(recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol="P/N")
+    temporaries = step_temporary_lines(
+        recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=f"{plan.trained_symbol}/N"
+    )
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
     moments = (
         *forward(plan),
@@ -99,7 +102,16 @@ def _symbols(plan: Plan) -> tuple[Symbol, ...]:
         ),
         *_smaller_shards(plan),
         *((beyond_symbol(_beyond_pinned(plan)),) if plan.offloaded else ()),
+        *(_of_trained(plan) if plan.trained_root is not plan.root else ()),
     )
+
+
+def _of_trained(plan: Plan) -> Iterator[Symbol]:
+    padded = plan.n * plan.trained_shards(plan.every_layer, root=True)
+    yield Symbol("P_trained", padded, "of the padded parameters those that are trained")
+    for group, run in zip(plan.trained_blocks, plan.runs, strict=True):
+        yield Symbol(f"P_{group.symbol}", group.padded, f"padded parameters that are trained in one {run.kind} block")
+        yield Symbol(f"G_{group.symbol}", group.numel, f"parameters that are trained in one {run.kind} block")
 
 
 def _smaller_shards(plan: Plan) -> Iterator[Symbol]:

@@ -107,20 +107,20 @@ def _reduced(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
     if is_the_shard and not plan.recipe.sync_every_micro_batch:
         return (shards,)
     apart = plan.replicated * (plan.several if is_the_shard else 1)
-    formula = _replicas_formula("R·M" if is_the_shard else "R", plan.reduce_bytes, layers, plan.kinds)
-    held = apart * plan.reduce_bytes * plan.shards(layers)
+    formula = _replicas_formula("R·M" if is_the_shard else "R", plan.reduce_bytes, layers, plan.trained_kinds)
+    held = apart * plan.reduce_bytes * plan.trained_shards(layers)
     return (shards, Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", formula, _REPLICAS))
 
 
 @lru_cache(maxsize=4096)
 def _replicas_formula(where_apart: str, width: int, layers: tuple[int, ...], kinds: tuple[str, ...]) -> str:
-    return f"{where_apart}·{shards_formula(width, layers, kinds, root=False)}"
+    return f"{where_apart}·{shards_formula(width, layers, kinds, root='')}"
 
 
 def _waiting_reduce(plan: Plan, position: Position) -> tuple[Line, ...]:
     if position.next_run is None:
         return ()
-    return (reduce_input(plan, plan.blocks[position.next_run], "reduce-scatter input of the block above"),)
+    return (reduce_input(plan, plan.trained_blocks[position.next_run], "reduce-scatter input of the block above"),)
 
 
 def _own_left_behind(plan: Plan, position: Position) -> tuple[Line, ...]:
@@ -147,10 +147,11 @@ def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> t
         return (gathered(plan, group, "this block's, until it is copied out"),)
     below, width = plan.blocks[position.previous_run], plan.width.compute
     to_gather = plan.width.mixed or plan.offloaded  # a cast copy, or one from host memory
-    cast: Int = below.shard * width if to_gather else 0
+    copied = plan.trained_blocks[position.previous_run]  # what is frozen is in the compute dtype already
+    cast: Int = copied.shard * width if to_gather else 0
     ahead = plan.gathers * maximum(width * group.padded, width * below.padded + cast)
     own, other = f"{width}·P_{group.symbol}", f"{width}·P_{below.symbol}"
-    formula = f"max({own}, {other} + {other}/N)" if to_gather else f"max({own}, {other})"
+    formula = f"max({own}, {other} + {width}·P_{copied.symbol}/N)" if to_gather else f"max({own}, {other})"
     formula = f"{formula}·min(1, N-1)"
     return (Line(Kind.GATHER, ahead, "this block's, then the next one's with its cast input", formula, GATHER),)
 
@@ -172,7 +173,7 @@ def _point_of(block: str, point: str) -> str:
 
 def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment:
     """Gradients are copied into the reduce-scatter input; then the output joins the input, the gradients gone."""
-    group = plan.blocks[position.run]
+    group = plan.trained_blocks[position.run]
     lines = (
         *alive,
         reduce_input(plan, group, "reduce-scatter input of this block"),
@@ -232,10 +233,10 @@ def _at_the_embedding(plan: Plan, common: tuple[Line, ...]) -> Iterator[Moment]:
         *common,
         *plan.left_behind(tuple(0 for _ in plan.blocks)),
         root_unsharded(plan),
-        reduce_input(plan, plan.blocks[0], "reduce-scatter input of the first block"),
+        reduce_input(plan, plan.trained_blocks[0], "reduce-scatter input of the first block"),
         *((*plan.head.shared, *plan.head.below_blocks) if plan.head.below_blocks else ()),
     )
-    made = plan.root.numel + plan.tied_head_elements - waiting
+    made = plan.trained_root.numel + plan.tied_head_elements - waiting
     parts = root_gradients(plan, made, plan.embedding_elements, waiting=waiting)
     yield Moment("backward of the embedding", Phase.BACKWARD, (*alive, parts, flow))
     summed = waiting and plan.recipe.loss == "full"
@@ -259,7 +260,7 @@ def _not_reduced(plan: Plan) -> Iterator[Line]:
     """
     (blocks,) = plan.left_behind(plan.every_layer, root=False)
     yield blocks
-    width, root, tied = plan.width.compute, plan.root.numel, plan.tied_head_elements
+    width, root, tied = plan.width.compute, plan.trained_root.numel, plan.tied_head_elements
     earlier = plan.embedding_elements - tied + plan.waiting_elements if plan.adds_up else root
     each = width if plan.adds_up else plan.reduce_bytes
     formula = f"{product(each, earlier)}·M_2 + {product(width, root + tied)}"
@@ -269,10 +270,12 @@ def _not_reduced(plan: Plan) -> Iterator[Line]:
 
 def end_of_backward(plan: Plan) -> Iterator[Moment]:
     """The embedding's gradient, then the reduction of the root group."""
-    root = plan.root
+    root = plan.trained_root
     common = (*plan.persistent, *_reduced(plan, plan.every_layer))
     width = plan.width.compute
     yield from _at_the_embedding(plan, common)
+    if not root.numel:
+        return
     copy = reduce_input(plan, root, "reduce-scatter input of the root group")
     made = Line(
         Kind.UNSHARDED_GRADIENTS,

@@ -17,7 +17,7 @@ from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, HeadPass
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import layout, trained_layout
 
 SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param"
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
@@ -65,6 +65,11 @@ class Plan(NamedTuple):
     local_tensors: tuple[LocalTensor, ...]
     root: Group
     blocks: tuple[Group, ...]
+    trained_root: Group
+    trained_blocks: tuple[Group, ...]
+    """What of the groups gets gradients: all of them, unless weights are frozen."""
+    trained_kinds: tuple[str, ...]
+    """Kind of what is trained in each run, as symbols have it."""
     tail_elements: int
     """Gradients of the root group that exist once the final norm has gone backward."""
     tied_head_elements: int
@@ -121,6 +126,23 @@ class Plan(NamedTuple):
             elements = elements + count * group.shard
         return elements
 
+    @property
+    def trained_symbol(self) -> str:
+        """What formulas call the padded parameters that get gradients."""
+        return "P" if self.trained_root is self.root else "P_trained"
+
+    @property
+    def trained_root_symbol(self) -> str:
+        """Kind of what is trained in the root group; nothing where it is frozen."""
+        return self.trained_root.symbol if self.trained_root.numel else ""
+
+    def trained_shards(self, layers: tuple[int, ...], *, root: bool = False) -> Int:
+        """This rank's chunks of what gets gradients. [elements]"""
+        elements: Int = self.trained_root.shard if root else 0
+        for count, group in zip(layers, self.trained_blocks, strict=True):
+            elements = elements + count * group.shard
+        return elements
+
     def gradient_shards(self, layers: tuple[int, ...], when: str, *, root: bool = False) -> Line:
         """This rank's chunk of the gradients of these layers; of all, where earlier micro-batches have left theirs."""
         line = self.reduced_gradients(layers, when, root=root)
@@ -129,10 +151,12 @@ class Plan(NamedTuple):
     def reduced_gradients(self, layers: tuple[int, ...], when: str, *, root: bool = False) -> Line:
         """The same, wherever its memory is."""
         stored, earlier_too = self.width.stored, self.recipe.sync_every_micro_batch
-        now = self.shards(layers, root=root)
+        now = self.trained_shards(layers, root=root)
         if earlier_too and not (isinstance(self.several, int) and not self.several):
-            now = maximum(now, self.several * self.shards(self.every_layer, root=True))
-        reason, formula = _reduced_in_words(stored, layers, self.kinds, when, root, earlier_too)
+            now = maximum(now, self.several * self.trained_shards(self.every_layer, root=True))
+        symbol = self.trained_root_symbol if root else ""
+        earlier = f"{stored}·M·{self.trained_symbol}/N" if earlier_too else ""
+        reason, formula = _reduced_in_words(stored, layers, self.trained_kinds, when, symbol, earlier)
         return Line(Kind.GRADIENTS, stored * now, reason, formula, REDUCE)
 
     def fresh(self, made: int, current: int = 0, *, waiting: int = 0) -> tuple[Int, str]:
@@ -151,10 +175,11 @@ class Plan(NamedTuple):
         """Whole gradients that earlier micro-batches left (``no_sync``) of layers that are not reduced yet. [bytes]"""
         if self.recipe.sync_every_micro_batch:
             return ()
-        elements = self.root.numel if root else 0
-        for count, group in zip(layers, self.blocks, strict=True):
+        elements = self.trained_root.numel if root else 0
+        for count, group in zip(layers, self.trained_blocks, strict=True):
             elements += count * group.numel
-        formula = left_formula(self.reduce_bytes, layers, self.kinds, root=root)
+        symbol = self.trained_root_symbol if root else ""
+        formula = left_formula(self.reduce_bytes, layers, self.trained_kinds, root=symbol)
         reason = "whole gradients accumulated by earlier micro-batches"
         return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
 
@@ -162,20 +187,32 @@ class Plan(NamedTuple):
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Plan:
     """Size the groups and collect what every moment needs."""
     tree, width, n = layout(model), widths(recipe.precision), mesh.dp_shard
+    learning = tree if model.adapter is None else trained_layout(model)
     compute = compute_of(recipe)
     recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
     impl, tensors = (
         implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload),
-        _local_tensors(tree, n),
+        _local_tensors(learning, n),
     )
     root = _group((*tree.embeddings, *tree.tail), n, "root")
     blocks = tuple(_group(run.parameters, n, run.kind) for run in tree.runs)
-    persistent = (
-        _parameter_line(tree, root, blocks, width.stored),
-        *state_lines(recipe.optimizer, impl, tensors, width.stored, symbol="P/N"),
-        *tree.buffers,
-    )
+    trained_root, trained_blocks = root, blocks
+    symbol = "P/N"
+    parameters: tuple[Line, ...] = (_parameter_line(tree, root, blocks, width.stored),)
+    if learning is not tree:
+        trained_root, trained_blocks = _trained_groups(learning, n)
+        frozen = root._replace(shard=root.shard - trained_root.shard)
+        still = tuple(
+            group._replace(shard=group.shard - one.shard) for group, one in zip(blocks, trained_blocks, strict=True)
+        )  # fmt: skip
+        symbol = "P_trained/N"
+        parameters = (
+            _parameter_line(tree, frozen, still, width.compute, what="frozen", symbol="(P - P_trained)/N"),
+            _parameter_line(tree, trained_root, trained_blocks, width.stored, what="trained", symbol=symbol),
+        )
+    optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
+    persistent = (*parameters, *optimizer, *tree.buffers)
     return Plan(
         recipe=recipe,
         width=width,
@@ -195,9 +232,12 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         local_tensors=tensors,
         root=root,
         blocks=blocks,
-        tail_elements=sum(parameter.numel for parameter in tree.tail),
-        tied_head_elements=0 if tree.tied_head is None else tree.tied_head.numel,
-        embedding_elements=max((parameter.numel for parameter in tree.embeddings if len(parameter.shape) > 1), default=0),
+        trained_root=trained_root,
+        trained_blocks=trained_blocks,
+        trained_kinds=tuple(group.symbol for group in trained_blocks),
+        tail_elements=sum(parameter.numel for parameter in learning.tail),
+        tied_head_elements=0 if learning.tied_head is None else learning.tied_head.numel,
+        embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),
         last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
         passes=passes,
         head=outside(model, recipe, batch),
@@ -205,6 +245,12 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         persistent=tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent,
         in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
     )
+
+
+def _trained_groups(learning: Layout, n: Int) -> tuple[Group, tuple[Group, ...]]:
+    """What is trained of the root group and of each kind of block, where weights are frozen."""
+    root = _group((*learning.embeddings, *learning.tail), n, "trained_root")
+    return root, tuple(_group(run.parameters, n, f"trained_{run.kind}") for run in learning.runs)
 
 
 def on_host(line: Line) -> Line:
@@ -241,29 +287,32 @@ def _local_tensors(tree: Layout, n: Int) -> tuple[LocalTensor, ...]:
     )
 
 
-def _parameter_line(tree: Layout, root: Group, blocks: tuple[Group, ...], stored: int) -> Line:
+def _parameter_line(
+    tree: Layout, root: Group, blocks: tuple[Group, ...], stored: int, *, what: str = "", symbol: str = "P/N"
+) -> Line:  # fmt: skip
     elements: Int = root.shard
     for run, group in zip(tree.runs, blocks, strict=True):
         elements = elements + run.layers * group.shard
-    return Line(Kind.PARAMETERS, stored * elements, "this rank's chunk of every parameter", f"{stored}·P/N", SHARD)
+    every = f"every {what} parameter" if what else "every parameter"
+    return Line(Kind.PARAMETERS, stored * elements, f"this rank's chunk of {every}", f"{stored}·{symbol}", SHARD)
 
 
 @lru_cache(maxsize=4096)
-def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: bool) -> str:
+def shards_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: str) -> str:
     """The chunks of so many layers of each run, in symbols.
 
-    >>> shards_formula(4, (31,), ("dense",), root=True)
+    >>> shards_formula(4, (31,), ("dense",), root="root")
     '4·(31·P_dense + P_root)/N'
     """
-    return f"{width}·({blocks_sum('P', layers, symbols, 'P_root' if root else '')})/N"
+    return f"{width}·({blocks_sum('P', layers, symbols, f'P_{root}' if root else '')})/N"
 
 
 @lru_cache(maxsize=4096)
 def _reduced_in_words(
-    width: int, layers: tuple[int, ...], kinds: tuple[str, ...], when: str, root: bool, earlier_too: bool  # noqa: FBT001  a key
+    width: int, layers: tuple[int, ...], kinds: tuple[str, ...], when: str, root: str, earlier: str
 ) -> tuple[str, str]:  # fmt: skip
     formula = shards_formula(width, layers, kinds, root=root)
-    return f"this rank's chunk of the gradients, {when}", f"max({formula}, {width}·M·P/N)" if earlier_too else formula
+    return f"this rank's chunk of the gradients, {when}", f"max({formula}, {earlier})" if earlier else formula
 
 
 @lru_cache(maxsize=4096)
@@ -272,10 +321,10 @@ def _fresh_formula(width: int, made: int, current: int, waiting: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def left_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: bool) -> str:
+def left_formula(width: int, layers: tuple[int, ...], symbols: tuple[str, ...], *, root: str) -> str:
     """Whole gradients that earlier micro-batches left, in symbols.
 
-    >>> left_formula(4, (31,), ("dense",), root=True)
+    >>> left_formula(4, (31,), ("dense",), root="root")
     '4·M·(31·G_dense + G_root)'
     """
-    return f"{width}·M·({blocks_sum('G', layers, symbols, 'G_root' if root else '')})"
+    return f"{width}·M·({blocks_sum('G', layers, symbols, f'G_{root}' if root else '')})"

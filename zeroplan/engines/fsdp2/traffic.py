@@ -17,22 +17,24 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
     3Ψ of the ZeRO paper (arXiv:1910.02054, section 7).
     """
     reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
-    calls = list(_of_group(plan, plan.root, 1, "the root group", mesh, batch.grad_accum_steps, reductions))
-    for group, run in zip(plan.blocks, plan.runs, strict=True):
-        calls += _of_group(plan, group, run.layers, f"{run.kind} blocks", mesh, batch.grad_accum_steps, reductions)
+    calls = list(_of_group(plan, (plan.root, plan.trained_root), 1, "the root group", mesh, batch.grad_accum_steps, reductions))
+    for *groups, run in zip(plan.blocks, plan.trained_blocks, plan.runs, strict=True):
+        calls += _of_group(
+            plan, (groups[0], groups[1]), run.layers, f"{run.kind} blocks", mesh, batch.grad_accum_steps, reductions
+        )
     return tuple(calls)
 
 
 def _of_group(
-    plan: Plan, group: Group, layers: int, name: str, mesh: Mesh, passes: Int, reductions: Int
+    plan: Plan, groups: tuple[Group, Group], layers: int, name: str, mesh: Mesh, passes: Int, reductions: Int
 ) -> Iterator[Collective]:  # fmt: skip
-    what = f"parameters of {name}"
+    (group, trained), what = groups, f"parameters of {name}"
     yield _gather(plan, group, passes * layers, what, "forward", ranks=plan.n)
     if plan.reshard is not False and group is not plan.root:
         ranks = plan.n if plan.reshard is True else plan.reshard
         yield _gather(plan, group, passes * layers, what, "backward", ranks=ranks)
-    yield _reduce_scatter(plan, group, reductions * layers, f"gradients of {name}")
-    yield _over_replicas(plan, group, reductions * layers, f"gradient shards of {name}", mesh.dp_replicate)
+    yield _reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}")
+    yield _over_replicas(plan, trained, reductions * layers, f"gradient shards of {name}", mesh.dp_replicate)
 
 
 def _gather(plan: Plan, group: Group, calls: Int, what: str, when: str, *, ranks: Int) -> Collective:

@@ -78,20 +78,23 @@ def linear(
     """
     matrix = f"{reads}·{width}"
     weights = [width, matrix] if bias else [matrix]
-    casts = [_weight(tape, elements, site, tracked=elements is matrix) for elements in weights] if tape.autocast else []
-    given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
+    kept = "" if value in tape.constants else matrix  # the weight's copy is needed for the gradient of the input alone
+    casts = [_weight(tape, elements, site, tracked=elements is kept) for elements in weights] if tape.autocast else []
+    with tape.unless_constant(value):
+        given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
     made = tensor(tape, out or f"output of the {site.name}", "e", f"T·{width}", site.source)
     if not bias:
         tape.products.append(made.store)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        arriving = [(given, gradient(tape, given, f"gradient through the {site.name}", site.source))]
+        reason = f"gradient through the {site.name}"
+        arriving = [] if given in tape.constants else [(given, gradient(tape, given, reason, site.source))]
         for elements in () if casts else weights:
             tape.weight_gradient(elements)
         reason = f"gradient of the {site.name}'s weights, not yet cast"
         return [*arriving, *((one, tape.make(TEMPORARY, reason, f"e·{one.shape}", site.source)) for one in casts)]
 
-    tape.add(site.name, (made,), (given.store,), backward, cast=matrix if casts else "")
+    tape.add(site.name, (made,), (given.store,), backward, cast=kept if casts else "")
     tape.release(given)
     return made
 
@@ -124,8 +127,10 @@ class NormAs(NamedTuple):
     wide: bool = False
 
 
-def rms_norm(tape: Tape, value: Value, name: str, kind: NormAs, *, weight: str = "h", rows: str = "T") -> Value:
-    """RMSNorm from single operators, in fp32; ``weight`` is the formula of its weight's elements."""
+def rms_norm(
+    tape: Tape, value: Value, name: str, kind: NormAs, *, weight: str = "h", rows: str = "T", frozen: bool = False
+) -> Value:
+    """RMSNorm from single operators, in fp32; ``weight`` is the formula of its weight's elements, which may be ``frozen``."""
     site = Site(name, kind.source)
     wide = cast(tape, value, "4", Site(f"{name}: its input", kind.source))
     scale = _scale(tape, wide, rows, site)
@@ -141,7 +146,7 @@ def rms_norm(tape: Tape, value: Value, name: str, kind: NormAs, *, weight: str =
         return made
     narrow = cast(tape, normal, value.dtype, Site(f"{name}: normalised input", kind.source))
     tape.release(normal)
-    made = _weighted(tape, narrow, (narrow.store,), weight, site)
+    made = _weighted(tape, narrow, () if frozen else (narrow.store,), "" if frozen else weight, site)
     tape.release(narrow)
     return made
 
@@ -182,8 +187,9 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: str, s
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving = [(value, gradient(tape, value, "gradient of the normalised input", site.source))]
-        tape.temporary("gradient of the norm's weight, not yet summed", f"{value.dtype}·{value.shape}", site.source)
-        tape.weight_gradient(weight)
+        if weight:
+            tape.temporary("gradient of the norm's weight, not yet summed", f"{value.dtype}·{value.shape}", site.source)
+            tape.weight_gradient(weight)
         return arriving
 
     tape.add(site.name, (made,), saved, backward)
@@ -264,15 +270,15 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
 
 
 def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
-    """``first * second``, both saved."""
+    """``first * second``; each is saved for the gradient of the other, where autograd follows that."""
     made = tensor(tape, reason, first.dtype, first.shape, site.source)
+    followed = [value for value in (first, second) if value not in tape.constants]
+    saved = (first.store, second.store) if len(followed) == 2 else ((second if followed == [first] else first).store,)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [
-            (value, gradient(tape, value, f"gradient of a factor of the {site.name}", site.source)) for value in (first, second)
-        ]
+        return [(value, gradient(tape, value, f"gradient of a factor of the {site.name}", site.source)) for value in followed]
 
-    tape.add(site.name, (made,), (first.store, second.store), backward)
+    tape.add(site.name, (made,), saved, backward)
     return made
 
 

@@ -34,6 +34,7 @@ def quantities(x: Widths, intermediate_size: int, moe: MoeSpec | None = None) ->
         "t": moe.num_experts_per_tok if moe else 0,
         "e": x.element,
         "r": x.residual,
+        "z": x.rank,
         "q/4": x.heads * (x.head_dim // 4),
         "k/4": x.key // x.head_dim * (x.head_dim // 4),
         "k/d": x.key // x.head_dim,

@@ -7,7 +7,8 @@ one is added to the first, and what an operator saved goes when it is done. Size
 batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind
@@ -64,15 +65,18 @@ class Alive(NamedTuple):
 class Tape:
     """What a program has done so far. ``saving`` says whether operators save anything, as they do outside a checkpoint."""
 
-    def __init__(self, *, wide: bool, autocast: bool, saving: bool) -> None:
-        """``wide``: the compute dtype is fp32."""
+    def __init__(self, *, wide: bool, autocast: bool, saving: bool, frozen: bool = False) -> None:
+        """``wide``: the compute dtype is fp32; ``frozen``: weights and residual stream are in it even under autocast."""
         self.wide, self.autocast, self.saving = wide, autocast, saving
+        self.wide_residual = autocast and not frozen
+        self.constants: set[Value] = set()
+        """Tensors that autograd does not follow."""
+        self._apart = False
+        self._last_saving: tuple[int, Alive, tuple[Value, ...]] | None = None
         self.alive: dict[Store, None] = {}
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
         self.saved: dict[Store, None] = {}
-        self.until_saved: list[Alive] = []
-        """Moments up to the last operator that saved something, where running a checkpoint again stops."""
         self.casts: list[str] = []
         self.before_saved: tuple[Store, ...] = ()
         """Gradients that wait when the backward first needs what was saved, where a checkpoint is run again."""
@@ -88,7 +92,7 @@ class Tape:
 
     def is_wide(self, dtype: str) -> bool:
         """Whether a dtype's symbol means fp32 here."""
-        return dtype == "4" or self.wide or (dtype == "r" and self.autocast)
+        return dtype == "4" or self.wide or (dtype == "r" and self.wide_residual)
 
     def make(self, kind: Kind, reason: str, formula: str, source: str) -> Store:
         """Allocate, and note the moment."""
@@ -137,19 +141,43 @@ class Tape:
         self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *, cast: str = ""
     ) -> None:  # fmt: skip
         """Put an operator into the graph; what it saves stays until its backward is done."""
+        if self._apart:
+            self.constants.update(outputs)
+            return
         kept = saved if self.saving else ()
         for store in kept:
             self.hold(store)
             self.saved[store] = None
         if kept:
-            self._saved_last(kept, outputs)
+            apart = tuple(value for value in outputs if value.store not in kept)
+            self._last_saving = len(self.moments) - 1, self.moments[-1], apart
         self.operators.append(Operator(name, outputs, kept, backward, cast))
 
-    def _saved_last(self, kept: tuple[Store, ...], outputs: tuple[Value, ...]) -> None:
-        """Note the moments so far; without the outputs where only inputs are saved, which happens before there are outputs."""
-        made = {value.store for value in outputs}.difference(kept)
-        *earlier, last = self.moments
-        self.until_saved = [*earlier, last._replace(stores=tuple(store for store in last.stores if store not in made))]
+    @contextmanager
+    def unless_constant(self, *values: Value) -> Iterator[None]:
+        """Run operators that autograd leaves out of its graph where none of these, their operands, is followed."""
+        before = self._apart
+        self._apart = before or all(value in self.constants for value in values)
+        try:
+            yield
+        finally:
+            self._apart = before
+
+    def save_weight(self) -> None:
+        """Save a weight, which is nobody's activation, but which a recomputation goes on to."""
+        if self.saving and not self._apart:
+            self._last_saving = len(self.moments) - 1, self.moments[-1], ()
+
+    def until_last_saved(self, *, done: bool) -> list[Alive]:
+        """The moments up to the last operator that saves something, where a recomputation stops (``early_stop``).
+
+        Operators of torch save before they compute; ``done`` is of those that save afterwards.
+        """
+        if self._last_saving is None:
+            return []
+        before, last, outputs = self._last_saving
+        made = [] if done else [value.store for value in outputs]
+        return [*self.moments[:before], last._replace(stores=tuple(store for store in last.stores if store not in made))]
 
     def temporary(self, reason: str, formula: str, source: str) -> Store:
         """Allocate what is gone when the operator is done."""
@@ -195,6 +223,9 @@ class Tape:
 
     def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:
         """Add to a gradient that waits already: in place where nobody else has it (torch, csrc/autograd/input_buffer.cpp)."""
+        if value in self.constants:
+            self.drop(gradient)
+            return
         first = waiting.get(value)
         if first is None:
             waiting[value] = gradient

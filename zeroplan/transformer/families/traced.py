@@ -99,20 +99,24 @@ class Plan(NamedTuple):
     """Moments of running the forward again for the backward that may be higher than any of the backward's own."""
 
 
-class _Index:
+class Index:
     """Gives every store and every formula of a weight its place, in the order they come."""
 
     def __init__(self) -> None:
+        """Begin with none."""
         self.stores: dict[Store, int] = {}
         self.weights: dict[str, int] = {}
 
     def of(self, stores: Iterable[Store]) -> Places:
+        """Places of stores."""
         return tuple(self.stores.setdefault(store, len(self.stores)) for store in stores)
 
     def elements(self, formulas: Iterable[str]) -> Places:
+        """Places of weights."""
         return tuple(self.weights.setdefault(formula, len(self.weights)) for formula in formulas)
 
     def moments(self, moments: Iterable[Alive]) -> tuple[Placed, ...]:
+        """Moments, with places for what is alive."""
         return tuple(map(self._placed, moments))
 
     def _placed(self, one: Alive) -> Placed:
@@ -150,7 +154,7 @@ def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool) -> B
     )
     plan = _plan(structure)
     sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
-    return _worked_out(plan, sizes, autocast=x.autocast, recompute=recompute)
+    return pass_of(plan, sizes, autocast=x.autocast, recompute=recompute)
 
 
 def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
@@ -186,7 +190,7 @@ def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
 
 @lru_cache(maxsize=64)
 def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
-    tape, program, index = Tape(wide=wide, autocast=autocast, saving=True), PROGRAMS[family], _Index()
+    tape, program, index = Tape(wide=wide, autocast=autocast, saving=True), PROGRAMS[family], Index()
     given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "r·T·h", program.source), "r", "T·h")
     made = program.final(tape, given)
     tape.release(made, given)
@@ -198,7 +202,7 @@ def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
 
 @lru_cache(maxsize=256)
 def _plan(structure: Structure) -> Plan:
-    index, source = _Index(), PROGRAMS[structure.family].source
+    index, source = Index(), PROGRAMS[structure.family].source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast}
     saving, given = _run(structure, saving=True)
     forward = index.moments(highest(saving.moments, **dtypes))
@@ -211,7 +215,7 @@ def _plan(structure: Structure) -> Plan:
     points = index.moments(highest(saving.moments, **dtypes))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
     if structure.family in RECOMPUTED_HIGHER:
-        reruns["full"] = index.moments(_run_again(saving, saving.until_saved, given.store, dtypes))
+        reruns["full"] = index.moments(_run_again(saving, saving.until_last_saved(done=False), given.store, dtypes))
         reruns["selective"] = index.moments(_run_again(saving, whole, given.store, dtypes))
     selective = index.of((*saving.products[::2], *saving.kernel_outputs))
     again, _ = _run(structure, saving=False, given=given.store)
@@ -250,10 +254,10 @@ def _run(structure: Structure, *, saving: bool, given: Store | None = None) -> t
 
 def _block(structure: Structure) -> Block:
     head_norms = structure.family == "gemma3_text"
-    return Block(_attention(structure), structure.grouped, structure.one_key, structure.attention_bias, head_norms)
+    return Block(kernel_of(structure), structure.grouped, structure.one_key, structure.attention_bias, head_norms)
 
 
-def _attention(structure: Structure) -> Attention:
+def kernel_of(structure: Structure) -> Attention:
     """Which kernel ``scaled_dot_product_attention`` takes (on CUDA: torch 2.13, sdp_utils.cpp), or attention written out."""
     if structure.attention == "eager":
         return {"gemma2": capped_eager, "gpt_oss": with_sinks}.get(structure.family, eager)
@@ -296,7 +300,8 @@ class Sizes:
         return BackwardPoint(name, self.lines(stores), made, making, copied, self.lines(handed_on))
 
 
-def _worked_out(plan: Plan, sizes: Sizes, *, autocast: bool, recompute: Recompute) -> BlockPass:
+def pass_of(plan: Plan, sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> BlockPass:
+    """Write a plan as what one block costs, for one batch."""
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     return BlockPass(
         saved,

@@ -48,10 +48,15 @@ class Widths(NamedTuple):
     kernels: Kernels
     recomputed: bool = False
     """The backward recomputes the block: what the recomputation saved is given back as it is used."""
+    rank: int = 0  # z, of adapters
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
-    """Collect what the parts of a block need."""
+    """Collect what the parts of a block need.
+
+    Frozen weights are in the compute dtype, and so is the residual stream: autocast casts adapters only.
+    """
+    autocast = compute.autocast and model.adapter is None
     micro_batch, seq_len = batch.micro_batch_size, batch.seq_len
     heads, head_dim = model.num_attention_heads, model.head_dim
     query, key = heads * head_dim, model.num_key_value_heads * head_dim
@@ -68,12 +73,13 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         value,
         query if model.mla is None else value,
         compute.element_bytes,
-        4 if compute.autocast else compute.element_bytes,
-        compute.autocast,
+        4 if autocast else compute.element_bytes,
+        autocast,
         "eager" if compute.attention == "sdpa" and model.family in WITHOUT_SDPA else compute.attention,
         model.family in FUSED_PROJECTION,
         compute.kernels,
         recomputed,
+        0 if model.adapter is None else model.adapter.rank,
     )
 
 

@@ -1,0 +1,43 @@
+"""What can be said of adapters, and what is refused, each in one line."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zeroplan.errors import SpecError
+from zeroplan.resolve import Request, job, request_of, resolve
+from zeroplan.spec.adapter import AdapterSpec
+
+EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"lora_rank": 16, "lora_targets": "qproj"}, "LoRA has no target 'qproj'"),
+        ({"lora_rank": 16, "lora_targets": ""}, "LoRA needs linear layers"),
+        ({"lora_targets": "q_proj"}, "add --lora-rank 16"),
+        ({"lora_rank": 10**6}, "rank=1000000"),
+        ({"lora_rank": 8, "loss": "chunked"}, "LoRA with loss 'chunked' is not modelled"),
+        ({"lora_rank": 8, "attention": "eager"}, "LoRA with attention 'eager' is not modelled"),
+        ({"lora_rank": 8, "engine": "paper"}, "LoRA with engine 'paper' is not modelled"),
+        ({"lora_rank": 8, "engine": "deepspeed", "stage": 0}, "LoRA with DeepSpeed stage 0 is not modelled"),
+        ({"lora_rank": 8, "model": "gpt2"}, "LoRA in a gpt2 model is not modelled"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_in_one_line(said: dict[str, Any], message: str):
+    with pytest.raises(SpecError, match=message) as refused:
+        job(**{**EIGHT_B, **said})
+    assert "\n" not in str(refused.value)
+
+
+def test_a_complete_job_keeps_its_adapters_and_takes_another_rank():
+    complete = job(**EIGHT_B, lora_rank=16, lora_targets="attention")
+    again = resolve(request_of(complete).overridden_by(Request(lora_rank=4))).job
+    assert resolve(request_of(complete)).job == complete
+    assert again.model == replace(complete.model, adapter=AdapterSpec(rank=4, targets="attention"))
+
+
+def test_groups_stand_for_their_layers_once():
+    assert AdapterSpec(rank=1, targets="mlp, up_proj,q_proj").layers == ("q_proj", "gate_proj", "up_proj", "down_proj")

@@ -1,0 +1,89 @@
+"""Engines with peft's adapters take what is estimated: the peak, each phase, and every collective."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.verify.test_deepspeed_simulated import Run, answers
+from zeroplan.comparison import Comparison, compare_with_estimate
+from zeroplan.measurement import Measurement
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.base import read
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("peft", reason="peft is not installed, and builds the adapters that are measured here")
+pytestmark = pytest.mark.torch
+
+#: So few words that the blocks, and not the loss, are the peak.
+SHAPE = ModelSpec(
+    family="qwen2", hidden_size=256, intermediate_size=704, num_hidden_layers=5, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=32, vocab_size=96, attention_bias=True,
+)  # fmt: skip
+ALL, TWO = AdapterSpec(rank=8), AdapterSpec(rank=8, targets="q_proj,v_proj")
+BUCKET = DeepSpeedOptions(reduce_bucket_size=200_000)
+STREAM = replace(
+    BUCKET, stage3_max_live_parameters=1_500_000, stage3_max_reuse_distance=1_500_000, stage3_prefetch_bucket_size=250_000,
+    stage3_param_persistence_threshold=5_000,
+)  # fmt: skip
+
+
+def job(adapter: AdapterSpec, engine: str, stage: int, *, accum: int = 1, **fields: Any) -> JobSpec:
+    return JobSpec(
+        model=replace(SHAPE, adapter=adapter),
+        recipe=RecipeSpec(engine=engine, zero_stage=stage, **fields),
+        mesh=MeshSpec(dp_shard=4),
+        batch=BatchSpec(micro_batch_size=2, seq_len=512, grad_accum_steps=accum),
+    )
+
+
+TORCH = {
+    "fsdp2 3": job(ALL, "fsdp2", 3),
+    "fsdp2 3, recomputed": job(TWO, "fsdp2", 3, recompute="full"),
+    "fsdp2 2, bf16, accumulation without reduction": job(
+        ALL, "fsdp2", 2, precision="bf16", accum=3, sync_every_micro_batch=False
+    ),
+    "ddp 0": job(TWO, "ddp", 0),
+    "ddp 0, recomputed, accumulation": job(ALL, "ddp", 0, recompute="full", accum=2),
+    "ddp 1, bf16": job(ALL, "ddp", 1, precision="bf16"),
+}
+DEEPSPEED = {
+    "stage 1": job(ALL, "deepspeed", 1, deepspeed=BUCKET),
+    "stage 2, recomputed, accumulation": job(TWO, "deepspeed", 2, recompute="full", accum=2, deepspeed=BUCKET),
+    "stage 3, streaming": job(TWO, "deepspeed", 3, deepspeed=STREAM),
+    "stage 3, streaming, recomputed": job(ALL, "deepspeed", 3, recompute="full", deepspeed=STREAM),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_an_adapted_model_under_torch_takes_what_is_estimated(name: str):
+    from zeroplan.verify.simulate import simulate
+
+    asked = TORCH[name]
+    _agrees(compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3)))
+
+
+@pytest.fixture(scope="module")
+def under_deepspeed() -> dict[str, dict[str, Any]]:
+    return answers({name: Run(one) for name, one in DEEPSPEED.items()}, "simulated")
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_an_adapted_model_under_deepspeed_takes_what_is_estimated(name: str, under_deepspeed: dict[str, dict[str, Any]]):
+    _agrees(compare_with_estimate(read(Measurement, under_deepspeed[name], where="record")))
+
+
+def _agrees(compared: Comparison) -> None:
+    assert abs(compared.peak.error) < 0.01, compared.peak
+    assert all(abs(phase.error) < 0.02 for phase in compared.phases), compared.phases
+    sent = sum(row.measured for row in compared.collectives)
+    assert all(abs(row.difference) < 0.001 * sent for row in compared.collectives), compared.collectives

@@ -1,0 +1,46 @@
+"""How a model is fine-tuned: low-rank adapters beside frozen weights."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.base import Range, Spec
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+#: What stands for several linear layers at once; ``all-linear`` is peft's own word.
+GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
+
+#: Families whose linear layers have these names, and whose adapted blocks are modelled.
+ADAPTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSpec(Spec):
+    """LoRA as peft builds it: beside each targeted linear layer a product of two matrices of ``rank``; all else is frozen.
+
+    ``targets`` names the linear layers of a block as peft does, separated by commas, or ``all-linear``, ``attention`` or
+    ``mlp``. Frozen weights are in the compute dtype, adapters in the dtype that the precision gives to trained parameters (fp32
+    under mixed precision, as peft makes them). Without dropout, biases of adapters, DoRA, and trained embeddings or heads.
+
+    >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
+    ('q_proj', 'v_proj')
+    """
+
+    rank: Annotated[int, Range(1, 10**5)]
+    targets: str = "all-linear"
+
+    def check_rules(self) -> None:
+        """Refuse names that no linear layer has."""
+        if not self.targets:
+            raise SpecError("LoRA needs linear layers; name some (q_proj,v_proj), or all-linear")
+        for name in self.targets.split(","):
+            if name.strip() not in (*GROUPS, *GROUPS["all-linear"]):
+                there = ", ".join((*GROUPS, *GROUPS["all-linear"]))
+                raise SpecError(f"LoRA has no target {name.strip()!r}; there are {there}")
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the adapted linear layers, in the order in which a block runs them."""
+        named = {one for name in self.targets.split(",") for one in GROUPS.get(name.strip(), (name.strip(),))}
+        return tuple(name for name in GROUPS["all-linear"] if name in named)

@@ -1,0 +1,254 @@
+"""Blocks of the Llama kind with peft's low-rank adapters: frozen weights save nothing for gradients of their own.
+
+A frozen linear layer needs its weight alone to hand a gradient on; what it read is saved only where an adapter reads it too.
+Nothing is saved, nor goes backward, before the first adapter, unless autograd is made to follow the embedding's output.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.ledger import Kind
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Recompute
+from zeroplan.transformer.blocks import RECOMPUTED, BlockPass, Compute
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families import traced
+from zeroplan.transformer.families.attend import Heads
+from zeroplan.transformer.families.highest import highest
+from zeroplan.transformer.families.llama import has_head_norms
+from zeroplan.transformer.families.norms import FinalNorm
+from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.sizes import quantities
+from zeroplan.transformer.families.tape import Alive, Arriving, Store, Tape, Value
+from zeroplan.transformer.families.widths import Widths
+
+LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
+ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
+MLP = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
+LORA = "peft 0.21, tuners/lora/layer.py, Linear.forward"
+NORM = NormAs(one_plus=False, source="transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward")
+
+_NAMES = {
+    "q_proj": "q projection", "k_proj": "k projection", "v_proj": "v projection", "o_proj": "output projection",
+    "gate_proj": "gate projection", "up_proj": "up projection", "down_proj": "down projection",
+}  # fmt: skip
+
+
+class Structure(NamedTuple):
+    """Everything the program branches on."""
+
+    block: traced.Structure
+    adapted: tuple[str, ...]
+    """Linear layers that have adapters."""
+    tracked: bool
+    """Autograd follows the block's input: of the first block's only where blocks are recomputed, as peft arranges it."""
+    keeps_inputs: bool
+    """Frozen linear layers save their inputs."""
+    recompute: Recompute
+    head_norms: bool
+    output_bias: bool
+    mlp_bias: bool
+
+
+def adapted_block(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> BlockPass:
+    """One block with adapters; ``kind`` is ``first`` where no other block is before it."""
+    plan = _plan(_structure(model, compute, x, first=kind == "first"))
+    return traced.pass_of(plan, traced.Sizes(plan, quantities(x, model.intermediate_size)), autocast=compute.autocast)
+
+
+def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
+    """The frozen norm before the head."""
+    plan = _final_plan(wide=x.element == 4)
+    sizes = traced.Sizes(plan, quantities(x, model.intermediate_size))
+    return FinalNorm(sizes.lines(plan.saved), tuple([sizes.point(moment) for moment in plan.points]))
+
+
+def _structure(model: ModelSpec, compute: Compute, x: Widths, *, first: bool) -> Structure:
+    if model.adapter is None:
+        raise TypeError("the model has no adapters")
+    bias, wide = model.attention_bias, x.element == 4
+    grouped, one_key = x.key != x.query, x.key == x.head_dim
+    attention = traced.Structure(
+        model.family, wide, compute.autocast, x.attention, False, grouped, one_key, bias, x.kernels
+    )  # fmt: skip
+    return Structure(
+        attention,
+        model.adapter.layers,
+        not first or compute.recompute != "none",
+        compute.keeps_inputs,
+        compute.recompute,
+        has_head_norms(model),
+        bias and model.family != "qwen2",
+        model.mlp_bias,
+    )
+
+
+@lru_cache(maxsize=256)
+def _plan(structure: Structure) -> traced.Plan:
+    index = traced.Index()
+    dtypes = {"wide": structure.block.wide, "autocast": structure.block.autocast}
+    tape, given, output = _run(structure, saving=True)
+    forward = index.moments(highest(tape.moments, **dtypes))
+    saved, casts = index.of(tape.saved), index.elements(tape.casts)
+    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"r·{output.shape}", LAYER)
+    again_first = _again(tape, structure, given.store, arriving) if structure.recompute != "none" else []
+    tape.release(output, given)
+    tape.run_backward(output, arriving)
+    points = index.moments(highest([*again_first, *tape.moments], **dtypes))
+    selective = index.of((*tape.products[::2], *tape.kernel_outputs))
+    again, _, _ = _run(structure, saving=False, given=given.store)
+    recompute = index.moments(highest(again.moments, **dtypes))
+    places = index.of((given.store,))
+    stores, weights = tuple(index.stores), tuple(index.weights)
+    return traced.Plan(stores, weights, saved, forward, recompute, points, casts, selective, places, LAYER, {})
+
+
+def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, ...]:
+    """What has gone backward when something saved is first needed: the scaling of the last adapter needs nothing."""
+    if "down_proj" not in structure.adapted:
+        return (arriving,)
+    scaled = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the down projection's adapter, scaled", "e·T·h", LORA)
+    return (arriving, scaled)
+
+
+def _again(tape: Tape, structure: Structure, given: Store, arriving: Store) -> list[Alive]:
+    """The moments of recomputing the block; its input is counted as a checkpoint.
+
+    In full, up to the last tensor that it saves; selectively, to the end. DeepSpeed's own linear layer saves when it is done.
+    """
+    checkpoint, above = () if given in tape.saved else (given,), _above_recomputation(structure, arriving)
+    until = tape.moments if structure.recompute == "selective" else tape.until_last_saved(done=structure.keeps_inputs)
+    return [
+        moment._replace(
+            name=f"{RECOMPUTED}: {moment.stores[-1].reason}",
+            stores=(*(one for one in moment.stores if one not in checkpoint), *above),
+        )
+        for moment in until
+    ]
+
+
+def _run(structure: Structure, *, saving: bool, given: Store | None = None) -> tuple[Tape, Value, Value]:
+    """Run the block forward, over an input that another run has had, or over one of its own."""
+    tape = Tape(wide=structure.block.wide, autocast=structure.block.autocast, saving=saving, frozen=True)
+    store = given or tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", LAYER)
+    if given is not None:
+        store.holds = 1
+        tape.alive[store] = None
+    value = Value(store, "r", "T·h")
+    if not structure.tracked:
+        tape.constants.add(value)
+    return tape, value, _layer(tape, value, structure)
+
+
+@lru_cache(maxsize=8)
+def _final_plan(*, wide: bool) -> traced.Plan:
+    tape, index = Tape(wide=wide, autocast=False, saving=True), traced.Index()
+    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "r·T·h", LAYER), "r", "T·h")
+    made = op.rms_norm(tape, given, "final norm", NORM, frozen=True)
+    tape.release(made, given)
+    saved = index.of(tape.saved)
+    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "r·T·h", LAYER))
+    points = index.moments(highest(tape.moments, wide=wide, autocast=False))
+    return traced.Plan(tuple(index.stores), tuple(index.weights), saved, (), (), points, (), (), (), LAYER, {})
+
+
+# --- the program -------------------------------------------------------------------------------------------------------
+
+
+def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
+    normal = _norm(tape, given, "norm before attention")
+    attended = _attention(tape, normal, structure)
+    tape.release(normal)
+    middle = _sum(tape, given, attended, "residual stream between attention and MLP")
+    tape.release(attended)
+    normal = _norm(tape, middle, "norm before the MLP")
+    branch = _mlp(tape, normal, structure)
+    tape.release(normal)
+    made = _sum(tape, middle, branch, "block output")
+    tape.release(branch, middle)
+    return made
+
+
+def _sum(tape: Tape, first: Value, second: Value, reason: str) -> Value:
+    with tape.unless_constant(first, second):
+        return op.add(tape, first, second, reason, Site("residual addition", LAYER))
+
+
+def _norm(tape: Tape, given: Value, name: str, *, weight: str = "h", rows: str = "T") -> Value:
+    with tape.unless_constant(given):
+        return op.rms_norm(tape, given, name, NORM, weight=weight, rows=rows, frozen=True)
+
+
+def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
+    bias = structure.block.attention_bias
+    query, key, value = (
+        _linear(tape, normal, name, structure, width=width, bias=bias)
+        for name, width in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"))
+    )
+    if structure.head_norms:
+        bare = query, key
+        query = _norm(tape, query, "norm of the queries", weight="d", rows="T·a")
+        key = _norm(tape, key, "norm of the keys", weight="d", rows="T·k/d")
+        tape.release(*bare)
+    turned = _rotary(tape, query, "queries"), _rotary(tape, key, "keys")
+    tape.release(query, key)
+    with tape.unless_constant(*turned, value):
+        attend = traced.kernel_of(structure.block)
+        context, _ = attend(tape, Heads(*turned, value, structure.block.grouped, structure.block.one_key))
+    made = _linear(tape, context, "o_proj", structure, width="h", reads="c", bias=structure.output_bias)
+    tape.release(value, *turned, context)
+    return made
+
+
+def _rotary(tape: Tape, value: Value, name: str) -> Value:
+    with tape.unless_constant(value):
+        return op.rotary(tape, value, Site(name, ATTENTION))
+
+
+def _mlp(tape: Tape, normal: Value, structure: Structure) -> Value:
+    bias = structure.mlp_bias
+    gate = _linear(tape, normal, "gate_proj", structure, width="f", bias=bias)
+    with tape.unless_constant(gate):
+        active = op.pointwise(tape, gate, "silu of the gate", Site("silu", MLP))
+    tape.release(gate)
+    up = _linear(tape, normal, "up_proj", structure, width="f", bias=bias)
+    with tape.unless_constant(active, up):
+        reason = "gated product, input of the down projection"
+        inner = op.product(tape, active, up, reason, Site("gated product", MLP))
+    tape.release(active, up)
+    made = _linear(tape, inner, "down_proj", structure, width="h", reads="f", bias=bias)
+    tape.release(inner)
+    return made
+
+
+def _linear(
+    tape: Tape, value: Value, module: str, structure: Structure, *, width: str, reads: str = "h", bias: bool = False
+) -> Value:  # fmt: skip
+    """A frozen linear layer and, where it has one, its adapter; peft adds up, scales and casts in operators of their own."""
+    name = _NAMES[module]
+    with tape.unless_constant(value):
+        made = _frozen_linear(tape, value, width, Site(name, LAYER), bias=bias, keeps_input=structure.keeps_inputs)
+    if module not in structure.adapted:
+        return made
+    with tape.unless_constant(value):
+        given = op.cast(tape, value, "4" if structure.block.autocast else "e", Site(f"input of the {name}'s adapter", LORA))
+    inner = op.linear(tape, given, "z", Site(f"{name}'s adapter, A", LORA), reads=reads)
+    outer = op.linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA), reads="z")
+    tape.release(inner)
+    scaled = op.scaled(tape, outer, f"output of the {name}'s adapter, scaled", Site(f"{name}'s adapter: scale", LORA))
+    total = op.add(tape, made, scaled, f"output of the {name} and its adapter", Site(f"{name} and its adapter", LORA))
+    tape.release(made, scaled, given)
+    return total
+
+
+def _frozen_linear(tape: Tape, value: Value, width: str, site: Site, *, bias: bool, keeps_input: bool) -> Value:
+    tape.save_weight()
+    made = op.tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
+    if not bias:
+        tape.products.append(made.store)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        return [(value, op.gradient(tape, value, f"gradient through the {site.name}", site.source))]
+
+    tape.add(site.name, (made,), (value.store,) if keeps_input else (), backward)
+    return made

@@ -1,0 +1,57 @@
+"""Which parameters does a model have once peft has put low-rank adapters into it?
+
+Source: peft 0.21, ``tuners/lora/layer.py``, ``LoraLayer.update_layer``: the linear layer becomes ``base_layer`` of its wrapper,
+and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) follow it.
+"""
+
+from collections.abc import Iterator
+
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+
+Parameters = tuple[Parameter, ...]
+
+
+def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
+    """Freeze a model and put adapters into its blocks.
+
+    The first block stands alone, as a kind of its own: nothing before it is trained, so that its input may have no gradient.
+    """
+    runs = tuple(run for old in whole.runs for run in _apart(old, adapter))
+    tied = whole.tied_head
+    return Layout(
+        _frozen(whole.embeddings), runs, _frozen(whole.tail), None if tied is None else tied._replace(frozen=True)
+    )  # fmt: skip
+
+
+def only_trained(whole: Layout) -> Layout:
+    """Leave the frozen parameters out; runs of blocks stay, whatever is left in them."""
+    runs = tuple(run._replace(parameters=_without_frozen(run.parameters)) for run in whole.runs)
+    return Layout(_without_frozen(whole.embeddings), runs, _without_frozen(whole.tail))
+
+
+def _apart(run: BlockRun, adapter: AdapterSpec) -> tuple[BlockRun, ...]:
+    inside = tuple(_wrapped(run.parameters, adapter))
+    first = BlockRun("first", 1, inside)
+    return (first, BlockRun(run.kind, run.layers - 1, inside)) if run.layers > 1 else (first,)
+
+
+def _wrapped(parameters: Parameters, adapter: AdapterSpec) -> Iterator[Parameter]:
+    for parameter, after in zip(parameters, (*parameters[1:], None), strict=True):
+        module, _, tensor = parameter.name.rpartition(".")
+        if module.rpartition(".")[2] not in adapter.layers:
+            yield parameter._replace(frozen=True)
+            continue
+        yield parameter._replace(name=f"{module}.base_layer.{tensor}", frozen=True)
+        if after is None or after.name.rpartition(".")[0] != module:
+            weight = next(one for one in parameters if one.name == f"{module}.weight")
+            yield Parameter(f"{module}.lora_A.default.weight", (adapter.rank, weight.shape[1]), autocast=True)
+            yield Parameter(f"{module}.lora_B.default.weight", (weight.shape[0], adapter.rank), autocast=True)
+
+
+def _frozen(parameters: Parameters) -> Parameters:
+    return tuple(parameter._replace(frozen=True) for parameter in parameters)
+
+
+def _without_frozen(parameters: Parameters) -> Parameters:
+    return tuple(parameter for parameter in parameters if not parameter.frozen)
