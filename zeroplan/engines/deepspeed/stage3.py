@@ -28,7 +28,6 @@ from zeroplan.engines.deepspeed.offload import (
     offloads_optimizer,
     offloads_parameters,
     on_host,
-    running_past_head,
 )
 from zeroplan.engines.deepspeed.passes import (
     GradientCounts,
@@ -317,7 +316,7 @@ def _head(job: _Job, these: Passes) -> Iterator[Moment]:
 def _past_head(job: _Job, these: Passes, made: int) -> Moment:
     """Return the moment after the head: what the final norm needs is gathered while a gradient too large for the bucket waits."""
     waits = waiting(job.buckets, job.element, these.n_blocks, made, 0)
-    running = running_past_head(these, these.n_blocks, made, weight_of_norm=False)
+    running = running_lines(these, these.n_blocks, made)
     around = (*these.head.shared, *these.output, kept_before(these, these.n_blocks), *running, *_tied_head(job))
     return Moment(
         "gathered for the final norm's backward", Phase.BACKWARD, (*around, _gathered_line(job, job.trace.head[2]), waits)
@@ -339,15 +338,16 @@ def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool) ->
     """Return the elements gathered at a point after so many gradients, ``current`` elements of which are being made.
 
     ``ahead`` says that the module that runs has no gradient yet. While parameters are gathered, no gradient of their module is
-    there.
+    there. Of what the module's operators saved of its parameters, that is gone of which gradients are made.
     """
     if (gradients, current, ahead) == _GATHERING:
         return notes[min(1, len(notes) - 1)].gathering
     at = next((at for at, note in enumerate(notes) if note.made >= gradients + ahead), len(notes) - 1)
     note, before = notes[at], notes[at - 1].made if at else 0
+    gone = min(max(gradients - current - before, 0), note.during - note.handing)
     if current:
-        return max(note.during, note.gathering - current if gradients - current <= before else 0)
-    return note.during if note.made > gradients else note.after
+        return max(note.during - gone, note.gathering - current if gradients - current <= before else 0)
+    return note.during - gone if note.made > gradients else note.after
 
 
 def _adapted_blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
@@ -455,8 +455,7 @@ def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
 
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
-    running = running_past_head if offloads_optimizer(job.recipe) else running_lines
-    activations = running(these, flush.block, flush.made)
+    activations = running_lines(these, flush.block, flush.made)
     around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
     tied = _tied_head(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
     lines = (*around, *activations, _gathered_line(job, held), *_reduce_lines(job, flush), *tied)
