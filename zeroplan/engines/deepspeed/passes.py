@@ -91,7 +91,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     for run in layout(model).runs:
         block = block_pass(model, run.kind, compute, batch, recomputed=recipe.recompute == "full")
         kept = block.kept(recipe.recompute)
-        beside = block.checkpoint_in_backward if recipe.recompute == "full" else ()
+        beside = block.checkpoint_in_backward if recipe.recompute != "none" else ()
         settled = tuple(_running((*beside, *_settled(block, index, flow))) for index in range(len(block.points)))
         between = tuple(_running((*beside, *_between(block, index, flow))) for index in range(len(block.points)))
         runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled, between))
@@ -164,8 +164,8 @@ def head_instants(these: Passes) -> tuple[Instant, ...]:
 
 
 def checkpoint_beside(these: Passes, run: RunPass) -> tuple[Line, ...]:
-    """Under recomputation, a block's input, alive during its own backward."""
-    return run.block.checkpoint_in_backward if these.recompute == "full" else ()
+    """Under recomputation of either kind, a block's input, alive during its own backward."""
+    return run.block.checkpoint_in_backward if these.recompute != "none" else ()
 
 
 def head_forward_instant(these: Passes) -> Instant:
