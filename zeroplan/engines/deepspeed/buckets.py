@@ -5,8 +5,10 @@ reverse of the order in which the modules run, which differs from that of ``mode
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.flat import Placed, Row, Sizes, count_below
@@ -69,7 +71,7 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     """
     flushes, inside = list[Flush](), list[Placed]()
     fill, made, block = 0, 0, whole.n_blocks
-    for together in handed_on(whole, leaves=leaves):
+    for together in _made_at_once(whole, leaves=leaves):
         waiting = sum(_numel(each) for each in together)
         made = waiting + (made if together[0].block == block else 0)
         block = together[0].block
@@ -80,7 +82,7 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
             inside.append(each)
             fill += _numel(each)
             waiting -= _numel(each)
-    flushes.append(_flush(inside, fill, size, 0))
+    flushes.append(_flush(inside, fill, size, 0)._replace(made=made))
     return _columns(whole, size, tuple(reversed(flushes)), leaves=leaves)
 
 
@@ -103,6 +105,20 @@ def handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
         else:
             groups.append([each])
     return tuple(tuple(sorted(group, key=lambda each: each.start)) for group in groups)
+
+
+def _made_at_once(whole: Row, *, leaves: bool) -> Iterator[tuple[Placed, ...]]:
+    """Yield gradients in the order in which they reach the bucket, together those that one operator makes.
+
+    A product makes its weight's and its bias's, and a norm its two; the one waits while the other goes into the bucket.
+    """
+    for _, groups in groupby(handed_on(whole, leaves=leaves), key=lambda group: _operator(group[0])):
+        yield tuple(each for group in groups for each in group)
+
+
+def _operator(each: Placed) -> tuple[int, str]:
+    module, _, own = each.parameter.name.rpartition(".")
+    return each.block, module if own in ("weight", "bias") else each.parameter.name
 
 
 def _leaf(whole: Row, each: Placed) -> bool:

@@ -4,14 +4,10 @@ from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Schedule, handed_on
 from zeroplan.engines.deepspeed.flat import Placed
-from zeroplan.engines.deepspeed.passes import Passes, running_lines
-from zeroplan.engines.formulas import total_formula
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Line, total_bytes
-from zeroplan.numeric import Int, where
+from zeroplan.ledger import Line
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 
-_HEAD_INPUT, _NORMALISED = "input of the head", "normalised input"
 _NVME = "device 'nvme' for {what} is not modelled; use 'cpu'"
 
 
@@ -71,21 +67,6 @@ def note(recipe: RecipeSpec) -> tuple[str, ...]:
         if offloaded
     ]
     return ("; ".join(away),) if away else ()
-
-
-def running_past_head(these: Passes, block: Int, made: Int, *, weight_of_norm: bool = True) -> tuple[Line, Line]:
-    """Return the activations of the block that runs; when the head's gradient arrives, its input is gone.
-
-    So is what the final norm multiplied with its weight, where that gradient arrives too.
-    """
-    line, flow = running_lines(these, block, made)
-    ended = (_HEAD_INPUT, _NORMALISED) if weight_of_norm else (_HEAD_INPUT,)
-    gone = tuple(one for one in these.head.saved if one.reason.endswith(ended))
-    n_bytes = line.n_bytes - where(block >= these.n_blocks, total_bytes(gone), 0)
-    if not isinstance(block, int) or block < these.n_blocks:
-        return line._replace(n_bytes=n_bytes), flow
-    left = tuple(one.formula for one in these.head.saved if not one.reason.endswith(ended))
-    return line._replace(n_bytes=n_bytes, formula=total_formula(left) or "0"), flow
 
 
 @lru_cache(maxsize=256)

@@ -4,6 +4,7 @@ Each instant holds the activations alive then and says which block runs; an engi
 """
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
@@ -18,6 +19,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
+from zeroplan.transformer.losses import HEAD_INPUT
+from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
 
 
@@ -61,6 +64,10 @@ class Passes(NamedTuple):
     recompute: Recompute
     output: tuple[Line, ...]
     """The logits, where the training loop keeps them while it calls backward."""
+    table: int
+    """Elements of the token embedding, and of the head."""
+    below: int
+    """Elements of all parameters before the blocks."""
 
     @property
     def n_blocks(self) -> int:
@@ -87,8 +94,8 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     """Work out what each kind of block, and the part outside the blocks, costs."""
     compute = compute_of(recipe)
     head, runs, first = outside(model, recipe, batch), list[RunPass](), 0
-    flow = _flow(head)
-    for run in layout(model).runs:
+    flow, parts = _flow(head), layout(model)
+    for run in parts.runs:
         block = block_pass(model, run.kind, compute, batch, recomputed=recipe.recompute == "full")
         kept = block.kept(recipe.recompute)
         beside = block.checkpoint_in_backward if recipe.recompute != "none" else ()
@@ -97,7 +104,14 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
         runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled, between))
         first += run.layers
     kinds = tuple(run.kind for run in runs)
-    return Passes(tuple(runs), kinds, head, recipe.recompute, head.output if recipe.keep_logits else ())
+    output = head.output if recipe.keep_logits else ()
+    table = model.vocab_size * model.hidden_size
+    return Passes(tuple(runs), kinds, head, recipe.recompute, output, table, _numel(parts.embeddings))
+
+
+@lru_cache(maxsize=256)
+def _numel(parameters: tuple[Parameter, ...]) -> int:
+    return sum(parameter.numel for parameter in parameters)
 
 
 def kept_before(these: Passes, block: Int) -> Line:
@@ -228,6 +242,7 @@ def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
 
 #: How the lines of a block name what a product reads and autograd has saved.
 _OPERAND = "input of the"
+_NORMALISED = "normalised input"
 #: How they name what flows out of experts, sorted by expert.
 _OF_EXPERTS = "experts: gradient of their input"
 
@@ -239,7 +254,8 @@ def _flow(head: HeadPass) -> Line:
 def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
     """Return activations and their gradients in the block that runs when ``made`` elements of its weights' gradients exist. [bytes]
 
-    Beyond the blocks, those of the embedding (``block`` -1) or of the head (``n_blocks``).
+    Beyond the blocks, those of the embedding (``block`` -1), whose own gradient is the last and leaves nothing behind, or of the
+    head (``n_blocks``).
     """
     if isinstance(block, int) and isinstance(made, int):
         running, formulas = _running_now(these, block, made), _running_formulas(these, block, made)
@@ -258,17 +274,24 @@ def running_bytes(these: Passes, block: int, made: int) -> Int:
 
 def _running_now(these: Passes, block: int, made: int) -> Running:
     if block < 0:
-        return Running(0, these.head.hidden_bytes)
+        return Running(0, these.head.hidden_bytes if made < these.below else 0)
     if block >= these.n_blocks:
-        return _after_head(these)
+        return Running(total_bytes(_left_of_head(these, with_norm=made != these.table)), these.head.hidden_bytes)
     run = _run_of(these, block)
     index = _point_after(run, made)
     return (run.settled if made == run.block.points[index].gradients else run.between)[index]
 
 
-def _after_head(these: Passes) -> Running:
-    """Return what is alive beyond the blocks when the head's gradient is handed on: what the norm saved, the flow."""
-    return Running(total_bytes(these.head.saved), these.head.hidden_bytes)
+def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
+    """Return what is still saved beyond the blocks when the head's gradient is handed on, or the final norm's (``with_norm``).
+
+    The head's input is gone, and then what the norm multiplied with its weight. A LayerNorm is one operator, which leaves nothing.
+    """
+    saved = these.head.saved
+    if with_norm and not any(line.reason.endswith(_NORMALISED) for line in saved):
+        return ()
+    gone = (HEAD_INPUT, _NORMALISED) if with_norm else (HEAD_INPUT,)
+    return tuple([line for line in saved if not line.reason.endswith(gone)])
 
 
 GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
@@ -292,9 +315,9 @@ def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, 
 def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
     """Write ``_running_now`` in symbols."""
     if block < 0:
-        return "0", _FLOW
+        return "0", _FLOW if made < these.below else "0"
     if block >= these.n_blocks:
-        return _sum_of(these.head.saved), _FLOW
+        return _sum_of(_left_of_head(these, with_norm=made != these.table)), _FLOW
     run = _run_of(these, block)
     index = _point_after(run, made)
     point = run.block.points[index]
@@ -319,9 +342,10 @@ def _point_after(run: RunPass, made: int) -> int:
 
 
 def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
-    head = _after_head(these)
-    activations = where(block < these.n_blocks, 0, head.activations)
-    gradients = where(block < 0, these.head.hidden_bytes, where(block < these.n_blocks, 0, head.gradients))
+    after_head, after_norm = (total_bytes(_left_of_head(these, with_norm=with_norm)) for with_norm in (False, True))
+    activations = where(block < these.n_blocks, 0, where(made == these.table, after_head, after_norm))
+    flow = these.head.hidden_bytes
+    gradients = where(block < 0, where(made < these.below, flow, 0), where(block < these.n_blocks, 0, flow))
     for run in these.runs:
         here = (block >= run.first) & (block < run.first + run.n_blocks)
         at = _at_point(run, made)

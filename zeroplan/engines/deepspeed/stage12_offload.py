@@ -11,7 +11,7 @@ from functools import lru_cache
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Schedule, flush_over
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter, pick
-from zeroplan.engines.deepspeed.offload import members, offloads_optimizer, running_past_head
+from zeroplan.engines.deepspeed.offload import members, offloads_optimizer
 from zeroplan.engines.deepspeed.passes import Passes, kept_before, kept_bytes, running_bytes, running_lines
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
@@ -155,7 +155,7 @@ def _on_the_way(job: Job, these: Passes) -> Iterator[Moment]:
         *_around(job, these),
         *_fp32_sums(job, -1),
         kept_before(these, maximum(block, 0)),
-        *running_past_head(these, block, pick(job.buckets.made, index)),
+        *running_lines(these, block, pick(job.buckets.made, index)),
         _outside(job, index),
         gradient_line(job, pick(job.buckets.arriving, index), "gradient that does not fit into the bucket"),
         *tied_head(job),
@@ -190,7 +190,7 @@ def _copied(job: Job, these: Passes) -> Iterator[Moment]:
     model = job.whole.model
     embedding = model.vocab_size * model.hidden_size
     if embedding > size and not model.tie_word_embeddings:
-        running = running_past_head(these, these.n_blocks, embedding, weight_of_norm=False)
+        running = running_lines(these, these.n_blocks, embedding)
         lines = (*around, kept_before(these, these.n_blocks), *running, _twice(job, embedding))
         yield Moment("gradient of the head copied", Phase.BACKWARD, lines)
     for run in these.runs:

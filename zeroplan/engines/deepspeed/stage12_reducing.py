@@ -274,6 +274,12 @@ def _own_at(job: Job, index: Int) -> tuple[Line, ...]:
     return (_kept_after(job, index),)
 
 
+def _waits_for_embedding(job: Job, these: Passes) -> int:
+    """Index of the last bucket that is still to be reduced when the embedding's gradient is made, which may be what sends it off."""
+    sent = job.buckets.flushes[1] if len(job.buckets.flushes) > 1 else None
+    return int(sent is not None and sent.block < 0 and sent.made == these.below)
+
+
 def _partition_at(job: Job, low: Int) -> tuple[Line, ...]:
     """Return the fp32 gradients of the share, with the cast that adds to them, once a bucket reaches into it."""
     reached = low < job.partition
@@ -293,7 +299,7 @@ def _end_moments(job: Job, these: Passes, buckets: tuple[Line, ...]) -> tuple[Mo
     around = (*these.head.shared, *these.output, *buckets, *outside)
     copied = copy_line(job, _reduced_copy(job, 0))
     return (
-        *at_the_embedding(job, these, (*buckets, before, embedding_gradient(job))),
+        *at_the_embedding(job, these, (*buckets, _kept_after(job, _waits_for_embedding(job, these)), embedding_gradient(job))),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, before, copied)),
         Moment("end of backward: own gradients kept", Phase.BACKWARD,
                (*around, _resized(own, _not_already(job, own.n_bytes)))),

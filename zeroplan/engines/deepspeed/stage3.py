@@ -18,7 +18,6 @@ from zeroplan.engines.deepspeed.offload import (
     offloads_optimizer,
     offloads_parameters,
     on_host,
-    running_past_head,
 )
 from zeroplan.engines.deepspeed.passes import (
     GradientCounts,
@@ -287,7 +286,7 @@ def _head(job: _Job, these: Passes) -> Iterator[Moment]:
 def _past_head(job: _Job, these: Passes, made: int) -> Moment:
     """Return the moment after the head: what the final norm needs is gathered while a gradient too large for the bucket waits."""
     waits = waiting(job.buckets, job.element, these.n_blocks, made, 0)
-    running = running_past_head(these, these.n_blocks, made, weight_of_norm=False)
+    running = running_lines(these, these.n_blocks, made)
     around = (*these.head.shared, *these.output, kept_before(these, these.n_blocks), *running, *_tied_head(job))
     return Moment(
         "gathered for the final norm's backward", Phase.BACKWARD, (*around, _gathered_line(job, job.trace.head[2]), waits)
@@ -409,8 +408,7 @@ def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
 
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
-    running = running_past_head if offloads_optimizer(job.recipe) else running_lines
-    activations = running(these, flush.block, flush.made)
+    activations = running_lines(these, flush.block, flush.made)
     around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
     tied = _tied_head(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
     lines = (*around, *activations, _gathered_line(job, held), *_reduce_lines(job, flush), *tied)
