@@ -308,15 +308,16 @@ def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool) ->
     """Return the elements gathered at a point after so many gradients, ``current`` elements of which are being made.
 
     ``ahead`` says that the module that runs has no gradient yet. While parameters are gathered, no gradient of their module is
-    there.
+    there. Of what the module's operators saved of its parameters, that is gone of which gradients are made.
     """
     if (gradients, current, ahead) == _GATHERING:
         return notes[min(1, len(notes) - 1)].gathering
     at = next((at for at, note in enumerate(notes) if note.made >= gradients + ahead), len(notes) - 1)
     note, before = notes[at], notes[at - 1].made if at else 0
+    gone = min(max(gradients - current - before, 0), note.during - note.handing)
     if current:
-        return max(note.during, note.gathering - current if gradients - current <= before else 0)
-    return note.during if note.made > gradients else note.after
+        return max(note.during - gone, note.gathering - current if gradients - current <= before else 0)
+    return note.during - gone if note.made > gradients else note.after
 
 
 def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
