@@ -41,7 +41,8 @@ class BackwardPoint(NamedTuple):
     not yet added to others or moved (0 between two), and ``live_casts`` the elements of the block's weights whose autocast
     copy is still alive. Under autocast a weight gradient is made in the compute dtype and then cast to fp32: the short-lived
     first one is a line, the second counts in ``gradients``. ``handed_on``, where it is known, is what is alive when the gradient
-    made here is handed on: the operator is done, and what it read and saved is gone.
+    made here is handed on: the operator is done, and what it read and saved is gone. ``between`` is the same for a gradient that
+    is made between this point and the next.
     """
 
     name: str
@@ -50,6 +51,7 @@ class BackwardPoint(NamedTuple):
     current_gradient: int
     live_casts: int
     handed_on: tuple[Line, ...] = ()
+    between: tuple[Line, ...] = ()
 
 
 class BlockPass(NamedTuple):

@@ -127,6 +127,12 @@ def _leaf(whole: Row, each: Placed) -> bool:
     return whole.model.family in LEAF_FAMILIES and name.startswith(("mlp.experts.", "mlp.gate."))
 
 
+@lru_cache(maxsize=4096)
+def leaf_elements(whole: Row, block: int) -> int:
+    """Elements of a block's parameters that are in a module gathered as one, 0 where there is none."""
+    return sum(_numel(each) for each in whole.placed if each.block == block and _leaf(whole, each))
+
+
 def _flush(inside: list[Placed], fill: int, size: int, arriving: int) -> Flush:
     low, high = min(each.start for each in inside), max(each.end for each in inside)
     sizes = tuple(Counter(map(_numel, inside)).items())

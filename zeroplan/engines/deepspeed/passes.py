@@ -100,7 +100,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
         kept = block.kept(recipe.recompute)
         beside = block.checkpoint_in_backward if recipe.recompute != "none" else ()
         settled = tuple(_running((*beside, *_settled(block, index, flow))) for index in range(len(block.points)))
-        between = tuple(_running((*beside, *_between(block, index, flow))) for index in range(len(block.points)))
+        between = tuple(_running((*beside, *_between(block, index))) for index in range(len(block.points)))
         runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled, between))
         first += run.layers
     kinds = tuple(run.kind for run in runs)
@@ -202,19 +202,10 @@ def _lasting(point: BackwardPoint) -> list[Line]:
     return [line for line in point.lines if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE]
 
 
-def _between(block: BlockPass, index: int, flow: Line) -> list[Line]:
-    """Return what is alive when a gradient is handed on that is made between the point before and this one.
-
-    Between experts and their norm that is the router's: the norm has what it saved, and gradients of its output come out of the
-    experts and out of the router.
-    """
-    point = block.points[index]
-    lines = _lasting(point)
-    if not index or point.current_gradient or not block.points[index - 1].name.startswith("experts"):
-        return lines
-    there = {line.reason for line in lines}
-    saved = [line for line in block.saved if line.reason.startswith(f"{point.name}:") and line.reason not in there]
-    return [*lines, *saved, flow, flow] if saved else lines
+def _between(block: BlockPass, index: int) -> list[Line]:
+    """Return what is alive when a gradient is handed on that is made between the point before and this one."""
+    known = block.points[index - 1].between if index else ()
+    return list(known) or _lasting(block.points[index])
 
 
 def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
@@ -222,8 +213,7 @@ def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
 
     Its temporaries are gone, and so is the input of a product whose gradient that is: autograd lets go of what it saved before it
     hands on what it made (torch 2.13, ``engine.cpp``, ``call_function`` and ``release_variables``). Before a norm, what flows
-    has been added up to ``flow``, one gradient of a hidden state; what flows out of experts is yet to be brought back to its
-    places.
+    has been added up to ``flow``, one gradient of a hidden state.
     """
     point = block.points[index]
     if point.handed_on:
@@ -236,15 +226,13 @@ def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
     lines = [line for line in lines if line.reason in stay or _OPERAND not in line.reason]
     if not after.name.startswith("norm"):
         return lines
-    stay |= {_OF_EXPERTS, *(line.reason for line in block.saved)}
+    stay |= {line.reason for line in block.saved}
     return [*(line for line in lines if line.reason in stay), flow]
 
 
 #: How the lines of a block name what a product reads and autograd has saved.
 _OPERAND = "input of the"
 _NORMALISED = "normalised input"
-#: How they name what flows out of experts, sorted by expert.
-_OF_EXPERTS = "experts: gradient of their input"
 
 
 def _flow(head: HeadPass) -> Line:
@@ -321,8 +309,7 @@ def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
     run = _run_of(these, block)
     index = _point_after(run, made)
     point = run.block.points[index]
-    find = _settled if made == point.gradients else _between
-    alive = find(run.block, index, _flow(these.head))
+    alive = _settled(run.block, index, _flow(these.head)) if made == point.gradients else _between(run.block, index)
     lines = (*checkpoint_beside(these, run), *alive)
     return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(_flowing(lines))
 

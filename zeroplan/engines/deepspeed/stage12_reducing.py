@@ -287,7 +287,7 @@ def _own_at(job: Job, index: Int) -> tuple[Line, ...]:
 
 
 def _waits_for_embedding(job: Job, these: Passes) -> int:
-    """Index of the last bucket still to be reduced when the embedding's gradient is made, which may be what sends it off."""
+    """Index of the last bucket that is to be reduced when the embedding's gradient is made, which may be what sends it off."""
     sent = job.buckets.flushes[1] if len(job.buckets.flushes) > 1 else None
     return int(sent is not None and sent.block < 0 and sent.made == these.below)
 

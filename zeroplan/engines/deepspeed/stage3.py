@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.adapted import before_its_gradient, highest_places
-from zeroplan.engines.deepspeed.buckets import Flush, Schedule, schedule
+from zeroplan.engines.deepspeed.buckets import Flush, Schedule, leaf_elements, schedule
 from zeroplan.engines.deepspeed.flat import (
     Row,
     Sizes,
@@ -455,11 +455,20 @@ def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
 
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
-    activations = running_lines(these, flush.block, flush.made)
+    activations = _running(job, these, flush)
     around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
     tied = _tied_head(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
     lines = (*around, *activations, _gathered_line(job, held), *_reduce_lines(job, flush), *tied)
     return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
+
+
+def _running(job: _Job, these: Passes, flush: Flush) -> tuple[Line, Line]:
+    """Return the activations of the block that runs; a leaf module hands on when all that flows out of it has been added up."""
+    saved, flowing = running_lines(these, flush.block, flush.made)
+    if flush.made != leaf_elements(job.whole, flush.block):
+        return saved, flowing
+    formula = f"{flowing.formula} - r·T·h"
+    return saved, flowing._replace(n_bytes=flowing.n_bytes - these.head.hidden_bytes, formula=formula)
 
 
 def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:

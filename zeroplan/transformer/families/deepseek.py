@@ -136,12 +136,20 @@ def _experts(x: Widths, moe: MoeSpec, router: Router, shared: Part) -> Part:
     casts = routed.casts if x.autocast else 0
     first = [
         point._replace(
-            name="shared experts: " + point.name, lines=(*below, *_named(point.lines)), live_casts=point.live_casts + casts
+            name="shared experts: " + point.name,
+            lines=(*below, *_named(point.lines)),
+            live_casts=point.live_casts + casts,
+            between=(*below, *_named(point.between)) if point.between else (),
         )
         for point in shared.points
     ]
     then = [
-        point._replace(lines=(*point.lines, through), gradients=point.gradients + shared.weights) for point in routed.points
+        point._replace(
+            lines=(*point.lines, through),
+            gradients=point.gradients + shared.weights,
+            handed_on=(*point.handed_on, through) if point.handed_on else (),
+        )
+        for point in routed.points
     ]
     saved = (*routed.saved, *_named(_shared_saved(x, shared)))
     return Part(saved, (*first, *then), routed.weights + shared.weights, routed.casts + shared.casts)

@@ -29,9 +29,15 @@ def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
         Line(GRADIENT, 2 * size, "gradients through the up and gate projections", "2·e·T·h", LLAMA),
     )
     product_gradient = Line(GRADIENT, inner, "gradient of the gated product", "e·T·f", LLAMA)
+    up_done = (
+        made,
+        kept[1],
+        Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA),
+        Line(GRADIENT, size, "gradient through the up projection", "e·T·h", LLAMA),
+    )
     points = (
         BackwardPoint("down projection", (*kept, _product(inner), product_gradient), down, down, 0),
-        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, 0, 0),
+        BackwardPoint("gated product", (*kept, _product_gradients(inner)), down, 0, 0, between=up_done),
         BackwardPoint("gate projection", at_gate, weights, matrix, 0),
     )
     return Part((*kept, _product(inner)), points, weights, 3 * matrix)

@@ -62,7 +62,7 @@ def routed_experts(x: Widths, moe: MoeSpec, router: Router, inputs: tuple[Line, 
         (*before, outputs, order),
         (
             _weighting(x, moe, router, (*before, outputs)),
-            *_expert_points(x, moe, before=(*routing, selected), hidden=hidden, product=product),
+            *_expert_points(x, moe, router, before=(*routing, selected), hidden=hidden, product=product),
         ),
         3 * expert + weight,
         weight,
@@ -110,18 +110,30 @@ def _after_weighting(x: Widths, router: Router, pairs: Int) -> Line:
 
 
 def _expert_points(
-    x: Widths, moe: MoeSpec, *, before: tuple[Line, ...], hidden: tuple[Line, ...], product: Line
+    x: Widths, moe: MoeSpec, router: Router, *, before: tuple[Line, ...], hidden: tuple[Line, ...], product: Line
 ) -> tuple[BackwardPoint, ...]:
+    """Products of the experts. Their input's gradient is brought back to its places before the router's product goes backward."""
     pairs = x.tokens * moe.num_experts_per_tok
     outer, inner = x.residual * pairs * x.hidden, x.residual * pairs * moe.moe_intermediate_size
     matrix = moe.num_experts * x.hidden * moe.moe_intermediate_size
-    router = moe.num_experts * x.hidden if x.autocast else 0
+    weight = moe.num_experts * x.hidden if x.autocast else 0
     down = Line(GRADIENT, outer + inner, "experts: gradients of output and of gated product", "r·T·t·(h+m)", EXPERTS)
     three = Line(GRADIENT, 3 * inner, "experts: gradients of the product, of silu and of up", "3·r·T·t·m", EXPERTS)
     both = Line(GRADIENT, 2 * inner, "experts: gradient of the gate and up projections' output", "2·r·T·t·m", EXPERTS)
     through = Line(GRADIENT, outer, "experts: gradient of their input", "r·T·t·h", EXPERTS)
     return (
-        BackwardPoint("experts: down projection", (*before, *hidden, product, down), matrix, matrix, router),
-        BackwardPoint("experts: gated product", (*before, *hidden, three), matrix, 0, router),
-        BackwardPoint("experts: gate and up projections", (*before, both, through), 3 * matrix, 2 * matrix, router),
+        BackwardPoint("experts: down projection", (*before, *hidden, product, down), matrix, matrix, weight),
+        BackwardPoint("experts: gated product", (*before, *hidden, three), matrix, 0, weight),
+        BackwardPoint(
+            "experts: gate and up projections", (*before, both, through), 3 * matrix, 2 * matrix, weight,
+            (*before[:-1], through), _after_router(x, router),
+        ),
+    )  # fmt: skip
+
+
+def _after_router(x: Widths, router: Router) -> tuple[Line, Line]:
+    wide, size = router_logits(x, router), x.tokens * x.hidden
+    return (
+        Line(GRADIENT, x.residual * size, "gradient through the experts", "r·T·h", EXPERTS),
+        Line(GRADIENT, wide * size, "gradient through the router", "4·T·h" if wide == 4 else "e·T·h", router.source),
     )

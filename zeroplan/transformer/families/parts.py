@@ -73,7 +73,13 @@ def _backward_points(x: Widths, parts: tuple[Part, Part, Part, Part]) -> tuple[B
 def _placed(points: tuple[BackwardPoint, ...], below: tuple[Line, ...], gradients: int, casts: int) -> list[BackwardPoint]:
     return [
         BackwardPoint(
-            point.name, below + point.lines, gradients + point.gradients, point.current_gradient, casts + point.live_casts
+            point.name,
+            below + point.lines,
+            gradients + point.gradients,
+            point.current_gradient,
+            casts + point.live_casts,
+            below + point.handed_on if point.handed_on else (),
+            below + point.between if point.between else (),
         )
         for point in points
     ]
