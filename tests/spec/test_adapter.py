@@ -23,6 +23,10 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ({"lora_rank": 8, "attention": "eager"}, "LoRA with attention 'eager' is not modelled"),
         ({"lora_rank": 8, "engine": "paper"}, "LoRA with engine 'paper' is not modelled"),
         ({"lora_rank": 8, "engine": "deepspeed", "stage": 0}, "LoRA with DeepSpeed stage 0 is not modelled"),
+        (
+            {"lora_rank": 8, "engine": "deepspeed", "offload_optimizer": "cpu"},
+            "LoRA with offload to host memory is not modelled",
+        ),
         ({"lora_rank": 8, "model": "gpt2"}, "LoRA in a gpt2 model is not modelled"),
     ],
 )

@@ -90,7 +90,8 @@ class JobSpec(Spec):
             (deepspeed and recipe.zero_stage == 0 and "DeepSpeed stage 0", "engine 'ddp', or a higher stage"),
             (recipe.attention == "eager" and "attention 'eager'", "attention 'sdpa'"),
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
-            (recipe.fsdp2.cpu_offload and "fsdp2.cpu_offload", "a higher number of GPUs"),
+            (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
+            (deepspeed and recipe.deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
             (recipe.deepspeed.grad_accum_dtype == "fp32" and "grad_accum_dtype 'fp32'", "'param'"),
         ):
             if asked:
