@@ -64,7 +64,7 @@ def profiled(spec: ModelSpec, recipe: RecipeSpec, folder: Path) -> Profile:
         ("llama", RecipeSpec(precision="bf16-mixed")),
         ("llama", RecipeSpec(precision="bf16", recompute="full")),
         ("gpt2", RecipeSpec(precision="fp32")),
-        ("gpt2", RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed", kernels="cpu")),
+        ("gpt2", RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed")),
         ("mixtral", RecipeSpec(precision="bf16-mixed")),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.engine}-{value.precision}-{value.recompute}",

@@ -50,14 +50,14 @@ def _is_cast(profile: Profile) -> bool:
     return next(tensor.autocast for tensor in profile.embeddings if tensor.name == profile.tied_head)
 
 
-_ON_A_CPU = "dtypes under autocast are those of a CPU, where the module was traced; CUDA computes more operators in 32 bits"
+_OTHER_KERNELS = "the module was traced with a GPU's kernels, and this is of a CPU's"
 
 
 def profiled_remarks(profile: Profile, compute: Compute) -> str:
     """What of a profile is not exact in this manner of execution, one sentence after another; empty where all is."""
     variant = _variant(profile, compute)
-    on_a_cpu = (_ON_A_CPU,) if variant.kernels != compute.kernels else ()
-    return " ".join(f"{remark}." for remark in dict.fromkeys((*variant.one.remarks, *variant.more.remarks, *on_a_cpu)))
+    others = (_OTHER_KERNELS,) if variant.kernels != compute.kernels else ()
+    return " ".join(f"{remark}." for remark in dict.fromkeys((*variant.one.remarks, *variant.more.remarks, *others)))
 
 
 def profiled_block(profile: Profile, kind: str, compute: Compute, batch: Batch) -> BlockPass:

@@ -119,7 +119,7 @@ def anatomy(make: Callable[[], Workload], manner: Manner) -> Anatomy:
         work = placed(make, device)
         _prepare(work, manner)
         watcher.name_modules(work.module)
-        watcher.observe(work, _autocast(manner))
+        watcher.observe(work, torch.autocast(device, dtype=torch.bfloat16) if manner.autocast else nullcontext())
         return _Cut(work, watcher).anatomy()
 
 
@@ -128,10 +128,6 @@ def _prepare(work: Workload, manner: Manner) -> None:
         raise MeasurementError("the workload has no list of blocks (an nn.ModuleList), so there is nothing to profile by")
     store_as(work.module, manner.dtype)
     recompute_blocks(work.blocks, manner.recompute)
-
-
-def _autocast(manner: Manner) -> AbstractContextManager[object]:
-    return torch.autocast("cpu", dtype=torch.bfloat16) if manner.autocast else nullcontext()
 
 
 # --- watching -----------------------------------------------------------------------------------------------------------

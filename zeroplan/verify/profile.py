@@ -50,18 +50,13 @@ class Wanted(NamedTuple):
 
 
 def manners(wanted: Wanted) -> tuple[Manner, ...]:
-    """How the module is executed under what is wanted.
-
-    On the card but under autocast, which knows no pretended GPU; DDP, which is verified on a CPU, also with a CPU's kernels.
-    """
+    """How the module is executed under what is wanted, on the pretended GPU."""
     found: list[Manner] = []
     for recompute in wanted.recompute:
         for engine in wanted.engines:
             for precision in wanted.precisions:
                 autocast = engine == "ddp" and precision.endswith("mixed")
-                width = 4 if precision == "fp32" else 2
-                found += [] if autocast else [Manner(width, autocast=False, kernels="cuda", recompute=recompute)]
-                found += [Manner(width, autocast=autocast, kernels="cpu", recompute=recompute)] if engine == "ddp" else []
+                found.append(Manner(4 if precision == "fp32" else 2, autocast=autocast, kernels="cuda", recompute=recompute))
     return tuple(dict.fromkeys(found))
 
 
