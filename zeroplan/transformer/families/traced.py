@@ -210,12 +210,12 @@ def _plan(structure: Structure) -> Plan:
     output = next(iter(saving.operators[-1].outputs))
     saving.release(output, given)
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"r·{output.shape}", source)
-    whole = saving.moments.copy()
+    whole, until_saved = saving.moments.copy(), saving.until_last_saved(done=False)
     saving.run_backward(output, incoming)
     points = index.moments(highest(saving.moments, **dtypes))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
     if structure.family in RECOMPUTED_HIGHER:
-        reruns["full"] = index.moments(_run_again(saving, saving.until_last_saved(done=False), given.store, dtypes))
+        reruns["full"] = index.moments(_run_again(saving, until_saved, given.store, dtypes))
         reruns["selective"] = index.moments(_run_again(saving, whole, given.store, dtypes))
     selective = index.of((*saving.products[::2], *saving.kernel_outputs))
     again, _ = _run(structure, saving=False, given=given.store)
