@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.hugging_face import ENTRY_NAMES
@@ -29,7 +31,11 @@ def laid_out(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("name", [name for name in ENTRY_NAMES if not model(name).unplaced_parameters])
 def test_every_model_of_the_catalogue_has_the_parameters_that_are_estimated(name: str):
-    assert laid_out(model(name)) == named_shapes(model(name))
+    """With two layers of each kind, which is all that can differ; a hundred take seconds to build."""
+    spec = model(name)
+    dense = spec.moe.num_dense_layers if spec.moe is not None else 0
+    few = replace(spec, num_hidden_layers=min(spec.num_hidden_layers, dense + 2))
+    assert laid_out(few) == named_shapes(few)
 
 
 @pytest.mark.parametrize("case", TINY)
