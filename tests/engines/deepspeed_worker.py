@@ -38,8 +38,12 @@ STEPS = 3
 
 def zero_optimization(recipe: RecipeSpec) -> dict[str, object]:
     """Return the ``zero_optimization`` section that a recipe describes."""
-    ours = {"grad_accum_dtype", "zero_init", "flatten_on_accelerator"}
-    return {"stage": recipe.zero_stage, **{key: value for key, value in asdict(recipe.deepspeed).items() if key not in ours}}
+    options = {key: value for key, value in asdict(recipe.deepspeed).items() if not key.startswith(("offload_", *_NOT_OF_ZERO))}
+    return {"stage": recipe.zero_stage, **options}
+
+
+_NOT_OF_ZERO = ("grad_accum_dtype", "zero_init", "flatten_on_accelerator")
+"""Options that stand elsewhere; nothing is offloaded here."""
 
 
 def configuration(recipe: RecipeSpec, grad_accum_steps: int) -> dict[str, object]:
