@@ -260,16 +260,13 @@ def test_every_phase_is_there(stage: int) -> None:
 
 
 def test_the_lines_that_are_gone_when_a_gradient_is_handed_on_are_found_by_their_names():
-    from zeroplan.engines.deepspeed.passes import _OF_EXPERTS, _OPERAND, passes  # names of lines, not public
+    from zeroplan.engines.deepspeed.passes import _OPERAND, passes  # a name of lines, not public
 
-    for model, expected in ((TINY, {_OPERAND}), (EXPERTS, {_OPERAND, _OF_EXPERTS})):
-        (run,) = passes(model, recipe(2), BATCH).runs
-        reasons = [line.reason for point in run.block.points for line in point.lines]
-        assert {part for part in (_OPERAND, _OF_EXPERTS) if any(part in reason for reason in reasons)} == expected
-        at = {point.name: index for index, point in enumerate(run.block.points)}
-        index = at["gate projection" if model is TINY else "experts: gate and up projections"]
-        point = run.block.points[index]
-        assert run.settled[index].n_bytes < sum(line.n_bytes for line in point.lines) == run.between[index].n_bytes
+    (run,) = passes(TINY, recipe(2), BATCH).runs
+    assert any(_OPERAND in line.reason for point in run.block.points for line in point.lines)
+    index = [point.name for point in run.block.points].index("gate projection")
+    alive = sum(line.n_bytes for line in run.block.points[index].lines)
+    assert run.settled[index].n_bytes < alive
 
 
 @pytest.mark.parametrize("n_ranks", [1, 3, 4, 13])

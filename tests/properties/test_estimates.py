@@ -133,6 +133,7 @@ def test_another_layer_never_needs_less(job: JobSpec):
 @given(jobs(("paper", "fsdp2", "deepspeed")))
 def test_twice_the_ranks_never_hold_more_states(job: JobSpec):
     """Stage 1 under ZeroRedundancyOptimizer hands out whole tensors, where an odd split can be a little worse: not asked."""
+    assume(job.recipe.optimizer != "adamw-8bit")  # a shard below 4,096 elements keeps its states in 32 bits
     wider = replace(job, mesh=replace(job.mesh, dp_shard=2 * job.mesh.dp_shard))
     fewer, more = answered(job).states_by_kind, answered(wider).states_by_kind
     # DeepSpeed keeps whole gradients of every parameter that touches its partition, and pads to 2·N elements.

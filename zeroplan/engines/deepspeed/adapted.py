@@ -47,8 +47,8 @@ def _held(notes: dict[str, Note], point: str, current: int) -> tuple[int, int]:
     """While a module's parameters are gathered, no gradient of it is there: neither its own, nor that of its input."""
     if point.startswith(RECOMPUTED):
         return _until(notes, point), 0
-    if point in _BETWEEN:
-        return _linear(notes, _BETWEEN[point]).after, 0
+    if before := _BETWEEN.get(point.partition(":")[0]):  # attention that is written out has several points
+        return _linear(notes, before).after, 0
     layer, _, part = point.partition("'s adapter")
     if part:
         note = notes[_LAYERS[layer] + _PARTS[part]]
