@@ -24,6 +24,8 @@ from zeroplan.verify.task import Task
 _GRACE_S = 2.0
 _TAIL_LINES = 15
 _PROGRESS_AFTER_S = 3.0
+_SAID_WHY = 1
+"""Exit code of a rank that has told what failed."""
 
 
 class _Rank(NamedTuple):
@@ -83,14 +85,32 @@ def _heed(
     if rank is None:
         return
     if message.said is None:
-        code = rank.process.wait()
-        _show_tails([rank], say)
-        raise MeasurementError(f"rank {rank.number} died ({_how(code)}) before it left a record; the other ranks were ended")
+        raise _death(rank, say)
     if "record" in message.said:
         del waiting[message.rank]
         keep(read_record(Path(message.said["record"])))
     if "failed" in message.said:
+        if message.said["failed"] == "engine" and (dead := _dead_within(_GRACE_S, waiting, but=rank)) is not None:
+            raise _death(dead, say)  # of which this failure is the consequence: its peer is gone
         raise _failure(rank, message.said, say)
+
+
+def _death(rank: _Rank, say: Callable[[str], None]) -> MeasurementError:
+    code = rank.process.wait()
+    _show_tails([rank], say)
+    return MeasurementError(f"rank {rank.number} died ({_how(code)}) before it left a record; the other ranks were ended")
+
+
+def _dead_within(seconds: float, waiting: dict[int, _Rank], *, but: _Rank) -> _Rank | None:
+    """A rank that ends within a moment without a word: who fails in a collective hears of it before its death is seen."""
+    until = time.monotonic() + seconds
+    others = [rank for rank in waiting.values() if rank is not but]
+    while others and time.monotonic() < until:
+        for rank in others:
+            if rank.process.poll() not in (None, _SAID_WHY):
+                return rank
+        time.sleep(0.02)
+    return None
 
 
 def _failure(rank: _Rank, said: dict[str, str], say: Callable[[str], None]) -> ZeroplanError:
