@@ -10,7 +10,11 @@ from tests.formulas import assert_explained, assert_symbols_mean_one_thing, eval
 from zeroplan import Estimate, estimate, job
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, bytes_by_kind
-from zeroplan.spec.recipe import DeepSpeedOptions
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 
 BOTH: dict[str, Any] = {"offload_optimizer": "nvme", "offload_param": "nvme"}
 IN_PIECES: dict[str, Any] = {"sub_group_size": 100_000_000}
@@ -90,3 +94,19 @@ def test_every_line_is_explained(options: dict[str, Any]):
 def test_what_fails_in_deepspeed_is_refused(said: dict[str, Any], says: str):
     with pytest.raises(SpecError, match=says):
         estimate(job(**{"model": "llama-2-7b", "engine": "deepspeed", "stage": 3, "gpus": 8, **said}))
+
+
+def test_reading_the_head_twice_is_refused():
+    """Simulated, this ends in DeepSpeed's assertion that a parameter is "already assigned swap buffer id"."""
+    wide = ModelSpec(
+        family="llama", hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=256, vocab_size=1000,
+    )  # fmt: skip
+    options = DeepSpeedOptions(
+        offload_param="nvme", offload_param_buffer_size=12_000_000, offload_param_buffer_count=6,
+        offload_param_max_in_cpu=9_000_000, sub_group_size=4_000_000, stage3_prefetch_bucket_size=5_000_000,
+        stage3_max_live_parameters=20_000_000, stage3_max_reuse_distance=20_000_000, stage3_param_persistence_threshold=3000,
+    )  # fmt: skip
+    recipe = RecipeSpec(engine="deepspeed", zero_stage=3, deepspeed=options)
+    with pytest.raises(SpecError, match="reads a parameter ahead that it is reading already"):
+        estimate(JobSpec(model=wide, recipe=recipe, mesh=MeshSpec(dp_shard=4), batch=BatchSpec(seq_len=64)))
