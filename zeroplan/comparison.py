@@ -44,7 +44,7 @@ class Comparison(NamedTuple):
     """An estimate held against a measurement: the peak, each phase, what is held, each kind at the peak, each collective.
 
     ``allocator`` is what CUDA's allocator makes of it, where the record says; it is shown and not judged. ``host`` is host memory
-    per rank, where something is offloaded and the record says how much there was.
+    per rank and ``nvme`` what is in files, where something is offloaded and the record says how much there was.
     """
 
     peak: Compared
@@ -54,10 +54,16 @@ class Comparison(NamedTuple):
     collectives: tuple[Compared, ...]
     allocator: tuple[Compared, ...] = ()
     host: Compared | None = None
+    nvme: Compared | None = None
 
     def agrees(self, tolerance: float) -> bool:
         """Whether peak, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %)."""
         return not self.beyond(tolerance)
+
+    @property
+    def away(self) -> tuple[Compared, ...]:
+        """What is away from the GPU."""
+        return tuple(row for row in (self.host, self.nvme) if row is not None)
 
     def beyond(self, tolerance: float) -> tuple[Compared, ...]:
         """What is not within ``tolerance``, the largest difference first.
@@ -68,7 +74,7 @@ class Comparison(NamedTuple):
         """
         moved = sum(max(row.predicted, row.measured) for row in self.collectives)
         matters = self.peak.measured // _A_THOUSANDTH
-        sizes = (self.peak, self.held, *(() if self.host is None else (self.host,)))
+        sizes = (self.peak, self.held, *self.away)
         found = [row for row in sizes if abs(row.error) > tolerance and abs(row.difference) > matters]
         found += [row for row in self.collectives if abs(row.difference) > tolerance * moved]
         return tuple(sorted(found, key=lambda row: -abs(row.difference)))
@@ -104,6 +110,7 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
         collectives=tuple(_collectives(answer, measured)),
         allocator=tuple(_allocator(answer, measured, highest=totals[highest])),
         host=None if steady.host_bytes is None else Compared("host memory", answer.host_bytes, steady.host_bytes),
+        nvme=None if measured.nvme_bytes is None else Compared("NVMe", answer.nvme_bytes, measured.nvme_bytes),
     )
 
 

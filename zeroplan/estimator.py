@@ -76,6 +76,7 @@ class Estimate:
     peak: Moment
     outside: tuple[Outside, ...]
     host: tuple[Line, ...]
+    nvme: tuple[Line, ...]
     traffic: Traffic
     symbols: tuple[Symbol, ...]
     approximate: str
@@ -148,6 +149,16 @@ class Estimate:
     def host_bytes_per_node(self) -> int | None:
         """Host memory of a node, where it is known how many ranks share one."""
         return None if self.ranks_per_node is None else self.host_bytes * self.ranks_per_node
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Files on NVMe per rank, where something is offloaded there."""
+        return int(total_bytes(self.nvme))
+
+    @property
+    def nvme_bytes_per_node(self) -> int | None:
+        """Files on NVMe of a node, where it is known how many ranks share one."""
+        return None if self.ranks_per_node is None else self.nvme_bytes * self.ranks_per_node
 
     @property
     def bytes_on_slowest_link(self) -> int:
@@ -226,6 +237,7 @@ def estimate(job: JobSpec) -> Estimate:
         peak=highest._replace(lines=(*highest.lines, *workspaces)),
         outside=outside(job.mesh),
         host=account.host,
+        nvme=account.nvme,
         traffic=_traffic(job, account, parameters if job.model.adapter is None else trained_count(job.model)),
         symbols=account.symbols,
         approximate=approximation(job.model, compute_of(job.recipe)),

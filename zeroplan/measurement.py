@@ -123,6 +123,8 @@ class Measurement(Spec):
     steps: tuple[StepMeasured, ...]
     collectives: tuple[CollectiveMeasured, ...] = ()
     allocator: tuple[AllocatorMeasured, ...] = ()
+    nvme_bytes: CountOrZero | None = None
+    """What was written to NVMe, file by file, where something is offloaded there."""
     remarks: tuple[str, ...] = ()
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 

@@ -195,7 +195,8 @@ REFUSED: dict[str, Any] = {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}},
     },
     "offload_optimizer.device": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "disk"}}},
-    "offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+    "offload_param.device": {"zero_optimization": {"stage": 3, "offload_param": {"device": "disk"}}},
+    "aio.use_gds": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}, "aio": {"use_gds": True}},
     "cpu_offload": {"zero_optimization": {"stage": 2, "cpu_offload": True}},
     "zero_hpz_partition_size": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "node"}},
     "zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
@@ -284,6 +285,19 @@ def test_what_goes_to_host_memory_is_read(resolved: Callable[..., Resolved]):
     assert options.offloads
     assert (options.offload_optimizer, options.offload_optimizer_pin_memory) == ("cpu", False)
     assert (options.offload_param, options.offload_param_pin_memory) == ("cpu", True)
+
+
+def test_what_goes_to_nvme_is_read(resolved: Callable[..., Resolved]):
+    sections = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_count": 8, "pipeline_read": True},
+        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_size": 1e8, "max_in_cpu": 1e9},
+    }
+    read = resolved({"zero_optimization": {"stage": 3, **sections}, "aio": {"block_size": 262144}})
+    options = read.job.recipe.deepspeed
+    assert (options.offload_optimizer, options.offload_optimizer_buffer_count) == ("nvme", 8)
+    assert (options.offload_optimizer_pipeline_read, options.offload_optimizer_pipeline_write) == (True, False)
+    assert (options.offload_param_buffer_size, options.offload_param_max_in_cpu) == (10**8, 10**9)
+    assert [note for note in read.notes if "aio.block_size=262144 is left out" in note]
 
 
 def test_a_flag_that_offloads_less_than_the_file_is_refused(resolved: Callable[..., Resolved]):

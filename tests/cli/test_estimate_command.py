@@ -27,7 +27,8 @@ def test_the_first_command_says_sixteen_psi_over_eight(run: Run):
 KEYS = {
     "schema_version": int, "job": dict, "parameters": int, "active_parameters": int, "trained_parameters": int, "states": dict,
     "peak": dict, "moments": list, "reserved": dict, "outside_allocator": dict, "host_bytes": int,
-    "host_bytes_per_node": type(None), "host_lines": list, "fits": type(None), "verdict": str,
+    "host_bytes_per_node": type(None), "host_lines": list, "nvme_bytes": int,
+    "nvme_bytes_per_node": type(None), "nvme_lines": list, "fits": type(None), "verdict": str,
     "capacity_bytes": type(None), "room_bytes": type(None), "changes": list, "communication": dict, "approximate": str,
     "notes": list,
 }  # fmt: skip

@@ -193,9 +193,10 @@ RECIPES = [
          "stage3_max_reuse_distance": 500, "stage3_param_persistence_threshold": 8},
         {"reduce_bucket_size": 100, "grad_accum_dtype": "fp32", "contiguous_gradients": False},
         {"reduce_bucket_size": 300, "offload_optimizer": "cpu"},
+        {"reduce_bucket_size": 300, "offload_optimizer": "nvme", "offload_param": "nvme"},
     )
     for fields in ({}, {"recompute": "full", "precision": "fp32"}, {"optimizer_impl": "foreach", "keep_logits": True})
-    if stage or not options.keys() & {"grad_accum_dtype", "offload_optimizer"}
+    if stage == 3 or (stage and "offload_param" not in options) or not options.keys() & {"grad_accum_dtype", "offload_optimizer"}
 ]  # fmt: skip
 
 
@@ -217,7 +218,7 @@ def test_a_grid_is_its_points(model: ModelSpec, chosen: RecipeSpec, pairs: tuple
 
 
 def _numbers(answer: Any, index: int) -> list[Any]:
-    lines = [line for moment in answer.moments for line in moment.lines] + [*answer.states, *answer.host]
+    lines = [line for moment in answer.moments for line in moment.lines] + [*answer.states, *answer.host, *answer.nvme]
     sizes = [(line.reason, _at(line.n_bytes, index)) for line in lines]
     sent = [tuple(_at(value, index) for value in (*call[3:8], call.payload_bytes)) for call in answer.collectives]
     return [[moment.name for moment in answer.moments], sizes, sent]

@@ -75,8 +75,6 @@ def trains_in(answer: Estimate) -> int:
     [
         (2, {"offload_param": "cpu"}, "offload_param needs ZeRO stage 3"),
         (0, {"offload_optimizer": "cpu"}, "needs ZeRO stage 1, 2 or 3"),
-        (3, {"offload_optimizer": "nvme"}, "'nvme' for offload_optimizer is not modelled"),
-        (3, {"offload_param": "nvme"}, "'nvme' for offload_param is not modelled"),
         (2, {"offload_optimizer": "cpu", "precision": "bf16"}, "use 'bf16-mixed'"),
         (2, {"offload_optimizer": "cpu", "deepspeed": DeepSpeedOptions(compute_grad_norm=False)}, "refused by DeepSpeed"),
         (3, {"offload_optimizer": "cpu", "engine": "fsdp2"}, "to host memory together"),

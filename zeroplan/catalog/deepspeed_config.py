@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 
 from zeroplan.catalog.text import one_line, read_text, shown
 from zeroplan.errors import SpecError
-from zeroplan.spec.recipe import DeepSpeedOptions, Stage
+from zeroplan.spec.recipe import DeepSpeedOptions, OffloadDevice, Stage
 
 _AUTO = "auto"
 
@@ -174,21 +174,37 @@ class _Reader:
         self._flags["precision"] = Stated(f"bf16.{keys[0]}", "bf16")
 
     def _read_offload(self) -> None:
-        """Where optimizer and parameters go; what only NVMe needs (paths, buffers, pipelines) is left out with ``cpu``."""
+        """Where optimizer and parameters go; what only NVMe needs (buffers, pipelines) is left out with ``cpu``, a path always."""
         for name in ("offload_optimizer", "offload_param"):
             section, key = self._object(self._zero.get(name) or {}, f"zero_optimization.{name}"), f"zero_optimization.{name}"
             device = section.get("device", "none")
-            if device not in ("none", "cpu"):
-                raise SpecError(
-                    f"{self._where}: {key}.device={shown(device)} changes memory in a way that is not modelled; cpu and none are"
-                )
+            if device not in get_args(OffloadDevice):
+                raise SpecError(f"{self._where}: {key}.device={shown(device)} is none of {', '.join(get_args(OffloadDevice))}")
             if device == "none":
                 continue
+            self._read_nvme(name, section)
             for inner, harmless in (("ratio", 1.0), ("super_offload", False)):
                 if section.get(inner, harmless) != harmless:
                     raise SpecError(f"{self._where}: {key}.{inner}={shown(section[inner])} is not modelled; leave it out")
             self._flags[name] = Stated(f"{key}.device", device)
             self._set_option(f"{name}_pin_memory", f"{key}.pin_memory", section.get("pin_memory", True))
+
+    def _read_nvme(self, name: str, section: Mapping[str, object]) -> None:
+        """Buffers and pipelines, and what DeepSpeed reads and writes at a time, which is taken as its default."""
+        if section.get("device") != "nvme":
+            return
+        for inner in _NVME_KEYS[name]:
+            if inner in section:
+                value = section[inner]
+                whole = int(value) if isinstance(value, float) and value.is_integer() else value  # 1e9
+                self._set_option(f"{name}_{inner}", f"zero_optimization.{name}.{inner}", whole)
+        aio = self._section("aio")
+        if aio.get("use_gds"):
+            raise SpecError(f"{self._where}: aio.use_gds changes memory in a way that is not modelled; leave it out")
+        for inner, default in (("block_size", 1 << 20), ("intra_op_parallelism", 1)):
+            if aio.get(inner, default) != default:
+                said = f"aio.{inner}={shown(aio[inner])} is left out: {default} taken, as DeepSpeed's default"
+                self._notes += [] if said in self._notes else [said]
 
     def _read_optimizer(self) -> None:
         """DeepSpeed's Adam and AdamW are its FusedAdam, or torch's own where ``torch_adam`` is set (runtime/engine.py)."""
@@ -359,6 +375,12 @@ _DTYPES = {
         ("fp16", ("fp16", "float16", "half", "torch.float16")),
     )
     for spelt in spellings
+}
+
+#: Keys of a section that matter for NVMe alone.
+_NVME_KEYS = {
+    "offload_optimizer": ("buffer_count", "pipeline_read", "pipeline_write"),
+    "offload_param": ("buffer_count", "buffer_size", "max_in_cpu"),
 }
 
 #: Keys that change memory and have no field in a job, and the value at which they do not.

@@ -54,9 +54,9 @@ FLAGS = (
           "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion, muon or adamw-8bit. (default: adamw)",
           _RECIPE),
     _Flag("optimizer_impl", "NAME", "How it steps: foreach, fused or forloop. (default: the engine's own)", _RECIPE),
-    _Flag("offload_optimizer", "DEVICE", "Where the optimizer's states are and its step is taken: none or cpu. (default: none)",
-          _RECIPE),
-    _Flag("offload_param", "DEVICE", "Where this rank's share of the parameters is: none or cpu. (default: none)", _RECIPE),
+    _Flag("offload_optimizer", "DEVICE", "Where the optimizer's states are, the CPU taking the step: none, cpu or nvme. "
+          "(default: none)", _RECIPE),
+    _Flag("offload_param", "DEVICE", "Where this rank's share of the parameters is: none, cpu or nvme. (default: none)", _RECIPE),
     _Flag("deepspeed_config", "FILE", "A DeepSpeed configuration (JSON), \"auto\" as transformers' Trainer fills it in; flags "
           "must not contradict it.", _RECIPE),
     _Flag("recompute", "NAME", "Activation checkpointing: none, selective or full. (default: none)", _RECIPE),

@@ -19,8 +19,8 @@ class Account(NamedTuple):
 
     ``states``: parameters, gradients and optimizer state as the engine keeps them; ``moments``: the named moments of a step,
     each with every line alive then (states included as far as they exist at that moment); ``collectives``: what is sent per
-    step; ``host``: host memory per rank, empty unless something is offloaded; ``symbols``: what the formulas of these lines
-    use beyond the legend of the model; ``notes``: what a reader would trip over, a sentence each;
+    step; ``host``: host memory per rank, empty unless something is offloaded; ``nvme``: files per rank; ``symbols``: what the
+    formulas of these lines use beyond the legend of the model; ``notes``: what a reader would trip over, a sentence each;
     ``kept``: what one block of each kind keeps for its backward, where the moments give it as one line.
     """
 
@@ -31,3 +31,4 @@ class Account(NamedTuple):
     symbols: tuple[Symbol, ...] = ()
     notes: tuple[str, ...] = ()
     kept: tuple[tuple[str, tuple[Line, ...]], ...] = ()
+    nvme: tuple[Line, ...] = ()

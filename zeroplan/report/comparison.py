@@ -48,6 +48,7 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
         "peak": _row_payload(comparison.peak),
         "held": _row_payload(comparison.held),
         "host": None if comparison.host is None else _row_payload(comparison.host),
+        "nvme": None if comparison.nvme is None else _row_payload(comparison.nvme),
         "phases": [_row_payload(row) for row in comparison.phases],
         "kinds": [_row_payload(row) for row in comparison.kinds],
         "collectives": [_row_payload(row) for row in comparison.collectives],
@@ -116,8 +117,7 @@ def verdict(comparison: Comparison, *, tolerance: float) -> str:
 
 
 def _memory(comparison: Comparison) -> tuple[Compared, ...]:
-    host = () if comparison.host is None else (comparison.host,)
-    return (comparison.peak, *comparison.phases, comparison.held, *host)
+    return (comparison.peak, *comparison.phases, comparison.held, *comparison.away)
 
 
 def _by_disagreement(rows: tuple[Compared, ...]) -> list[Compared]:

@@ -96,10 +96,14 @@ def _card(answer: Estimate) -> Iterator[str]:
     for part in answer.outside:
         yield _band_row(part.what, part.band)
     yield _band_row("what nvidia-smi would show", on_card)
-    if answer.host_bytes:
-        yield _row("host memory per rank", answer.host_bytes)
-        if answer.host_bytes_per_node is not None:
-            yield _row(f"on a node of {answer.ranks_per_node}", answer.host_bytes_per_node)
+    for what, per_rank, per_node in (
+        ("host memory per rank", answer.host_bytes, answer.host_bytes_per_node),
+        ("NVMe per rank", answer.nvme_bytes, answer.nvme_bytes_per_node),
+    ):
+        if per_rank:
+            yield _row(what, per_rank)
+            if per_node is not None:
+                yield _row(f"on a node of {answer.ranks_per_node}", per_node)
 
 
 def _band_row(what: str, band: Band) -> str:

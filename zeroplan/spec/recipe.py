@@ -71,11 +71,20 @@ class DeepSpeedOptions(Spec):
     """Stages 1 and 2: the flat copy of the weights is made on the GPU, as DeepSpeed does while it has room for both;
     otherwise it goes through host memory, so this copy alone never makes a job fail."""
     offload_optimizer: OffloadDevice = "none"
-    """``offload_optimizer.device``: where the fp32 weights and the optimizer's state are, and the CPU takes the step."""
+    """``offload_optimizer.device``: where the fp32 weights and the optimizer's state are; the CPU takes the step."""
     offload_optimizer_pin_memory: bool = True
+    offload_optimizer_buffer_count: Count = 4
+    """With ``nvme``: page-locked buffers, each for one tensor of the largest sub-group."""
+    offload_optimizer_pipeline_read: bool = False
+    offload_optimizer_pipeline_write: bool = False
     offload_param: OffloadDevice = "none"
     """``offload_param.device``: where this rank's share of the weights is (stage 3)."""
     offload_param_pin_memory: bool = True
+    offload_param_buffer_count: Count = 5
+    offload_param_buffer_size: Count = 100_000_000
+    """With ``nvme``: page-locked buffers, each for one share of a parameter."""
+    offload_param_max_in_cpu: CountOrZero = 1_000_000_000
+    """With ``nvme``: elements of weights that stay in host memory."""
 
     @property
     def offloads(self) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify import nvme
 from zeroplan.verify.engines import Watcher, make_optimizer, trained
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload
@@ -62,7 +63,8 @@ def _offloaded(said: dict[str, object]) -> dict[str, object]:
     for section in _OFFLOADED:
         if said[section] != "none":
             keys = {key.removeprefix(section + "_"): value for key, value in said.items() if key.startswith(section + "_")}
-            sections[section] = {"device": said[section], **keys}
+            path = {"nvme_path": disk.folder} if (disk := nvme.disk()) is not None else {}
+            sections[section] = {"device": said[section], **keys, **path}
     return sections
 
 

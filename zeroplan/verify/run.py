@@ -116,8 +116,9 @@ def answered(recipe: RecipeSpec, device: str = "cpu") -> Iterator[None]:
         os.environ.setdefault(name, said)
     from zeroplan.verify.deepspeed_answers import answers  # noqa: PLC0415  it patches torch for good
     from zeroplan.verify.deepspeed_card import on_the_card  # noqa: PLC0415
+    from zeroplan.verify.nvme import stands_in  # noqa: PLC0415  it imports DeepSpeed
 
-    with on_the_card() if device == CARD else nullcontext(), answers(recipe.deepspeed):
+    with on_the_card() if device == CARD else nullcontext(), answers(recipe.deepspeed), stands_in():
         yield
 
 

@@ -41,6 +41,7 @@ _CPU_ADAM = (
     ("torch's fused optimizer ran on the host in place of DeepSpeedCPUAdam, with zero_force_ds_cpu_optimizer false: both keep "
      "momentum and variance in fp32 and take nothing more"),
 )  # fmt: skip
+_NVME = ("what goes to NVMe moved no data: DeepSpeed's own swapping ran with a stand-in for its asynchronous reads and writes",)
 
 
 def simulate(
@@ -80,6 +81,7 @@ def simulate(
         steps=steps_measured(timeline),
         collectives=collectives(recording),
         allocator=replays.measured(recording, workspace_bytes=workspace_bytes),
+        nvme_bytes=_on_nvme(job.recipe),
         remarks=remarks,
         seconds=time.perf_counter() - began,
     )
@@ -88,11 +90,26 @@ def simulate(
 def _stands_for(recipe: RecipeSpec) -> tuple[str, ...]:
     """DeepSpeed's own optimizer for the CPU is C++ that takes addresses, which fake tensors do not have."""
     takes_the_step = recipe.engine == "deepspeed" and recipe.deepspeed.offload_optimizer != "none"
-    return (
+    on_nvme = _NVME if _swaps(recipe) else ()
+    return on_nvme + (
         _CPU_ADAM
         if takes_the_step and recipe.optimizer in ("adamw", "adam") and recipe.optimizer_impl in (None, "fused")
         else ()
     )
+
+
+def _on_nvme(recipe: RecipeSpec) -> int | None:
+    """What the run has written; None where nothing goes to NVMe."""
+    if not _swaps(recipe):
+        return None
+    from zeroplan.verify.nvme import left  # noqa: PLC0415  it imports DeepSpeed
+
+    return left()
+
+
+def _swaps(recipe: RecipeSpec) -> bool:
+    options = recipe.deepspeed
+    return recipe.engine == "deepspeed" and "nvme" in (options.offload_optimizer, options.offload_param)
 
 
 def _hands_out_tensors(recipe: RecipeSpec) -> bool:

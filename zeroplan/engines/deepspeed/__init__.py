@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.deepspeed.offload import offloads_optimizer, refuse, refuse_nvme
+from zeroplan.engines.deepspeed.infinity import refuse_swapping
+from zeroplan.engines.deepspeed.offload import offloads_optimizer, refuse
 from zeroplan.engines.deepspeed.secondary import refuse_second
 from zeroplan.engines.deepspeed.stage3 import sharded_account
 from zeroplan.engines.deepspeed.stage12 import partitioned_account
@@ -33,7 +34,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     gradients in 16 bits, an fp32 copy of the weights for the optimizer); ``bf16`` adds ``bf16_master_weights_and_grads`` and
     ``bf16_optimizer_states``; ``fp32`` enables neither. The model comes to the GPU in that dtype, by module, not by parameter.
 
-    Leaves out: offload to NVMe, ZeRO++'s quantization, groups of experts of DeepSpeed's own, tensor and pipeline parallelism,
+    Leaves out: ZeRO++'s quantization, groups of experts of DeepSpeed's own, tensor and pipeline parallelism,
     ``torch_autocast``, ``communication_data_type``, scalars in memory. fp16 was read, not run.
     """
     impl = optimizer_impl(recipe)
@@ -45,7 +46,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 def _refuse(recipe: RecipeSpec) -> None:
     """Refuse what DeepSpeed's engine refuses, and what is not modelled."""
     refuse(recipe)
-    refuse_nvme(recipe)
+    refuse_swapping(recipe)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
     if recipe.zero_stage == 3 and recipe.recompute == "selective":
         raise SpecError(_SELECTIVE)

@@ -8,8 +8,6 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Line
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 
-_NVME = "device 'nvme' for {what} is not modelled; use 'cpu'"
-
 
 def refuse(recipe: RecipeSpec) -> None:
     """Refuse what DeepSpeed refuses or leaves unheeded, and what is not modelled."""
@@ -24,13 +22,6 @@ def refuse(recipe: RecipeSpec) -> None:
         raise SpecError("precision 'bf16' with offload_optimizer is not modelled; use 'bf16-mixed'")
     if not options.compute_grad_norm:
         raise SpecError("compute_grad_norm=False with offload_optimizer is refused by DeepSpeed; leave one of them out")
-
-
-def refuse_nvme(recipe: RecipeSpec) -> None:
-    """Refuse what goes to NVMe."""
-    for what in ("offload_optimizer", "offload_param"):
-        if getattr(recipe.deepspeed, what) == "nvme":
-            raise SpecError(_NVME.format(what=what))
 
 
 def offloads_optimizer(recipe: RecipeSpec) -> bool:
@@ -50,19 +41,23 @@ def kept_as(recipe: RecipeSpec, impl: OptimizerImpl) -> OptimizerImpl:
 
 def on_host(line: Line) -> Line:
     """Return the line as the GPU has it where its memory is the host's: nothing."""
-    return line._replace(n_bytes=0, reason=f"{line.reason}, in host memory", formula="0")
+    return line._replace(n_bytes=0, reason=f"{line.reason}, offloaded", formula="0")
 
 
 def note(recipe: RecipeSpec) -> tuple[str, ...]:
     """Say what is where."""
+    place = {"none": "on the GPU", "cpu": "in host memory", "nvme": "on NVMe, but for what has room in host memory"}
     away = [
         words
         for words, offloaded in (
             (
-                "the optimizer's weights, gradients and states are in host memory, and the CPU takes the step",
+                f"the optimizer's weights, gradients and states are {place[recipe.deepspeed.offload_optimizer]}; the CPU steps",
                 offloads_optimizer(recipe),
             ),
-            ("this rank's share of the parameters is in host memory", offloads_parameters(recipe)),
+            (
+                f"this rank's share of the parameters is {place[recipe.deepspeed.offload_param]}",
+                offloads_parameters(recipe),
+            ),
         )
         if offloaded
     ]

@@ -21,6 +21,19 @@ from zeroplan.engines.deepspeed.flat import (
     shares,
     trained_row,
 )
+from zeroplan.engines.deepspeed.infinity import (
+    Shares,
+    beside_swapped,
+    note_on_nvme,
+    nvme_lines,
+    on_nvme,
+    refuse_few_buffers,
+    refuse_few_pipelined,
+    refuse_twice,
+    staying,
+    staying_of,
+    swaps_optimizer,
+)
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.offload import (
     kept_as,
@@ -50,7 +63,6 @@ from zeroplan.engines.deepspeed.passes import (
 )
 from zeroplan.engines.deepspeed.secondary import second_partition, within_group
 from zeroplan.engines.deepspeed.stage3_offload import (
-    Shares,
     beside_flushes,
     copied_for,
     host_lines,
@@ -123,6 +135,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     job = _job(model, recipe, mesh)
     everything = _states(job, impl)
     states = states_on_gpu(recipe, everything)
+    refuse_few_pipelined(recipe, _groups(job))
     persistent = (*states, _bucket(job), _persistent(job))
     these = passes(model, recipe, batch)
     running = [moment for each in _by_micro_batches(job, batch) for moment in (*_forward(each, these), *_backward(each, these))]
@@ -139,7 +152,8 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
         _collectives(job, batch),
         host=host_lines(recipe, mine, everything, taken),
         symbols=(*_symbols(job), *host_symbols(recipe, mine), *kept_symbols(these), *counted(*everything, *taken)),
-        notes=note(recipe),
+        notes=(*note(recipe), *note_on_nvme(recipe)),
+        nvme=nvme_lines(recipe, mine),
         kept=kept_in_a_block(these),
     )
 
@@ -178,14 +192,24 @@ def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
         4 if sums_in_fp32 else width.compute,
         shares(_numels(whole), mesh.dp_shard),
         schedule(whole, recipe.deepspeed.reduce_bucket_size, leaves=True),
-        gathered(every, recipe.deepspeed, recipe.recompute, copied_for(recipe, mesh.dp_shard))[0],
+        _traces(every, recipe, mesh.dp_shard)[0],
         applies=True,
     )
 
 
+def _traces(whole: Row, recipe: RecipeSpec, n_ranks: Int) -> tuple[Gathered, ...]:
+    """What is gathered with a single micro-batch per step, and with several where it differs."""
+    options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
+    traces = gathered(whole, options, recipe.recompute, copied_for(recipe, n_ranks), disk)
+    if disk:
+        refuse_few_buffers(options, max(trace.most_read for trace in traces))
+        refuse_twice(any(trace.read_twice for trace in traces))
+    return traces
+
+
 def _by_micro_batches(job: _Job, batch: Batch) -> tuple[_Job, ...]:
     """Return the job with the trace of a single micro-batch per step, and that of several where it differs."""
-    traces = gathered(job.every, job.recipe.deepspeed, job.recipe.recompute, copied_for(job.recipe, job.n_ranks))
+    traces = _traces(job.every, job.recipe, job.n_ranks)
     if len(traces) == 1:
         return (job,)
     several = batch.grad_accum_steps > 1
@@ -374,13 +398,24 @@ def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
         line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
         around = (line, *tied)
         place = point.gradients, point.current_gradient, point.name == _BEFORE_GRADIENTS
-        for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, place):
+        highest = _highest_blocks(job.trace, run.first, run.n_blocks, place)
+        for block, held in highest if not swaps_optimizer(job.recipe) else _and_first(job.trace, run, highest, place):
             if block not in beside:
                 beside[block] = around_block(these, run, block)
-            lines = (*beside[block], *point.lines, _gathered_line(job, held), *around)
+            stay = _staying(job, block, point.gradients - point.current_gradient)
+            lines = (*beside[block], *point.lines, _gathered_line(job, held), *around, *stay)
             yield Moment(f"backward of a block: {point.name}", Phase.BACKWARD, lines)
         if place[-1]:
             yield from _experts_gathered(job, these, run, point)
+
+
+def _and_first(
+    trace: Gathered, run: RunPass, highest: tuple[tuple[int, int], ...], at: tuple[int, int, bool]
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """Add the first block: gradients that stay on the GPU grow towards it, block by block, as activations grow less."""
+    if highest[-1][0] == run.first:
+        return highest
+    return (*highest, (run.first, _held(trace.backward[run.first], *at)))
 
 
 def _experts_gathered(job: _Job, these: Passes, run: RunPass, first: BackwardPoint) -> Iterator[Moment]:
@@ -416,7 +451,18 @@ def _highest_flushes(
 
 
 def _beside(job: _Job) -> tuple[tuple[int, ...], ...]:
+    if swaps_optimizer(job.recipe):
+        return beside_swapped(job.buckets, job.element, job.kept, job.master)
     return beside_flushes(job.buckets, job.element) if offloads_optimizer(job.recipe) else ()
+
+
+def _staying(job: _Job, *at: int) -> tuple[Line, ...]:
+    """Gradients that wait on the GPU since their buckets were reduced: all, or those before a block and a place in it."""
+    if not swaps_optimizer(job.recipe):
+        return ()
+    if at:
+        return staying(job.buckets, (at[0], at[1]), job.n_ranks, job.master)
+    return staying_of(job.buckets, len(job.buckets.flushes), job.n_ranks, job.master)
 
 
 def _gathered_at(trace: Gathered, flush: Flush) -> int:
@@ -459,6 +505,9 @@ def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
     tied = _tied_head(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
     lines = (*around, *activations, _gathered_line(job, held), *_reduce_lines(job, flush), *tied)
+    if swaps_optimizer(job.recipe):
+        before = len(job.buckets.flushes) - 1 - job.buckets.flushes.index(flush)
+        lines += staying_of(job.buckets, before, job.n_ranks, job.master)
     return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
 
 
@@ -478,11 +527,11 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     elements = embedding_elements(job.whole)
     embedding = _gradient(job, elements, "gradient of the embedding", "h·V" if elements else "")
     held = _gathered_line(job, job.trace.end)
-    around = (*these.head.shared, *these.output, held)
+    around = (*these.head.shared, *these.output, held, *_staying(job, -1, -1))
     gathering = _gathered_line(job, job.trace.embedding)
     return (
         Moment("embedding gathered for its backward", at.phase, (*at.lines, gathering, *_tied_head(job))),
-        Moment(at.name, at.phase, (*at.lines, held, embedding, *_tied_head(job))),
+        Moment(at.name, at.phase, (*at.lines, held, embedding, *_tied_head(job), *_staying(job, -1, -1))),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, *_reduce_lines(job, last))),
     )
 
@@ -523,7 +572,8 @@ def _step_temporaries(job: _Job, impl: OptimizerImpl) -> tuple[Line, ...]:
 def _step_away(job: _Job) -> tuple[Moment, ...]:
     """The CPU takes the step."""
     return (
-        Moment("optimizer step: on the CPU", Phase.STEP, ()),
+        Moment("optimizer step: begun", Phase.STEP, (*_staying(job), _persistent(job))),
+        Moment("optimizer step: on the CPU", Phase.STEP, _staying(job)),
         Moment("after the step: persistent parameters gathered", Phase.STEP, (_persistent(job),)),
     )
 
@@ -578,7 +628,7 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
-    several = gathered(job.every, job.recipe.deepspeed, job.recipe.recompute, copied_for(job.recipe, job.n_ranks))[-1]
+    several = _traces(job.every, job.recipe, job.n_ranks)[-1]
     forward = where(micro > 1, _padded(several.forward_sent, n), _padded(trace.forward_sent, n))
     backward = where(micro > 1, _padded(several.backward_sent, n), _padded(trace.backward_sent, n))
     flushes = len(job.buckets.flushes)

@@ -5,19 +5,26 @@ is taken in fp64. With the parameters' offload a share is copied to the GPU befo
 nothing, holds a parameter on the GPU while it is used.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule
-from zeroplan.engines.deepspeed.flat import Row
+from zeroplan.engines.deepspeed.infinity import (
+    Shares,
+    casts_on_the_way,
+    optimizer_in_host,
+    pinned_beyond,
+    swapping_symbols,
+    swaps_optimizer,
+    swaps_parameters,
+    weights_in_host,
+)
 from zeroplan.engines.deepspeed.offload import members, offloads_optimizer, offloads_parameters, on_host
 from zeroplan.engines.formulas import times
-from zeroplan.engines.pinned import beyond, beyond_symbol, taken_bytes
+from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, ceil_div, for_each_value, maximum, minimum
-from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.spec.recipe import RecipeSpec
 
 _STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
 _NORM = f"{_STAGE3}, partition_grads and _constant_buffered_norm2"
@@ -61,6 +68,8 @@ def on_the_way(
     """
     if not offloads_optimizer(recipe):
         return ()
+    if swaps_optimizer(recipe):
+        return casts_on_the_way(buckets, flush, n_ranks, kept=kept, master=master)
     share = ceil_div(_largest(buckets)[buckets.flushes.index(flush)], n_ranks)
     cast = master * share if kept != master else 0
     n_bytes = kept * share + maximum(_FP64 * minimum(share, _NORM_PIECE), cast)
@@ -79,17 +88,6 @@ def beside_flushes(buckets: Schedule, element: int) -> tuple[tuple[int, ...], ..
     )
 
 
-class Shares(NamedTuple):
-    """This rank's share of all parameters, and the bytes of an element: of a weight, of one that is updated, of a gradient."""
-
-    whole: Row
-    n_ranks: Int
-    elements: Int
-    element: int
-    master: int
-    kept: int
-
-
 def host_lines(recipe: RecipeSpec, shares: Shares, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:
     """Return what is in host memory from the second step on, with what the step takes there. [bytes]
 
@@ -98,9 +96,13 @@ def host_lines(recipe: RecipeSpec, shares: Shares, states: tuple[Line, ...], tem
     """
     weights, master, gradients, *optimizer = states
     lines: list[Line] = []
-    if offloads_parameters(recipe):
+    if swaps_parameters(recipe):
+        lines += weights_in_host(recipe, shares)
+    elif offloads_parameters(recipe):
         lines.append(weights._replace(source=_FLAT))
-    if offloads_optimizer(recipe):
+    if swaps_optimizer(recipe):
+        lines += [*optimizer_in_host(recipe, shares), *temporary]
+    elif offloads_optimizer(recipe):
         reason = "gradients of this rank's share, as the optimizer takes them"
         formula, source = times(shares.master, "G_r"), f"{_STAGE3}, initialize_optimizer_states"
         taken = Line(Kind.GRADIENTS, shares.master * shares.elements, reason, formula, source)
@@ -112,7 +114,7 @@ def host_lines(recipe: RecipeSpec, shares: Shares, states: tuple[Line, ...], tem
 def host_symbols(recipe: RecipeSpec, shares: Shares) -> tuple[Symbol, ...]:
     """Return what the formulas of :func:`host_lines` count."""
     pins = _beyond(recipe, shares)
-    return () if pins is None else (beyond_symbol(pins),)
+    return (*swapping_symbols(recipe, shares), *(() if pins is None else (beyond_symbol(pins),)))
 
 
 def _beyond(recipe: RecipeSpec, shares: Shares) -> Int | None:
@@ -120,36 +122,4 @@ def _beyond(recipe: RecipeSpec, shares: Shares) -> Int | None:
     options = recipe.deepspeed
     if not offloads_parameters(recipe) and not (offloads_optimizer(recipe) and options.offload_optimizer_pin_memory):
         return None
-    widths = shares.element, shares.master, shares.kept
-    return for_each_value(lambda n_ranks: _beyond_on(shares.whole, options, n_ranks, widths), shares.n_ranks)
-
-
-@lru_cache(maxsize=256)
-def _beyond_on(whole: Row, options: DeepSpeedOptions, n_ranks: int, widths: tuple[int, int, int]) -> int:
-    """Follow what is pinned, in order: each parameter's share, all of them in one tensor, then the gradients.
-
-    The shares by themselves are given back when the tensor of all is filled; their blocks stay.
-    """
-    element, master, kept = widths
-    parts = [-(-(each.end - each.start) // n_ranks) for each in whole.placed]
-    everything = sum(parts)
-    flat, gradients = list[int](), list[int]()
-    if options.offload_param != "none":
-        flat.append(element * everything)
-    if options.offload_optimizer != "none" and options.offload_optimizer_pin_memory:
-        groups = _groups(parts, options.sub_group_size)
-        gradients += [*(master * group for group in groups), kept * everything]
-    freed = [element * part for part in parts] if flat and options.offload_param_pin_memory else []
-    return taken_bytes([], flat) + taken_bytes(freed, gradients) - sum(flat) - sum(gradients)
-
-
-def _groups(parts: list[int], size: int) -> Iterator[int]:
-    """Elements of each sub-group: it takes whole shares and is closed by the one that reaches ``size``."""
-    filled = 0
-    for part in parts:
-        filled += part
-        if filled >= size:
-            yield filled
-            filled = 0
-    if filled:
-        yield filled
+    return pinned_beyond(recipe, shares)

@@ -103,26 +103,32 @@ class Gathered:
     n_persistent: int
     """Elements and number of the parameters that are never released between steps."""
     persistent_sent: Sizes
+    most_read: int = 0
+    """Most parameters read from NVMe whose buffers are in use at once."""
+    read_twice: bool = False
+    """One is read ahead twice at a time."""
     modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
     """Of each block with frozen weights, by the name of the module; and of its recomputation."""
 
 
 @lru_cache(maxsize=64)
-def gathered(whole: Row, options: DeepSpeedOptions, recompute: Recompute, copied_for: int = 0) -> tuple[Gathered, ...]:
+def gathered(
+    whole: Row, options: DeepSpeedOptions, recompute: Recompute, copied_for: int = 0, on_nvme: frozenset[int] = frozenset()
+) -> tuple[Gathered, ...]:  # fmt: skip
     """Replay one pass of the model: with one micro-batch per step, and with several where that differs.
 
     Where shares come from host memory, ``copied_for`` is the number of ranks: each is copied to the GPU to be gathered, and a
-    single rank's copies are the parameters themselves.
+    single rank's copies are the parameters themselves. Those ``on_nvme`` are gathered ahead only once they have been read.
 
     The coordinator decides once, in the first pass with a complete trace, which parameters to release where
     (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
     step, before the first step has gathered the persistent parameters.
     """
     steps = trace(whole, again=recompute == "full")
-    single = _Replay(whole, options, steps, copied_for=copied_for).run()
-    first = _Replay(whole, options, steps, persistent_missing=True, copied_for=copied_for)
+    single = _Replay(whole, options, steps, copied_for=copied_for, on_nvme=on_nvme).run()
+    first = _Replay(whole, options, steps, persistent_missing=True, copied_for=copied_for, on_nvme=on_nvme)
     first.run()
-    several = _Replay(whole, options, steps, decided=first.decided, copied_for=copied_for, later=True).run()
+    several = _Replay(whole, options, steps, decided=first.decided, copied_for=copied_for, on_nvme=on_nvme, later=True).run()
     return (single,) if astuple(single) == astuple(several) else (single, several)
 
 
@@ -332,6 +338,7 @@ class _Replay:
         persistent_missing: bool = False,
         decided: set[tuple[int, int]] | None = None,
         copied_for: int = 0,
+        on_nvme: frozenset[int] = frozenset(),
         later: bool = False,
     ) -> None:
         self.numel = [each.end - each.start for each in whole.placed]
@@ -344,6 +351,9 @@ class _Replay:
         self.decided = set() if decided is None else decided
         self.decides = decided is None
         self.copied_for = copied_for
+        self.on_nvme = on_nvme
+        self.read: set[int] = set()
+        self.most_read, self.read_twice = 0, False
         self.uses = _uses(steps)
         per_step = (0 if step.leaf else sum(self.numel[index] for index in step.parameters) for step in steps)
         self.starts = (*whole.starts, whole.n_elements)
@@ -393,7 +403,7 @@ class _Replay:
             self.elements,
             _sizes(self.sent[_FORWARD]), _sizes(self.sent[_BACKWARD]), self.calls[_FORWARD], self.calls[_BACKWARD],
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
-            _sizes(Counter(self.numel[index] for index in self.persistent)), modules,
+            _sizes(Counter(self.numel[index] for index in self.persistent)), self.most_read, self.read_twice, modules,
         )  # fmt: skip
 
     def _of_blocks(
@@ -434,6 +444,8 @@ class _Replay:
         numel = sum(self.numel[index] for index in indices)
         in_place = len(indices) == 1 or self.options.stage3_allgather_sequential or self.copied_for == 1
         handle = _Handle(tuple(indices), in_place=in_place)
+        self._read(indices)
+        self.read -= self.persistent  # which are never released, so their buffers are
         self.in_flight.update(dict.fromkeys(indices, handle))
         self.counted += numel
         self.sent[direction].update(self.numel[index] for index in indices)
@@ -465,12 +477,35 @@ class _Replay:
         chosen: list[int] = []
         numel = 0
         while bucket and self.queue and numel < limit:
-            index, used_at = self.queue.popleft()
+            index, used_at = self.queue[0]
+            if index in self.on_nvme and index not in self.read:
+                break
+            self.queue.popleft()
             self.fetched_for[index] = max(self.fetched_for.get(index, -1), used_at)
             if self._missing(index) and index not in chosen:
                 chosen.append(index)
                 numel += self.numel[index]
         self._gather(chosen, direction)
+        if bucket and self.on_nvme:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Read from NVMe what comes next, as far as buffers go (``__prefetch_nvme_param_partitions``)."""
+        enough = 2 * sum(self.numel[index] for index in self.in_flight)
+        chosen, considered = list[int](), 0
+        for index, _ in self.queue:
+            if considered > enough or len(self.read) + len(chosen) >= self.options.offload_param_buffer_count:
+                break
+            if index in self.on_nvme and index not in self.read:
+                self.read_twice = self.read_twice or index in chosen
+                chosen.append(index)
+            considered += self.numel[index]
+        self._read(chosen)
+
+    def _read(self, indices: list[int]) -> None:
+        """A parameter from NVMe has a buffer from then on until it is released."""
+        self.read.update(index for index in indices if index in self.on_nvme)
+        self.most_read = max(self.most_read, len(self.read))
 
     def _saved_of(self, step: Step) -> int:
         return sum(self.saved.get(index, 0) for index in step.parameters)
@@ -484,6 +519,7 @@ class _Replay:
                 if index in self.persistent or index not in self.available or not goes:
                     continue
                 self.available.discard(index)
+                self.read.discard(index)
                 self.counted -= self.numel[index]
                 self._hold(self.second.pop(index, 0))
                 if index in freed.saved:

@@ -1,0 +1,440 @@
+"""What does ZeRO-Infinity change at stage 3 of DeepSpeed: what is on NVMe, and through which buffers does it go?
+
+DeepSpeed writes a tensor to a file of its own where it is at least 1 MiB; smaller ones stay where they are. Sub-groups of the
+optimizer are read into page-locked buffers, updated there and written back. Shares of weights are read into buffers before they
+are gathered; of those whose sub-group has room among ``max_in_cpu`` elements only the file stays behind. Source: Rajbhandari et
+al. 2021 (arXiv:2104.07857), sections 5.1 and 6; DeepSpeed 0.19.8, ``runtime/swap_tensor`` and ``runtime/zero/stage3.py``.
+The section ``aio`` is taken as DeepSpeed's default: blocks of 1 MiB, one thread per request.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.account import Symbol
+from zeroplan.engines.deepspeed.buckets import Flush, Schedule
+from zeroplan.engines.deepspeed.flat import Placed, Row
+from zeroplan.engines.deepspeed.offload import members
+from zeroplan.engines.formulas import times
+from zeroplan.engines.pinned import taken_bytes
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, for_each_value
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+
+_SWAP = "DeepSpeed 0.19.8, runtime/swap_tensor"
+_BUFFERS = f"{_SWAP}/utils.py, SwapBufferManager"
+_PARAMETERS = f"{_SWAP}/partitioned_param_swapper.py, AsyncPartitionedParameterSwapper"
+_STATES = f"{_SWAP}/optimizer_utils.py, OptimizerSwapper"
+_STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
+_FLAT = f"{_STAGE3}, _create_param_groups_fp16_flat_cpu_memory"
+
+#: ``MIN_AIO_BYTES`` and ``AIO_ALIGNED_BYTES`` of ``runtime/swap_tensor/utils.py``.
+_LEAST_BYTES, _ALIGNED_BYTES = 1 << 20, 1 << 10
+_FP64 = 8
+#: ``_constant_buffered_norm2`` takes a norm in pieces of so many elements.
+_NORM_PIECE = 250_000_000
+#: Adam's buffers: weights, momentum, variance, and the gradient beside them.
+_STATES_OF_ADAM, _WITH_GRADIENT = 3, 4
+
+
+def swaps_optimizer(recipe: RecipeSpec) -> bool:
+    """Whether weights that are updated, gradients and states are on NVMe."""
+    return recipe.deepspeed.offload_optimizer == "nvme"
+
+
+def swaps_parameters(recipe: RecipeSpec) -> bool:
+    """Whether shares of the weights that have no room in host memory are on NVMe."""
+    return recipe.deepspeed.offload_param == "nvme"
+
+
+def refuse_swapping(recipe: RecipeSpec) -> None:
+    """Refuse what DeepSpeed cannot swap, and what is not modelled."""
+    if not swaps_optimizer(recipe):
+        return
+    if recipe.zero_stage != 3:
+        raise SpecError(f"offload_optimizer 'nvme' needs ZeRO stage 3; use 'cpu' at stage {recipe.zero_stage}")
+    if recipe.optimizer not in ("adam", "adamw"):
+        raise SpecError(f"offload_optimizer 'nvme' with optimizer {recipe.optimizer!r} is not modelled; use 'adamw' or 'adam'")
+    needed, options = _WITH_GRADIENT, recipe.deepspeed
+    if options.offload_optimizer_buffer_count < needed:
+        raise SpecError(
+            f"offload_optimizer.buffer_count={options.offload_optimizer_buffer_count} is too few: {recipe.optimizer} needs "
+            f"{needed} (weights, gradient, momentum, variance)"
+        )
+
+
+def note_on_nvme(recipe: RecipeSpec) -> tuple[str, ...]:
+    """Say what the figures for NVMe rest on."""
+    if not swaps_optimizer(recipe) and not swaps_parameters(recipe):
+        return ()
+    return ("NVMe was read, not run: against DeepSpeed's own swapping, but with no disk and no asynchronous reads and writes",)
+
+
+class Shares(NamedTuple):
+    """This rank's share of all parameters, and the bytes of an element: of a weight, of one that is updated, of a gradient."""
+
+    whole: Row
+    n_ranks: Int
+    elements: Int
+    element: int
+    master: int
+    kept: int
+
+
+class _Swapped(NamedTuple):
+    """Elements of one rank, by where they are."""
+
+    buffer: int = 0
+    """Of one buffer for the optimizer: the largest sub-group."""
+    resident: int = 0
+    """Of sub-groups too small for NVMe, which stay in host memory with their states."""
+    states: int = 0
+    """Of the files of the weights that are updated; each of Adam's states has as many."""
+    gradients: int = 0
+    """Of the files of gradients."""
+    in_host: int = 0
+    """Of weights in one tensor in host memory, whether it is filled or not."""
+    alone: int = 0
+    """Of shares of weights too small for NVMe, each by itself in host memory."""
+    weights: int = 0
+    """Of the files of weights; those that host memory has room for left them behind."""
+    written: int = 0
+    """Of the buffer through which updated weights are written."""
+    pinned: int = 0
+    """What torch's pinned memory takes beyond the tensors in it. [bytes]"""
+
+
+def aligned(elements: int, width: int) -> int:
+    """Elements as reads and writes have them: rounded up to 1 KiB.
+
+    >>> aligned(1000, 2), aligned(1024, 2)
+    (1024, 1024)
+    """
+    step = _ALIGNED_BYTES // width
+    return -(-elements // step) * step
+
+
+def _swappable(elements: int, width: int) -> bool:
+    return elements * width >= _LEAST_BYTES
+
+
+class _Widths(NamedTuple):
+    element: int
+    master: int
+    kept: int
+
+
+@lru_cache(maxsize=256)
+def _swapped(whole: Row, options: DeepSpeedOptions, widths: _Widths, n_ranks: int) -> _Swapped:
+    """Follow DeepSpeed's construction on one rank of so many."""
+    groups = tuple(sub_groups(whole, options.sub_group_size, n_ranks))
+    found = _Swapped()
+    if options.offload_optimizer == "nvme":
+        found = _optimizer_swapped(found, groups, widths.master)
+    if options.offload_param == "nvme":
+        found = _parameters_swapped(found, groups, options, widths.element)
+        if not all(_fitting(groups, options)):
+            found = found._replace(written=_written(whole, groups, widths.element))
+    return found._replace(pinned=_pinned(groups, options, widths))
+
+
+def sub_groups(whole: Row, size: int, n_ranks: int) -> Iterator[tuple[int, ...]]:
+    """Yield this rank's shares of the parameters of each sub-group: it is closed by the share that reaches ``size``."""
+    inside, filled = list[int](), 0
+    for each in whole.placed:
+        inside.append(-((each.start - each.end) // n_ranks))
+        filled += inside[-1]
+        if filled >= size:
+            yield tuple(inside)
+            inside, filled = [], 0
+    if inside:
+        yield tuple(inside)
+
+
+def _optimizer_swapped(found: _Swapped, groups: tuple[tuple[int, ...], ...], master: int) -> _Swapped:
+    away = [group for group in groups if _swappable(sum(group), master)]
+    step = _ALIGNED_BYTES // master
+    shares = [share for group in away for share in group]
+    return found._replace(
+        buffer=aligned(max(map(sum, groups)), master),
+        resident=sum(sum(group) for group in groups if group not in away),
+        states=sum(aligned(sum(group), master) for group in away),
+        gradients=sum(share // step * step for share in shares if _swappable(share, master)),
+    )
+
+
+def _stays(share: int, master: int) -> bool:
+    """Whether a gradient stays on the GPU until the step: too small to be written, or written without its last few elements.
+
+    Those are kept as a view, and with them the whole (``_adjust_for_misaligned_lengths``).
+    """
+    return not _swappable(share, master) or share * master % _ALIGNED_BYTES != 0
+
+
+def _parameters_swapped(
+    found: _Swapped, groups: tuple[tuple[int, ...], ...], options: DeepSpeedOptions, element: int
+) -> _Swapped:  # fmt: skip
+    shares = [share for group in groups for share in group]
+    outside = [group for group, fits in zip(groups, _fitting(groups, options), strict=True) if not fits]
+    return found._replace(
+        in_host=min(options.offload_param_max_in_cpu, sum(shares)),
+        alone=sum(share for group in outside for share in group if not _swappable(share, element)),
+        weights=sum(aligned(share, element) for share in shares if _swappable(share, element)),
+    )
+
+
+def _written(whole: Row, groups: tuple[tuple[int, ...], ...], element: int) -> int:
+    """Elements of the buffer for updated weights: the largest sub-group's parameters as they are on all ranks together.
+
+    That is what ``ds_numel`` of a parameter is (``_create_fp16_partitions_with_defragmentation``), not a rank's share of it.
+    """
+    largest = max(groups, key=sum)
+    first = sum(len(group) for group in groups[: groups.index(largest)])
+    return sum(aligned(each.end - each.start, element) for each in whole.placed[first : first + len(largest)])
+
+
+def _fitting(groups: tuple[tuple[int, ...], ...], options: DeepSpeedOptions) -> Iterator[bool]:
+    """Whether each sub-group has room in host memory: one that has none takes its place all the same."""
+    room, end = min(options.offload_param_max_in_cpu, sum(map(sum, groups))), 0
+    for group in groups:
+        end += sum(group)
+        yield end <= room
+
+
+def _pinned(groups: tuple[tuple[int, ...], ...], options: DeepSpeedOptions, widths: _Widths) -> int:
+    """Follow what torch pins, in order; what is page-locked for NVMe is not torch's."""
+    alone, freed, flat, gradients = list[int](), list[int](), list[int](), list[int]()
+    for group, fits in zip(groups, _fitting(groups, options), strict=True):
+        fits = fits or options.offload_param == "cpu"  # noqa: PLW2901
+        small = [
+            widths.element * share
+            for share in group
+            if options.offload_param == "cpu" or (options.offload_param == "nvme" and not _swappable(share, widths.element))
+        ]
+        (freed if fits else alone).extend(small if options.offload_param_pin_memory else [])
+    everything = sum(map(sum, groups))
+    if options.offload_param != "none":
+        room = everything if options.offload_param == "cpu" else min(options.offload_param_max_in_cpu, everything)
+        flat += [widths.element * room] if room else []
+    if options.offload_optimizer != "none" and options.offload_optimizer_pin_memory:
+        swaps = options.offload_optimizer == "nvme"
+        resident = [sum(group) for group in groups if not swaps or not _swappable(sum(group), widths.master)]
+        gradients += [*(widths.master * group for group in resident), widths.kept * everything]
+    held = [*alone, *flat]
+    return taken_bytes([], held) - sum(held) + taken_bytes(freed, gradients) - sum(gradients)
+
+
+def on_nvme(whole: Row, options: DeepSpeedOptions, element: int, n_ranks: Int) -> frozenset[int]:
+    """Places in the row of the parameters whose shares are on NVMe; in a grid as on the fewest ranks, whose shares are largest.
+
+    Raises :class:`~zeroplan.errors.SpecError` where a share is larger than a buffer.
+    """
+    if options.offload_param != "nvme":
+        return frozenset()
+    return _places_on_nvme(whole, options, element, n_ranks if isinstance(n_ranks, int) else int(n_ranks.min()))
+
+
+@lru_cache(maxsize=256)
+def _places_on_nvme(whole: Row, options: DeepSpeedOptions, element: int, n_ranks: int) -> frozenset[int]:
+    groups = tuple(sub_groups(whole, options.sub_group_size, n_ranks))
+    largest = max((share for group in groups for share in group if _swappable(share, element)), default=0)
+    if largest > options.offload_param_buffer_size:
+        raise SpecError(
+            f"offload_param.buffer_size={options.offload_param_buffer_size:,} elements is too small: a rank's share of the largest "
+            f"parameter has {largest:,}"
+        )
+    found, place = list[int](), 0
+    for group, fits in zip(groups, _fitting(groups, options), strict=True):
+        found += [place + at for at, share in enumerate(group) if not fits and _swappable(share, element)]
+        place += len(group)
+    return frozenset(found)
+
+
+def refuse_few_buffers(options: DeepSpeedOptions, needed: int) -> None:
+    """Refuse fewer buffers than parameters from NVMe are gathered at once: each keeps its buffer until it is released."""
+    if needed > options.offload_param_buffer_count:
+        raise SpecError(
+            f"offload_param.buffer_count={options.offload_param_buffer_count} is too few: {needed} parameters from NVMe are "
+            f"gathered at once; use {needed}, or a smaller stage3_max_reuse_distance and stage3_prefetch_bucket_size"
+        )
+
+
+def refuse_twice(read_twice: bool) -> None:  # noqa: FBT001  it is all that is asked
+    """Refuse what DeepSpeed fails on: it reads ahead by uses, and of two uses of one parameter it reads both at once."""
+    if read_twice:
+        raise SpecError(
+            "offload_param 'nvme' fails in DeepSpeed here, which reads a parameter ahead that it is reading already (the head, "
+            "used again in the backward); let offload_param.max_in_cpu hold all of the share, or none"
+        )
+
+
+def refuse_few_pipelined(recipe: RecipeSpec, n_groups: Int) -> None:
+    """Refuse fewer buffers than a pipeline needs, which reads a sub-group and writes another beside the one in use."""
+    options = recipe.deepspeed
+    beside = options.offload_optimizer_pipeline_read + options.offload_optimizer_pipeline_write
+    most = n_groups if isinstance(n_groups, int) else int(n_groups.max())
+    needed = _WITH_GRADIENT * min(1 + beside, most)
+    if swaps_optimizer(recipe) and options.offload_optimizer_buffer_count < needed:
+        raise SpecError(
+            f"offload_optimizer.buffer_count={options.offload_optimizer_buffer_count} is too few for {most} sub-groups in a "
+            f"pipeline: use {needed}, or no pipeline_read and pipeline_write"
+        )
+
+
+# --- what is on the GPU --------------------------------------------------------------------------------------------------
+
+
+def casts_on_the_way(buckets: Schedule, flush: Flush, n_ranks: Int, *, kept: int, master: int) -> tuple[Line, ...]:
+    """Return what takes a bucket's gradients to NVMe: the casts of all, held until the last is made, and a norm in fp64. [bytes]"""
+    index = buckets.flushes.index(flush)
+    n_bytes = for_each_value(lambda ranks: _casts(buckets, ranks, kept, master)[index], n_ranks)
+    formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
+    reason = "shares of a bucket's gradients as the optimizer takes them, and one in fp64 for its norm"
+    return (Line(Kind.REDUCE, n_bytes, reason, formula, f"{_STAGE3}, partition_grads"),)
+
+
+@lru_cache(maxsize=256)
+def _casts(buckets: Schedule, n_ranks: int, kept: int, master: int) -> tuple[int, ...]:
+    return tuple(max(_highest(inside, n_ranks, kept, master)) for inside in members(buckets))
+
+
+def _highest(inside: tuple[Placed, ...], n_ranks: int, kept: int, master: int) -> Iterator[int]:
+    """Yield the bytes at each gradient of a bucket, in the order of the parameters."""
+    before = 0
+    for each in sorted(inside, key=lambda one: one.start):
+        share = -((each.start - each.end) // n_ranks)
+        yield before + kept * share + max(_FP64 * min(share, _NORM_PIECE), master * share if kept != master else 0)
+        before += master * share
+
+
+@lru_cache(maxsize=256)
+def beside_swapped(buckets: Schedule, element: int, kept: int, master: int) -> tuple[tuple[int, ...], ...]:
+    """Of each bucket, what takes it to NVMe, in elements of a weight: on very many ranks, on 8 and on one."""
+    eight, one = (_with_staying(buckets, ranks, kept, master) for ranks in (8, 1))
+    return tuple((0, first // element, second // element) for first, second in zip(eight, one, strict=True))
+
+
+def _with_staying(buckets: Schedule, n_ranks: int, kept: int, master: int) -> Iterator[int]:
+    stayed = reversed(_stayed(buckets, n_ranks, master)[:-1])
+    for n_bytes, elements in zip(_casts(buckets, n_ranks, kept, master), stayed, strict=True):
+        yield n_bytes + master * elements
+
+
+def staying(buckets: Schedule, at: tuple[int, int], n_ranks: Int, master: int) -> tuple[Line, ...]:
+    """Return the gradients that stay on the GPU, of the buckets reduced before a place: a block, and elements of its gradients.
+
+    [bytes]
+    """
+    reduced = sum(1 for flush in buckets.flushes if flush.block > at[0] or (flush.block == at[0] and flush.made <= at[1]))
+    return staying_of(buckets, reduced, n_ranks, master)
+
+
+def staying_of(buckets: Schedule, reduced: int, n_ranks: Int, master: int) -> tuple[Line, ...]:
+    """Return the gradients that stay on the GPU, of so many buckets that were reduced first. [bytes]
+
+    Counted as if every sub-group were on NVMe.
+    """
+    elements = for_each_value(lambda ranks: _stayed(buckets, ranks, master)[reduced], n_ranks)
+    formula = f"{master}·{elements}" if isinstance(elements, int) else ""
+    reason = "gradients that stay on the GPU until the step: under 1 MiB, or no multiple of 1 KiB"
+    return (Line(Kind.REDUCE, master * elements, reason, formula, f"{_STATES}._swap_out_gradients"),)
+
+
+@lru_cache(maxsize=256)
+def _stayed(buckets: Schedule, n_ranks: int, master: int) -> tuple[int, ...]:
+    """Elements that stay, of no bucket, of the first that is reduced, of the first two and so on."""
+    totals = [0]
+    for inside in reversed(members(buckets)):
+        stay = (share for each in inside if _stays(share := -((each.start - each.end) // n_ranks), master))
+        totals.append(totals[-1] + sum(stay))
+    return tuple(totals)
+
+
+# --- what is in host memory and on NVMe ----------------------------------------------------------------------------------
+
+
+def _field(recipe: RecipeSpec, mine: Shares, name: str) -> Int:
+    widths = _Widths(mine.element, mine.master, mine.kept)
+    return for_each_value(lambda ranks: int(getattr(_swapped(mine.whole, recipe.deepspeed, widths, ranks), name)), mine.n_ranks)
+
+
+def pinned_beyond(recipe: RecipeSpec, mine: Shares) -> Int:
+    """What torch's pinned memory takes beyond the tensors in it. [bytes]"""
+    return _field(recipe, mine, "pinned")
+
+
+def weights_in_host(recipe: RecipeSpec, mine: Shares) -> tuple[Line, ...]:
+    """Return what of the weights is in host memory, and the buffers through which the rest is read and written. [bytes]"""
+    options, width = recipe.deepspeed, mine.element
+    buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, width)
+    rows = (
+        (Kind.PARAMETERS, _field(recipe, mine, "in_host"), "weights in host memory, up to max_in_cpu, filled or not", "G_host",
+         _FLAT),
+        (Kind.PARAMETERS, _field(recipe, mine, "alone"), "shares of weights too small for NVMe", "G_alone", _PARAMETERS),
+        (Kind.GATHER, buffers, "buffers for weights from NVMe: buffer_count of buffer_size", "G_read", _PARAMETERS),
+        (Kind.OPTIMIZER_TEMPORARY, _field(recipe, mine, "written"),
+         "buffer for updated weights on their way to NVMe, as large as they are on all ranks together", "G_write",
+         f"{_PARAMETERS}.reserve_partitioned_swap_space"),
+    )  # fmt: skip
+    return tuple(Line(kind, width * n, reason, times(width, symbol), source) for kind, n, reason, symbol, source in rows)
+
+
+def optimizer_in_host(recipe: RecipeSpec, mine: Shares) -> tuple[Line, ...]:
+    """Return the optimizer's buffers, what is too small for NVMe, and the sum of the gradients. [bytes]"""
+    count, width = recipe.deepspeed.offload_optimizer_buffer_count, mine.master
+    resident = _field(recipe, mine, "resident")
+    return (
+        Line(Kind.OPTIMIZER_STATE, count * width * _field(recipe, mine, "buffer"),
+             "buffers for sub-groups of the optimizer: buffer_count of the largest", f"{count}·{times(width, 'G_buf')}", _BUFFERS),
+        Line(Kind.OPTIMIZER_STATE, _WITH_GRADIENT * width * resident,
+             "sub-groups too small for NVMe: weights, gradients and states", f"{_WITH_GRADIENT}·{times(width, 'G_few')}", _STATES),
+        Line(Kind.GRADIENTS, mine.kept * mine.elements, "this rank's share of the gradients, summed up", times(mine.kept, "G_r"),
+             f"{_STAGE3}, grad_partitions_flat_buffer"),
+    )  # fmt: skip
+
+
+def nvme_lines(recipe: RecipeSpec, mine: Shares) -> tuple[Line, ...]:
+    """Return what is on NVMe. [bytes]"""
+    lines = list[Line]()
+    if swaps_parameters(recipe):
+        lines.append(Line(Kind.PARAMETERS, mine.element * _field(recipe, mine, "weights"), "shares of weights, a file each",
+                          times(mine.element, "G_file"), f"{_PARAMETERS}._swap_out"))  # fmt: skip
+    if swaps_optimizer(recipe):
+        lines += [
+            Line(Kind.OPTIMIZER_STATE, _STATES_OF_ADAM * mine.master * _field(recipe, mine, "states"),
+                 "weights that are updated, momentum and variance, a file for each sub-group",
+                 f"{_STATES_OF_ADAM}·{times(mine.master, 'G_swap')}", _STATES),
+            Line(Kind.GRADIENTS, mine.master * _field(recipe, mine, "gradients"),
+                 "gradients of shares of 1 MiB or more, a file each", times(mine.master, "G_grad"),
+                 f"{_STATES}._swap_out_gradients"),
+        ]  # fmt: skip
+    return tuple(lines)
+
+
+def swapping_symbols(recipe: RecipeSpec, mine: Shares) -> tuple[Symbol, ...]:
+    """Return what the formulas of these lines count."""
+    options = recipe.deepspeed
+    buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, mine.element)
+    weights = (
+        Symbol("G_host", _field(recipe, mine, "in_host"), "elements of weights in host memory: max_in_cpu, or the whole share"),
+        Symbol(
+            "G_alone",
+            _field(recipe, mine, "alone"),
+            "elements of shares under 1 MiB whose sub-group has no room in host memory",
+        ),
+        Symbol("G_read", buffers, "elements of the buffers for weights: buffer_count of buffer_size"),
+        Symbol(
+            "G_write", _field(recipe, mine, "written"), "elements of the largest sub-group's parameters, on all ranks together"
+        ),
+        Symbol("G_file", _field(recipe, mine, "weights"), "elements of shares of 1 MiB or more, each rounded up to 1 KiB"),
+    )
+    optimizer = (
+        Symbol("G_buf", _field(recipe, mine, "buffer"), "elements of the largest sub-group, rounded up to 1 KiB"),
+        Symbol("G_few", _field(recipe, mine, "resident"), "elements of sub-groups under 1 MiB"),
+        Symbol("G_swap", _field(recipe, mine, "states"), "elements of sub-groups of 1 MiB or more, each rounded up to 1 KiB"),
+        Symbol(
+            "G_grad", _field(recipe, mine, "gradients"), "elements of gradients of 1 MiB or more, each rounded down to 1 KiB"
+        ),
+    )
+    return (*(weights if swaps_parameters(recipe) else ()), *(optimizer if swaps_optimizer(recipe) else ()))

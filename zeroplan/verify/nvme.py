@@ -1,0 +1,92 @@
+"""NVMe for runs that have none: DeepSpeed's asynchronous reads and writes, which move nothing and note what is in each file.
+
+DeepSpeed's own code decides what is swapped out, when, and through which buffers; only its C++ handle, which needs ``libaio`` and
+tensors with bytes, has a stand-in. Page-locked buffers are asked of the operating system, not of torch's allocator.
+Source: DeepSpeed 0.19.8, ``csrc/aio/py_lib/py_ds_aio.cpp`` and ``csrc/pin_memory/deepspeed_pin_tensor.cpp``.
+"""
+
+import types
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from tempfile import TemporaryDirectory
+
+import torch
+from deepspeed.runtime.swap_tensor import partitioned_optimizer_swapper, partitioned_param_swapper, pipelined_optimizer_swapper
+
+from zeroplan.verify.replaced import replaced
+
+_SWAPPERS = partitioned_optimizer_swapper, partitioned_param_swapper, pipelined_optimizer_swapper
+
+
+class Disk:
+    """What is in each file. [bytes]"""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.files: dict[str, int] = {}
+        self.locked: list[torch.UntypedStorage] = []
+
+
+_DISK: list[Disk] = []
+_LEFT = [0]
+
+
+def disk() -> Disk | None:
+    """The disk of the run that is under way, if it has one."""
+    return _DISK[-1] if _DISK else None
+
+
+def left() -> int:
+    """What the last run left in its files. [bytes]"""
+    return _LEFT[-1]
+
+
+class _Handle:
+    """``aio_handle``: what is asked for is done at once, and counted until it is waited for."""
+
+    def __init__(self, **_options: object) -> None:
+        self._pending = 0
+
+    def async_pread(self, buffer: torch.Tensor, path: str, _offset: int) -> int:
+        assert _DISK[-1].files[path] >= buffer.nbytes  # noqa: S101  DeepSpeed reads what it has written
+        self._pending += 1
+        return 0
+
+    def async_pwrite(self, buffer: torch.Tensor, path: str, _offset: int) -> int:
+        files = _DISK[-1].files
+        files[path] = max(files.get(path, 0), buffer.nbytes)
+        self._pending += 1
+        return 0
+
+    def wait(self) -> int:
+        done, self._pending = self._pending, 0
+        return done
+
+    def new_cpu_locked_tensor(self, elements: int, like: torch.Tensor) -> torch.Tensor:
+        made = torch.empty(elements, dtype=like.dtype)
+        _DISK[-1].locked.append(made.untyped_storage())
+        return made
+
+    def free_cpu_locked_tensor(self, _tensor: torch.Tensor) -> bool:
+        return True
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.untyped_storage()._cdata == storage._cdata for storage in _DISK[-1].locked)
+
+
+class _Builder:
+    def load(self, **_options: object) -> types.SimpleNamespace:
+        return types.SimpleNamespace(aio_handle=_Handle)
+
+
+@contextmanager
+def stands_in() -> Iterator[None]:
+    """Have DeepSpeed take the stand-in for its handle, and a folder that is gone afterwards for the disk's."""
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        for module in _SWAPPERS:
+            stack.enter_context(replaced(module, "AsyncIOBuilder", _Builder))
+        _DISK.append(Disk(folder))
+        try:
+            yield
+        finally:
+            _LEFT[0] = sum(_DISK.pop().files.values())
