@@ -106,12 +106,18 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
         peak=Compared("peak allocated", totals[highest], steady.peak.peak_bytes),
         phases=tuple(_phases(totals, steady, loss=answer.job.recipe.loss)),
         held=Compared("held between steps", int(total_bytes(answer.held)), steady.held_bytes),
-        kinds=tuple(_kinds(as_run.lines(highest.lines), steady)),
+        kinds=tuple(_by_kind(as_run.lines(highest.lines), steady.peak.kinds)),
         collectives=tuple(_collectives(answer, measured)),
         allocator=tuple(_allocator(answer, measured, highest=totals[highest])),
         host=None if steady.host_bytes is None else Compared("host memory", answer.host_bytes, steady.host_bytes),
         nvme=None if measured.nvme_bytes is None else Compared("NVMe", answer.nvme_bytes, measured.nvme_bytes),
     )
+
+
+def against_kinds(answer: Estimate, seen: dict[str, int], live_bytes: int) -> tuple[Compared, ...]:
+    """The peak of an estimate and what it is made of, held against what a GPU had in use by kind. [bytes]"""
+    whole = Compared("peak allocated", int(answer.peak_bytes), live_bytes)
+    return (whole, *_by_kind(answer.peak.lines, seen))
 
 
 def cpu_bytes(lines: tuple[Line, ...], compute: Compute) -> int:
@@ -184,12 +190,11 @@ def _phase_of(moment: Moment, loss: Loss) -> str:
     return moment.phase.value
 
 
-def _kinds(lines: tuple[Line, ...], steady: StepMeasured) -> list[Compared]:
+def _by_kind(lines: tuple[Line, ...], measured: dict[str, int]) -> list[Compared]:
     predicted: dict[str, int] = {}
     for kind, n_bytes in bytes_by_kind(lines).items():
         what = Kind.TEMPORARY if kind is Kind.ACTIVATION_GRADIENTS else kind  # which a run cannot tell apart
         predicted[what.value] = predicted.get(what.value, 0) + int(n_bytes)
-    measured = steady.peak.kinds
     rows = [Compared(kind, predicted.get(kind, 0), measured.get(kind, 0)) for kind in {**predicted, **measured}]
     return sorted(rows, key=lambda row: -abs(row.difference))
 

@@ -31,12 +31,44 @@ class Environment(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksMeasured(Spec):
+    """What CUDA's caching allocator counted at most in one phase, each peak at its own moment, and how long the phase took.
+
+    ``torch.cuda.memory_stats``: requests as they were made, the blocks they were given, blocks that another stream may still use,
+    and what was taken from the card. [bytes], [s]
+    """
+
+    allocated_bytes: CountOrZero
+    requested_bytes: CountOrZero
+    active_bytes: CountOrZero
+    reserved_bytes: CountOrZero
+    seconds: Annotated[float, Range(0, 1e9)] = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardMeasured(Spec):
+    """The GPU, and what was taken from it when the run was over. [bytes]
+
+    ``outside_bytes`` is what its driver counts as used beyond the caching allocator: the context, kernels, NCCL's buffers, and
+    what other processes hold.
+    """
+
+    name: str
+    total_bytes: CountOrZero
+    used_bytes: CountOrZero
+    outside_bytes: CountOrZero
+    driver: str = ""
+    cuda: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMeasured(Spec):
     """The highest moment of one phase of one step.
 
     ``kinds`` is the ledger of what was alive then, by :class:`zeroplan.ledger.Kind`; ``module`` and ``operation`` say where in
     the program it was. ``counted_bytes`` is what ``memory_allocated`` would count (blocks, not requests), where known;
-    ``host_bytes`` the most in host memory beside it, at whatever moment, where something is offloaded.
+    ``host_bytes`` the most in host memory beside it, at whatever moment, where something is offloaded. On a GPU ``peak_bytes``
+    is ``torch.cuda.max_memory_allocated`` of the phase, and ``blocks`` the other counts.
     """
 
     phase: str
@@ -46,6 +78,7 @@ class PhaseMeasured(Spec):
     operation: str = ""
     counted_bytes: CountOrZero | None = None
     host_bytes: CountOrZero | None = None
+    blocks: BlocksMeasured | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +100,12 @@ class StepMeasured(Spec):
         return max(self.phases, key=lambda phase: phase.peak_bytes)
 
     @property
+    def seconds(self) -> float | None:
+        """How long the step took on a GPU; None elsewhere, where time says nothing."""
+        timed = [phase.blocks.seconds for phase in self.phases if phase.blocks is not None]
+        return sum(timed) if timed else None
+
+    @property
     def host_bytes(self) -> int | None:
         """The most in host memory during the step, pinned memory with what it takes beyond its tensors; None where unknown."""
         seen = [phase.host_bytes for phase in self.phases if phase.host_bytes is not None]
@@ -83,6 +122,8 @@ class CollectiveMeasured(Spec):
     group: Count
     calls: Count
     n_bytes: CountOrZero
+    seconds: Annotated[float, Range(0, 1e9)] | None = None
+    """How long they took together, where NCCL moved data and its times were kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +166,7 @@ class Measurement(Spec):
     allocator: tuple[AllocatorMeasured, ...] = ()
     nvme_bytes: CountOrZero | None = None
     """What was written to NVMe, file by file, where something is offloaded there."""
+    card: CardMeasured | None = None
     remarks: tuple[str, ...] = ()
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 

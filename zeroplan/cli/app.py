@@ -9,8 +9,10 @@ from typing import TextIO
 import typer
 
 from zeroplan.cli.compare import compare_command
+from zeroplan.cli.diagnose import diagnose_command
 from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.gpus import gpus_app
+from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.cli.models import models_app
 from zeroplan.cli.profile import profile_command
 from zeroplan.cli.quick import QuickCommand, QuickGroup
@@ -31,6 +33,7 @@ app.command("estimate", cls=QuickCommand)(estimate_command)
 app.command("verify", cls=QuickCommand)(verify_command)
 app.command("profile", cls=QuickCommand)(profile_command)
 app.command("compare", cls=QuickCommand)(compare_command)
+app.command("diagnose", cls=QuickCommand)(takes_a_job(diagnose_command, or_none=True))
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
 

@@ -78,20 +78,26 @@ FLAGS = (
 _OPTION_GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions}
 
 
-def takes_a_job(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Give a command ``f(resolved, **own)`` the job's flags beside its own, and hand it the resolved job."""
+def takes_a_job(command: Callable[..., int | None], *, or_none: bool = False) -> Callable[..., int | None]:
+    """Give a command ``f(resolved, **own)`` the job's flags beside its own, and hand it the resolved job.
+
+    ``or_none`` hands it None where nothing is said of a job. Arguments of its own without a default come before the job file.
+    """
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "resolved"]
+    first = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
 
     def run(**given: object) -> int | None:
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
-        return command(resolved=_resolved(given), **mine)
+        said = any(given[name] is not None for name in given if name != "catalog")
+        return command(resolved=_resolved(given) if said or not or_none else None, **mine)
 
     parameters = [
+        *first,
         _job_file(),
         *(_parameter(flag) for flag in FLAGS),
         _set_parameter(),
         _keyword("catalog", Catalog, None),
-        *own,
+        *(parameter for parameter in own if parameter not in first),
     ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

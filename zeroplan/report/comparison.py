@@ -16,10 +16,10 @@ def comparison_text(comparison: Comparison, measurement: Measurement, *, toleran
     """Return one table per question (peak and phases, kinds, what is sent, the allocator), the verdict and the remarks."""
     parts = [
         [headline(measurement), how_line(measurement), *_own_workload(measurement)],
-        list(_table("Memory", _memory(comparison))),
-        list(_table("Alive at the peak (each at its own)", comparison.kinds)),
-        list(_table("Sent and received per step", comparison.collectives)),
-        list(_table(_ALLOCATOR, comparison.allocator)),
+        list(compared_table("Memory", _memory(comparison))),
+        list(compared_table("Alive at the peak (each at its own)", comparison.kinds)),
+        list(compared_table("Sent and received per step", comparison.collectives)),
+        list(compared_table(_ALLOCATOR, comparison.allocator)),
         [verdict(comparison, tolerance=tolerance)],
         list(_remarks(measurement)),
     ]
@@ -45,14 +45,14 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
     return {
         "agrees": comparison.agrees(tolerance),
         "tolerance": tolerance,
-        "peak": _row_payload(comparison.peak),
-        "held": _row_payload(comparison.held),
-        "host": None if comparison.host is None else _row_payload(comparison.host),
-        "nvme": None if comparison.nvme is None else _row_payload(comparison.nvme),
-        "phases": [_row_payload(row) for row in comparison.phases],
-        "kinds": [_row_payload(row) for row in comparison.kinds],
-        "collectives": [_row_payload(row) for row in comparison.collectives],
-        "allocator": [_row_payload(row) for row in comparison.allocator],
+        "peak": row_payload(comparison.peak),
+        "held": row_payload(comparison.held),
+        "host": None if comparison.host is None else row_payload(comparison.host),
+        "nvme": None if comparison.nvme is None else row_payload(comparison.nvme),
+        "phases": [row_payload(row) for row in comparison.phases],
+        "kinds": [row_payload(row) for row in comparison.kinds],
+        "collectives": [row_payload(row) for row in comparison.collectives],
+        "allocator": [row_payload(row) for row in comparison.allocator],
         "measurement": asdict(measurement),
     }
 
@@ -124,7 +124,8 @@ def _by_disagreement(rows: tuple[Compared, ...]) -> list[Compared]:
     return sorted((row for row in rows if row.predicted or row.measured), key=lambda row: -abs(row.difference))
 
 
-def _table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
+def compared_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
+    """A table of what was predicted and what was measured, in one pair of units, the largest disagreement first."""
     ordered = _by_disagreement(rows)
     if not ordered:
         return
@@ -165,7 +166,8 @@ def _percent(error: float) -> str:
     return f"{round(100 * error, 2) + 0.0:+.2f} %" if error < 10 else f"{error + 1:,.0f} times"
 
 
-def _row_payload(row: Compared) -> dict[str, object]:
+def row_payload(row: Compared) -> dict[str, object]:
+    """One figure as data; an error of nothing measured is null."""
     error = None if row.error == float("inf") else row.error
     return {"what": row.what, "predicted_bytes": row.predicted, "measured_bytes": row.measured, "error": error}
 

@@ -1,8 +1,8 @@
-"""Every allocation and release that torch's CPU allocator sees, in program order and to the byte, from torch's profiler.
+"""Every allocation and release that torch's allocator for a device sees, in program order and to the byte, from torch's profiler.
 
 The profiler records each request with its size, its address and the operators it happened in; adding them up gives the
-bytes alive at any moment, which is what a CUDA allocator would have been asked for. Real execution, no tracing mode, so
-nothing is kept alive by being watched.
+bytes alive at any moment: on a CPU what a CUDA allocator would have been asked for, on a GPU the blocks it gave. Real execution,
+no tracing mode, so nothing is kept alive by being watched.
 """
 
 from bisect import bisect_left, bisect_right
@@ -116,13 +116,13 @@ def _time(event: Allocation) -> int:
 
 
 @contextmanager
-def recorded() -> Iterator[Timeline]:
-    """Record the allocations of the enclosed code; the timeline is filled when the block ends."""
+def recorded(device: str = "cpu") -> Iterator[Timeline]:
+    """Record the allocations of the enclosed code on a device; the timeline is filled when the block ends."""
     timeline = Timeline()
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with profiler:
         yield timeline
-    _fill(timeline, profiler)
+    _fill(timeline, profiler, device)
 
 
 def mark(name: str) -> None:
@@ -131,24 +131,26 @@ def mark(name: str) -> None:
         pass
 
 
-def _fill(timeline: Timeline, profiler: profile) -> None:
+def _fill(timeline: Timeline, profiler: profile, device: str) -> None:
     if profiler.profiler is None or profiler.profiler.kineto_results is None:
         raise MeasurementError("torch's profiler recorded nothing; this build of torch has none")
     roots = profiler.profiler.kineto_results.experimental_event_tree()
-    requests = sorted(_requests(roots, timeline.marks), key=lambda request: request[0])
+    requests = sorted(_requests(roots, timeline.marks, device), key=lambda request: request[0])
     live_bytes = 0
     for time_ns, n_bytes, address, operators in requests:
         live_bytes += n_bytes
         timeline.allocations.append(Allocation(time_ns, n_bytes, address, live_bytes, operators))
 
 
-def _requests(roots: list[_ProfilerEvent], marks: dict[str, int]) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
+def _requests(
+    roots: list[_ProfilerEvent], marks: dict[str, int], device: str
+) -> Iterator[tuple[int, int, int, tuple[str, ...]]]:
     pending: list[tuple[_ProfilerEvent, tuple[str, ...]]] = [(root, ()) for root in roots]
     while pending:
         event, operators = pending.pop()
         if event.tag == _EventType.Allocation:
             request = event.typed[1]
-            if isinstance(request, _ExtraFields_Allocation):
+            if isinstance(request, _ExtraFields_Allocation) and request.device.type == device:
                 yield event.start_time_ns, request.alloc_size, request.ptr, operators
             continue
         if event.name.startswith(_MARK):

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroplan.engines.optimizers import implementation
@@ -139,6 +140,8 @@ class Fsdp2:
         self._model: FSDPModule = fully_shard(
             work.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload
         )
+        if next(work.module.parameters()).is_meta:
+            give_memory(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
         self._work, self._recipe = work, recipe
         self.optimizer = make_optimizer(trained(work.module), recipe)
 
@@ -158,6 +161,15 @@ class Fsdp2:
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Tell buffers apart by the function of FSDP2 that asks for them."""
         return _fsdp2_labels(watcher)
+
+
+def give_memory(module: nn.Module, device: str) -> None:
+    """Memory for a sharded module that was built without any: this rank's chunks, with numbers in them."""
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.normal_(0, 0.02) if local.is_floating_point() else local.zero_()
 
 
 def forward_and_backward(

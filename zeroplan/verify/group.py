@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -24,30 +24,14 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the la
 from torch.profiler import record_function
 
 from zeroplan.errors import MeasurementError
+from zeroplan.verify import nccl
+from zeroplan.verify.log import Call, Log
 
-Transport = Literal["gloo", "fake"]
+Transport = Literal["gloo", "fake", "nccl"]
 
 #: Under these names the profiler shows what the transport itself requests, on this thread and on gloo's.
 TRANSPORT = ("zeroplan: transport", "gloo:")
 _LETTING_GO_S = 60.0
-
-
-class Call(NamedTuple):
-    """One collective: bytes of its largest buffer, and the phase it began in."""
-
-    operation: str
-    dtype: str
-    group: int
-    n_bytes: int
-    phase: str
-
-
-class Log:
-    """The collectives of this process, in order; ``phase`` is set by whoever runs the step."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.phase = ""
 
 
 class WatchedGroup(dist.ProcessGroup):
@@ -163,8 +147,14 @@ def _await_release(buffers: list[torch.Tensor], before: list[int]) -> None:
 
 
 def join(transport: Transport, store: Store, *, rank: int, ranks: int, timeout_s: float) -> Log:
-    """Make this process a rank of the default process group, and return the log of its collectives."""
+    """Make this process a rank of the default process group, and return the log of its collectives.
+
+    NCCL's own group is used as it is, and its calls are read afterwards (:mod:`zeroplan.verify.nccl`).
+    """
     log = Log()
+    if transport == "nccl":
+        nccl.join(store, rank=rank, ranks=ranks, timeout_s=timeout_s)
+        return log
 
     def group(store: Store, rank: int, ranks: int, timeout: timedelta) -> WatchedGroup:
         if transport == "gloo":
@@ -172,6 +162,6 @@ def join(transport: Transport, store: Store, *, rank: int, ranks: int, timeout_s
         fake = FakeProcessGroup._create_internal(rank, ranks, FakeProcessGroup.Options())  # type: ignore[call-arg]
         return WatchedGroup(fake, (rank, ranks), log)
 
-    dist.Backend.register_backend("watched", group, devices=["cpu"])
+    dist.Backend.register_backend("watched", group, devices=["cpu", "cuda"])
     dist.init_process_group("watched", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
     return log

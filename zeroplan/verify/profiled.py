@@ -15,7 +15,8 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.measurement import PhaseMeasured, StepMeasured
 from zeroplan.verify.allocations import Allocation, Timeline, mark, recorded
 from zeroplan.verify.cycles import collected_when_told
-from zeroplan.verify.group import TRANSPORT, Log
+from zeroplan.verify.group import TRANSPORT
+from zeroplan.verify.log import Log
 
 #: What the CPU's kernels request and CUDA's do not: padded and cast copies inside ``_chunk_cat``, and the cast copy of an
 #: addition of two dtypes (when gradients accumulate in another dtype than they are computed in).
@@ -47,10 +48,11 @@ class _Claim(NamedTuple):
 
 
 class Profiled(AbstractContextManager["Profiled"]):
-    """Records the enclosed code; afterwards ``timeline`` is what a GPU would have been asked for."""
+    """Records the enclosed code; afterwards ``timeline`` is what a GPU would have been asked for, or what one gave."""
 
-    def __init__(self, log: Log, say: Callable[[str], None]) -> None:
+    def __init__(self, log: Log, say: Callable[[str], None], *, device: str = "cpu") -> None:
         self.timeline = Timeline()
+        self._device = device
         self.claims: list[_Claim] = []
         self._entered: list[tuple[int, Phase, str]] = []
         self._log, self._say = log, say
@@ -59,7 +61,7 @@ class Profiled(AbstractContextManager["Profiled"]):
     def __enter__(self) -> Self:
         """Begin to record."""
         self._stack.enter_context(collected_when_told())
-        self._everything = self._stack.enter_context(recorded())
+        self._everything = self._stack.enter_context(recorded(self._device))
         self._mark(-1, Phase.INIT)
         return self
 
@@ -67,7 +69,7 @@ class Profiled(AbstractContextManager["Profiled"]):
         """End the recording and leave out what only a CPU has."""
         self._stack.__exit__(kind, error, trace)
         if error is None:
-            self.timeline = self._everything.without(*CPU_ONLY, *TRANSPORT, _ASIDE).without_scratch(*ONEDNN)
+            self.timeline = _as_asked(self._everything, self._device)
 
     def enter(self, phase: Phase, step: int) -> None:
         """Begin a phase of a step."""
@@ -108,6 +110,13 @@ class Profiled(AbstractContextManager["Profiled"]):
         """The parts of the run, in order; the last one, after the training, has no end and is left out."""
         for (step, phase, start), (_, _, end) in zip(self._entered, self._entered[1:], strict=False):
             yield Span(step, phase, start, end)
+
+
+def _as_asked(everything: Timeline, device: str) -> Timeline:
+    """A recording without the watching itself, and without what only a CPU has."""
+    if device != "cpu":
+        return everything.without(_ASIDE)
+    return everything.without(*CPU_ONLY, *TRANSPORT, _ASIDE).without_scratch(*ONEDNN)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -45,15 +45,15 @@ class Workload(NamedTuple):
     loss_goes_backward: bool = False
 
 
-def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu") -> Workload:
+def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu", batch_device: str | None = None) -> Workload:
     """Build the causal language model of a job, its weights in ``dtype``, and one micro-batch of token ids.
 
-    Under a fake tensor mode everything it builds is fake.
+    Under a fake tensor mode everything it builds is fake. The batch may be elsewhere, where the weights have no memory yet.
     """
     _refuse_what_cannot_run(job.recipe)
     module = _causal_model(job.model, job.recipe, dtype, device)
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
-    with torch.device(device):
+    with torch.device(batch_device or device):
         ids = torch.randint(0, job.model.vocab_size, shape)
         if job.recipe.loss == "chunked":
             labels = torch.randint(0, job.model.vocab_size, shape)

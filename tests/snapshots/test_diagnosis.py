@@ -1,0 +1,155 @@
+"""What held the memory: blocks are named by their lives and their stacks, at the highest moment or where memory ran out."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.snapshots.written import (
+    AUTOGRAD,
+    CPP_BACKWARD,
+    FORWARD,
+    GATHER,
+    LOSS,
+    MODULE,
+    RECOMPUTED,
+    STEP,
+    Written,
+    step,
+)
+from zeroplan.ledger import Kind
+from zeroplan.report.diagnosis import diagnosis_payload, diagnosis_text
+from zeroplan.snapshots.diagnosis import Diagnosis, diagnose
+from zeroplan.snapshots.kinds import UNKNOWN
+from zeroplan.snapshots.lives import BEFORE, alive, lives_of
+from zeroplan.snapshots.reading import read_snapshot
+from zeroplan.units import MIB
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def card() -> Written:
+    made = Written()
+    made.ask(4_000, MODULE)
+    return made
+
+
+def found(card: Written, folder: Path, *, idle: tuple[int, ...] = ()) -> Diagnosis:
+    return diagnose(read_snapshot(card.to(folder / "snapshot.pickle", idle=idle)))
+
+
+def kinds(found: Diagnosis) -> dict[str, int]:
+    return {held.kind: held.n_bytes for held in found.held}
+
+
+@pytest.mark.parametrize("backward", [AUTOGRAD, CPP_BACKWARD], ids=["frames of Python", "frames of C++ too"])
+def test_the_highest_moment_of_a_step_is_sorted_into_kinds(card: Written, tmp_path: Path, backward: list[tuple[str, str, int]]):
+    step(card, states=True, backward=backward)
+    step(card, states=False, backward=backward)
+    seen = found(card, tmp_path)
+    assert kinds(seen) == {
+        Kind.LOGITS: 9_000, Kind.OPTIMIZER_STATE: 8_000, Kind.ACTIVATIONS: 5_000, Kind.PARAMETERS: 4_000, Kind.GRADIENTS: 4_000,
+        Kind.TEMPORARY: 700,
+    }  # fmt: skip
+    assert (seen.live_bytes, seen.part, seen.failure) == (sum(kinds(seen).values()), "backward", None)
+
+
+def test_a_forward_alone_keeps_what_is_left_of_it(card: Written, tmp_path: Path):
+    card.release(card.ask(300, FORWARD))
+    card.ask(5_000, FORWARD)
+    assert kinds(found(card, tmp_path)) == {Kind.PARAMETERS: 4_000, Kind.ACTIVATIONS: 5_000}
+
+
+def test_what_the_step_makes_and_drops_is_its_temporaries(card: Written, tmp_path: Path):
+    gradient = card.ask(4_000, AUTOGRAD)
+    card.ask(8_000, STEP)
+    scratch = card.ask(50_000, STEP)
+    card.release(scratch)
+    card.release(gradient)
+    assert kinds(found(card, tmp_path)) == {
+        Kind.PARAMETERS: 4_000, Kind.GRADIENTS: 4_000, Kind.OPTIMIZER_STATE: 8_000, Kind.OPTIMIZER_TEMPORARY: 50_000,
+    }  # fmt: skip
+
+
+def test_an_engines_own_function_says_what_its_buffer_is_for(card: Written, tmp_path: Path):
+    card.release(card.ask(10_000, GATHER))
+    assert kinds(found(card, tmp_path)) == {Kind.PARAMETERS: 4_000, Kind.GATHER: 10_000}
+
+
+def test_what_is_recomputed_are_activations(card: Written, tmp_path: Path):
+    card.ask(100, FORWARD)
+    again = card.ask(20_000, RECOMPUTED)
+    card.ask(4_000, AUTOGRAD)
+    card.release(again)
+    assert kinds(found(card, tmp_path))[Kind.ACTIVATIONS] == 20_100
+
+
+def test_a_workspace_of_cublas_is_known_by_its_size_and_because_it_stays(card: Written, tmp_path: Path):
+    card.ask(32 * MIB, FORWARD)
+    card.release(card.ask(32 * MIB, FORWARD))
+    assert kinds(found(card, tmp_path)) == {Kind.PARAMETERS: 4_000, Kind.WORKSPACE: 32 * MIB, Kind.TEMPORARY: 32 * MIB}
+
+
+def test_a_history_without_its_beginning_is_made_up_from_the_end(card: Written, tmp_path: Path):
+    """What the ring buffer has lost has no stack: a gradient's size tells its parameter and states, and nothing tells the rest."""
+    card.ask(77, MODULE)
+    step(card, states=True)
+    card.forget(len(card.trace))
+    step(card, states=False)
+    seen = found(card, tmp_path)
+    assert kinds(seen)[Kind.PARAMETERS] == kinds(seen)[Kind.GRADIENTS] == 4_000
+    assert kinds(seen)[Kind.OPTIMIZER_STATE] == 8_000
+    assert kinds(seen)[UNKNOWN] == 77
+    assert seen.before_bytes == 4_000 + 77 + 8_000
+
+
+def test_the_account_made_backwards_is_the_one_made_forwards(card: Written, tmp_path: Path):
+    step(card, states=True)
+    lives = lives_of(read_snapshot(card.to(tmp_path / "snapshot.pickle")))
+    total, forwards = 0, [0]
+    for entry in card.trace:
+        if entry["action"] in ("alloc", "free_requested"):
+            total += entry["size"] if entry["action"] == "alloc" else -entry["size"]  # type: ignore[operator]
+            forwards.append(total)
+    assert list(lives.live_bytes) == forwards
+    assert [sum(life.n_bytes for life in alive(lives, at)) for at in range(BEFORE, len(forwards) - 1)] == forwards
+
+
+def test_out_of_memory_says_what_was_asked_for_by_whom_and_what_was_in_the_way(card: Written, tmp_path: Path):
+    step(card, states=True)
+    card.ask(5_000, FORWARD)
+    card.fail(60_000, LOSS, left=1_000)
+    seen = found(card, tmp_path)
+    assert seen.failure is not None
+    assert seen.failure[:3] == (60_000, 1_000, 0)
+    assert kinds(seen)[Kind.ACTIVATIONS] == 5_000
+    said = diagnosis_text(seen, where="it.pickle")
+    assert "Out of memory: 60.00 kB = 58.59 KiB were asked for by model.py:21 forward, in the forward" in said
+    assert said.endswith("59.00 kB = 57.62 KiB were lacking, all that was reserved and idle counted as room.")
+
+
+def test_room_in_pieces_is_told_from_no_room(card: Written, tmp_path: Path):
+    card.fail(60_000, FORWARD, left=1_000)
+    said = diagnosis_text(found(card, tmp_path, idle=(40_000, 30_000)), where="it.pickle")
+    assert "70.00 kB = 68.36 KiB were reserved and not in use, but no one piece was large enough" in said
+    assert "expandable_segments:True" in said
+
+
+def test_a_snapshot_without_stacks_says_what_is_missing(card: Written, tmp_path: Path):
+    card.forget(1)
+    said = diagnosis_text(found(card, tmp_path), where="it.pickle")
+    assert UNKNOWN in said
+    assert "_record_memory_history" in said
+
+
+def test_the_data_are_what_the_text_says(card: Written, tmp_path: Path):
+    step(card, states=True)
+    seen = found(card, tmp_path)
+    data = json.loads(json.dumps(diagnosis_payload(seen, where="it.pickle")))
+    assert {one["kind"]: one["bytes"] for one in data["held"]} == kinds(seen)
+    assert data["held"][0]["sites"][0] == {"where": "model.py:21 forward", "n_bytes": 9_000}
+    assert data["live_bytes"] == sum(kinds(seen).values())

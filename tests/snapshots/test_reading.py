@@ -1,0 +1,94 @@
+"""Snapshots are data from strangers: nothing in them runs, and whatever is no snapshot is refused in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.snapshots.written import FORWARD, MODULE, Written, step
+from zeroplan.errors import SpecError
+from zeroplan.snapshots.diagnosis import diagnose
+from zeroplan.snapshots.reading import read_snapshot
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUNS_A_COMMAND = b"\x80\x02cos\nsystem\n(S'touch harmed'\ntR."
+ASKS_OUTSIDE = b"\x80\x02X\x01\x00\x00\x00aQ."
+REMEMBERS_AT_A_FAR_PLACE = b"\x80\x02}r\xff\xff\xff\x7f."
+SAYS_IT_IS_LONG = b"\x80\x04\x8e" + (2**42).to_bytes(8, "little") + b"."
+NESTED = b"(" * 300_000 + b"l" * 300_000 + b"."
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (RUNS_A_COMMAND, "it wants to run os.system"),
+    (ASKS_OUTSIDE, "refers to something outside itself"),
+    (REMEMBERS_AT_A_FAR_PLACE, "asks for more memory than there is"),
+    (SAYS_IT_IS_LONG, "more memory than there is"),
+    (NESTED, "not of torch.cuda.memory._dump_snapshot"),
+    (b"", "no complete pickle"), (b"hello", "no complete pickle"), (pickle.dumps({"a": 1})[:-3], "no complete pickle"),
+    (pickle.dumps([1]), "not of torch.cuda.memory._dump_snapshot"),
+    (pickle.dumps({"segments": [], "device_traces": []}), "is empty"),
+    (pickle.dumps({"segments": [{"device": 0}], "device_traces": [[]]}), "not as torch writes it"),
+    (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": -3}]]}), "a number that no memory has"),
+    (pickle.dumps({"segments": [], "device_traces": [[7]]}), "a int where a dict should be"),
+])  # fmt: skip
+def test_what_is_no_snapshot_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, said: str):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match=said) as refused:
+        read_snapshot(path)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_files_that_are_not_there_or_no_files(tmp_path: Path):
+    with pytest.raises(SpecError, match="does not exist"):
+        read_snapshot(tmp_path / "nowhere")
+    with pytest.raises(SpecError, match="is not a file"):
+        read_snapshot(tmp_path)
+
+
+def test_the_busiest_device_is_read_unless_another_is_named(tmp_path: Path):
+    one, other = Written(), Written()
+    one.ask(100, MODULE)
+    step(other, states=True)
+    data = one.data()
+    data["device_traces"] = [one.trace, other.trace]
+    data["segments"] += [{**segment, "device": 1} for segment in other.data()["segments"]]  # type: ignore[operator, union-attr]
+    path = tmp_path / "two.pickle"
+    path.write_bytes(pickle.dumps(data))
+    assert read_snapshot(path).device == 1
+    assert [event.n_bytes for event in read_snapshot(path, device=0).events] == [100]
+    with pytest.raises(SpecError, match="has no device 2; it has 0, 1"):
+        read_snapshot(path, device=2)
+
+
+def test_older_snapshots_leave_addresses_to_be_added_up(tmp_path: Path):
+    blocks = [{"size": 512, "state": "inactive"}, {"size": 1024, "state": "active_allocated"}]
+    release = {"action": "free_requested", "addr": 1000, "size": 500, "stream": 0}
+    data = {"segments": [{"address": 1000, "total_size": 1536, "blocks": blocks}], "device_traces": [[release]]}
+    path = tmp_path / "old.pickle"
+    path.write_bytes(pickle.dumps(data))
+    read = read_snapshot(path)
+    assert [(block.address, block.n_bytes) for block in read.standing] == [(1512, 1024)]
+    assert diagnose(read).before_bytes == 1524
+
+
+@given(at=st.integers(0, 2000), byte=st.integers(0, 255))
+def test_a_damaged_snapshot_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, at: int, byte: int):
+    card = Written()
+    card.ask(4_000, MODULE)
+    card.ask(300, FORWARD)
+    path = card.to(tmp_path_factory.mktemp("damaged") / "snapshot.pickle")
+    content = bytearray(path.read_bytes())
+    content[at % len(content)] = byte
+    path.write_bytes(content)
+    with contextlib.suppress(SpecError):
+        diagnose(read_snapshot(path))

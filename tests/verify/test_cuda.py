@@ -1,0 +1,174 @@
+"""The backend for real GPUs, as far as a machine without one goes: its whole flow on CPU tensors, with counts that are scripted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.verify.test_tracker import job
+from zeroplan.measurement import BlocksMeasured, CardMeasured, Measurement, PhaseMeasured
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+STEPS = 2
+
+
+class Scripted:
+    """A card that counts up: every phase peaks a thousand bytes above the one before it."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.phases = 0
+
+    def synchronize(self) -> None: ...
+
+    def forget_peaks(self) -> None: ...
+
+    def counted(self, seconds: float) -> tuple[BlocksMeasured, int]:
+        self.phases += 1
+        peak = 1000 * self.phases
+        blocks = BlocksMeasured(
+            allocated_bytes=peak, requested_bytes=peak - 1, active_bytes=peak + 1, reserved_bytes=peak + 2, seconds=seconds
+        )
+        return blocks, peak // 2
+
+    def taken(self) -> CardMeasured:
+        return CardMeasured(name="scripted", total_bytes=10**6, used_bytes=10**5, outside_bytes=10**4)
+
+    def words(self) -> str:
+        return "scripted"
+
+    def settings(self) -> str:
+        return "default"
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measurement:
+    import torch.distributed as dist
+    from torch.distributed import HashStore
+
+    from zeroplan.verify.cuda import measured_on_gpu
+    from zeroplan.verify.group import join
+
+    case = job(batch=replace(job().batch, grad_accum_steps=2))
+    log = join("fake", HashStore(), rank=0, ranks=case.mesh.world_size, timeout_s=60)
+    try:
+        return measured_on_gpu(
+            case, None, rank=0, transport="fake", log=log, steps=STEPS, say=lambda _: None, gpu=Scripted()  # type: ignore[arg-type]
+        )  # fmt: skip
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_more_step_is_taken_than_is_watched(measured: Measurement):
+    assert len(measured.steps) == STEPS + 1
+    assert [phase.phase for phase in measured.steady.phases] == ["forward", "backward", "optimizer step"]
+
+
+def test_peaks_are_the_allocators_and_the_highest_of_all_micro_batches(measured: Measurement):
+    """Before the steps is one phase; a step has two forwards, two backwards, and the optimizer's."""
+    before = 1 + STEPS * 5
+    peaks = [1000 * (before + phase) for phase in (3, 4, 5)]
+    assert [phase.peak_bytes for phase in measured.steady.phases] == peaks
+    assert [phase.blocks.reserved_bytes for phase in measured.steady.phases if phase.blocks] == [peak + 2 for peak in peaks]
+    assert measured.steady.held_bytes == peaks[-1] // 2
+    (shown,) = measured.allocator
+    assert (shown.allocated_bytes, shown.reserved_bytes, shown.modelled) == (peaks[-1], peaks[-1] + 2, False)
+
+
+def test_what_was_held_at_the_unwatched_peak_is_told_from_the_step_before(measured: Measurement):
+    assert measured.steps[-1].peak.kinds == measured.steps[-2].peak.kinds != {}
+    assert any("unwatched" in remark for remark in measured.remarks)
+
+
+def test_a_step_that_peaks_elsewhere_when_nobody_watches_is_told(measured: Measurement):
+    assert "the unwatched step peaked +5,000 bytes from the one before it" in measured.remarks
+
+
+def test_the_collectives_are_those_of_one_step(measured: Measurement):
+    calls = {(one.operation, one.phase): one.calls for one in measured.collectives}
+    assert calls["all_gather", "forward"] > 0
+    assert calls["reduce_scatter", "backward"] == 2 * (job().model.num_hidden_layers + 1)
+
+
+def test_times_of_all_micro_batches_add_up(measured: Measurement):
+    assert measured.steady.seconds is not None
+    assert measured.steady.seconds > 0
+
+
+def test_a_module_without_memory_gets_this_ranks_share_with_tied_weights_tied():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from zeroplan.verify.cuda import model_for
+    from zeroplan.verify.engines import Fsdp2
+
+    case = job(tied=True)
+    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        work = model_for(case, "cpu")
+        assert next(work.module.parameters()).is_meta
+        assert work.batch["input_ids"].device.type == "cpu"
+        Fsdp2(work, case.recipe, init_device_mesh("cpu", (4,)))
+        weights = list(work.module.parameters())
+        assert all(isinstance(weight, DTensor) and weight.to_local().abs().max() < 1 for weight in weights)
+        assert work.module.lm_head.weight is work.module.model.embed_tokens.weight
+        assert all(bool(torch.isfinite(buffer).all()) for buffer in work.module.buffers())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+ENTRY = {
+    "pg_id": 0, "profiling_name": "nccl:_all_gather_base", "time_created_ns": 2_000, "duration_ms": 1.5, "input_sizes": [[128]],
+    "input_dtypes": ["BFloat16"], "output_sizes": [[1024]], "output_dtypes": ["BFloat16"],
+}  # fmt: skip
+
+
+def test_what_the_flight_recorder_kept_becomes_collectives():
+    from zeroplan.verify.log import Log
+    from zeroplan.verify.nccl import calls_of
+
+    log = Log()
+    log._since += [(1_000, "3:forward"), (3_000, "3:backward")]
+    bracket = ENTRY | {"profiling_name": "nccl:coalesced", "time_created_ns": 2_500}
+    reduced = ENTRY | {
+        "profiling_name": "nccl:all_reduce", "time_created_ns": 3_500, "duration_ms": None, "output_sizes": [[128]], "pg_id": 1,
+    }  # fmt: skip
+    groups = {"0": {"name": "0", "ranks": "[0, 1, 2, 3, 4, 5, 6, 7]"}, "1": {"name": "1", "ranks": "[0, 4]"}}
+    gathered, summed = calls_of({"entries": [ENTRY, bracket, reduced], "pg_config": groups}, log)
+    assert gathered == ("all_gather", "bfloat16", 8, 2048, "3:forward", 0.0015)
+    assert summed == ("all_reduce", "bfloat16", 2, 256, "3:backward", None)
+
+
+def test_the_allocators_settings_are_read_from_its_configuration():
+    from zeroplan.verify.gpu import settings_of
+
+    assert [settings_of(one) for one in ("", "expandable_segments:True", "a:1,expandable_segments: true")] == [
+        "default", "expandable_segments", "expandable_segments",
+    ]  # fmt: skip
+
+
+def test_a_record_of_a_gpu_is_read_back():
+    from dataclasses import asdict
+
+    from zeroplan.spec.base import read
+
+    blocks = BlocksMeasured(allocated_bytes=3, requested_bytes=2, active_bytes=4, reserved_bytes=5, seconds=0.25)
+    phase = PhaseMeasured(phase="forward", peak_bytes=3, kinds={}, blocks=blocks)
+    assert read(PhaseMeasured, asdict(phase), where="record") == phase
+
+
+@pytest.mark.parametrize("engine", ["ddp"])
+def test_other_engines_are_built_on_the_device_with_numbers_in_their_weights(engine: str):
+    from zeroplan.verify.cuda import model_for
+
+    case = replace(job(), recipe=RecipeSpec(engine=engine, zero_stage=0), mesh=MeshSpec(dp_shard=2))  # type: ignore[arg-type]
+    weights = list(model_for(case, "cpu").module.parameters())
+    assert all(not weight.is_meta and weight.abs().max() < 1 for weight in weights)

@@ -1,0 +1,103 @@
+"""What a snapshot says, as text and as data for JSON: the moment, what was in use and who asked for it, and what to do."""
+
+import textwrap
+from collections.abc import Iterator
+
+from zeroplan.comparison import Compared
+from zeroplan.report.comparison import compared_table, row_payload
+from zeroplan.snapshots.diagnosis import Diagnosis, Failure, Held
+from zeroplan.units import GB, GIB, format_size
+
+SCHEMA_VERSION = 1
+_WHAT, _WIDTH, _SITE = 34, 100, 46
+
+
+def diagnosis_text(found: Diagnosis, *, where: str, rows: tuple[Compared, ...] = (), job: str = "") -> str:
+    """Return the whole diagnosis; ``rows`` hold what an estimate of ``job`` said against it."""
+    parts = [
+        list(_head(found, where)),
+        list(_held(found.held)),
+        [f"Predicted: {job}", *compared_table("In use at the peak", rows)] if rows else [],
+        list(_advice(found)),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def diagnosis_payload(found: Diagnosis, *, where: str, rows: tuple[Compared, ...] = ()) -> dict[str, object]:
+    """Return the diagnosis as data; ``json.dumps`` takes it as it is. [bytes]"""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "snapshot": where,
+        "device": found.device,
+        "events": found.events,
+        "before_bytes": found.before_bytes,
+        "live_bytes": found.live_bytes,
+        "reserved_bytes": found.reserved_bytes,
+        "largest_free_bytes": found.largest_free_bytes,
+        "part": found.part,
+        "held": [
+            {"kind": held.kind, "bytes": held.n_bytes, "sites": [site._asdict() for site in held.sites]} for held in found.held
+        ],
+        "failure": None if found.failure is None else found.failure._asdict(),
+        "predicted": [row_payload(row) for row in rows],
+        "advice": list(_advised(found)),
+    }
+
+
+def _head(found: Diagnosis, where: str) -> Iterator[str]:
+    yield f"{where}, GPU {found.device}: {found.events:,} requests and releases"
+    if found.before_bytes:
+        yield f"the history begins with {format_size(found.before_bytes)} in use"
+    failure = found.failure
+    if failure is None:
+        yield f"Highest: {format_size(found.live_bytes)} in use, last asked for in the {found.part}"
+    else:
+        by = f" by {failure.where}" if failure.where else ""
+        yield f"Out of memory: {format_size(failure.asked_bytes)} were asked for{by}, in the {found.part}, with"
+        yield f"{format_size(found.live_bytes)} in use and {format_size(failure.free_bytes)} left by the driver"
+    piece = format_size(found.largest_free_bytes)
+    yield f"reserved in the end: {format_size(found.reserved_bytes)}, the largest free piece of it {piece}"
+
+
+def _held(held: tuple[Held, ...]) -> Iterator[str]:
+    yield f"{'  in use then':<{_WHAT + 2}}{'GB':>10}{'GiB':>10}  asked for by"
+    for one in held:
+        first, *others = [_site(one, at) for at in range(len(one.sites))] or [""]
+        yield f"  {one.kind:<{_WHAT}}{one.n_bytes / GB:>10,.2f}{one.n_bytes / GIB:>10,.2f}  {first}".rstrip()
+        yield from (" " * (_WHAT + 24) + other for other in others)
+
+
+def _site(held: Held, at: int) -> str:
+    """A place, and the share of its kind that it asked for where it is not all."""
+    site = held.sites[at]
+    share = "" if site.n_bytes == held.n_bytes else f" ({100 * site.n_bytes / held.n_bytes:.0f} %)"
+    return textwrap.shorten(site.where, _SITE - len(share), placeholder="…") + share
+
+
+def _advice(found: Diagnosis) -> Iterator[str]:
+    for text in _advised(found):
+        yield textwrap.fill(text, _WIDTH)
+
+
+def _advised(found: Diagnosis) -> Iterator[str]:
+    """What follows from it, for those who may not know."""
+    if found.failure is not None:
+        yield _of_a_failure(found.failure, found)
+    if not found.with_stacks:
+        yield (
+            "Nobody noted who asked: torch.cuda.memory._record_memory_history() before the first step makes a snapshot that tells "
+            "kinds and places apart."
+        )
+
+
+def _of_a_failure(failure: Failure, found: Diagnosis) -> str:
+    lacking = failure.asked_bytes - failure.free_bytes
+    if failure.fragmented(found.largest_free_bytes):
+        idle = f"{format_size(failure.idle_bytes)} were reserved and not in use, but no one piece was large enough"
+        way_out = (
+            "the allocator's segments had grown already"
+            if found.expandable_segments
+            else "PYTORCH_ALLOC_CONF=expandable_segments:True lets them join"
+        )
+        return f"{idle}: {way_out}."
+    return f"{format_size(max(0, lacking - failure.idle_bytes))} were lacking, all that was reserved and idle counted as room."

@@ -1,0 +1,130 @@
+"""What held the memory when it was highest, or when it ran out?"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from zeroplan.snapshots.kinds import Part, sorted_into_kinds
+from zeroplan.snapshots.lives import Life, Lives, alive, lives_of
+from zeroplan.snapshots.reading import Frame, Snapshot
+
+_SITES = 3
+_OURS = ("/torch/", "torch/")
+_ANY_TENSOR = ("site-packages/transformers/integrations", "/einops/", "opt_einsum")
+
+
+class Site(NamedTuple):
+    """A place in a program and what was in use of what it asked for. [bytes]"""
+
+    where: str
+    n_bytes: int
+
+
+class Held(NamedTuple):
+    """What was in use of one kind, and the places that asked for most of it. [bytes]"""
+
+    kind: str
+    n_bytes: int
+    sites: tuple[Site, ...]
+
+
+class Failure(NamedTuple):
+    """A request that failed. [bytes]
+
+    ``free_bytes`` is what the driver had left, ``idle_bytes`` what was reserved and not in use.
+    """
+
+    asked_bytes: int
+    free_bytes: int
+    idle_bytes: int
+    where: str
+
+    def fragmented(self, largest_free_bytes: int) -> bool:
+        """Whether there was room for it, but in no one piece."""
+        return self.idle_bytes + self.free_bytes >= self.asked_bytes > largest_free_bytes
+
+
+class Diagnosis(NamedTuple):
+    """A snapshot's worst moment: what was in use, by kind, the largest first. [bytes]"""
+
+    device: int
+    events: int
+    before_bytes: int
+    """In use when the history begins."""
+    live_bytes: int
+    reserved_bytes: int
+    largest_free_bytes: int
+    part: str
+    """Which part of the training loop asked last."""
+    held: tuple[Held, ...]
+    failure: Failure | None
+    expandable_segments: bool
+    with_stacks: bool
+
+
+def diagnose(snapshot: Snapshot) -> Diagnosis:
+    """Find the moment when memory ran out, or else was highest, and sort what was in use then."""
+    lives = lives_of(snapshot)
+    found = sorted_into_kinds(snapshot, lives)
+    at, failure = _moment(snapshot, lives)
+    kinds = dict(zip(lives.blocks, found.kinds, strict=True))
+    return Diagnosis(
+        device=snapshot.device,
+        events=len(snapshot.events),
+        before_bytes=lives.live_bytes[0],
+        live_bytes=lives.live_bytes[at + 1],
+        reserved_bytes=snapshot.reserved_bytes,
+        largest_free_bytes=snapshot.largest_free_bytes,
+        part=(found.parts[at] if at >= 0 else Part.OTHER).value,
+        held=_held(alive(lives, at), kinds),
+        failure=failure,
+        expandable_segments=snapshot.expandable_segments,
+        with_stacks=any(event.stack for event in snapshot.events) or any(block.stack for block in snapshot.standing),
+    )
+
+
+def _moment(snapshot: Snapshot, lives: Lives) -> tuple[int, Failure | None]:
+    """The last request that failed, or the event after which most was in use."""
+    failed = [at for at, event in enumerate(snapshot.events) if event.action == "out of memory"]
+    if not failed:
+        return lives.live_bytes.index(max(lives.live_bytes)) - 1, None
+    at = failed[-1]
+    event, in_use = snapshot.events[at], lives.live_bytes[at + 1]
+    idle = max(0, snapshot.reserved_bytes - in_use)
+    return at, Failure(event.n_bytes, event.address, idle, place(event.stack))
+
+
+def _held(lives: list[Life], kinds: dict[Life, str]) -> tuple[Held, ...]:
+    totals: Counter[str] = Counter()
+    sites: dict[str, Counter[str]] = {}
+    for life in lives:
+        kind = kinds[life]
+        totals[kind] += life.n_bytes
+        sites.setdefault(kind, Counter())[place(life.stack)] += life.n_bytes
+    return tuple(
+        Held(kind, n_bytes, tuple(Site(*one) for one in sites[kind].most_common(_SITES) if one[0]))
+        for kind, n_bytes in totals.most_common()
+    )
+
+
+def place(stack: tuple[Frame, ...]) -> str:
+    """The innermost line of a program that is not torch's own; else autograd's operator, else torch's line; else nothing.
+
+    >>> place((Frame("/lib/torch/nn/functional.py", "silu", 9), Frame("/home/me/model.py", "forward", 12)))
+    'model.py:12 forward'
+    """
+    python = [frame for frame in stack if frame.file.endswith(".py")]
+    users = next((frame for frame in python if not _is_torch(frame.file)), None)
+    operator = next((frame.name for frame in stack if "Backward" in frame.name and "generated::" in frame.name), "")
+    if users is not None:
+        return _line(users)
+    if operator:
+        return operator.partition("generated::")[2].partition("::")[0]
+    return _line(python[0]) if python else ""
+
+
+def _is_torch(file: str) -> bool:
+    return any(part in file for part in _OURS) or any(part in file for part in _ANY_TENSOR)
+
+
+def _line(frame: Frame) -> str:
+    return f"{frame.file.replace(chr(92), '/').rsplit('/', 1)[-1]}:{frame.line} {frame.name}"

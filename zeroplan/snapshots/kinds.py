@@ -1,0 +1,232 @@
+"""What was each block for? Told from where it was asked for, and from which parts of a step it outlived.
+
+An engine's own functions say it by name. Otherwise life tells: what a forward leaves to its backward are activations, what a
+backward leaves to the optimizer gradients, what the optimizer's first step leaves to the next its state.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import NamedTuple
+
+from zeroplan.ledger import Kind
+from zeroplan.snapshots.lives import BEFORE, Life, Lives
+from zeroplan.snapshots.reading import Event, Frame, Snapshot, Stack
+from zeroplan.units import KIB, MIB
+
+UNKNOWN = "held before the history began"
+"""What nothing tells of: no stack, and no gradient of its size."""
+
+
+class Part(StrEnum):
+    """Which part of a training loop asked."""
+
+    FORWARD = "forward"
+    RECOMPUTED = "recomputation"
+    BACKWARD = "backward"
+    STEP = "optimizer step"
+    OTHER = "outside a step"
+
+
+#: Functions of the engines (torch 2.13, DeepSpeed 0.19) by the end of their file's name, and what they ask memory for.
+_FUNCTIONS: dict[str, tuple[str, Kind]] = {
+    "foreach_all_gather": ("_fsdp_collectives.py", Kind.GATHER),
+    "foreach_reduce": ("_fsdp_collectives.py", Kind.REDUCE),
+    "init_all_gather_outputs": ("_fsdp_param.py", Kind.UNSHARDED_PARAMETERS),
+    "alloc_all_gather_outputs": ("_fsdp_param.py", Kind.UNSHARDED_PARAMETERS),
+    "to_sharded_post_forward": ("_fsdp_param.py", Kind.UNSHARDED_PARAMETERS),
+    "to_accumulated_grad_if_needed": ("_fsdp_param.py", Kind.UNSHARDED_GRADIENTS),
+    "_init_sharded_param": ("_fsdp_param.py", Kind.PARAMETERS),
+    "_ddp_init_helper": ("nn/parallel/distributed.py", Kind.REDUCE),
+    "fetch_sub_module": ("partitioned_param_coordinator.py", Kind.GATHER),
+    "__reduce_and_partition_ipg_grads": ("stage3.py", Kind.REDUCE),
+    "setup_buckets": ("stage_1_and_2.py", Kind.REDUCE),
+    "reduce_ipg_grads": ("stage_1_and_2.py", Kind.REDUCE),
+    "copy_grads_in_partition": ("stage_1_and_2.py", Kind.GRADIENTS),
+    "allreduce_gradients": ("runtime/engine.py", Kind.REDUCE),
+}
+_OF_A_MODULE = ("_apply", "to", "cuda", "to_empty", "_load_pretrained_model", "from_pretrained", "load_state_dict", "__init__")
+_RECOMPUTES = ("unpack_hook", "recompute_fn", "backward")
+_NO_STEP = ("zero_grad", "__init__", "add_param_group", "load_state_dict", "state_dict")
+_OF_THE_LOSS = ("cross_entropy", "loss")
+#: cuBLAS's workspaces before Hopper and since, which the allocator gives once per handle, for good.
+_WORKSPACES = (2 * 4096 * KIB + 8 * 16 * KIB, 32 * MIB)
+_CUBLAS = ("CUDABlasHandle", "CublasHandle", "cublasSetWorkspace", "getNewWorkspace", "CUDABlasLt")
+
+
+class Sorted(NamedTuple):
+    """Every block's kind in the order of the blocks, and every event's part of the step."""
+
+    kinds: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+
+def sorted_into_kinds(snapshot: Snapshot, lives: Lives) -> Sorted:
+    """Say of every block what it was for."""
+    parts = _parts(snapshot)
+    course = _Course(parts)
+    kinds = [_kind(life, course) for life in lives.blocks]
+    _name_what_stood_before(lives, kinds)
+    return Sorted(tuple(kinds), parts)
+
+
+def _parts(snapshot: Snapshot) -> tuple[Part, ...]:
+    """The part of each event; a release belongs to the part in which was last asked."""
+    named = any(event.stack for event in snapshot.events)
+    read: dict[Stack, Part] = {}
+    found, now = [], Part.OTHER
+    for event in snapshot.events:
+        if event.action != "released":
+            now = _in_a_step(event, snapshot) or (
+                read.get(event.stack) or read.setdefault(event.stack, _part(event.stack, named=named))
+            )
+        found.append(now)
+    return tuple(found)
+
+
+def _in_a_step(event: Event, snapshot: Snapshot) -> Part | None:
+    return Part.STEP if any(start <= event.time_us <= end for start, end in snapshot.steps) else None
+
+
+def _part(stack: Stack, *, named: bool) -> Part:
+    """Which part of the loop a stack is of; autograd's own thread has no frames of Python's."""
+    if not stack:
+        return Part.BACKWARD if named else Part.OTHER
+    if any(_is_step(frame) for frame in stack):
+        return Part.STEP
+    if any(frame.file.endswith("utils/checkpoint.py") and frame.name in _RECOMPUTES for frame in stack):
+        return Part.RECOMPUTED
+    if any(_is_backward(*pair) for pair in zip(stack, (*stack[1:], None), strict=True)):
+        return Part.BACKWARD
+    return Part.FORWARD if any(frame.name == "_call_impl" or _is_loss(frame.name) for frame in stack) else Part.OTHER
+
+
+def _is_step(frame: Frame) -> bool:
+    """An optimizer's own step, or torch's wrapper around every optimizer's."""
+    if frame.file.endswith("torch/optim/optimizer.py"):
+        return frame.name not in _NO_STEP
+    return frame.name == "step" and ("optim" in frame.file or "deepspeed/runtime" in frame.file)
+
+
+def _is_backward(frame: Frame, outer: Frame | None) -> bool:
+    """Autograd's engine, by its own name, or a function written in Python whose backward it calls."""
+    if "torch::autograd::Engine::" in frame.name or frame.name == "_engine_run_backward":
+        return True
+    return frame.name == "backward" and outer is not None and outer.file.endswith("autograd/function.py")
+
+
+def _is_loss(name: str) -> bool:
+    return any(word in name.lower() for word in _OF_THE_LOSS)
+
+
+class _Course:
+    """The parts of the loop in order: where each begins, and how long it lasts."""
+
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self.parts = parts
+        self.over = len(parts)
+        self._starts: dict[Part, list[int]] = {part: [] for part in Part}
+        self._end = [self.over] * self.over
+        for at, part in enumerate(parts):
+            if not at or parts[at - 1] is not part:
+                self._starts[part].append(at)
+        for at in range(self.over - 2, -1, -1):
+            self._end[at] = self._end[at + 1] if parts[at] is parts[at + 1] else at + 1
+
+    def next(self, part: Part, after: int) -> int | None:
+        """The first event of the next such part after an event."""
+        starts = self._starts[part]
+        at = bisect_right(starts, after)
+        return starts[at] if at < len(starts) else None
+
+    def end(self, at: int) -> int:
+        """The first event that is of another part than this one."""
+        return self._end[at]
+
+
+def _kind(life: Life, course: _Course) -> str:
+    named = _named(life.stack)
+    if named is not None:
+        return named.value
+    if life.born == BEFORE and not life.stack:
+        return UNKNOWN
+    if _is_workspace(life, course.over):
+        return Kind.WORKSPACE.value
+    part = course.parts[life.born] if life.born >= 0 else Part.OTHER
+    return _BY_PART[part](life, course).value
+
+
+def _named(stack: Stack) -> Kind | None:
+    for frame in stack:
+        file, kind = _FUNCTIONS.get(frame.name.replace("_DeepSpeedZeroOptimizer_Stage3", ""), ("", None))
+        if kind is not None and frame.file.endswith(file):
+            return kind
+    return None
+
+
+def _is_workspace(life: Life, over: int) -> bool:
+    """Asked for by cuBLAS, or of its size and never given back."""
+    if any(word in frame.name for frame in life.stack for word in _CUBLAS):
+        return True
+    return life.n_bytes in _WORKSPACES and life.died == over
+
+
+def _in_step(life: Life, course: _Course) -> Kind:
+    end = course.end(life.born)
+    return Kind.OPTIMIZER_STATE if life.died > end or life.died == course.over == end else Kind.OPTIMIZER_TEMPORARY
+
+
+def _in_backward(life: Life, course: _Course) -> Kind:
+    step = course.next(Part.STEP, life.born)
+    if step is not None:
+        return Kind.GRADIENTS if life.died > step else Kind.TEMPORARY
+    return Kind.GRADIENTS if life.died == course.over else Kind.TEMPORARY
+
+
+def _in_forward(life: Life, course: _Course) -> Kind:
+    backward = course.next(Part.BACKWARD, life.born)
+    kept = life.died > backward if backward is not None else life.died == course.over
+    if kept:
+        return Kind.LOGITS if any(_is_loss(frame.name) for frame in life.stack) else Kind.ACTIVATIONS
+    return Kind.TEMPORARY
+
+
+def _recomputed(_life: Life, _course: _Course) -> Kind:
+    return Kind.ACTIVATIONS
+
+
+def _outside(life: Life, course: _Course) -> Kind:
+    of_a_module = any(
+        frame.name in _OF_A_MODULE and ("nn/modules" in frame.file or "modeling" in frame.file) for frame in life.stack
+    )
+    return Kind.PARAMETERS if of_a_module or life.died == course.over else Kind.ACTIVATIONS
+
+
+_BY_PART = {
+    Part.STEP: _in_step, Part.BACKWARD: _in_backward, Part.FORWARD: _in_forward, Part.RECOMPUTED: _recomputed, Part.OTHER: _outside,
+}  # fmt: skip
+
+
+def _name_what_stood_before(lives: Lives, kinds: list[str]) -> None:
+    """Name what has no stack by the gradients: one block of a gradient's size is its parameter, two more are its state."""
+    gradients = Counter(life.n_bytes for life in _last_gradients(lives, kinds))
+    left = {size: [count, 2 * count] for size, count in gradients.items()}
+    for at, life in enumerate(lives.blocks):
+        if kinds[at] != UNKNOWN or life.n_bytes not in left:
+            continue
+        parameters, states = left[life.n_bytes]
+        if parameters:
+            left[life.n_bytes][0] -= 1
+            kinds[at] = Kind.PARAMETERS.value
+        elif states:
+            left[life.n_bytes][1] -= 1
+            kinds[at] = Kind.OPTIMIZER_STATE.value
+
+
+def _last_gradients(lives: Lives, kinds: list[str]) -> Iterator[Life]:
+    """The gradients that were in use together when there were most of them."""
+    found = [life for life, kind in zip(lives.blocks, kinds, strict=True) if kind == Kind.GRADIENTS.value]
+    deaths = sorted(life.died for life in found)
+    most = max(range(len(found)), key=lambda at: at + 1 - bisect_left(deaths, found[at].born + 1), default=None)
+    return (life for life in found if most is not None and life.born <= found[most].born < life.died)

@@ -1,0 +1,79 @@
+"""A GPU as a measurement sees it: the counts of torch's caching allocator, the driver's, and what the card is called."""
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+
+from zeroplan.measurement import AllocatorSettings, BlocksMeasured, CardMeasured
+
+_COUNTS = ("allocated", "requested", "active", "reserved")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+class Gpu(NamedTuple):
+    """The current device of torch's CUDA."""
+
+    device: str = "cuda"
+
+    @classmethod
+    def current(cls) -> Self:
+        """The process's GPU, with its context made, so that what follows is the job's own."""
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        return cls()
+
+    def synchronize(self) -> None:
+        """Wait until everything asked for is done."""
+        torch.cuda.synchronize()
+
+    def forget_peaks(self) -> None:
+        """Begin to count peaks anew."""
+        torch.cuda.reset_peak_memory_stats()
+
+    def counted(self, seconds: float) -> tuple[BlocksMeasured, int]:
+        """The peaks since they were forgotten, after so many seconds, and the blocks in use now. [bytes]"""
+        stats = torch.cuda.memory_stats()
+        peaks = {f"{name}_bytes": int(stats[f"{name}_bytes.all.peak"]) for name in _COUNTS}
+        return BlocksMeasured(**peaks, seconds=seconds), int(stats["allocated_bytes.all.current"])
+
+    def taken(self) -> CardMeasured:
+        """What the driver says of the whole card now."""
+        free, total = torch.cuda.mem_get_info()
+        return CardMeasured(
+            name=torch.cuda.get_device_name(),
+            total_bytes=total,
+            used_bytes=total - free,
+            outside_bytes=max(0, total - free - torch.cuda.memory_reserved()),
+            driver=driver_version(),
+            cuda=torch.version.cuda or "",
+        )
+
+    def words(self) -> str:
+        """The card in words, for the record's environment."""
+        return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, driver {driver_version() or 'unknown'}"
+
+    def settings(self) -> AllocatorSettings:
+        """Which of the allocator's settings hold, as far as they are told apart."""
+        return settings_of(next((os.environ[name] for name in _SETTINGS if name in os.environ), ""))
+
+
+def settings_of(configuration: str) -> AllocatorSettings:
+    """The settings that an allocator's configuration asks for.
+
+    >>> settings_of("max_split_size_mb:128,expandable_segments:True")
+    'expandable_segments'
+    """
+    return "expandable_segments" if re.search(r"expandable_segments:\s*[Tt]rue", configuration) else "default"
+
+
+def driver_version() -> str:
+    """The version of NVIDIA's kernel driver; empty where it does not say."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", _DRIVER.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return ""
+    return found[1] if found else ""
