@@ -131,7 +131,7 @@ class AllocatorMeasured(Spec):
     """What CUDA's caching allocator shows after the run: ``max_memory_allocated`` of the last step, ``max_memory_reserved`` of all.
 
     On a GPU it is what torch reports; elsewhere the recorded requests replayed through a model of the allocator
-    (:mod:`zeroplan.verify.allocator`), with ``workspace_bytes`` of cuBLAS among them.
+    (:mod:`zeroplan.allocator`), with ``workspace_bytes`` of cuBLAS among them.
     """
 
     settings: AllocatorSettings

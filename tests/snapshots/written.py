@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING
 
+from zeroplan.allocator import counted_bytes
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -65,8 +67,10 @@ class Written:
         blocks += [(size, "inactive", [], 1 + at) for at, size in enumerate(idle)]
         segments = [
             {
-                "device": 0, "address": address, "total_size": size, "is_expandable": False,
-                "blocks": [{"address": address, "size": size, "requested_size": size, "state": state, "frames": frames}],
+                "device": 0, "address": address, "total_size": counted_bytes(size), "is_expandable": False,
+                "blocks": [
+                    {"address": address, "size": counted_bytes(size), "requested_size": size, "state": state, "frames": frames}
+                ],
             }
             for size, state, frames, address in blocks
         ]  # fmt: skip

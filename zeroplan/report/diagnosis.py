@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from zeroplan.comparison import Compared
 from zeroplan.report.comparison import compared_table, row_payload
 from zeroplan.snapshots.diagnosis import Diagnosis, Failure, Held
+from zeroplan.snapshots.replayed import Replayed
 from zeroplan.units import GB, GIB, format_size
 
 SCHEMA_VERSION = 1
+_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+_WORTH_IT = 0.03
+"""Which part of what was reserved must be saved for the setting to be named."""
 _WHAT, _WIDTH, _SITE = 34, 100, 46
 
 
@@ -39,6 +43,7 @@ def diagnosis_payload(found: Diagnosis, *, where: str, rows: tuple[Compared, ...
             {"kind": held.kind, "bytes": held.n_bytes, "sites": [site._asdict() for site in held.sites]} for held in found.held
         ],
         "failure": None if found.failure is None else found.failure._asdict(),
+        "replayed": None if found.replayed is None else found.replayed._asdict(),
         "predicted": [row_payload(row) for row in rows],
         "advice": list(_advised(found)),
     }
@@ -71,7 +76,8 @@ def _site(held: Held, at: int) -> str:
     """A place, and the share of its kind that it asked for where it is not all."""
     site = held.sites[at]
     share = "" if site.n_bytes == held.n_bytes else f" ({100 * site.n_bytes / held.n_bytes:.0f} %)"
-    return textwrap.shorten(site.where, _SITE - len(share), placeholder="…") + share
+    room = _SITE - len(share)
+    return (site.where if len(site.where) <= room else f"…{site.where[1 - room :]}") + share
 
 
 def _advice(found: Diagnosis) -> Iterator[str]:
@@ -83,6 +89,8 @@ def _advised(found: Diagnosis) -> Iterator[str]:
     """What follows from it, for those who may not know."""
     if found.failure is not None:
         yield _of_a_failure(found.failure, found)
+    if found.replayed is not None and found.replayed.requests:
+        yield from _of_the_allocator(found.replayed, found.reserved_bytes)
     if not found.with_stacks:
         yield (
             "Nobody noted who asked: torch.cuda.memory._record_memory_history() before the first step makes a snapshot that tells "
@@ -90,14 +98,26 @@ def _advised(found: Diagnosis) -> Iterator[str]:
         )
 
 
+def _of_the_allocator(replayed: Replayed, reserved_bytes: int) -> Iterator[str]:
+    """What expandable segments would have reserved, and why that may be believed."""
+    saved = reserved_bytes - replayed.expandable_bytes
+    if saved > _WORTH_IT * reserved_bytes:
+        yield (
+            f"With {_EXPANDABLE} the same requests would have reserved {format_size(replayed.expandable_bytes)}, "
+            f"{format_size(saved)} less, by a model of the allocator; without it the model reserves {_agreement(replayed)}."
+        )
+
+
+def _agreement(replayed: Replayed) -> str:
+    if replayed.alike == replayed.requests:
+        return f"at each of {replayed.requests:,} requests what the GPU did"
+    return f"at {replayed.alike:,} of {replayed.requests:,} requests what the GPU did"
+
+
 def _of_a_failure(failure: Failure, found: Diagnosis) -> str:
     lacking = failure.asked_bytes - failure.free_bytes
     if failure.fragmented(found.largest_free_bytes):
         idle = f"{format_size(failure.idle_bytes)} were reserved and not in use, but no one piece was large enough"
-        way_out = (
-            "the allocator's segments had grown already"
-            if found.expandable_segments
-            else "PYTORCH_ALLOC_CONF=expandable_segments:True lets them join"
-        )
+        way_out = "its segments were expandable already" if found.replayed is None else f"{_EXPANDABLE} lets them join"
         return f"{idle}: {way_out}."
     return f"{format_size(max(0, lacking - failure.idle_bytes))} were lacking, all that was reserved and idle counted as room."

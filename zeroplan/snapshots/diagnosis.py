@@ -6,6 +6,7 @@ from typing import NamedTuple
 from zeroplan.snapshots.kinds import Part, sorted_into_kinds
 from zeroplan.snapshots.lives import Life, Lives, alive, lives_of
 from zeroplan.snapshots.reading import Frame, Snapshot
+from zeroplan.snapshots.replayed import Replayed, replayed
 
 _SITES = 3
 _OURS = ("/torch/", "torch/")
@@ -57,7 +58,8 @@ class Diagnosis(NamedTuple):
     """Which part of the training loop asked last."""
     held: tuple[Held, ...]
     failure: Failure | None
-    expandable_segments: bool
+    replayed: Replayed | None
+    """The same requests through the model of the allocator; None where its segments were expandable already."""
     with_stacks: bool
 
 
@@ -77,7 +79,7 @@ def diagnose(snapshot: Snapshot) -> Diagnosis:
         part=(found.parts[at] if at >= 0 else Part.OTHER).value,
         held=_held(alive(lives, at), kinds),
         failure=failure,
-        expandable_segments=snapshot.expandable_segments,
+        replayed=None if snapshot.expandable_segments else replayed(snapshot, lives),
         with_stacks=any(event.stack for event in snapshot.events) or any(block.stack for block in snapshot.standing),
     )
 

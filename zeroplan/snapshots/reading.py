@@ -22,8 +22,11 @@ _AT_LEAST_BYTES, _TIMES = 512 * MIB, 64
 """How much memory reading may take, and how much more per byte of the file."""
 _LARGEST_NUMBER = 2**64
 
-Action = Literal["asked", "released", "out of memory"]
-_ACTIONS: dict[str, Action] = {"alloc": "asked", "free_requested": "released", "oom": "out of memory"}
+Action = Literal["asked", "released", "out of memory", "grown", "shrunk"]
+_ACTIONS: dict[str, Action] = {
+    "alloc": "asked", "free_requested": "released", "oom": "out of memory", "segment_alloc": "grown", "segment_map": "grown",
+    "segment_free": "shrunk", "segment_unmap": "shrunk",
+}  # fmt: skip
 
 
 class Frame(NamedTuple):
@@ -38,7 +41,7 @@ Stack = tuple[Frame, ...]
 
 
 class Event(NamedTuple):
-    """A request, its release, or a request that failed; the innermost frame comes first.
+    """A request, its release, a request that failed, a segment taken from the card or given back; innermost frame first.
 
     Of a request that failed ``address`` is what the driver said was free. [bytes]
     """
@@ -48,6 +51,15 @@ class Event(NamedTuple):
     n_bytes: int
     stack: Stack
     time_us: int
+    stream: int
+
+
+class Segment(NamedTuple):
+    """Memory taken from the card in one piece, and the stream it is for. [bytes]"""
+
+    address: int
+    n_bytes: int
+    stream: int
 
 
 class Standing(NamedTuple):
@@ -67,6 +79,7 @@ class Snapshot(NamedTuple):
     device: int
     events: tuple[Event, ...]
     standing: tuple[Standing, ...]
+    segments: tuple[Segment, ...]
     reserved_bytes: int
     largest_free_bytes: int
     expandable_segments: bool
@@ -170,6 +183,9 @@ def _snapshot(data: Mapping[str, object], device: int | None, where: str) -> Sna
         device=chosen,
         events=tuple(_events(traces[chosen] if chosen < len(traces) else [], stacks)),
         standing=tuple(_standing(block, stacks) for block in in_use),
+        segments=tuple(
+            Segment(*(_number(segment.get(key, 0)) for key in ("address", "total_size", "stream"))) for segment in mine
+        ),
         reserved_bytes=sum(_number(segment["total_size"]) for segment in mine),
         largest_free_bytes=max((_number(block["size"]) for block in blocks if block["state"] == "inactive"), default=0),
         expandable_segments=any(segment.get("is_expandable") is True for segment in mine),
@@ -224,9 +240,10 @@ def _events(trace: list[object], stacks: _Stacks) -> Iterator[Event]:
         entry = _dict(one)
         action = _ACTIONS.get(str(entry["action"]))
         if action is None:
-            continue  # segments come and go, releases are completed
+            continue  # a release is completed, a snapshot taken
         address = entry["device_free"] if action == "out of memory" else entry["addr"]
-        yield Event(action, _number(address), _number(entry["size"]), stacks.of(entry), _number(entry.get("time_us", 0)))
+        numbers = (_number(entry.get(key, 0)) for key in ("time_us", "stream"))
+        yield Event(action, _number(address), _number(entry["size"]), stacks.of(entry), *numbers)
 
 
 def _standing(block: Mapping[str, object], stacks: _Stacks) -> Standing:

@@ -9,9 +9,9 @@ multiplies matrices, one when autograd's thread does. Python numbers that became
 
 from typing import NamedTuple
 
+from zeroplan.allocator import CachingAllocator, Chunk
 from zeroplan.ledger import Phase
 from zeroplan.measurement import SETTINGS, AllocatorMeasured
-from zeroplan.verify.allocator import CachingAllocator, Chunk
 from zeroplan.verify.recording import LIFTED, STILL_HELD, Block, Recording
 
 #: Operators that run in cuBLAS.

@@ -12,6 +12,7 @@ and what is released then, ``record_stream``, and the settings that change sizes
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from typing import Self
 
 from zeroplan.units import MIB
@@ -116,6 +117,32 @@ class CachingAllocator:
             pool.add(self._cut(chunk, size))
         self.allocated_bytes += chunk.size
         return chunk
+
+    def standing(self, segment_bytes: int, blocks: Sequence[tuple[int, int]], stream: int = 0) -> list[Chunk]:
+        """Begin with a segment that is there already, and blocks of it in use: offset, and size as it was asked for, in order.
+
+        What follows a block and would not have been split off from it belongs to it. Raises ValueError where blocks overlap or
+        do not fit in.
+        """
+        pool = self._pool(_LARGEST_SMALL if segment_bytes <= _SMALL_SEGMENT else segment_bytes, stream)
+        rest: Chunk | None = self._segment(pool, segment_bytes)
+        used, start = [], pool.end_address - segment_bytes
+        ends = [*(offset for offset, _ in blocks[1:]), segment_bytes][: len(blocks)]
+        for (offset, n_bytes), end in zip(blocks, ends, strict=True):
+            size = counted_bytes(n_bytes)
+            if rest is None or not rest.address - start <= offset <= end - size <= segment_bytes - size:
+                raise ValueError(f"a block at {offset} of {segment_bytes} bytes does not fit")
+            if gap := start + offset - rest.address:
+                free, rest = rest, self._cut(rest, gap)
+                pool.add(free)
+            length = size if self._splits(pool, end - offset - size) else end - offset
+            more = self._cut(rest, length) if length < rest.size else None
+            self.allocated_bytes += rest.size
+            used.append(rest)
+            rest = more
+        if rest is not None:
+            pool.add(rest)
+        return used
 
     def release(self, chunk: Chunk) -> None:
         """Take memory back, and join it with free neighbours."""

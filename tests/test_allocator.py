@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroplan.allocator import CachingAllocator, counted_bytes
 from zeroplan.units import MIB
-from zeroplan.verify.allocator import CachingAllocator, counted_bytes
 
 BOTH = pytest.mark.parametrize("expandable", [False, True])
 
@@ -154,3 +157,43 @@ def test_expandable_segments_count_the_rounded_requests_and_lose_nothing(acts: l
     assert card.allocated_bytes == 0
     assert [len(pool.free) for pool in card._pools.values()] == [1] * len(card._pools)
     assert sum(pool.free[0].size for pool in card._pools.values()) == card.reserved_bytes
+
+
+ON_GPUS = [json.loads(line) for line in (Path(__file__).parent / "golden/requests_on_gpus.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("seen", ON_GPUS, ids=lambda seen: seen["what"])
+def test_at_every_request_the_model_takes_from_the_card_what_a_real_gpu_took(seen: dict[str, Any]):
+    """Public snapshots of real runs, reduced to sizes in order: requests, releases (-1 - number), and how far segments grew."""
+    card = CachingAllocator()
+    chunks = [chunk for n_bytes, blocks in seen["segments"] for chunk in card.standing(n_bytes, blocks)]
+    grown, found = dict(seen["grown"]), {}
+    requests = 0
+    for event in seen["events"]:
+        if event < 0:
+            card.release(chunks[-1 - event])
+            continue
+        before = card.reserved_bytes
+        chunks.append(card.request(event))
+        if card.reserved_bytes > before:
+            found[requests] = card.reserved_bytes - before
+        requests += 1
+    assert found == grown
+    assert card.reserved_bytes == seen["reserved_bytes"]
+
+
+@pytest.mark.parametrize("blocks", [[(0, 600), (512, 512)], [(MIB, 3 * MIB)], [(-512, 512)]])
+def test_blocks_that_do_not_fit_in_their_segment_are_refused(blocks: list[tuple[int, int]]):
+    with pytest.raises(ValueError, match="does not fit"):
+        CachingAllocator().standing(2 * MIB, blocks)
+
+
+def test_a_segment_that_stands_gives_its_free_pieces_first():
+    card = CachingAllocator()
+    card.standing(20 * MIB, [(4 * MIB, 4 * MIB), (8 * MIB, 2 * MIB)])
+    card.request(10 * MIB)
+    assert (card.allocated_bytes, card.reserved_bytes) == (16 * MIB, 20 * MIB)
+    card.request(4 * MIB)
+    assert card.reserved_bytes == 20 * MIB
+    card.request(2 * MIB)
+    assert card.reserved_bytes == 40 * MIB

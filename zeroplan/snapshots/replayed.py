@@ -1,0 +1,75 @@
+"""A snapshot's requests through the model of CUDA's caching allocator: as it was, and with expandable segments.
+
+The first replay begins with the segments that stood when the history begins, and grows whenever the model does. Where it has
+grown just as the GPU did, the second may be believed.
+"""
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+from zeroplan.allocator import CachingAllocator, Chunk
+from zeroplan.snapshots.lives import BEFORE, Lives
+from zeroplan.snapshots.reading import Snapshot
+
+
+class Replayed(NamedTuple):
+    """What the model makes of a snapshot's requests. [bytes]
+
+    ``requests`` so many, of which ``alike`` took from the card what they took on the GPU; ``reserved_bytes`` in the end, and
+    ``expandable_bytes`` with expandable segments from an empty card on.
+    """
+
+    requests: int
+    alike: int
+    reserved_bytes: int
+    expandable_bytes: int
+
+
+def replayed(snapshot: Snapshot, lives: Lives) -> Replayed | None:
+    """Replay a snapshot twice; None where its blocks do not lie in its segments, as after a history with holes."""
+    try:
+        card, chunks = _as_it_stood(snapshot, lives)
+    except ValueError:
+        return None
+    requests = alike = grown = 0
+    for event in snapshot.events:
+        if event.action == "grown":
+            grown += event.n_bytes
+        elif event.action == "asked":
+            before = card.reserved_bytes
+            chunks[event.address] = card.request(event.n_bytes, event.stream)
+            requests, alike, grown = requests + 1, alike + (card.reserved_bytes - before == grown), 0
+        elif event.action == "released" and event.address in chunks:
+            card.release(chunks.pop(event.address))
+    return Replayed(requests, alike, card.reserved_bytes, _with_expandable_segments(snapshot, lives))
+
+
+def _as_it_stood(snapshot: Snapshot, lives: Lives) -> tuple[CachingAllocator, dict[int, Chunk]]:
+    """The card when the history begins: its segments, and what was in use of them."""
+    segments = {segment.address: segment for segment in snapshot.segments}
+    for event in reversed(snapshot.events):
+        if event.action == "grown":
+            segments.pop(event.address, None)
+        elif event.action == "shrunk":
+            segments[event.address] = snapshot.segments[0]._replace(
+                address=event.address, n_bytes=event.n_bytes, stream=event.stream
+            )
+    standing = sorted((life.address, life.n_bytes) for life in lives.blocks if life.born == BEFORE)
+    card = CachingAllocator()
+    chunks: dict[int, Chunk] = {}
+    for address, n_bytes, stream in sorted(segments.values()):
+        inside = standing[bisect_left(standing, (address, 0)) : bisect_left(standing, (address + n_bytes, 0))]
+        used = card.standing(n_bytes, [(one - address, size) for one, size in inside], stream)
+        chunks.update((one, chunk) for (one, _), chunk in zip(inside, used, strict=True))
+    return card, chunks
+
+
+def _with_expandable_segments(snapshot: Snapshot, lives: Lives) -> int:
+    card = CachingAllocator(expandable_segments=True)
+    chunks = {life.address: card.request(life.n_bytes) for life in lives.blocks if life.born == BEFORE}
+    for event in snapshot.events:
+        if event.action == "asked":
+            chunks[event.address] = card.request(event.n_bytes, event.stream)
+        elif event.action == "released" and event.address in chunks:
+            card.release(chunks.pop(event.address))
+    return card.reserved_bytes
