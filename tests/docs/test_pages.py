@@ -9,6 +9,7 @@ import pytest
 
 from tests.docs.pages import PAGES, README, ROOT, blocks, commands, first_arguments, printed, shown_output
 from tests.profiles import by_hand
+from tests.snapshots.written import Written, step
 from zeroplan.cli.app import main
 from zeroplan.cli.profile import said
 
@@ -32,6 +33,9 @@ def a_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
     (tmp_path / "ds_config.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
     (tmp_path / "profile.json").write_text(json.dumps(said(by_hand())))
+    card = Written()
+    step(card, states=True)
+    card.to(tmp_path / "snapshot.pickle")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
