@@ -94,19 +94,14 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
     Kinds are compared at each side's own peak.
     """
     steady = measured.steady
-    recipe = answer.job.recipe
-    as_run = _AsRun(measured.tensors, measured.kernels, compute_of(recipe), recipe.recompute == "selective").with_blocks(
-        answer.kept
-    )
-    totals = {
-        moment: int(total_bytes(as_run.lines(moment.lines))) for moment in answer.moments if moment.phase is not Phase.INIT
-    }
+    as_run = moments_as_run(answer, measured)
+    totals = {moment: int(moment.total_bytes) for moment in as_run if moment.phase is not Phase.INIT}
     highest = max(totals, key=lambda moment: totals[moment])
     return Comparison(
         peak=Compared("peak allocated", totals[highest], steady.peak.peak_bytes),
         phases=tuple(_phases(totals, steady, loss=answer.job.recipe.loss)),
         held=Compared("held between steps", int(total_bytes(answer.held)), steady.held_bytes),
-        kinds=tuple(_by_kind(as_run.lines(highest.lines), steady.peak.kinds)),
+        kinds=tuple(_by_kind(highest.lines, steady.peak.kinds)),
         collectives=tuple(_collectives(answer, measured)),
         allocator=tuple(_allocator(answer, measured, highest=totals[highest])),
         host=None if steady.host_bytes is None else Compared("host memory", answer.host_bytes, steady.host_bytes),
@@ -118,6 +113,15 @@ def against_kinds(answer: Estimate, seen: dict[str, int], live_bytes: int) -> tu
     """The peak of an estimate and what it is made of, held against what a GPU had in use by kind. [bytes]"""
     whole = Compared("peak allocated", int(answer.peak_bytes), live_bytes)
     return (whole, *_by_kind(answer.peak.lines, seen))
+
+
+def moments_as_run(answer: Estimate, measured: Measurement) -> tuple[Moment, ...]:
+    """The estimate's moments with what this run takes for each line, which is less where it is not on CUDA."""
+    recipe = answer.job.recipe
+    as_run = _AsRun(measured.tensors, measured.kernels, compute_of(recipe), recipe.recompute == "selective").with_blocks(
+        answer.kept
+    )
+    return tuple(moment._replace(lines=as_run.lines(moment.lines)) for moment in answer.moments)
 
 
 def cpu_bytes(lines: tuple[Line, ...], compute: Compute) -> int:
@@ -177,17 +181,17 @@ class _AsRun(NamedTuple):
 def _phases(totals: dict[Moment, int], steady: StepMeasured, *, loss: Loss) -> list[Compared]:
     rows = []
     for phase in steady.phases:
-        predicted = [n_bytes for moment, n_bytes in totals.items() if _phase_of(moment, loss) == phase.phase]
+        predicted = [n_bytes for moment, n_bytes in totals.items() if phase_as_run(moment, loss).value == phase.phase]
         if predicted:
             rows.append(Compared(phase.phase, max(predicted), phase.peak_bytes))
     return rows
 
 
-def _phase_of(moment: Moment, loss: Loss) -> str:
+def phase_as_run(moment: Moment, loss: Loss) -> Phase:
     """The loss's own moments belong to the pass they happen in, as a run measures them; a chunked loss begins the backward."""
     if moment.phase is Phase.LOSS:
-        return Phase.FORWARD.value if "forward" in moment.name and loss != "chunked" else Phase.BACKWARD.value
-    return moment.phase.value
+        return Phase.FORWARD if "forward" in moment.name and loss != "chunked" else Phase.BACKWARD
+    return moment.phase
 
 
 def _by_kind(lines: tuple[Line, ...], measured: dict[str, int]) -> list[Compared]:

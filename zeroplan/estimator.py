@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.device import Outside, outside, total_band, workspace_line
 from zeroplan.engines.optimizers import implementation
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
@@ -191,12 +192,7 @@ class Estimate:
     @property
     def verdict(self) -> Verdict:
         """Whether the job fits the GPU: ``tight`` where it fits only if the allocator's cache stays small."""
-        capacity = self.capacity_bytes
-        if capacity is None:
-            return "unknown"
-        if self.least_bytes > capacity:
-            return "does not fit"
-        return "tight" if self.comfortable_bytes > capacity else "fits"
+        return verdict(self.least_bytes, self.comfortable_bytes, self.capacity_bytes)
 
     @property
     def fits(self) -> bool | None:
@@ -223,9 +219,9 @@ def estimate(job: JobSpec) -> Estimate:
     >>> sum(estimate(job).states_by_kind.values()) == 2 * estimate(job).parameters  # 16Ψ/8
     True
     """
-    account = _account(job)
+    account = _account(job, job.batch)
     highest = peak(account.moments)
-    workspaces = () if job.recipe.engine == "paper" else (workspace_line(job.cluster.gpu),)
+    workspaces = _workspaces(job)
     parameters = parameter_count(job.model)
     return Estimate(
         job=job,
@@ -246,18 +242,52 @@ def estimate(job: JobSpec) -> Estimate:
     )
 
 
+def verdict(least_bytes: int, comfortable_bytes: int, capacity_bytes: int | None) -> Verdict:
+    """Whether what must fit fits, and whether what would be comfortable does. [bytes]"""
+    if capacity_bytes is None:
+        return "unknown"
+    if least_bytes > capacity_bytes:
+        return "does not fit"
+    return "tight" if comfortable_bytes > capacity_bytes else "fits"
+
+
+class Needed(NamedTuple):
+    """What a card must give: see :attr:`Estimate.least_bytes` and :attr:`Estimate.comfortable_bytes`. [bytes]"""
+
+    least_bytes: Int
+    comfortable_bytes: Int
+
+
+def needed(job: JobSpec, batch: Batch) -> Needed:
+    """What the job needs with another batch, whose numbers may be columns: one account for all of them. [bytes]
+
+    >>> from zeroplan.resolve import job
+    >>> one = job(model="gpt2", gpus=8, stage=3, seq_len=128)
+    >>> needed(one, one.batch).least_bytes == estimate(one).least_bytes
+    True
+    """
+    workspaces = _workspaces(job)
+    moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in _account(job, batch).moments)
+    band, beside = reserved(moments, engine=job.recipe.engine), total_band(outside(job.mesh)).expected_bytes
+    return Needed(band.low_bytes + beside, band.expected_bytes + beside)
+
+
+def _workspaces(job: JobSpec) -> tuple[Line, ...]:
+    return () if job.recipe.engine == "paper" else (workspace_line(job.cluster.gpu),)
+
+
 _FLATTENED_IN_HOST_MEMORY = (
     "The GPU has no room for the model and its flat copy beside each other, so DeepSpeed makes that copy through host memory"
 )
 
 
-def _account(job: JobSpec) -> Account:
+def _account(job: JobSpec, batch: Batch) -> Account:
     """The engine's account; with DeepSpeed's own way round, where its construction alone would not fit the GPU.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
     engine = engine_module(job.recipe.engine)
-    account = engine.account(job.model, job.recipe, job.mesh, job.batch)
+    account = engine.account(job.model, job.recipe, job.mesh, batch)
     gpu, options = job.cluster.gpu, job.recipe.deepspeed
     lays_flat = job.recipe.engine == "deepspeed" and job.recipe.zero_stage in (1, 2) and options.flatten_on_accelerator
     if not lays_flat or gpu is None:
@@ -266,7 +296,7 @@ def _account(job: JobSpec) -> Account:
     if all(int(moment.total_bytes) <= room for moment in account.moments if moment.phase is Phase.INIT):
         return account
     through_host = replace(job.recipe, deepspeed=replace(options, flatten_on_accelerator=False))
-    account = engine.account(job.model, through_host, job.mesh, job.batch)
+    account = engine.account(job.model, through_host, job.mesh, batch)
     return account._replace(notes=(*account.notes, _FLATTENED_IN_HOST_MEMORY))
 
 

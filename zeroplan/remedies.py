@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, step_implementation
-from zeroplan.spec.job import DEFAULT_ENGINE, ENGINE_STAGES, JobSpec
+from zeroplan.spec.job import JobSpec, engine_at
 from zeroplan.spec.recipe import DdpOptions, RecipeSpec, Stage
 
 MOST_GPUS = 4096
@@ -176,7 +176,7 @@ def _higher_stage(job: JobSpec) -> Iterator[_Candidate]:
 
 
 def _at_stage(recipe: RecipeSpec, stage: Stage) -> _Candidate:
-    engine = recipe.engine if stage in ENGINE_STAGES[recipe.engine] else DEFAULT_ENGINE[stage]
+    engine = engine_at(stage, recipe.engine)
     other = "" if engine == recipe.engine else f", which takes {engine} instead of {recipe.engine}"
     flags = f"--stage {stage} --engine {engine}"
     return _with_recipe(f"shard more: ZeRO stage {stage}{other}", flags, zero_stage=stage, engine=engine)

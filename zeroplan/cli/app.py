@@ -14,6 +14,7 @@ from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.gpus import gpus_app
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.cli.models import models_app
+from zeroplan.cli.plot import plot_app
 from zeroplan.cli.profile import profile_command
 from zeroplan.cli.quick import QuickCommand, QuickGroup
 from zeroplan.cli.verify import INTERRUPTED, verify_command
@@ -34,6 +35,7 @@ app.command("verify", cls=QuickCommand)(verify_command)
 app.command("profile", cls=QuickCommand)(profile_command)
 app.command("compare", cls=QuickCommand)(compare_command)
 app.command("diagnose", cls=QuickCommand)(takes_a_job(diagnose_command, or_none=True))
+app.add_typer(plot_app, name="plot")
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
 

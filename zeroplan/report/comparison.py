@@ -62,7 +62,7 @@ def summary_line(comparisons: tuple[Comparison, ...], *, tolerance: float) -> st
     agreeing = sum(comparison.agrees(tolerance) for comparison in comparisons)
     worst = max((comparison.peak.error for comparison in comparisons), key=abs)
     agree = f"{agreeing} of {len(comparisons)} runs agree within {100 * tolerance:g} %"
-    return f"{agree}; the largest error of a peak is {_percent(worst)}."
+    return f"{agree}; the largest error of a peak is {percent(worst)}."
 
 
 def rank_line(comparison: Comparison, measurement: Measurement) -> str:
@@ -107,10 +107,10 @@ def verdict(comparison: Comparison, *, tolerance: float) -> str:
     within = f"within {100 * tolerance:g} %"
     if not beyond:
         return (
-            f"It agrees {within}: peak {_percent(comparison.peak.error)}, held between steps {_percent(comparison.held.error)}."
+            f"It agrees {within}: peak {percent(comparison.peak.error)}, held between steps {percent(comparison.held.error)}."
         )
     figures = "; ".join(
-        f"{row.what} {_percent(row.error)} (predicted {format_size(row.predicted)}, measured {format_size(row.measured)})"
+        f"{row.what} {percent(row.error)} (predicted {format_size(row.predicted)}, measured {format_size(row.measured)})"
         for row in beyond
     )
     return f"It does not agree {within}: {figures}."
@@ -134,7 +134,7 @@ def compared_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
     yield f"{title:<{_WHAT + 2}}{'predicted':>22}{'measured':>22}{'error':>13}"
     yield " " * (_WHAT + 2) + f"{decimal:>11}{binary:>11}" * 2
     for row in ordered:
-        yield f"  {row.what:<{_WHAT}}{_both(row.predicted, unit)}{_both(row.measured, unit)}{_percent(row.error):>13}"
+        yield f"  {row.what:<{_WHAT}}{_both(row.predicted, unit)}{_both(row.measured, unit)}{percent(row.error):>13}"
 
 
 def _unit(rows: list[Compared]) -> tuple[str, int, str, int]:
@@ -157,10 +157,15 @@ def _markdown_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|"
     for row in ordered:
         cells = (f"{n_bytes / unit:,.3f}" for n_bytes in (row.predicted, row.measured) for unit in (GB, GIB))
-        yield f"| {row.what} | {' | '.join(cells)} | {_percent(row.error)} |"
+        yield f"| {row.what} | {' | '.join(cells)} | {percent(row.error)} |"
 
 
-def _percent(error: float) -> str:
+def percent(error: float) -> str:
+    """An error as a reader takes it in; what is many times off is said so.
+
+    >>> percent(-0.00001), percent(0.5), percent(11.0)
+    ('+0.00 %', '+50.00 %', '12 times')
+    """
     if error == float("inf"):
         return "unmeasured"
     return f"{round(100 * error, 2) + 0.0:+.2f} %" if error < 10 else f"{error + 1:,.0f} times"

@@ -6,7 +6,8 @@ from dataclasses import replace
 from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.ledger import Kind
 from zeroplan.remedies import MOST_GPUS
-from zeroplan.spec.job import ENGINE_STAGES
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import format_size
@@ -19,12 +20,47 @@ NO_CHANGE = (
 
 def headline(answer: Estimate) -> str:
     """What is trained, on how many GPUs, how."""
-    job = answer.job
+    recipe = answer.job.recipe
+    engine = ENGINE_STAGES[recipe.engine][recipe.zero_stage]
+    stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {recipe.zero_stage}: "
+    return f"{subject(answer.job)}, {stage}{engine}"
+
+
+def subject(job: JobSpec) -> str:
+    """What is trained, on how many GPUs."""
     gpus = job.mesh.world_size
     gpu = plural(gpus, "GPU") if job.cluster.gpu is None else f"{gpus:,} x {job.cluster.gpu.full_name}"
-    engine = ENGINE_STAGES[job.recipe.engine][job.recipe.zero_stage]
-    stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {job.recipe.zero_stage}: "
-    return f"{job.model.name or f'a {job.model.family} model'} on {gpu}, {stage}{engine}"
+    return f"{model_words(job)} on {gpu}"
+
+
+def model_words(job: JobSpec) -> str:
+    """The model's name, or its family's."""
+    return job.model.name or f"a {job.model.family} model"
+
+
+def recipe_line(recipe: RecipeSpec) -> str:
+    """Precision, optimizer, recomputation, attention."""
+    return f"{recipe.precision}, {_optimizer(recipe)}, recomputation {recipe.recompute}, attention {recipe.attention}"
+
+
+def batch_line(batch: BatchSpec) -> str:
+    """What one GPU is fed in one forward pass, and how often per step."""
+    accumulated = "" if batch.grad_accum_steps == 1 else f", {batch.grad_accum_steps:,} micro-batches per step"
+    return f"{sequences(batch)} per GPU and micro-batch{accumulated}"
+
+
+def sequences(batch: BatchSpec) -> str:
+    """How many sequences of how many tokens."""
+    return f"{plural(batch.micro_batch_size, 'sequence')} of {plural(batch.seq_len, 'token')}"
+
+
+def mesh_line(mesh: MeshSpec) -> str:
+    """Replicas, shards and tensor-parallel ranks, where there is more than shards."""
+    if mesh.dp_replicate == 1 and mesh.tp == 1:
+        return ""
+    replicas, shards, split = (plural(mesh.dp_replicate, "replica"), plural(mesh.dp_shard, "shard"),
+                               plural(mesh.tp, "tensor-parallel rank"))  # fmt: skip
+    return f"{replicas} x {shards} x {split}"
 
 
 def job_lines(answer: Estimate) -> Iterator[str]:
@@ -37,15 +73,12 @@ def job_lines(answer: Estimate) -> Iterator[str]:
     if adapter is not None:
         trained = f"{answer.trained_parameters:,} parameters trained, the others frozen"
         yield f"LoRA of rank {adapter.rank:,} in {adapter.targets}: {trained}"
-    yield f"{recipe.precision}, {_optimizer(recipe)}, recomputation {recipe.recompute}, attention {recipe.attention}"
+    yield recipe_line(recipe)
     accumulated = "" if batch.grad_accum_steps == 1 else f"{batch.grad_accum_steps:,} micro-batches or "
     tokens = batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard
-    sequences = f"{plural(batch.micro_batch_size, 'sequence')} of {plural(batch.seq_len, 'token')}"
-    yield f"{sequences} per GPU and micro-batch; {accumulated}{tokens:,} tokens of all GPUs per step"
-    if mesh.dp_replicate > 1 or mesh.tp > 1:
-        replicas, shards, split = (plural(mesh.dp_replicate, "replica"), plural(mesh.dp_shard, "shard"),
-                                   plural(mesh.tp, "tensor-parallel rank"))  # fmt: skip
-        yield f"{replicas} x {shards} x {split}"
+    yield f"{sequences(batch)} per GPU and micro-batch; {accumulated}{tokens:,} tokens of all GPUs per step"
+    if arranged := mesh_line(mesh):
+        yield arranged
 
 
 def plural(count: int, noun: str) -> str:

@@ -22,6 +22,15 @@ ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
 DEFAULT_ENGINE: dict[Stage, Engine] = {0: "ddp", 1: "ddp", 2: "fsdp2", 3: "fsdp2"}
 
 
+def engine_at(stage: Stage, engine: Engine) -> Engine:
+    """The engine itself where it offers the stage, otherwise what a PyTorch user would run.
+
+    >>> engine_at(1, "fsdp2"), engine_at(1, "deepspeed")
+    ('ddp', 'deepspeed')
+    """
+    return engine if stage in ENGINE_STAGES[engine] else DEFAULT_ENGINE[stage]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec(Spec):
     """One training job, complete.

@@ -1,0 +1,150 @@
+"""What pictures show is what the estimate says, to the byte. Needs no matplotlib."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tests.measured_twins import twin
+from zeroplan import JobSpec, SpecError, estimate, job
+from zeroplan.comparison import compare_with_estimate
+from zeroplan.ledger import bytes_by_kind
+from zeroplan.report.palette import OUTSIDE
+from zeroplan.report.series.heat import heat
+from zeroplan.report.series.scaling import scaling
+from zeroplan.report.series.stages import STAGES, at_stage, stages
+from zeroplan.report.series.timeline import timeline
+from zeroplan.report.series.validation import validation
+
+JOBS = {
+    "fsdp2": job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192),
+    "hsdp": job(model="llama-3.1-8b", gpus=16, replicas=2, gpu="h100", recompute="full"),
+    "moe": job(model="mixtral-8x7b", gpus=8, gpu="h200", recompute="full"),
+    "deepspeed": job(model="llama-3.1-8b", gpus=8, engine="deepspeed", stage=2, offload_optimizer="cpu", gpu="a100-sxm-80gb"),
+    "params": job(params="7e9", gpus=8),
+    "one GPU": job(model="gpt2", gpu="t4"),
+}
+each_job = pytest.mark.parametrize("asked", JOBS.values(), ids=JOBS)
+
+
+@each_job
+def test_the_bands_of_a_stage_are_the_lines_at_its_peak(asked: JobSpec):
+    for column in stages(asked).columns:
+        if column.refusal:
+            with pytest.raises(SpecError, match=column.refusal.partition("(")[0][:40]):
+                estimate(at_stage(asked, column.stage))
+            continue
+        answer = estimate(at_stage(asked, column.stage))
+        bands = {part.what: part.n_bytes for part in column.parts}
+        assert bands.pop(OUTSIDE) == answer.outside_band.expected_bytes
+        assert bands == {kind.value: n_bytes for kind, n_bytes in bytes_by_kind(answer.peak.lines).items() if n_bytes}
+        assert sum(part.n_bytes for part in column.parts) == column.needed_bytes == answer.least_bytes
+        assert (column.moment, column.verdict) == (answer.peak.name, answer.verdict)
+
+
+@each_job
+def test_the_jobs_own_stage_is_the_job_itself(asked: JobSpec):
+    assert at_stage(asked, asked.recipe.zero_stage) == asked
+    assert [at_stage(asked, stage).mesh.world_size for stage in STAGES] == [asked.mesh.world_size] * 4
+
+
+@each_job
+def test_a_timeline_is_every_moment_in_the_order_of_the_step(asked: JobSpec):
+    found, answer = timeline(asked), estimate(asked)
+    assert sorted(instant.name for instant in found.instants) == sorted(moment.name for moment in answer.moments)
+    assert sorted(instant.total_bytes for instant in found.instants) == sorted(int(m.total_bytes) for m in answer.moments)
+    assert all(sum(part.n_bytes for part in instant.parts) == instant.total_bytes for instant in found.instants)
+    highest = found.instants[found.peak]
+    assert (highest.name, highest.total_bytes) == (answer.peak.name, answer.peak_bytes)
+    phases = list(dict.fromkeys(instant.phase for instant in found.instants))
+    assert phases == [one for one in ("initialisation", "forward", "backward", "optimizer step") if one in phases]
+    assert len(
+        [at for at in range(1, len(found.instants)) if found.instants[at].phase != found.instants[at - 1].phase]
+    ) + 1 == len(phases)
+
+
+def test_a_record_lies_over_the_moments_of_its_phases():
+    record = twin(factor=0.97)
+    found = timeline(record.job, record)
+    assert {one.phase: one.n_bytes for one in found.measured} == {
+        phase.phase: phase.peak_bytes for phase in record.steady.phases
+    }
+    for one in found.measured:
+        assert {found.instants[at].phase for at in range(one.first, one.last + 1)} == {one.phase}
+    assert (
+        max(i.total_bytes for i in found.instants if i.phase != "initialisation")
+        == compare_with_estimate(record).peak.predicted
+    )
+
+
+def test_a_record_of_another_job_is_refused_with_what_differs():
+    record = twin()
+    with pytest.raises(SpecError, match=r"record 'r' is of another job [(]stage 1 instead of 0, seq-len 128 instead of 256"):
+        timeline(job(model="gpt2", gpus=4, stage=0, engine="ddp", seq_len=256), record, where="record 'r'")
+    with pytest.raises(SpecError, match="another model"):
+        timeline(job(model="llama-2-7b", gpus=4, stage=1, engine="ddp", seq_len=128), record)
+
+
+def test_a_record_of_the_same_job_by_another_name_is_taken():
+    record = twin()
+    asked = replace(
+        record.job, model=replace(record.job.model, name="mine"), recipe=replace(record.job.recipe, optimizer_impl="foreach")
+    )
+    assert timeline(asked, record).measured
+
+
+@each_job
+def test_scaling_is_the_job_on_other_numbers_of_gpus(asked: JobSpec):
+    found = scaling(asked)
+    assert found.own.needed_bytes == estimate(asked).least_bytes
+    for line in found.lines:
+        for point in line.points[::4]:
+            shards = point.gpus // (asked.mesh.dp_replicate * asked.mesh.tp)
+            there = at_stage(replace(asked, mesh=replace(asked.mesh, dp_shard=shards)), line.stage)
+            assert there.mesh.world_size == point.gpus
+            assert estimate(there).least_bytes == point.needed_bytes
+
+
+def test_where_a_stage_begins_to_fit_one_gpu_fewer_does_not():
+    asked = JOBS["fsdp2"]
+    begins = {line.stage: line.fits_from for line in scaling(asked).lines}
+    assert begins[0] is None
+    assert begins[3] is not None
+    for gpus, fits in ((begins[3].gpus, True), (begins[3].gpus - 1, False)):
+        assert estimate(replace(asked, mesh=replace(asked.mesh, dp_shard=gpus))).fits is fits
+
+
+@each_job
+def test_a_map_of_batches_is_its_jobs(asked: JobSpec):
+    found = heat(asked)
+    assert asked.batch.seq_len in found.seq_lens
+    assert asked.batch.micro_batch_size in found.micro_batches
+    for row in (0, 3, len(found.micro_batches) - 1):
+        for column in (0, len(found.seq_lens) // 2, len(found.seq_lens) - 1):
+            batch = replace(asked.batch, micro_batch_size=found.micro_batches[row], seq_len=found.seq_lens[column])
+            answer = estimate(replace(asked, batch=batch))
+            assert found.needed_bytes[row][column] == answer.least_bytes
+            assert found.comfortable_bytes[row][column] == answer.comfortable_bytes
+            assert found.verdict(row, column) == answer.verdict
+
+
+def test_learned_positions_end_the_map():
+    assert heat(JOBS["one GPU"]).seq_lens[-1] == 1024
+
+
+def test_runs_are_named_and_told_by_engine():
+    records = [twin(factor=0.5), twin(factor=2.0)]
+    found = validation([(one, compare_with_estimate(one)) for one in records], limits=(0.02,))
+    assert [round(run.error, 3) for run in found.runs] == [1.0, -0.5]
+    assert found.runs[0].name == "gpt2, ddp 1, N = 4"
+
+
+def test_series_load_no_matplotlib():
+    code = (
+        "import sys\nfrom zeroplan import job\nfrom zeroplan.report import bars, series\n"
+        "from zeroplan.report.series.stages import stages\n"
+        "bars.stages_bars(stages(job(params='7e9', gpus=8)), width=80, signs=True)\n"
+        "print(sorted({'torch', 'matplotlib', 'numpy', 'rich', 'typer'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,174 @@
+"""The commands of ``zeroplan plot``: each makes its series, then draws it into a file, on the screen or in the terminal."""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from zeroplan.cli.compare import TOLERANCE, parse_tolerance
+from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.cli.quick import QuickCommand
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.report.palette import THEMES
+from zeroplan.resolve import Resolved
+
+if TYPE_CHECKING:
+    from zeroplan.report.bars import Row
+
+kinds_app = typer.Typer()
+_OUTPUT = "Output"
+_ENDINGS = (".png", ".svg", ".pdf")
+
+_Out = Annotated[
+    str | None,
+    typer.Option("-o", "--out", metavar="FILE", help="Where to: a .png, .svg or .pdf. (default: the screen)",
+                 rich_help_panel=_OUTPUT, show_default=False),
+]  # fmt: skip
+_Theme = Annotated[
+    str, typer.Option("--theme", metavar="light|dark", help="Dark on light, or light on dark.", rich_help_panel=_OUTPUT)
+]
+_Text = Annotated[bool, typer.Option("--text", help="Bars of text, in the terminal.", rich_help_panel=_OUTPUT)]
+
+
+class _Where(NamedTuple):
+    """Where a picture goes, and how it looks."""
+
+    out: Path | None
+    theme: str
+    text: bool
+
+
+def _where(out: str | None, theme: str, *, text: bool) -> _Where:
+    """Check what was asked for before anything is computed."""
+    if theme not in THEMES:
+        raise SpecError(f"--theme {theme!r} is neither light nor dark")
+    if text and out is not None:
+        raise SpecError(
+            "--text goes to the terminal and -o to a file; choose one (`zeroplan plot ... --text > FILE` keeps the text)"
+        )
+    if out is not None and Path(out).suffix.lower() not in _ENDINGS:
+        raise SpecError(f"-o {out!r} does not end in .png, .svg or .pdf; the ending chooses the format")
+    if out is not None and not Path(out).parent.is_dir():
+        raise SpecError(f"-o {out!r}: there is no folder {str(Path(out).parent)!r}; make it first")
+    if not text and find_spec("matplotlib") is None:
+        raise MeasurementError("matplotlib is not installed, and drawing needs it: pip install 'zeroplan[plot]', or use --text")
+    if not text and out is None and not _has_display():
+        raise SpecError("there is no display to draw on; write a file with -o FILE.png, or use --text")
+    return _Where(None if out is None else Path(out), theme, text)
+
+
+def _has_display() -> bool:
+    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def _drawn(kind: str, series: object, where: _Where) -> None:
+    """Draw a series of this kind where it was asked for."""
+    if where.text:
+        _print(kind, series)
+        return
+    from zeroplan.report.plots import frame  # noqa: PLC0415  only a picture pays for matplotlib
+
+    draw: Callable[..., None] = getattr(import_module(f"zeroplan.report.plots.{kind}"), f"draw_{kind}")
+    theme = THEMES[where.theme]
+    with frame.style(theme):
+        if where.out is None:
+            frame.shown(lambda figure: draw(figure, series, theme))
+            return
+        figure = frame.blank()
+        draw(figure, series, theme)
+        frame.written(figure, where.out)
+    typer.echo(f"wrote {where.out}")
+
+
+def _print(kind: str, series: object) -> None:
+    from rich.console import Console  # noqa: PLC0415  only --text pays for it
+    from rich.text import Text  # noqa: PLC0415
+
+    console = Console(highlight=False, soft_wrap=True)
+    signs = (console.encoding or "").lower().startswith("utf")
+    rows: Callable[..., list[Row]] = getattr(import_module("zeroplan.report.bars"), f"{kind}_bars")
+    for row in rows(series, width=console.width, signs=signs):
+        console.print(Text.assemble(*((part.text, part.colour or "") for part in row)))
+
+
+def _say_notes(resolved: Resolved) -> None:
+    for note in resolved.notes:
+        print(f"note: {note}", file=sys.stderr, flush=True)
+
+
+def _job_picture(kind: str) -> Callable[..., int | None]:
+    """A command that draws a job and takes nothing else."""
+
+    def command(*, resolved: Resolved, out: _Out = None, theme: _Theme = "light", text: _Text = False) -> None:
+        where = _where(out, theme, text=text)
+        series: Callable[[Any], object] = getattr(import_module(f"zeroplan.report.series.{kind}"), kind)
+        made = series(resolved.job)
+        _say_notes(resolved)
+        _drawn(kind, made, where)
+
+    command.__doc__ = _HELP[kind]
+    return takes_a_job(command)
+
+
+_HELP = {
+    "stages": "One GPU's memory at its peak under ZeRO stages 0 to 3, band by band, and the GPU's capacity.",
+    "scaling": "One GPU's memory against the number of GPUs under stages 0 to 3, and from how many on it fits.",
+    "heat": "One GPU's memory by micro-batch and sequence length: what fits, and what does not.",
+}
+
+for _kind in _HELP:
+    kinds_app.command(_kind, cls=QuickCommand)(_job_picture(_kind))
+
+
+_Record = Annotated[
+    str | None,
+    typer.Option("--record", metavar="FILE", help="A record of `zeroplan verify --out`, laid over the estimate; without a job's "
+                 "flags its own job is drawn.", show_default=False),
+]  # fmt: skip
+
+
+def _timeline(
+    *, resolved: Resolved | None, record: _Record = None, out: _Out = None, theme: _Theme = "light", text: _Text = False
+) -> None:
+    """Memory over one step: every named moment, band by band, the peak marked; with a record, what the engine took."""
+    from zeroplan.records import read_record  # noqa: PLC0415  only this kind needs them
+    from zeroplan.report.series.timeline import timeline  # noqa: PLC0415
+
+    where = _where(out, theme, text=text)
+    measured = None if record is None else read_record(Path(record))
+    if resolved is None and measured is None:
+        raise SpecError("--record '' names no file; give the path of a record, or a job")
+    job = resolved.job if resolved is not None else measured.job  # type: ignore[union-attr]  # one of the two is there
+    made = timeline(job, measured, where=f"record {record!r}")
+    if resolved is not None:
+        _say_notes(resolved)
+    _drawn("timeline", made, where)
+
+
+kinds_app.command("timeline", cls=QuickCommand)(takes_a_job(_timeline, or_none=True))
+
+
+@kinds_app.command("validation", cls=QuickCommand)
+def _validation(
+    records: Annotated[
+        list[str], typer.Argument(metavar="RECORD...", help="Records that `zeroplan verify --out` wrote, or folders of them.")
+    ],
+    *,
+    tolerance: Annotated[str, typer.Option("--tolerance", metavar="FRACTION", help="The limit that is drawn.")] = TOLERANCE,
+    out: _Out = None,
+    theme: _Theme = "light",
+    text: _Text = False,
+) -> None:
+    """Predicted peaks against measured ones, and how large the errors are, over the records of `zeroplan verify`."""
+    from zeroplan.cli.comparing import Held, judged  # noqa: PLC0415  only this kind needs them
+    from zeroplan.records import read_record, record_paths  # noqa: PLC0415
+    from zeroplan.report.series.validation import validation  # noqa: PLC0415
+
+    where, limit = _where(out, theme, text=text), parse_tolerance(tolerance)
+    held = judged(tuple(Held.of(read_record(path)) for record in records for path in record_paths(Path(record))))
+    _drawn("validation", validation(held, limits=(limit,)), where)

@@ -1,0 +1,212 @@
+"""Series drawn in a terminal: rows of coloured signs, as wide as asked for; letters where there are no signs."""
+
+from collections.abc import Iterator
+from math import log
+from typing import NamedTuple
+
+from zeroplan.report.palette import BLUE, ENGINES, LOOKS, ORANGE, STAGES, VERMILLION
+from zeroplan.report.series.heat import HeatSeries
+from zeroplan.report.series.parts import Caption, Part, kinds_of
+from zeroplan.report.series.scaling import Point, ScalingLine, ScalingSeries
+from zeroplan.report.series.stages import StageColumn, StagesSeries
+from zeroplan.report.series.timeline import TimelineSeries
+from zeroplan.report.series.validation import ValidationSeries
+from zeroplan.report.words import plural
+from zeroplan.units import GIB
+
+
+class Segment(NamedTuple):
+    """A piece of a row and its colour, if any."""
+
+    text: str
+    colour: str = ""
+
+
+Row = tuple[Segment, ...]
+
+_LEAST_BAR = 10
+
+
+def stages_bars(series: StagesSeries, *, width: int, signs: bool) -> list[Row]:
+    """A bar per stage, with the capacity marked in it."""
+    return [
+        *_head(series.caption),
+        *_stages(series, width, signs=signs),
+        (),
+        *_legend([c.parts for c in series.columns], signs=signs),
+    ]
+
+
+def _stages(series: StagesSeries, width: int, *, signs: bool) -> Iterator[Row]:
+    longest = max([column.needed_bytes for column in series.columns] + [series.capacity_bytes or 0, 1])
+    for column in series.columns:
+        name = f"stage {column.stage}"
+        if column.refusal:
+            yield (Segment(f"{name}  {column.refusal}"),)
+            continue
+        figure = f"{column.needed_bytes / GIB:>10,.2f} GiB  {'' if column.verdict == 'unknown' else column.verdict}"
+        room = max(_LEAST_BAR, width - len(name) - 2 - 30)
+        bar = _bar(column.parts, room, longest, signs=signs)
+        yield (Segment(f"{name}  "), *_marked(bar, room, series.capacity_bytes, longest, signs=signs), Segment(figure))
+        yield (Segment(f"{'':9}{_beneath(column)}"),)
+
+
+def _beneath(column: StageColumn) -> str:
+    return f"{column.engine}; peak: {column.moment}"
+
+
+def _marked(bar: list[Segment], room: int, capacity: int | None, longest: int, *, signs: bool) -> list[Segment]:
+    """The bar filled up to its room, a line where the GPU's capacity is."""
+    cells = [(sign, segment.colour) for segment in bar for sign in segment.text]
+    cells += [(" ", "")] * (room - len(cells))
+    if capacity is not None and (at := round(capacity / longest * room)) <= room:
+        cells.insert(at, ("│" if signs else "|", ""))
+    else:
+        cells.append((" ", ""))
+    return [Segment(sign, colour) for sign, colour in cells]
+
+
+def _bar(parts: tuple[Part, ...], room: int, longest: int, *, signs: bool) -> list[Segment]:
+    """Parts beside each other; ends are rounded, so that the whole is as long as it should be."""
+    made, before, end = [], 0, 0
+    for part in parts:
+        end += part.n_bytes
+        cells = round(end / longest * room) - before
+        before += cells
+        look = LOOKS[part.what]
+        made.append(Segment((look.sign if signs else look.letter) * cells, look.colour))
+    return made
+
+
+def _head(caption: Caption) -> list[Row]:
+    return [(Segment(caption.title),), *((Segment(line),) for line in caption.lines), ()]
+
+
+def _legend(stacks: list[tuple[Part, ...]], *, signs: bool) -> Iterator[Row]:
+    for what in kinds_of(tuple(stacks)):
+        look = LOOKS[what]
+        yield (Segment(f"  {(look.sign if signs else look.letter) * 2}", look.colour), Segment(f" {what}"))
+
+
+def timeline_bars(series: TimelineSeries, *, width: int, signs: bool) -> list[Row]:
+    """A bar per moment, the peak marked; below it what a record took in each phase."""
+    return [
+        *_head(series.caption),
+        *_instants(series, width, signs=signs),
+        (),
+        *_legend([i.parts for i in series.instants], signs=signs),
+    ]
+
+
+def _instants(series: TimelineSeries, width: int, *, signs: bool) -> Iterator[Row]:
+    longest = max([instant.total_bytes for instant in series.instants] + [one.n_bytes for one in series.measured])
+    name_width = min(max(len(instant.name) for instant in series.instants), max(width // 2 - 10, 16))
+    room = max(_LEAST_BAR, width - name_width - 24)
+    measured = {one.last: one for one in series.measured}
+    phase = ""
+    for at, instant in enumerate(series.instants):
+        if instant.phase != phase:
+            phase = instant.phase
+            yield (Segment(phase),)
+        name = _shortened(instant.name, name_width)
+        bar = _marked(_bar(instant.parts, room, longest, signs=signs), room, None, longest, signs=signs)
+        peak = f" {'◀' if signs else '<'} peak" if at == series.peak else ""
+        yield (Segment(f"  {name:<{name_width}} "), *bar, Segment(f"{instant.total_bytes / GIB:>9,.2f} GiB{peak}"))
+        if at in measured:
+            one = measured[at]
+            cells = ("─" if signs else "-") * round(one.n_bytes / longest * room)
+            yield (Segment(f"  {_shortened(f'measured, {one.phase}', name_width):<{name_width}} "),
+                   Segment(f"{cells:<{room}} {one.n_bytes / GIB:>9,.2f} GiB"))  # fmt: skip
+
+
+def _shortened(name: str, width: int) -> str:
+    return name if len(name) <= width else f"{name[: width - 1]}…"
+
+
+def scaling_bars(series: ScalingSeries, *, width: int, signs: bool) -> list[Row]:
+    """A group of bars per number of GPUs, one per stage, on a logarithmic scale."""
+    return [*_head(series.caption), *_scaled(series, width, signs=signs), (), *_begin(series)]
+
+
+def _scaled(series: ScalingSeries, width: int, *, signs: bool) -> Iterator[Row]:
+    every = [point.needed_bytes for line in series.lines for point in line.points]
+    least, most = min(every) / 2, max(every)
+    room = max(_LEAST_BAR, width - 44)
+    yield (Segment(f"{'GPUs':>6}  stage   bars are logarithmic"),)
+    for gpus in sorted({point.gpus for line in series.lines for point in line.points}):
+        for number, (stage, point) in enumerate(_at(series, gpus)):
+            look = STAGES[stage]
+            cells = round(log(point.needed_bytes / least) / log(most / least) * room)
+            verdict = "" if point.verdict == "unknown" else point.verdict
+            yield (Segment(f"{f'{gpus:,}' if not number else '':>6}  {stage}  "),
+                   Segment(("█" if signs else "#") * cells, look.colour),
+                   Segment(f"{' ' * (room - cells)}{point.needed_bytes / GIB:>10,.2f} GiB  {verdict}"))  # fmt: skip
+
+
+def _at(series: ScalingSeries, gpus: int) -> list[tuple[int, Point]]:
+    return [(line.stage, point) for line in series.lines for point in line.points if point.gpus == gpus]
+
+
+def _begin(series: ScalingSeries) -> Iterator[Row]:
+    for line in series.lines:
+        begins = line.refusal if not line.points else _begins(line, series.capacity_bytes)
+        yield (Segment(f"stage {line.stage}, {line.engine}{': ' if begins else ''}{begins}"),)
+
+
+def _begins(line: ScalingLine, capacity: int | None) -> str:
+    if capacity is None:
+        return ""
+    return "does not fit" if line.fits_from is None else f"fits from {plural(line.fits_from.gpus, 'GPU')}"
+
+
+def heat_bars(series: HeatSeries, *, width: int, signs: bool) -> list[Row]:
+    """A table of micro-batches and sequence lengths in doublings, each figure with a sign for fits, tight, does not."""
+    ups, downs = _doubled(series.seq_lens, series.own[1]), _doubled(series.micro_batches, series.own[0])
+    most = max(1, (width - 10) // 9)
+    across = ups if len(ups) <= most else [*ups[: most - 1], ups[-1]]
+    rows: list[Row] = [*_head(series.caption), (Segment(f"GiB per GPU{'':>20}tokens per sequence"),)]
+    rows.append((Segment(f"{'sequences':>9}" + "".join(f"{length:>9,}" for length in across)),))
+    rows += [(Segment(f"{batch:>9,}"), *(_cell(series, batch, length, signs=signs) for length in across)) for batch in downs]
+    shades = _SHADES if signs else _LETTERS
+    verdicts = "" if series.capacity_bytes is None else "; ".join(f"{shades[what]} {what}" for what in shades)
+    rows += [(), (Segment(f"* this job{'; ' if verdicts else ''}{verdicts}"),)]
+    return rows
+
+
+_SHADES = {"fits": "░", "tight": "▒", "does not fit": "█"}
+_LETTERS = {"fits": ".", "tight": "~", "does not fit": "X"}
+_VERDICT_COLOURS = {"fits": BLUE, "tight": ORANGE, "does not fit": VERMILLION}
+
+
+def _doubled(values: tuple[int, ...], own: int) -> list[int]:
+    doublings = {values[0] << power for power in range(64)}
+    return [value for value in values if value in doublings or value in (own, values[-1])]
+
+
+def _cell(series: HeatSeries, batch: int, length: int, *, signs: bool) -> Segment:
+    row, column = series.micro_batches.index(batch), series.seq_lens.index(length)
+    gib = series.needed_bytes[row][column] / GIB
+    own = "*" if (batch, length) == series.own else " "
+    figure = f"{gib:,.0f}" if gib >= 100 else f"{gib:.1f}"
+    if series.capacity_bytes is None:
+        return Segment(f"{own}{figure}".rjust(9))
+    verdict = series.verdict(row, column)
+    return Segment(f"{own}{figure}{(_SHADES if signs else _LETTERS)[verdict]}".rjust(9), _VERDICT_COLOURS[verdict])
+
+
+def validation_bars(series: ValidationSeries, *, width: int, signs: bool) -> list[Row]:
+    """A row per run, the largest error first: predicted, measured, and the error as a bar."""
+    rows: list[Row] = [*_head(series.caption)]
+    runs = sorted(series.runs, key=lambda run: -abs(run.error))
+    name_width = min(max(len(run.name) for run in runs), max(16, width - 56))
+    room = max(_LEAST_BAR, width - name_width - 44)
+    largest = max(abs(run.error) for run in runs) or 1.0
+    rows.append((Segment(f"{'':<{name_width}}{'predicted':>14}{'measured':>14}{'error':>10}"),))
+    for run in runs:
+        figures = f"{run.predicted_bytes / GIB:>10,.2f} GiB{run.measured_bytes / GIB:>10,.2f} GiB{run.error:>+10.2%}  "
+        bar = ("█" if signs else "#") * round(abs(run.error) / largest * room)
+        rows.append(
+            (Segment(f"{_shortened(run.name, name_width):<{name_width}}{figures}"), Segment(bar, ENGINES[run.engine].colour))
+        )
+    within = "; ".join(f"{sum(abs(run.error) <= limit for run in runs):,} within {limit:.4g}" for limit in series.limits)
+    return [*rows, (), (Segment(f"of {plural(len(runs), 'run')}: {within}"),)]

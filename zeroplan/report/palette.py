@@ -1,0 +1,107 @@
+"""Which colour, hatch and sign stand for a kind of memory, a stage or an engine, in every picture of the product.
+
+Colours are Okabe and Ito's, which the colour-blind tell apart (Okabe and Ito 2008, Color Universal Design), and others of the
+same hue for what belongs to the same thing. Any two kinds differ in lightness or in hatch, so that they are told apart in grey,
+too. Data alone: a page in a browser may use it as it is.
+"""
+
+from typing import Literal, NamedTuple
+
+from zeroplan.ledger import Kind
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+
+#: What the card gives beside the allocator; no kind of the ledger, since it is known as a band only.
+OUTSIDE = "context and communicators"
+
+
+class Look(NamedTuple):
+    """How a kind looks: its colour, its hatch on paper, and its sign in a terminal, with a letter where there are no signs."""
+
+    colour: str
+    hatch: str
+    sign: str
+    letter: str
+
+
+#: From the bottom of a stack to its top: what stays all the time first.
+LOOKS: dict[str, Look] = {
+    Kind.PARAMETERS.value: Look(BLUE, "", "█", "P"),
+    Kind.OPTIMIZER_STATE.value: Look(GREEN, "..", "▓", "O"),
+    Kind.GRADIENTS.value: Look(VERMILLION, "", "▒", "G"),
+    Kind.WEIGHT_CASTS.value: Look("#A6C8E4", "\\\\", "▤", "W"),
+    Kind.UNSHARDED_PARAMETERS.value: Look(SKY, "//", "▥", "U"),
+    Kind.GATHER.value: Look("#B5DDF5", "--", "▦", "A"),
+    Kind.UNSHARDED_GRADIENTS.value: Look(ORANGE, "\\\\", "▧", "V"),
+    Kind.REDUCE.value: Look("#F6D28B", "//", "▨", "R"),
+    Kind.ACTIVATIONS.value: Look(PURPLE, "", "░", "S"),
+    Kind.ACTIVATION_GRADIENTS.value: Look("#A8528A", "//", "▩", "B"),
+    Kind.LOGITS.value: Look(YELLOW, "", "■", "L"),
+    Kind.TEMPORARY.value: Look("#9A9A9A", "xx", "▪", "T"),
+    Kind.OPTIMIZER_TEMPORARY.value: Look("#7FCBB3", "", "▣", "Q"),
+    Kind.WORKSPACE.value: Look("#5E5E5E", "++", "◆", "C"),
+    OUTSIDE: Look("#D9D9D9", "..", "□", "X"),
+}
+ORDER = tuple(LOOKS)
+
+
+class LineLook(NamedTuple):
+    """How a line in a plot looks: colour, mark, dashes."""
+
+    colour: str
+    mark: str
+    dashes: Literal["-", "--", "-.", ":"]
+
+
+STAGES: dict[int, LineLook] = {
+    0: LineLook(VERMILLION, "o", "-"),
+    1: LineLook(ORANGE, "s", "--"),
+    2: LineLook(SKY, "^", "-."),
+    3: LineLook(BLUE, "D", "-"),
+}
+ENGINES: dict[str, LineLook] = {
+    "paper": LineLook(PURPLE, "v", ":"),
+    "ddp": LineLook(GREEN, "o", "-"),
+    "fsdp2": LineLook(BLUE, "s", "--"),
+    "deepspeed": LineLook(VERMILLION, "^", "-."),
+}
+
+
+class Theme(NamedTuple):
+    """Paper or screen: what is behind, what is written, what is ruled."""
+
+    paper: str
+    ink: str
+    faint: str
+    warn: str
+    """A limit, and what is beyond it."""
+
+
+THEMES = {
+    "light": Theme("#FFFFFF", "#1A1A1A", "#8C8C8C", "#B00020"),
+    "dark": Theme("#16181D", "#EDEDED", "#8A8F98", "#FF7A8A"),
+}
+
+
+def lightness(colour: str) -> float:
+    """How light a colour is in grey, from 0 to 1 (the luma of Rec. 601, as greyscale printing does).
+
+    >>> lightness("#000000"), lightness("#FFFFFF")
+    (0.0, 1.0)
+    """
+    red, green, blue = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return round(0.299 * red + 0.587 * green + 0.114 * blue, 6)
+
+
+#: Of lightness: darker colours carry white, lighter ones dark grey.
+_DARK = 0.7
+
+
+def on(colour: str) -> str:
+    """What is legible on a colour: a hatch, a number.
+
+    >>> on(BLUE), on(YELLOW)
+    ('#FFFFFF', '#333333')
+    """
+    return "#FFFFFF" if lightness(colour) < _DARK else "#333333"

@@ -1,0 +1,132 @@
+"""What every picture shares: fonts and theme, the job in the caption, the look of a kind, how it becomes a file."""
+
+import os
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import matplotlib as mpl
+import matplotlib.style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from zeroplan.errors import SpecError
+from zeroplan.report.palette import LOOKS, Theme, on
+from zeroplan.report.series.parts import Caption
+
+ENDINGS = ("png", "svg", "pdf")
+#: Of a figure in a page: small files, sharp where a screen has two dots for one.
+_DOTS_PER_INCH = 144
+SMALL, PLAIN = 7.5, 9.0
+_POINTS_PER_INCH, _LINE = 72, 1.4
+#: Of DejaVu Sans, in parts of its size: the mean width of a sign in running text.
+_SIGN = 0.56
+UNIT = "GiB per GPU (1 GiB = 2³⁰ bytes)"
+
+_INKS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
+_PAPERS = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+_SETTINGS: dict[str, object] = {
+    "font.family": "DejaVu Sans", "font.size": PLAIN, "axes.labelsize": SMALL + 0.5, "legend.fontsize": SMALL,
+    "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.axisbelow": True, "legend.frameon": False, "hatch.linewidth": 0.5, "svg.hashsalt": "zeroplan", "pdf.fonttype": 42,
+}  # fmt: skip
+_Corner = Literal["upper left", "lower left"]
+LegendEntry = tuple[tuple[Artist, ...], str]
+
+
+@contextmanager
+def style(theme: Theme) -> Iterator[None]:
+    """Fonts that come with matplotlib and colours of the theme, whatever a user's own settings are."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.style.use({**dict.fromkeys(_INKS, theme.ink), **dict.fromkeys(_PAPERS, theme.paper), **_SETTINGS})
+        yield
+
+
+def framed(figure: Figure, caption: Caption, *, width: float, height: float) -> None:
+    """Give a figure its size, its title and the job below, with the room that these take. [inches]"""
+    signs = int(width * _POINTS_PER_INCH / (SMALL * _SIGN))
+    lines = [part for line in caption.lines for part in textwrap.wrap(line, signs)]
+    below = (len(lines) + 1) * SMALL * _LINE / _POINTS_PER_INCH
+    figure.set_size_inches(width, height + below)
+    figure.set_layout_engine("constrained", rect=(0, below / (height + below), 1, 1 - below / (height + below)))
+    figure.suptitle(caption.title, x=0.012, ha="left", fontweight="bold", fontsize=PLAIN + 1)
+    figure.text(
+        0.012, 0.3 * SMALL * _LINE / _POINTS_PER_INCH / (height + below), "\n".join(lines),
+        fontsize=SMALL, va="bottom", ha="left", linespacing=_LINE - 0.1,
+    )  # fmt: skip
+
+
+def legend(
+    axes: Axes,
+    entries: Sequence[LegendEntry],
+    *,
+    loc: _Corner = "upper left",
+    at: tuple[float, float] = (1.01, 1.0),
+    columns: int = 1,
+) -> None:
+    """Put entries beside the axes; several artists of an entry lie on each other."""
+    handles, texts = [artists for artists, _ in entries], [text for _, text in entries]
+    axes.legend(handles, texts, loc=loc, bbox_to_anchor=at, borderaxespad=0.0, ncols=columns)
+
+
+def kind_entries(kinds: Sequence[str], theme: Theme) -> list[LegendEntry]:
+    """The legend of kinds, the top of the stack first."""
+    return [((plain(what, theme), hatched(what)), what) for what in reversed(kinds)]
+
+
+def plain(what: str, theme: Theme) -> Patch:
+    """A kind's colour, bordered by paper."""
+    return Patch(facecolor=LOOKS[what].colour, edgecolor=theme.paper, linewidth=0.6)
+
+
+def hatched(what: str) -> Patch:
+    """A kind's hatch, to lie on its colour."""
+    look = LOOKS[what]
+    return Patch(facecolor="none", edgecolor=on(look.colour), linewidth=0, hatch=look.hatch)
+
+
+def written(figure: Figure, path: Path) -> None:
+    """Write the figure in the format of the file's ending; the file appears complete or not at all.
+
+    Without dates and versions inside, so that the same picture is the same file.
+    """
+    ending = ending_of(path)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    nothing = {"png": {"Software": ""}, "svg": {"Date": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
+    try:
+        figure.savefig(unfinished, format=ending, dpi=_DOTS_PER_INCH, metadata=nothing[ending])
+        unfinished.replace(path)
+    except OSError as error:
+        raise SpecError(f"the picture cannot be written to {str(path)!r}: {error.strerror}; give another file") from None
+    finally:
+        if unfinished.exists():
+            unfinished.unlink()
+
+
+def ending_of(path: Path) -> str:
+    """A format that is drawn, from the file's name."""
+    ending = path.suffix.removeprefix(".").lower()
+    if ending not in ENDINGS:
+        raise SpecError(f"{path.name!r} does not end in .png, .svg or .pdf; the ending chooses the format")
+    return ending
+
+
+def blank() -> Figure:
+    """A figure that no window belongs to."""
+    return Figure()
+
+
+def shown(draw: Callable[[Figure], None]) -> None:
+    """Draw in a window, and wait until it is closed."""
+    from matplotlib import pyplot as plt  # noqa: PLC0415  which chooses what draws windows
+
+    figure = plt.figure()
+    if getattr(type(figure.canvas), "required_interactive_framework", None) is None:
+        raise SpecError("matplotlib finds nothing to draw windows with; write a file with -o FILE.png, or use --text")
+    draw(figure)
+    plt.show()

@@ -1,0 +1,131 @@
+"""How large may batch and sequence be? What one GPU needs for every pair of them, and whether that fits."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Needed, Verdict, estimate, needed, verdict
+from zeroplan.numeric import Int
+from zeroplan.report.series.parts import Caption, caption, engine_words
+from zeroplan.spec.job import JobSpec
+from zeroplan.transformer.profiled import profile_of
+
+_SHORTEST = 512
+_MOST_SEQUENCES = 64
+_PER_DOUBLING = 4
+_WORTH_A_LOOK = 4
+"""What needs so many times the GPU's memory, or the job's, is not drawn."""
+
+
+class _Batches(NamedTuple):
+    """One micro-batch and a column of sequence lengths, as formulas take them."""
+
+    micro_batch_size: Int
+    seq_len: Int
+    grad_accum_steps: Int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatSeries:
+    """What is needed, and what would be comfortable, ``[of this micro-batch][and this sequence length]``. [bytes]
+
+    ``own`` is the job's own micro-batch and sequence length, both of which are on the axes.
+    """
+
+    caption: Caption
+    micro_batches: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    needed_bytes: tuple[tuple[int, ...], ...]
+    comfortable_bytes: tuple[tuple[int, ...], ...]
+    own: tuple[int, int]
+    own_bytes: int
+    capacity_bytes: int | None
+
+    def verdict(self, at_batch: int, at_seq: int) -> Verdict:
+        """Whether this pair fits, as :attr:`zeroplan.estimator.Estimate.verdict` has it."""
+        return verdict(self.needed_bytes[at_batch][at_seq], self.comfortable_bytes[at_batch][at_seq], self.capacity_bytes)
+
+
+def heat(job: JobSpec) -> HeatSeries:
+    """Account for the job with every micro-batch and sequence length, from 1 and 512 up to what the model was configured for.
+
+    >>> from zeroplan import job
+    >>> found = heat(job(model="gpt2", gpus=8, stage=3))
+    >>> found.seq_lens[-1], found.needed_bytes[0][-1] == found.own_bytes
+    (1024, True)
+    """
+    answer = estimate(job)
+    beyond = _WORTH_A_LOOK * max(answer.least_bytes, answer.capacity_bytes or 0)
+    seq_lens, micro_batches = _seq_lens(job), _micro_batches(job)
+    lengths = _ints(_row(job, micro_batches[0], seq_lens).least_bytes, len(seq_lens))
+    seq_lens = _within(seq_lens, lengths, beyond, own=job.batch.seq_len)
+    grid = [_row(job, micro_batch, seq_lens) for micro_batch in micro_batches]
+    batches = [_ints(row.least_bytes, len(seq_lens))[0] for row in grid]
+    micro_batches = _within(micro_batches, batches, beyond, own=job.batch.micro_batch_size)
+    grid = grid[: len(micro_batches)]
+    return HeatSeries(
+        caption=caption(
+            answer, f"Memory of one GPU by batch and sequence: {engine_words(job)}", *_accumulated(job), batch=False
+        ),
+        micro_batches=micro_batches,
+        seq_lens=seq_lens,
+        needed_bytes=tuple(_ints(row.least_bytes, len(seq_lens)) for row in grid),
+        comfortable_bytes=tuple(_ints(row.comfortable_bytes, len(seq_lens)) for row in grid),
+        own=(job.batch.micro_batch_size, job.batch.seq_len),
+        own_bytes=answer.least_bytes,
+        capacity_bytes=answer.capacity_bytes,
+    )
+
+
+def _row(job: JobSpec, micro_batch: int, seq_lens: tuple[int, ...]) -> Needed:
+    """One micro-batch at a time: of some modules one sequence and several are different programs."""
+    import numpy as np  # noqa: PLC0415  only columns pay for it
+
+    column = np.array(seq_lens, dtype=np.int64)
+    return needed(job, _Batches(micro_batch, column, job.batch.grad_accum_steps))
+
+
+def _ints(column: Int, length: int) -> tuple[int, ...]:
+    """What depends on no column is the same for each of its values."""
+    return (column,) * length if isinstance(column, int) else tuple(int(value) for value in column)
+
+
+def _within(values: tuple[int, ...], needed_bytes: Sequence[int], most: int, *, own: int) -> tuple[int, ...]:
+    """The values up to the first whose least need is beyond, but two doublings at least, and the job's own."""
+    inside = sum(n_bytes <= most for n_bytes in needed_bytes)
+    return values[: max(inside + 1, 2 * _PER_DOUBLING + 1, values.index(own) + 1)]
+
+
+def _micro_batches(job: JobSpec) -> tuple[int, ...]:
+    own = job.batch.micro_batch_size
+    return _steps(1, max(_MOST_SEQUENCES, 2 * own), own)
+
+
+def _accumulated(job: JobSpec) -> tuple[str, ...]:
+    steps = job.batch.grad_accum_steps
+    return () if steps == 1 else (f"{steps:,} micro-batches per step",)
+
+
+def _seq_lens(job: JobSpec) -> tuple[int, ...]:
+    model, own = job.model, job.batch.seq_len
+    profile = None if model.profile is None else profile_of(model)
+    if profile is not None and profile.seq_len is not None:
+        raise SpecError(
+            f"the profile of {profile.name} is of sequences of {profile.seq_len:,} only, so there is nothing to vary"
+        )
+    most = model.max_position_embeddings if model.positions else max(model.max_position_embeddings, own)
+    least = min(_SHORTEST, own, most) if profile is None else profile.shortest
+    return _steps(least, most, own)
+
+
+def _steps(least: int, most: int, own: int) -> tuple[int, ...]:
+    """Whole numbers in four steps to every doubling, with both ends and the job's own among them."""
+    return tuple(sorted({least, most, own, *_doubling(least, most)}))
+
+
+def _doubling(least: int, most: int) -> Iterator[int]:
+    at = least
+    while at <= most:
+        yield from (value for quarter in range(_PER_DOUBLING) if (value := at + at * quarter // _PER_DOUBLING) <= most)
+        at *= 2

@@ -1,0 +1,76 @@
+"""What is memory made of at a moment, in the order of a stack, and which job is it? What all series share."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Line, bytes_by_kind
+from zeroplan.report.palette import ORDER, OUTSIDE
+from zeroplan.report.words import batch_line, mesh_line, recipe_line, subject
+from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of one kind; ``what`` is a key of :data:`zeroplan.report.palette.LOOKS`."""
+
+    what: str
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caption:
+    """Which job a picture is about: a title of one line, and sentences below."""
+
+    title: str
+    lines: tuple[str, ...]
+
+
+def parts(lines: tuple[Line, ...], *, outside_bytes: int = 0) -> tuple[Part, ...]:
+    """The lines by kind, from the bottom of the stack up; kinds without bytes are left out."""
+    found = {kind.value: int(n_bytes) for kind, n_bytes in bytes_by_kind(lines).items()}
+    found[OUTSIDE] = outside_bytes
+    return tuple(Part(what, found[what]) for what in ORDER if found.get(what))
+
+
+def kinds_of(stacks: tuple[tuple[Part, ...], ...]) -> tuple[str, ...]:
+    """What occurs in any of these stacks, in their order: the entries of a legend."""
+    seen = {part.what for stack in stacks for part in stack}
+    return tuple(what for what in ORDER if what in seen)
+
+
+def engine_words(job: JobSpec) -> str:
+    """An engine as it is called at this stage."""
+    return ENGINE_STAGES[job.recipe.engine][job.recipe.zero_stage]
+
+
+def caption(answer: Estimate, title: str, *more: str, batch: bool = True) -> Caption:
+    """The job below a picture; what is not exact for it stands there, too."""
+    return Caption(title=title, lines=tuple(_about(answer, more, batch=batch)))
+
+
+def _about(answer: Estimate, more: tuple[str, ...], *, batch: bool) -> Iterator[str]:
+    job = answer.job
+    yield "; ".join(part for part in (subject(job), mesh_line(job.mesh), _adapter(job), _offloaded(job)) if part)
+    yield "; ".join((recipe_line(job.recipe), *((batch_line(job.batch),) if batch else ())))
+    yield from more
+    if answer.approximate:
+        yield answer.approximate
+
+
+def _adapter(job: JobSpec) -> str:
+    adapter = job.model.adapter
+    return "" if adapter is None else f"LoRA of rank {adapter.rank:,} in {adapter.targets}"
+
+
+def _offloaded(job: JobSpec) -> str:
+    """What is in host memory."""
+    recipe = job.recipe
+    if not recipe.offloads:
+        return ""
+    options = recipe.deepspeed
+    away = (
+        (options.offload_optimizer != "none", options.offload_param != "none") if recipe.engine == "deepspeed" else (True, True)
+    )
+    names = [name for name, one in zip(("optimizer", "parameters"), away, strict=True) if one]
+    return f"{' and '.join(names)} offloaded to host memory"

@@ -1,0 +1,113 @@
+"""How does the memory of one GPU fall with the number of GPUs, under each ZeRO stage, and from how many on does the job fit?"""
+
+from dataclasses import dataclass, replace
+
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Verdict, estimate
+from zeroplan.remedies import MOST_GPUS
+from zeroplan.report.series.parts import Caption, caption, engine_words
+from zeroplan.report.series.stages import STAGES, at_stage, left_behind
+from zeroplan.spec.job import JobSpec, engine_at
+from zeroplan.spec.recipe import Stage
+
+_LEAST_SPAN = 1024
+"""So many GPUs at least are drawn: below, ZeRO's stages are still being told apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """What one of so many GPUs needs: the allocated peak and what is outside the allocator. [bytes]"""
+
+    gpus: int
+    needed_bytes: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingLine:
+    """One stage: its points by number of GPUs, and the first number that fits, the one before it being the last that does not."""
+
+    stage: Stage
+    engine: str
+    points: tuple[Point, ...] = ()
+    fits_from: Point | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingSeries:
+    """All stages against the number of GPUs; ``own`` is the job itself, ``capacity_bytes`` the GPU's where one is named."""
+
+    caption: Caption
+    lines: tuple[ScalingLine, ...]
+    own: Point
+    capacity_bytes: int | None
+
+
+def scaling(job: JobSpec) -> ScalingSeries:
+    """Estimate the job on 1, 2, 4 and so on GPUs (with replicas or tensor parallelism on multiples) under stages 0 to 3.
+
+    The batch of one GPU stays as it is, so more GPUs mean a larger batch of all.
+
+    >>> from zeroplan import job
+    >>> found = scaling(job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192))
+    >>> [line.fits_from.gpus for line in found.lines if line.fits_from]
+    [44, 7]
+    """
+    answer = estimate(job)
+    words = "the batch per GPU stays as it is; needed is the allocated peak with context and communicators"
+    return ScalingSeries(
+        caption=caption(answer, "Memory of one GPU against the number of GPUs, by ZeRO stage", words, *left_behind(job)),
+        lines=tuple(_line(job, stage) for stage in STAGES),
+        own=Point(gpus=job.mesh.world_size, needed_bytes=answer.least_bytes, verdict=answer.verdict),
+        capacity_bytes=answer.capacity_bytes,
+    )
+
+
+def _line(job: JobSpec, stage: Stage) -> ScalingLine:
+    found: list[Point] = []
+    refusal = ""
+    for multiple in _multiples(job):
+        try:
+            found.append(_point(job, stage, multiple))
+        except SpecError as error:
+            refusal = refusal or str(error)
+    if not found:
+        return ScalingLine(stage=stage, engine=engine_at(stage, job.recipe.engine), refusal=refusal)
+    return ScalingLine(
+        stage=stage, engine=engine_words(at_stage(job, stage)), points=tuple(found), fits_from=_fits_from(job, stage, found)
+    )
+
+
+def _multiples(job: JobSpec) -> list[int]:
+    """Shards: powers of two, up to some times what the job has."""
+    unit = job.mesh.dp_replicate * job.mesh.tp
+    most = max(min(MOST_GPUS, max(_LEAST_SPAN, 4 * job.mesh.world_size)), job.mesh.world_size)
+    return [1 << power for power in range(max(most // unit, 1).bit_length())]
+
+
+def _point(job: JobSpec, stage: Stage, shards: int) -> Point:
+    there = at_stage(replace(job, mesh=replace(job.mesh, dp_shard=shards)), stage)
+    answer = estimate(there)
+    return Point(gpus=there.mesh.world_size, needed_bytes=answer.least_bytes, verdict=answer.verdict)
+
+
+def _fits(point: Point) -> bool:
+    return point.verdict in ("fits", "tight")
+
+
+def _fits_from(job: JobSpec, stage: Stage, found: list[Point]) -> Point | None:
+    """The first point that fits, sought between the powers of two; None where none does or no GPU is named."""
+    at = next((at for at, point in enumerate(found) if _fits(point)), None)
+    if at is None:
+        return None
+    unit = job.mesh.dp_replicate * job.mesh.tp
+    best, beyond = found[at], found[at - 1].gpus // unit if at else 0
+    while best.gpus // unit - beyond > 1 and at:
+        middle = (best.gpus // unit + beyond) // 2
+        try:
+            tried = _point(job, stage, middle)
+        except SpecError:  # a number that an option does not divide
+            return best
+        best, beyond = (tried, beyond) if _fits(tried) else (best, middle)
+    return best

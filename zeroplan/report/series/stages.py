@@ -1,0 +1,102 @@
+"""What does one GPU hold at its peak under each ZeRO stage? The same job four times."""
+
+from dataclasses import dataclass, replace
+
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate, Verdict, estimate
+from zeroplan.report.series.parts import Caption, Part, caption, engine_words, parts
+from zeroplan.spec.job import JobSpec, engine_at
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import Stage
+
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+_WITH_REPLICAS = ("fsdp2", "paper")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageColumn:
+    """One stage: what is alive at its peak and beside the allocator, or why there is no such job. [bytes]
+
+    ``needed_bytes`` is the sum of ``parts``; ``comfortable_bytes`` what the card gives where the allocator keeps freed blocks.
+    """
+
+    stage: Stage
+    engine: str
+    parts: tuple[Part, ...] = ()
+    moment: str = ""
+    needed_bytes: int = 0
+    comfortable_bytes: int = 0
+    verdict: Verdict = "unknown"
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesSeries:
+    """All stages side by side, and the GPU's capacity, where one is named. [bytes]"""
+
+    caption: Caption
+    columns: tuple[StageColumn, ...]
+    capacity_bytes: int | None
+
+
+def stages(job: JobSpec) -> StagesSeries:
+    """Estimate the job under stages 0 to 3; where its engine has no such stage, under the one a PyTorch user would run.
+
+    >>> from zeroplan import job
+    >>> [column.engine for column in stages(job(model="gpt2", gpus=8, stage=3, seq_len=128)).columns]
+    ['DDP', 'DDP + ZeroRedundancyOptimizer', 'FSDP2, reshard_after_forward=False', 'FSDP2']
+    """
+    answer = estimate(job)
+    return StagesSeries(
+        caption=caption(answer, "Memory of one GPU at its peak, by ZeRO stage", *left_behind(job)),
+        columns=tuple(_column(job, stage) for stage in STAGES),
+        capacity_bytes=answer.capacity_bytes,
+    )
+
+
+def at_stage(job: JobSpec, stage: Stage) -> JobSpec:
+    """The job under another stage, with the nearest engine and all ranks in one group where that knows no replicas.
+
+    Raises :class:`~zeroplan.errors.SpecError` for what no engine offers.
+    """
+    recipe, mesh = job.recipe, job.mesh
+    if stage == recipe.zero_stage:
+        return job
+    engine = engine_at(stage, recipe.engine)
+    if engine not in _WITH_REPLICAS:
+        mesh = MeshSpec(dp_shard=mesh.dp_replicate * mesh.dp_shard, tp=mesh.tp)
+    fsdp2 = replace(recipe.fsdp2, reshard_after_forward=None)  # which is what tells FSDP2's two stages apart
+    return replace(job, mesh=mesh, recipe=replace(recipe, engine=engine, zero_stage=stage, fsdp2=fsdp2))
+
+
+def left_behind(job: JobSpec) -> tuple[str, ...]:
+    """What the engines of other stages do not have, so that nobody reads it into their columns."""
+    others = {engine_at(stage, job.recipe.engine) for stage in STAGES} - {job.recipe.engine}
+    if job.recipe.offloads and others:
+        return ("DDP, which stands in for stages 0 and 1, has no offload: all of it is on the GPU there",)
+    return ()
+
+
+def _column(job: JobSpec, stage: Stage) -> StageColumn:
+    try:
+        there = at_stage(job, stage)
+        answer = estimate(there)
+    except SpecError as error:
+        return StageColumn(stage=stage, engine=_engine(job, stage), refusal=str(error))
+    return StageColumn(
+        stage=stage,
+        engine=engine_words(there),
+        parts=parts(answer.peak.lines, outside_bytes=_outside(answer)),
+        moment=answer.peak.name,
+        needed_bytes=answer.least_bytes,
+        comfortable_bytes=max(answer.comfortable_bytes, answer.least_bytes),
+        verdict=answer.verdict,
+    )
+
+
+def _outside(answer: Estimate) -> int:
+    return int(answer.outside_band.expected_bytes)
+
+
+def _engine(job: JobSpec, stage: Stage) -> str:
+    return engine_at(stage, job.recipe.engine)

@@ -1,0 +1,156 @@
+"""What is alive at every named moment of a step, and what did a run of the engine take, phase by phase?"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from zeroplan.comparison import moments_as_run, phase_as_run
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate, estimate, step_implementation
+from zeroplan.ledger import Moment, Phase
+from zeroplan.measurement import Measurement
+from zeroplan.report.series.parts import Caption, Part, caption, engine_words, parts
+from zeroplan.report.words import plural
+from zeroplan.spec.job import JobSpec
+
+_BLOCK = re.compile(r"block (\d+) of \d+")
+_PHASES = (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """A named moment: the phase it happens in, and what is alive. [bytes]
+
+    ``skipped`` counts the blocks before it that have no moments: they are like their neighbours, and no peak can lie in them.
+    """
+
+    name: str
+    phase: str
+    parts: tuple[Part, ...]
+    total_bytes: int
+    skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The highest that a run took in one phase, over the moments (first to last) that fall into it. [bytes]"""
+
+    phase: str
+    first: int
+    last: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineSeries:
+    """A step's moments in order, and the index of the peak; ``room_bytes`` is what the GPU leaves to the allocator. [bytes]"""
+
+    caption: Caption
+    instants: tuple[Instant, ...]
+    peak: int
+    room_bytes: int | None
+    measured: tuple[Measured, ...] = ()
+
+
+def timeline(job: JobSpec, record: Measurement | None = None, *, where: str = "the record") -> TimelineSeries:
+    """The moments of a step as the estimate has them; with a record, as that run has them, and what it took.
+
+    A run on other tensors than CUDA's has no library workspaces and no scratch inside kernels: they are left out then.
+    Raises :class:`~zeroplan.errors.SpecError` where the record is of another job.
+
+    >>> from zeroplan import job
+    >>> found = timeline(job(model="gpt2", gpus=8, stage=3, seq_len=128))
+    >>> found.instants[found.peak].total_bytes == max(instant.total_bytes for instant in found.instants)
+    True
+    """
+    if record is None:
+        answer = estimate(job)
+        return _series(answer, answer.moments)
+    _demand_same(job, record, where)
+    answer = estimate(replace(job, recipe=replace(job.recipe, kernels=record.kernels)))
+    found = _series(answer, moments_as_run(answer, record), _how(record))
+    return replace(found, measured=tuple(_measured(found.instants, record)))
+
+
+def _series(answer: Estimate, moments: tuple[Moment, ...], *more: str) -> TimelineSeries:
+    loss = answer.job.recipe.loss
+    ordered = sorted(moments, key=lambda moment: _PHASES.index(phase_as_run(moment, loss)))
+    instants = tuple(
+        Instant(
+            name=moment.name,
+            phase=phase_as_run(moment, loss).value,
+            parts=parts(moment.lines),
+            total_bytes=int(moment.total_bytes),
+            skipped=_skipped(before.name, moment.name),
+        )
+        for before, moment in zip((ordered[0], *ordered), ordered, strict=False)
+    )
+    totals = [instant.total_bytes for instant in instants]
+    capacity = answer.capacity_bytes
+    return TimelineSeries(
+        caption=caption(answer, f"Memory over one step: {engine_words(answer.job)}", *more),
+        instants=instants,
+        peak=totals.index(max(totals)),
+        room_bytes=None if capacity is None else capacity - int(answer.outside_band.expected_bytes),
+    )
+
+
+def _skipped(before: str, name: str) -> int:
+    """How many blocks lie between two moments that name one each (:mod:`zeroplan.engines.positions`)."""
+    one, other = _BLOCK.search(before), _BLOCK.search(name)
+    return 0 if one is None or other is None else max(abs(int(one[1]) - int(other[1])) - 1, 0)
+
+
+def _measured(instants: tuple[Instant, ...], record: Measurement) -> Iterator[Measured]:
+    phases = {phase.phase: phase.peak_bytes for phase in record.steady.phases}
+    if record.initialisation is not None:
+        phases[Phase.INIT.value] = record.initialisation.peak_bytes
+    for phase, group in groupby(range(len(instants)), key=lambda at: instants[at].phase):
+        indices = list(group)
+        if phase in phases:
+            yield Measured(phase=phase, first=indices[0], last=indices[-1], n_bytes=phases[phase])
+
+
+def _how(record: Measurement) -> str:
+    return (
+        f"measured with backend {record.backend} ({record.tensors} tensors), the last of {plural(len(record.steps), 'step')}, "
+        "the highest of each phase; what only CUDA takes is left out of both" if record.tensors != "cuda" else
+        f"measured on the GPU, the last of {plural(len(record.steps), 'step')}, the highest of each phase"
+    )  # fmt: skip
+
+
+def _demand_same(job: JobSpec, record: Measurement, where: str) -> None:
+    """Refuse to lay a run over the account of another job; names and GPUs may differ, what is computed may not."""
+    ours, theirs = _sides(job), _sides(record.job)
+    differing = [name for name in ours if ours[name] != theirs[name]]
+    if differing:
+        said = ", ".join(f"{name} {theirs[name]} instead of {ours[name]}" for name in differing[:3] if name != "shape")
+        shape = "another model" if "shape" in differing else ""
+        what = "; ".join(part for part in (shape, said) if part)
+        raise SpecError(f"{where} is of another job ({what}); leave the job's flags out to draw the record's own")
+
+
+def _sides(job: JobSpec) -> dict[str, object]:
+    """What two jobs must have in common, by the name of the flag or field."""
+    recipe, mesh, batch = job.recipe, job.mesh, job.batch
+    own = {"ddp": recipe.ddp, "fsdp2": recipe.fsdp2, "deepspeed": recipe.deepspeed}
+    return {
+        "shape": replace(job.model, name=""),
+        "engine": recipe.engine,
+        "stage": recipe.zero_stage,
+        "shards": mesh.dp_shard,
+        "replicas": mesh.dp_replicate,
+        "precision": recipe.precision,
+        "recompute": recipe.recompute,
+        "attention": recipe.attention,
+        "optimizer": recipe.optimizer,
+        "optimizer-impl": step_implementation(recipe),
+        "loss": recipe.loss,
+        "keep-logits": recipe.keep_logits,
+        "seq-len": batch.seq_len,
+        "micro-batch": batch.micro_batch_size,
+        "grad-accum": batch.grad_accum_steps,
+        "sync-every-micro-batch": recipe.sync_every_micro_batch or batch.grad_accum_steps == 1,
+        "options": own.get(recipe.engine),
+    }
