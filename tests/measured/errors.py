@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.comparison import Comparison, compare_with_estimate
+from zeroplan.report.series.validation import group_of as engine_of
 from zeroplan.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -61,12 +62,6 @@ def different_kinds(found: Comparison, small: int = 16 * MIB) -> list[Compared]:
 def held(records: list[Measurement]) -> list[Held]:
     """Hold the estimate of every record's job against it."""
     return [Held(record, compare_with_estimate(record)) for record in records]
-
-
-def engine_of(job: JobSpec) -> str:
-    """An engine, its stage, and whether there are replicas of the sharded group."""
-    replicas = " HSDP" if job.mesh.dp_replicate > 1 else ""
-    return f"{job.recipe.engine} {job.recipe.zero_stage}{replicas}"
 
 
 _SIDES: dict[str, Callable[[JobSpec], object]] = {

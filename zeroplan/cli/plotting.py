@@ -141,12 +141,13 @@ def _timeline(
 
     where = _where(out, theme, text=text)
     measured = None if record is None else read_record(Path(record))
-    if resolved is None and measured is None:
-        raise SpecError("--record '' names no file; give the path of a record, or a job")
-    job = resolved.job if resolved is not None else measured.job  # type: ignore[union-attr]  # one of the two is there
-    made = timeline(job, measured, where=f"record {record!r}")
     if resolved is not None:
+        made = timeline(resolved.job, measured, where=f"record {record!r}")
         _say_notes(resolved)
+    elif measured is not None:
+        made = timeline(measured.job, measured)
+    else:
+        raise SpecError("a timeline is of a job, of a record, or of both; give flags as --model NAME, or --record FILE")
     _drawn("timeline", made, where)
 
 

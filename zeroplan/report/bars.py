@@ -1,9 +1,11 @@
 """Series drawn in a terminal: rows of coloured signs, as wide as asked for; letters where there are no signs."""
 
+import textwrap
 from collections.abc import Iterator
 from math import log
 from typing import NamedTuple
 
+from zeroplan.report.comparison import percent
 from zeroplan.report.palette import BLUE, ENGINES, LOOKS, ORANGE, STAGES, VERMILLION
 from zeroplan.report.series.heat import HeatSeries
 from zeroplan.report.series.parts import Caption, Part, kinds_of
@@ -30,7 +32,7 @@ _LEAST_BAR = 10
 def stages_bars(series: StagesSeries, *, width: int, signs: bool) -> list[Row]:
     """A bar per stage, with the capacity marked in it."""
     return [
-        *_head(series.caption),
+        *_head(series.caption, width),
         *_stages(series, width, signs=signs),
         (),
         *_legend([c.parts for c in series.columns], signs=signs),
@@ -78,8 +80,9 @@ def _bar(parts: tuple[Part, ...], room: int, longest: int, *, signs: bool) -> li
     return made
 
 
-def _head(caption: Caption) -> list[Row]:
-    return [(Segment(caption.title),), *((Segment(line),) for line in caption.lines), ()]
+def _head(caption: Caption, width: int) -> list[Row]:
+    lines = [part for line in (caption.title, *caption.lines) for part in textwrap.wrap(line, width)]
+    return [*((Segment(line),) for line in lines), ()]
 
 
 def _legend(stacks: list[tuple[Part, ...]], *, signs: bool) -> Iterator[Row]:
@@ -91,7 +94,7 @@ def _legend(stacks: list[tuple[Part, ...]], *, signs: bool) -> Iterator[Row]:
 def timeline_bars(series: TimelineSeries, *, width: int, signs: bool) -> list[Row]:
     """A bar per moment, the peak marked; below it what a record took in each phase."""
     return [
-        *_head(series.caption),
+        *_head(series.caption, width),
         *_instants(series, width, signs=signs),
         (),
         *_legend([i.parts for i in series.instants], signs=signs),
@@ -125,7 +128,7 @@ def _shortened(name: str, width: int) -> str:
 
 def scaling_bars(series: ScalingSeries, *, width: int, signs: bool) -> list[Row]:
     """A group of bars per number of GPUs, one per stage, on a logarithmic scale."""
-    return [*_head(series.caption), *_scaled(series, width, signs=signs), (), *_begin(series)]
+    return [*_head(series.caption, width), *_scaled(series, width, signs=signs), (), *_begin(series)]
 
 
 def _scaled(series: ScalingSeries, width: int, *, signs: bool) -> Iterator[Row]:
@@ -156,7 +159,7 @@ def _begin(series: ScalingSeries) -> Iterator[Row]:
 def _begins(line: ScalingLine, capacity: int | None) -> str:
     if capacity is None:
         return ""
-    return "does not fit" if line.fits_from is None else f"fits from {plural(line.fits_from.gpus, 'GPU')}"
+    return line.fits_words
 
 
 def heat_bars(series: HeatSeries, *, width: int, signs: bool) -> list[Row]:
@@ -164,7 +167,7 @@ def heat_bars(series: HeatSeries, *, width: int, signs: bool) -> list[Row]:
     ups, downs = _doubled(series.seq_lens, series.own[1]), _doubled(series.micro_batches, series.own[0])
     most = max(1, (width - 10) // 9)
     across = ups if len(ups) <= most else [*ups[: most - 1], ups[-1]]
-    rows: list[Row] = [*_head(series.caption), (Segment(f"GiB per GPU{'':>20}tokens per sequence"),)]
+    rows: list[Row] = [*_head(series.caption, width), (Segment(f"GiB per GPU{'':>20}tokens per sequence"),)]
     rows.append((Segment(f"{'sequences':>9}" + "".join(f"{length:>9,}" for length in across)),))
     rows += [(Segment(f"{batch:>9,}"), *(_cell(series, batch, length, signs=signs) for length in across)) for batch in downs]
     shades = _SHADES if signs else _LETTERS
@@ -196,17 +199,16 @@ def _cell(series: HeatSeries, batch: int, length: int, *, signs: bool) -> Segmen
 
 def validation_bars(series: ValidationSeries, *, width: int, signs: bool) -> list[Row]:
     """A row per run, the largest error first: predicted, measured, and the error as a bar."""
-    rows: list[Row] = [*_head(series.caption)]
+    rows: list[Row] = [*_head(series.caption, width)]
     runs = sorted(series.runs, key=lambda run: -abs(run.error))
-    name_width = min(max(len(run.name) for run in runs), max(16, width - 56))
-    room = max(_LEAST_BAR, width - name_width - 44)
+    name_width = min(max(len(run.name) for run in runs), max(16, width - 50))
+    room = max(_LEAST_BAR, width - name_width - 40)
     largest = max(abs(run.error) for run in runs) or 1.0
     rows.append((Segment(f"{'':<{name_width}}{'predicted':>14}{'measured':>14}{'error':>10}"),))
     for run in runs:
-        figures = f"{run.predicted_bytes / GIB:>10,.2f} GiB{run.measured_bytes / GIB:>10,.2f} GiB{run.error:>+10.2%}  "
+        figures = f"{run.predicted_bytes / GIB:>10,.2f} GiB{run.measured_bytes / GIB:>10,.2f} GiB{percent(run.error):>10}  "
         bar = ("█" if signs else "#") * round(abs(run.error) / largest * room)
-        rows.append(
-            (Segment(f"{_shortened(run.name, name_width):<{name_width}}{figures}"), Segment(bar, ENGINES[run.engine].colour))
-        )
-    within = "; ".join(f"{sum(abs(run.error) <= limit for run in runs):,} within {limit:.4g}" for limit in series.limits)
+        name = f"{_shortened(run.name, name_width):<{name_width}}"
+        rows.append((Segment(f"{name}{figures}"), Segment(bar, ENGINES[run.engine].colour)))
+    within = "; ".join(f"{sum(abs(run.error) <= limit for run in runs):,} within {100 * limit:g} %" for limit in series.limits)
     return [*rows, (), (Segment(f"of {plural(len(runs), 'run')}: {within}"),)]

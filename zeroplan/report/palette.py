@@ -95,7 +95,7 @@ def lightness(colour: str) -> float:
 
 
 #: Of lightness: darker colours carry white, lighter ones dark grey.
-_DARK = 0.7
+_DARK = 0.55
 
 
 def on(colour: str) -> str:

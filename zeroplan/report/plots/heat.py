@@ -16,40 +16,59 @@ from zeroplan.report.plots.frame import SMALL, UNIT, LegendEntry, framed, legend
 from zeroplan.report.series.heat import HeatSeries
 from zeroplan.units import GIB
 
-_SHADES = "cividis"  # made for the colour-blind, and lightness alone tells its shades apart
+#: Made for the colour-blind; lightness alone tells its shades apart. Here from light, little, to dark, much.
+_SHADES = "cividis_r"
 _LEVELS = tuple(float(one * 10**power) for power in range(-2, 7) for one in (1, 2, 5))
-_LIMIT = VERMILLION
-_BRIGHTEST = 8
-"""What needs more than so many times the GPU's memory, or the job's, is as bright as that."""
+_LIMIT, _SHADOW = VERMILLION, "#333333"
+_SPAN = 8
+"""The middle shade is the GPU's memory, or the job's; the ends are so many times less and more."""
+
+_EDGE = 0.06
+"""So near to an edge of the axes, in parts of them, a contour's figure would not be whole."""
+
+Surface = list[list[float]]
 
 
-def draw_heat(figure: Figure, series: HeatSeries, theme: Theme) -> None:
+def draw_heat(figure: Figure, series: HeatSeries, theme: Theme) -> None:  # noqa: ARG001  shades are the same on any paper
     """Draw the grid into the figure."""
     framed(figure, series.caption, width=8.0, height=4.6)
     axes = figure.subplots()
-    across, up = list(series.seq_lens), list(series.micro_batches)
-    gib = [[n_bytes / GIB for n_bytes in row] for row in series.needed_bytes]
-    low, high = min(map(min, gib)), max(map(max, gib))
-    brightest = min(high, _BRIGHTEST * max(series.capacity_bytes or 0, series.own_bytes) / GIB)
-    norm = LogNorm(low, max(brightest, 1.01 * low))
-    shades = axes.pcolormesh(_edges(across), _edges(up), gib, cmap=_SHADES, norm=norm, rasterized=True)
     axes.set(xscale="log", yscale="log", xlabel="tokens per sequence", ylabel="sequences per GPU and micro-batch")
-    if min(len(across), len(up)) > 1:
-        axes.set(xlim=(across[0], across[-1]), ylim=(up[0], up[-1]))
+    needed = _surface(series.needed_bytes)
+    _shades(figure, axes, series, needed)
+    if min(len(series.seq_lens), len(series.micro_batches)) > 1:  # contours need a surface
+        axes.set(xlim=(series.seq_lens[0], series.seq_lens[-1]), ylim=(series.micro_batches[0], series.micro_batches[-1]))
+        _limits(axes, series, needed)
+        _contours(axes, series, needed)
     _ticks(axes, series)
-    _contours(axes, across, up, gib, highest=brightest)
-    bar = figure.colorbar(shades, ax=axes, pad=0.02, fraction=0.05, extend="max" if brightest < high else "neither")
-    bar.set_label(UNIT)
-    bar.ax.yaxis.set_major_locator(FixedLocator([level for level in _LEVELS if low <= level <= brightest]))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    bar.ax.yaxis.set_minor_locator(NullLocator())
-    _limits(axes, series, across, up, gib)
     axes.plot([series.own[1]], [series.own[0]], marker="*", markersize=14, color="#FFFFFF", markeredgecolor="#000000", zorder=6,
               clip_on=False)  # fmt: skip
-    legend(axes, list(_entries(series, theme)), loc="lower left", at=(0.0, 1.01), columns=2)
+    legend(axes, list(_entries(series)), loc="lower left", at=(0.0, 1.01), columns=2)
 
 
-def _edges(values: list[int]) -> list[float]:
+def _surface(rows: tuple[tuple[int, ...], ...]) -> Surface:
+    return [[n_bytes / GIB for n_bytes in row] for row in rows]
+
+
+def _ends(surface: Surface) -> tuple[float, float]:
+    return min(map(min, surface)), max(map(max, surface))
+
+
+def _shades(figure: Figure, axes: Axes, series: HeatSeries, needed: Surface) -> None:
+    """A cell per pair; darker than the GPU's own memory is too much."""
+    middle = (series.capacity_bytes or series.own_bytes) / GIB
+    low, high = middle / _SPAN, middle * _SPAN
+    shades = axes.pcolormesh(
+        _edges(series.seq_lens), _edges(series.micro_batches), needed, cmap=_SHADES, norm=LogNorm(low, high), rasterized=True
+    )
+    bar = figure.colorbar(shades, ax=axes, pad=0.02, fraction=0.05, extend="both")
+    bar.set_label(UNIT)
+    bar.ax.yaxis.set_major_locator(FixedLocator([level for level in _LEVELS if low <= level <= high]))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _edges(values: tuple[int, ...]) -> list[float]:
     """Where cells meet: half-way on a logarithmic axis; the outer ones as far out as the next is in."""
     between = [(one * other) ** 0.5 for one, other in pairwise(values)]
     if not between:
@@ -70,37 +89,63 @@ def _doublings(values: tuple[int, ...]) -> list[float]:
     return [float(least << power) for power in range((most // least).bit_length()) if least << power <= most]
 
 
-def _contours(axes: Axes, across: list[int], up: list[int], gib: list[list[float]], *, highest: float) -> None:
-    levels = [level for level in _LEVELS if min(map(min, gib)) < level < highest]
-    if not levels or min(len(across), len(up)) < 2:  # contours need a surface
+def _contours(axes: Axes, series: HeatSeries, needed: Surface) -> None:
+    low, high = _ends(needed)
+    levels = [level for level in _LEVELS if low < level < min(high, _SPAN * (series.capacity_bytes or series.own_bytes) / GIB)]
+    if not levels:
         return
-    lines = axes.contour(across, up, gib, levels=levels, colors="#FFFFFF", linewidths=0.8, alpha=0.85)
-    labels = axes.clabel(lines, fmt=lambda level: f"{level:,.10g} GiB", fontsize=SMALL)
-    for label in labels or ():
-        label.set_path_effects([withStroke(linewidth=2, foreground="#333333")])
+    lines = axes.contour(series.seq_lens, series.micro_batches, needed, levels=levels, colors="#FFFFFF", linewidths=0.9)
+    lines.set_path_effects([withStroke(linewidth=1.7, foreground=_SHADOW)])
+    for label in axes.clabel(lines, fmt=lambda level: f"{level:,.10g} GiB", fontsize=SMALL) or ():
+        label.set_path_effects([withStroke(linewidth=2, foreground=_SHADOW)])
+        if _is_cut(axes, label.get_position()):
+            label.remove()
 
 
-def _limits(axes: Axes, series: HeatSeries, across: list[int], up: list[int], gib: list[list[float]]) -> None:
+def _is_cut(axes: Axes, place: tuple[float, float]) -> bool:
+    """Whether a figure at this place would reach beyond the axes."""
+    across, up = axes.transLimits.transform(axes.transScale.transform(place))
+    return not (_EDGE < across < 1 - _EDGE and _EDGE < up < 1 - _EDGE)
+
+
+def _limits(axes: Axes, series: HeatSeries, needed: Surface) -> None:
     """Hatch what does not fit; between the two lines it fits tightly."""
-    if series.capacity_bytes is None or min(len(across), len(up)) < 2:
+    if series.capacity_bytes is None:
         return
-    limit, highest = series.capacity_bytes / GIB, max(map(max, gib))
-    comfortable = [[n_bytes / GIB for n_bytes in row] for row in series.comfortable_bytes]
-    if highest > limit:
-        over = axes.contourf(across, up, gib, levels=[limit, max(highest, limit) * 2], colors="none", hatches=["///"])
-        over.set_edgecolor("#1A1A1A")
+    limit, (_, high) = series.capacity_bytes / GIB, _ends(needed)
+    if high > limit:
+        over = axes.contourf(
+            series.seq_lens, series.micro_batches, needed, levels=[limit, 2 * high], colors="none", hatches=["///"]
+        )
+        over.set_edgecolor("#FFFFFF")
         over.set_linewidth(0)
-    for surface, dashes in ((gib, "solid"), (comfortable, "dashed")):
-        if min(map(min, surface)) < limit < max(map(max, surface)):
-            axes.contour(across, up, surface, levels=[limit], colors=_LIMIT, linewidths=2.2, linestyles=dashes)
+    for surface, dashes in _crossing(series):
+        axes.contour(
+            series.seq_lens, series.micro_batches, surface, levels=[limit], colors=_LIMIT, linewidths=2.2, linestyles=dashes
+        )
 
 
-def _entries(series: HeatSeries, theme: Theme) -> Iterator[LegendEntry]:
+def _crossing(series: HeatSeries) -> Iterator[tuple[Surface, str]]:
+    """What crosses the GPU's memory somewhere, and how that line is dashed."""
+    limit = (series.capacity_bytes or 0) / GIB
+    for rows, dashes in ((series.needed_bytes, "solid"), (series.comfortable_bytes, "dashed")):
+        low, high = _ends(_surface(rows))
+        if low < limit < high:
+            yield _surface(rows), dashes
+
+
+def _entries(series: HeatSeries) -> Iterator[LegendEntry]:
     star = Line2D([], [], marker="*", markersize=11, linestyle="none", color="#FFFFFF", markeredgecolor="#000000")
     batch, length = series.own
     yield (star,), f"this job, {batch:,} x {length:,}: {series.own_bytes / GIB:,.1f} GiB"
-    if series.capacity_bytes is not None:
-        gib = series.capacity_bytes / GIB
-        yield (Line2D([], [], color=_LIMIT, linewidth=2.2),), f"the GPU's {gib:.1f} GiB"
-        yield (Line2D([], [], color=_LIMIT, linewidth=2.2, linestyle="dashed"),), "the same, with the allocator's freed blocks"
-        yield (Patch(facecolor="none", edgecolor=theme.ink, linewidth=0, hatch="////"),), "does not fit"
+    if series.capacity_bytes is None:
+        return
+    words = {
+        "solid": f"the GPU's {series.capacity_bytes / GIB:.1f} GiB",
+        "dashed": "the same, with the allocator's freed blocks",
+    }
+    for _, dashes in _crossing(series):
+        yield (Line2D([], [], color=_LIMIT, linewidth=2.2, linestyle="-" if dashes == "solid" else "--"),), words[dashes]
+    if _ends(_surface(series.needed_bytes))[1] > series.capacity_bytes / GIB:
+        hatched = Patch(facecolor="#3D4A6B", edgecolor="#FFFFFF", linewidth=0, hatch="////")
+        yield (hatched,), f"does not fit the GPU's {series.capacity_bytes / GIB:.1f} GiB"

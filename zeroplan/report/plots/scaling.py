@@ -46,7 +46,7 @@ def _scales(axes: Axes, series: ScalingSeries, theme: Theme) -> None:
     """Powers of two below, round numbers at the side, and room above the highest line."""
     every = [gib for line in series.lines for gib in _places(line)[1]]
     limits = [] if series.capacity_bytes is None else [series.capacity_bytes / GIB]
-    axes.set_ylim(min([*every, *limits]) / 1.35, max([*every, *limits]) * 1.35)
+    axes.set_ylim(min([*every, *limits]) / 1.6, max([*every, *limits]) * 1.35)
     axes.xaxis.set_major_locator(LogLocator(base=2, numticks=16))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -59,7 +59,7 @@ def _scales(axes: Axes, series: ScalingSeries, theme: Theme) -> None:
 
 def _begins_to_fit(axes: Axes, line: ScalingLine, theme: Theme) -> None:
     at = line.fits_from
-    if at is None:
+    if at is None or at.gpus == line.points[0].gpus:  # where it fits from the first, nothing begins
         return
     look = STAGES[line.stage]
     axes.plot([at.gpus], [at.needed_bytes / GIB], "o", markersize=10, markerfacecolor="none", markeredgecolor=look.colour,
@@ -90,5 +90,5 @@ def _from(line: ScalingLine, series: ScalingSeries) -> str:
     if not line.points:
         return "not offered"
     if series.capacity_bytes is None:
-        return f"on {plural(line.points[-1].gpus, 'GPU')} {line.points[-1].needed_bytes / GIB:,.1f} GiB"
-    return "does not fit" if line.fits_from is None else f"fits from {plural(line.fits_from.gpus, 'GPU')}"
+        return f"{line.points[-1].needed_bytes / GIB:,.1f} GiB on {plural(line.points[-1].gpus, 'GPU')}"
+    return line.fits_words

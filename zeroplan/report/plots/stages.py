@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.path import Path
+from matplotlib.patheffects import withStroke
 
 from zeroplan.report.palette import LOOKS, Theme, on
 from zeroplan.report.plots.frame import SMALL, UNIT, LegendEntry, framed, kind_entries, legend
@@ -13,12 +15,12 @@ from zeroplan.report.series.parts import kinds_of
 from zeroplan.report.series.stages import StageColumn, StagesSeries
 from zeroplan.units import GIB
 
-_ZIGZAG = ((-2.0, -0.4), (-1.0, 0.4), (0.0, -0.4), (1.0, 0.4), (2.0, -0.4))
+_ZIGZAG = Path([(-2.0, -0.4), (-1.0, 0.4), (0.0, -0.4), (1.0, 0.4), (2.0, -0.4)])
 _WIDTH = 0.62
 _HIGHEST = 4.0
 """A column of more than so many times the capacity, or the lowest column, is cut: the others could not be read beside it."""
 _CUT_AT = 2.0
-_UNDER = 24
+_UNDER = 22
 """Signs that fit below a column."""
 _TEAR = 0.9
 """Where a cut column is torn, in parts of its height."""
@@ -34,7 +36,7 @@ def draw_stages(figure: Figure, series: StagesSeries, theme: Theme) -> None:
     axes.set(xlim=(-0.5, len(series.columns) - 0.5), ylim=(0, top * 1.13), ylabel=UNIT)
     for at, column in enumerate(series.columns):
         _column(axes, at, column, top, theme)
-    axes.set_xticks(range(len(series.columns)), [_under(column) for column in series.columns], fontsize=SMALL)
+    axes.set_xticks(range(len(series.columns)), [_under(column) for column in series.columns], fontsize=SMALL - 0.5)
     axes.tick_params(axis="x", length=0)
     kinds = kinds_of(tuple(column.parts for column in series.columns))
     legend(axes, [*_lines(axes, series, theme), *kind_entries(kinds, theme)])
@@ -62,8 +64,9 @@ def _column(axes: Axes, at: int, column: StageColumn, top: float, theme: Theme) 
         _band(axes, at, bottom, tall, part.what, theme)
         if tall > _READABLE * top:
             colour = LOOKS[part.what].colour
-            axes.text(at, _beside_the_tear(bottom, tall, top) if cut else bottom + tall / 2, _figure(part.n_bytes), ha="center", va="center", fontsize=SMALL, color=on(colour),
-                      zorder=5, bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0})  # fmt: skip
+            middle = _beside_the_tear(bottom, tall, top) if cut else bottom + tall / 2
+            axes.text(at, middle, _figure(part.n_bytes), ha="center", va="center", fontsize=SMALL, color=on(colour), zorder=5,
+                      bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0})  # fmt: skip
         bottom += tall
     if cut:
         _torn(axes, at, top, theme)
@@ -108,7 +111,8 @@ def _above(axes: Axes, at: int, column: StageColumn, height: float, theme: Theme
     verdict = "" if column.verdict == "unknown" else f"\n{column.verdict}"
     axes.annotate(
         f"{_figure(column.needed_bytes)} GiB{verdict}", (at, height), (0, 3), textcoords="offset points", ha="center", va="bottom",
-        fontsize=SMALL + 0.5, fontweight="bold", color=theme.warn if short else theme.ink,
+        fontsize=SMALL + 0.5, fontweight="bold", color=theme.warn if short else theme.ink, zorder=6,
+        path_effects=[withStroke(linewidth=3, foreground=theme.paper)],
     )  # fmt: skip
 
 
@@ -124,7 +128,7 @@ def _under(column: StageColumn) -> str:
 
 def _wrapped(engine: str) -> list[str]:
     """Broken after underscores, too: an option's name may be longer than a column is wide."""
-    return [line.replace("_ ", "_") for line in textwrap.wrap(engine.replace("_", "_ "), _UNDER)]
+    return [line.replace("_ ", "_") for line in textwrap.wrap(engine.replace("_", "_ "), _UNDER, break_long_words=False)]
 
 
 def _lines(axes: Axes, series: StagesSeries, theme: Theme) -> Iterator[LegendEntry]:

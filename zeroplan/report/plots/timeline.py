@@ -139,7 +139,7 @@ def _peak(axes: Axes, series: TimelineSeries, places: _Places, theme: Theme, *, 
     at, gib, size = places.middle(series.peak), instant.total_bytes / GIB, SMALL + 0.5
     words = f"peak {gib:,.2f} GiB: {instant.name}"
     long = len(words) * size * _BOLD_SIGN / _POINTS_PER_INCH / room
-    begin = max(min(at - long / 2, places.end - long), 0.0)
+    begin = max(min(at - long / 2, places.end - long), 0.3)
     along = min((at - begin) / long, 1.0)
     axes.annotate(
         words, (at, gib), (begin, 0.965 * _top(series)), ha="left", va="top", fontsize=size, fontweight="bold", zorder=7,

@@ -2,8 +2,10 @@
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter
 
+from zeroplan.report.comparison import percent
 from zeroplan.report.palette import ENGINES, Theme
 from zeroplan.report.plots.frame import SMALL, framed
 from zeroplan.report.series.validation import ValidationSeries
@@ -40,7 +42,7 @@ def _scatter(axes: Axes, series: ValidationSeries, theme: Theme) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axis.set_minor_formatter(FuncFormatter(lambda _value, _position: ""))
-    axes.set_title("Predicted against measured", loc="left", fontsize=SMALL + 1)
+    axes.set_title("Predicted against measured", loc="left", fontsize=SMALL + 1, pad=14)
     axes.legend()
 
 
@@ -75,8 +77,9 @@ def _by_name(axes: Axes, series: ValidationSeries, theme: Theme) -> None:
         axes.plot([0, run.error * 100], [at, at], color=look.colour, linewidth=1.4)
         axes.plot([run.error * 100], [at], look.mark, color=look.colour, markersize=5)
         axes.annotate(
-            f"{run.error:+.2%}", (run.error * 100, at), (0, 4), textcoords="offset points", ha="center", fontsize=SMALL
-        )
+            percent(run.error), (run.error * 100, at), (0, 5), textcoords="offset points", ha="center", fontsize=SMALL, zorder=5,
+            path_effects=[withStroke(linewidth=2.5, foreground=theme.paper)],
+        )  # fmt: skip
     axes.axvline(0, color=theme.ink, linewidth=0.8)
     for limit in series.limits:
         for side in (-limit, limit):
@@ -85,7 +88,7 @@ def _by_name(axes: Axes, series: ValidationSeries, theme: Theme) -> None:
     axes.set(
         xlim=(-reach, reach),
         ylim=(len(series.runs) - 0.4, -0.8),
-        xlabel="error of the peak, % (predicted above measured: right)",
+        xlabel="error of the peak, %; right of 0 predicted is more than measured",
     )
     axes.set_yticks(range(len(series.runs)), [run.name for run in series.runs], fontsize=SMALL)
     axes.set_title(f"Errors; dashed: {_limits(series)}", loc="left", fontsize=SMALL + 1)

@@ -7,7 +7,8 @@ from zeroplan.estimator import Verdict, estimate
 from zeroplan.remedies import MOST_GPUS
 from zeroplan.report.series.parts import Caption, caption, engine_words
 from zeroplan.report.series.stages import STAGES, at_stage, left_behind
-from zeroplan.spec.job import JobSpec, engine_at
+from zeroplan.report.words import plural
+from zeroplan.spec.job import ENGINE_STAGES, JobSpec, engine_at
 from zeroplan.spec.recipe import Stage
 
 _LEAST_SPAN = 1024
@@ -25,13 +26,30 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingLine:
-    """One stage: its points by number of GPUs, and the first number that fits, the one before it being the last that does not."""
+    """One stage: its points by number of GPUs, and the first number that fits, the one before it being the last that does not.
+
+    Memory need not fall with every GPU: FSDP2 cannot share out fewer experts than there are ranks.
+    """
 
     stage: Stage
     engine: str
     points: tuple[Point, ...] = ()
     fits_from: Point | None = None
     refusal: str = ""
+
+    @property
+    def ceases_at(self) -> Point | None:
+        """The first point beyond ``fits_from`` that does not fit."""
+        begins = self.fits_from
+        return None if begins is None else next((at for at in self.points if at.gpus > begins.gpus and not _fits(at)), None)
+
+    @property
+    def fits_words(self) -> str:
+        """On how many GPUs it fits."""
+        if self.fits_from is None:
+            return "does not fit"
+        ceases = "" if self.ceases_at is None else f", but not on {self.ceases_at.gpus:,}"
+        return f"fits from {plural(self.fits_from.gpus, 'GPU')}{ceases}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +91,7 @@ def _line(job: JobSpec, stage: Stage) -> ScalingLine:
         except SpecError as error:
             refusal = refusal or str(error)
     if not found:
-        return ScalingLine(stage=stage, engine=engine_at(stage, job.recipe.engine), refusal=refusal)
+        return ScalingLine(stage=stage, engine=ENGINE_STAGES[engine_at(stage, job.recipe.engine)][stage], refusal=refusal)
     return ScalingLine(
         stage=stage, engine=engine_words(at_stage(job, stage)), points=tuple(found), fits_from=_fits_from(job, stage, found)
     )

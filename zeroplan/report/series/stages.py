@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, Verdict, estimate
 from zeroplan.report.series.parts import Caption, Part, caption, engine_words, parts
-from zeroplan.spec.job import JobSpec, engine_at
+from zeroplan.spec.job import ENGINE_STAGES, JobSpec, engine_at
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import Stage
+from zeroplan.spec.recipe import DeepSpeedOptions, Stage
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+_WHOLE = 3
 _WITH_REPLICAS = ("fsdp2", "paper")
 
 
@@ -66,15 +67,27 @@ def at_stage(job: JobSpec, stage: Stage) -> JobSpec:
     if engine not in _WITH_REPLICAS:
         mesh = MeshSpec(dp_shard=mesh.dp_replicate * mesh.dp_shard, tp=mesh.tp)
     fsdp2 = replace(recipe.fsdp2, reshard_after_forward=None)  # which is what tells FSDP2's two stages apart
-    return replace(job, mesh=mesh, recipe=replace(recipe, engine=engine, zero_stage=stage, fsdp2=fsdp2))
+    options = _offered(recipe.deepspeed, stage)
+    return replace(job, mesh=mesh, recipe=replace(recipe, engine=engine, zero_stage=stage, fsdp2=fsdp2, deepspeed=options))
+
+
+def _offered(options: DeepSpeedOptions, stage: Stage) -> DeepSpeedOptions:
+    """Without what DeepSpeed has at higher stages only."""
+    if stage < _WHOLE:
+        options = replace(options, offload_param="none", zero_hpz_partition_size=1)
+    return replace(options, offload_optimizer="none") if stage == 0 else options
 
 
 def left_behind(job: JobSpec) -> tuple[str, ...]:
     """What the engines of other stages do not have, so that nobody reads it into their columns."""
-    others = {engine_at(stage, job.recipe.engine) for stage in STAGES} - {job.recipe.engine}
-    if job.recipe.offloads and others:
+    recipe = job.recipe
+    if not recipe.offloads:
+        return ()
+    if recipe.engine != "deepspeed":
         return ("DDP, which stands in for stages 0 and 1, has no offload: all of it is on the GPU there",)
-    return ()
+    asked = (recipe.deepspeed.offload_optimizer != "none", recipe.deepspeed.offload_param != "none")
+    only = ("the optimizer from stage 1 on", "parameters at stage 3 only")
+    return (f"DeepSpeed offloads {' and '.join(what for what, one in zip(only, asked, strict=True) if one)}",)
 
 
 def _column(job: JobSpec, stage: Stage) -> StageColumn:
@@ -82,7 +95,8 @@ def _column(job: JobSpec, stage: Stage) -> StageColumn:
         there = at_stage(job, stage)
         answer = estimate(there)
     except SpecError as error:
-        return StageColumn(stage=stage, engine=_engine(job, stage), refusal=str(error))
+        engine = ENGINE_STAGES[engine_at(stage, job.recipe.engine)][stage]
+        return StageColumn(stage=stage, engine=engine, refusal=str(error))
     return StageColumn(
         stage=stage,
         engine=engine_words(there),
@@ -96,7 +110,3 @@ def _column(job: JobSpec, stage: Stage) -> StageColumn:
 
 def _outside(answer: Estimate) -> int:
     return int(answer.outside_band.expected_bytes)
-
-
-def _engine(job: JobSpec, stage: Stage) -> str:
-    return engine_at(stage, job.recipe.engine)

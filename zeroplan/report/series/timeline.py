@@ -13,6 +13,7 @@ from zeroplan.measurement import Measurement
 from zeroplan.report.series.parts import Caption, Part, caption, engine_words, parts
 from zeroplan.report.words import plural
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import Loss
 
 _BLOCK = re.compile(r"block (\d+) of \d+")
 _PHASES = (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
@@ -44,7 +45,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSeries:
-    """A step's moments in order, and the index of the peak; ``room_bytes`` is what the GPU leaves to the allocator. [bytes]"""
+    """A step's moments, phase by phase in the account's order, and the index of the peak. [bytes]
+
+    ``room_bytes`` is what the GPU leaves to the allocator, ``measured`` what a run took.
+    """
 
     caption: Caption
     instants: tuple[Instant, ...]
@@ -75,7 +79,7 @@ def timeline(job: JobSpec, record: Measurement | None = None, *, where: str = "t
 
 def _series(answer: Estimate, moments: tuple[Moment, ...], *more: str) -> TimelineSeries:
     loss = answer.job.recipe.loss
-    ordered = sorted(moments, key=lambda moment: _PHASES.index(phase_as_run(moment, loss)))
+    ordered = _ordered(moments, loss)
     instants = tuple(
         Instant(
             name=moment.name,
@@ -88,12 +92,28 @@ def _series(answer: Estimate, moments: tuple[Moment, ...], *more: str) -> Timeli
     )
     totals = [instant.total_bytes for instant in instants]
     capacity = answer.capacity_bytes
+    order = (_NO_ORDER,) if answer.job.recipe.engine == "deepspeed" else ()
     return TimelineSeries(
-        caption=caption(answer, f"Memory over one step: {engine_words(answer.job)}", *more),
+        caption=caption(answer, f"Memory over one step: {engine_words(answer.job)}", *order, *more),
         instants=instants,
         peak=totals.index(max(totals)),
         room_bytes=None if capacity is None else capacity - int(answer.outside_band.expected_bytes),
     )
+
+
+def _ordered(moments: tuple[Moment, ...], loss: Loss) -> list[Moment]:
+    """Phase by phase; of moments that have one name, since they stand for several blocks, the highest."""
+    highest: dict[tuple[Phase, str], Moment] = {}
+    for moment in moments:
+        key = (phase_as_run(moment, loss), moment.name)
+        if key not in highest or moment.total_bytes > highest[key].total_bytes:
+            highest[key] = moment
+    return [highest[key] for key in sorted(highest, key=lambda key: _PHASES.index(key[0]))]
+
+
+_NO_ORDER = (
+    "DeepSpeed's moments stand for all blocks, each where it is highest, and within a phase are not in the order of time"
+)
 
 
 def _skipped(before: str, name: str) -> int:
