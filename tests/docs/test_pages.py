@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import PAGES, README, ROOT, blocks, commands, first_arguments, printed, shown_output
+from tests.docs.pictures import assert_as_kept, drawn_by, place_records
 from tests.profiles import by_hand
 from tests.snapshots.written import Written, step
 from zeroplan.cli.app import main
@@ -36,6 +37,7 @@ def a_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     card = Written()
     step(card, states=True)
     card.to(tmp_path / "snapshot.pickle")
+    place_records(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -46,6 +48,8 @@ def test_every_command_on_a_page_answers(command: str, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(command)[1:])
     assert (ended.value.code or 0) in (0, 1), capsys.readouterr().err
+    if (picture := drawn_by(command)) is not None:
+        assert_as_kept(Path(picture))
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)

@@ -10,7 +10,7 @@ from zeroplan.report.palette import BLUE, ENGINES, LOOKS, ORANGE, STAGES, VERMIL
 from zeroplan.report.series.heat import HeatSeries
 from zeroplan.report.series.parts import Caption, Part, kinds_of
 from zeroplan.report.series.scaling import Point, ScalingLine, ScalingSeries
-from zeroplan.report.series.stages import StageColumn, StagesSeries
+from zeroplan.report.series.stages import StagesSeries
 from zeroplan.report.series.timeline import TimelineSeries
 from zeroplan.report.series.validation import ValidationSeries
 from zeroplan.report.words import plural
@@ -44,17 +44,18 @@ def _stages(series: StagesSeries, width: int, *, signs: bool) -> Iterator[Row]:
     for column in series.columns:
         name = f"stage {column.stage}"
         if column.refusal:
-            yield (Segment(f"{name}  {column.refusal}"),)
+            yield (Segment(name),)
+            yield from _indented(column.refusal, width)
             continue
         figure = f"{column.needed_bytes / GIB:>10,.2f} GiB  {'' if column.verdict == 'unknown' else column.verdict}"
         room = max(_LEAST_BAR, width - len(name) - 2 - 30)
         bar = _bar(column.parts, room, longest, signs=signs)
         yield (Segment(f"{name}  "), *_marked(bar, room, series.capacity_bytes, longest, signs=signs), Segment(figure))
-        yield (Segment(f"{'':9}{_beneath(column)}"),)
+        yield from _indented(f"{column.engine}; peak: {column.moment}", width)
 
 
-def _beneath(column: StageColumn) -> str:
-    return f"{column.engine}; peak: {column.moment}"
+def _indented(words: str, width: int) -> Iterator[Row]:
+    return ((Segment(line),) for line in textwrap.wrap(words, width, initial_indent=" " * 9, subsequent_indent=" " * 9))
 
 
 def _marked(bar: list[Segment], room: int, capacity: int | None, longest: int, *, signs: bool) -> list[Segment]:
@@ -111,19 +112,21 @@ def _instants(series: TimelineSeries, width: int, *, signs: bool) -> Iterator[Ro
         if instant.phase != phase:
             phase = instant.phase
             yield (Segment(phase),)
-        name = _shortened(instant.name, name_width)
+        name = _padded(instant.name, name_width, signs=signs)
         bar = _marked(_bar(instant.parts, room, longest, signs=signs), room, None, longest, signs=signs)
         peak = f" {'◀' if signs else '<'} peak" if at == series.peak else ""
-        yield (Segment(f"  {name:<{name_width}} "), *bar, Segment(f"{instant.total_bytes / GIB:>9,.2f} GiB{peak}"))
+        yield (Segment(f"  {name} "), *bar, Segment(f"{instant.total_bytes / GIB:>9,.2f} GiB{peak}"))
         if at in measured:
             one = measured[at]
             cells = ("─" if signs else "-") * round(one.n_bytes / longest * room)
-            yield (Segment(f"  {_shortened(f'measured, {one.phase}', name_width):<{name_width}} "),
+            yield (Segment(f"  {_padded(f'measured, {one.phase}', name_width, signs=signs)} "),
                    Segment(f"{cells:<{room}} {one.n_bytes / GIB:>9,.2f} GiB"))  # fmt: skip
 
 
-def _shortened(name: str, width: int) -> str:
-    return name if len(name) <= width else f"{name[: width - 1]}…"
+def _padded(name: str, width: int, *, signs: bool) -> str:
+    """A name on so much room: shortened, or filled up."""
+    end = "…" if signs else ".."
+    return name.ljust(width) if len(name) <= width else f"{name[: width - len(end)]}{end}"
 
 
 def scaling_bars(series: ScalingSeries, *, width: int, signs: bool) -> list[Row]:
@@ -208,7 +211,7 @@ def validation_bars(series: ValidationSeries, *, width: int, signs: bool) -> lis
     for run in runs:
         figures = f"{run.predicted_bytes / GIB:>10,.2f} GiB{run.measured_bytes / GIB:>10,.2f} GiB{percent(run.error):>10}  "
         bar = ("█" if signs else "#") * round(abs(run.error) / largest * room)
-        name = f"{_shortened(run.name, name_width):<{name_width}}"
+        name = _padded(run.name, name_width, signs=signs)
         rows.append((Segment(f"{name}{figures}"), Segment(bar, ENGINES[run.engine].colour)))
     within = "; ".join(f"{sum(abs(run.error) <= limit for run in runs):,} within {100 * limit:g} %" for limit in series.limits)
     return [*rows, (), (Segment(f"of {plural(len(runs), 'run')}: {within}"),)]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 
 from zeroplan.report.palette import LOOKS, Theme, on
 from zeroplan.report.plots.frame import SMALL, UNIT, LegendEntry, framed, kind_entries, legend
@@ -143,6 +144,7 @@ def _peak(axes: Axes, series: TimelineSeries, places: _Places, theme: Theme, *, 
     along = min((at - begin) / long, 1.0)
     axes.annotate(
         words, (at, gib), (begin, 0.965 * _top(series)), ha="left", va="top", fontsize=size, fontweight="bold", zorder=7,
+        path_effects=[withStroke(linewidth=3, foreground=theme.paper)],
         arrowprops={"arrowstyle": "-|>", "color": theme.ink, "shrinkA": 1, "shrinkB": 0, "relpos": (along, 0.0)},
     )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from zeroplan.report.comparison import percent
 from zeroplan.report.palette import ENGINES, Theme
@@ -14,6 +14,7 @@ from zeroplan.units import GIB
 _LINES = ("-", "--", ":", "-.")
 _LEAST = 1e-7
 """Smaller errors, and none, are drawn here."""
+_TWO_DECADES = 100
 _A_FEW = 16
 """Up to so many runs are named one by one."""
 
@@ -40,6 +41,8 @@ def _scatter(axes: Axes, series: ValidationSeries, theme: Theme) -> None:
     axes.plot(ends, ends, color=theme.faint, linewidth=0.8, zorder=0, label="equal")
     axes.set(xscale="log", yscale="log", xlabel="peak measured, GiB per GPU", ylabel="peak predicted, GiB per GPU")
     for axis in (axes.xaxis, axes.yaxis):
+        if ends[1] < _TWO_DECADES * ends[0]:
+            axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axis.set_minor_formatter(FuncFormatter(lambda _value, _position: ""))
     axes.set_title("Predicted against measured", loc="left", fontsize=SMALL + 1, pad=14)
@@ -91,7 +94,7 @@ def _by_name(axes: Axes, series: ValidationSeries, theme: Theme) -> None:
         xlabel="error of the peak, %; right of 0 predicted is more than measured",
     )
     axes.set_yticks(range(len(series.runs)), [run.name for run in series.runs], fontsize=SMALL)
-    axes.set_title(f"Errors; dashed: {_limits(series)}", loc="left", fontsize=SMALL + 1)
+    axes.set_title(f"Errors; dashed: {_limits(series)}", loc="left", fontsize=SMALL + 1, pad=14)
 
 
 def _limits(series: ValidationSeries) -> str:

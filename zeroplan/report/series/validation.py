@@ -60,7 +60,8 @@ def _run(measured: Measurement, found: Comparison) -> Run:
 def _name(measured: Measurement) -> str:
     job = measured.job
     what = measured.workload or model_words(job)
-    return f"{what}, {group_of(job)}, N = {job.mesh.world_size:,}"
+    recomputed = "" if job.recipe.recompute == "none" else f", {job.recipe.recompute} recompute"
+    return f"{what}, {group_of(job)}, N = {job.mesh.world_size:,}{recomputed}"
 
 
 def group_of(job: JobSpec) -> str:

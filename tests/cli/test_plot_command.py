@@ -1,0 +1,139 @@
+"""``zeroplan plot``: files, text, and one line for what cannot be drawn."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.measured_twins import twin
+from zeroplan.cli import plotting
+from zeroplan.cli.app import main
+from zeroplan.cli.plot import KINDS
+from zeroplan.verify.record import write_record
+
+Run = Callable[..., tuple[int, str, str]]
+JOB = ("--model", "gpt2", "--gpus", "4", "--stage", "1", "--engine", "ddp", "--seq-len", "128", "--gpu", "t4")
+MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> str:
+    return str(write_record(twin(factor=0.9), tmp_path / "records"))
+
+
+@pytest.fixture(autouse=True)
+def no_display(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plotting.sys, "platform", "linux")
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(("kind", "ending"), [("stages", "png"), ("scaling", "svg"), ("heat", "pdf")])
+def test_a_picture_of_a_job_is_written(run: Run, tmp_path: Path, kind: str, ending: str):
+    path = tmp_path / f"one.{ending.upper()}"
+    assert run("plot", kind, *JOB, "-o", str(path), "--theme", "dark") == (0, f"wrote {path}\n", "")
+    assert path.read_bytes().startswith(MAGIC[ending])
+
+
+def test_a_record_stands_for_its_job_or_lies_over_it(run: Run, tmp_path: Path, record: str):
+    alone, together = tmp_path / "alone.svg", tmp_path / "together.svg"
+    assert run("plot", "timeline", "--record", record, "-o", str(alone))[0] == 0
+    assert run("plot", "timeline", *JOB[:-2], "--record", record, "-o", str(together))[0] == 0
+    assert alone.read_bytes() == together.read_bytes()
+
+
+def test_records_are_validated(run: Run, tmp_path: Path, record: str):
+    path = tmp_path / "one.png"
+    assert run("plot", "validation", str(Path(record).parent), "-o", str(path))[0] == 0
+    assert path.stat().st_size > 10_000
+    assert "0 within 2 %" in run("plot", "validation", record, "--text")[1]
+
+
+@pytest.mark.parametrize("kind", ["stages", "timeline", "scaling", "heat"])
+def test_text_is_as_wide_as_the_terminal_and_plain_in_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch, kind: str):
+    monkeypatch.setenv("COLUMNS", "72")
+    code, out, err = run("plot", kind, *JOB, "--text")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 72
+    assert "GiB" in out
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured"), [({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)]
+)
+def test_colours_are_left_out_where_nobody_wants_them(environment: dict[str, str], coloured: bool):
+    code = "from zeroplan.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "plot", "stages", *JOB, "--text"], capture_output=True, check=True,
+                          env={**os.environ, "TERM": "xterm-256color", "FORCE_COLOR": "1", "PYTHONIOENCODING": "utf-8",
+                               **environment})  # fmt: skip
+    assert (b"\x1b[38" in done.stdout) is coloured
+    assert "█".encode() in done.stdout
+
+
+def test_a_terminal_without_signs_gets_letters():
+    code = "from zeroplan.cli.app import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "plot", "stages", *JOB, "--text"], capture_output=True, check=True,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii"})  # fmt: skip
+    assert b"OO" in done.stdout
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("stage", *JOB), "unknown kind of plot 'stage'; nearest: stages"),
+    ((), "a plot is of some kind"),
+    (("stages", *JOB), "there is no display to draw on; write a file with -o FILE.png, or use --text"),
+    (("stages", *JOB, "-o", "one.jpg"), "does not end in .png, .svg or .pdf"),
+    (("stages", *JOB, "-o", ""), "does not end in .png, .svg or .pdf"),
+    (("stages", *JOB, "-o", "absent/one.png"), "there is no folder 'absent'"),
+    (("stages", *JOB, "-o", "folder.png"), "'folder.png': Is a directory"),
+    (("stages", *JOB, "-o", "one.png", "--text"), "choose one"),
+    (("stages", *JOB, "--theme", "blue", "--text"), "--theme 'blue' is neither light nor dark"),
+    (("stages", "--text"), "a job has one model"),
+    (("timeline", "--text"), "a timeline is of a job, of a record, or of both"),
+    (("timeline", "--record", "absent.json", "--text"), "'absent.json' does not exist"),
+    (("timeline", "--record", "", *JOB, "--text"), "record"),
+    (("validation", "--text"), "Missing argument"),
+    (("validation", "absent.json", "--text"), "'absent.json' does not exist"),
+    (("validation", "absent.json", "--tolerance", "much", "--text"), "--tolerance 'much'"),
+])  # fmt: skip
+def test_what_cannot_be_drawn_is_one_line_and_two(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], words: str
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    code, out, err = run("plot", *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("zeroplan: ")
+    assert len(err.splitlines()) == 1
+    assert words in err
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
+
+
+def test_a_record_of_another_job_is_one_line_and_two(run: Run, record: str):
+    code, out, err = run("plot", "timeline", *JOB, "--stage", "0", "--record", record, "--text")
+    assert (code, out) == (2, "")
+    assert "is of another job (stage 1 instead of 0)" in err
+
+
+def test_without_matplotlib_text_is_left(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    code, _, err = run("plot", "stages", *JOB, "-o", str(tmp_path / "one.png"))
+    assert code == 4
+    assert err.endswith("pip install 'zeroplan[plot]', or use --text\n")
+    assert len(err.splitlines()) == 1
+    assert run("plot", "stages", *JOB, "--text")[0] == 0
+
+
+def test_help_names_every_kind_and_every_kind_has_help(capsys: pytest.CaptureFixture[str]):
+    for arguments in (["plot", "--help"], *(["plot", kind, "--help"] for kind in KINDS)):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        printed = capsys.readouterr().out
+        assert all(name in printed for name in (KINDS if arguments[1] == "--help" else ("--theme", "--text", "--out")))

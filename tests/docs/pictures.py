@@ -1,0 +1,78 @@
+"""The pictures of the pages: what the commands beside them draw. Run as a script to draw them anew."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tests.docs.pages import ROOT, printed
+from tests.measured import stored
+from zeroplan.verify.record import write_record
+
+if TYPE_CHECKING:
+    from zeroplan.measurement import Measurement
+
+FIGURES, PAGE = ROOT / "docs" / "figures", ROOT / "docs" / "plot.md"
+
+
+@cache
+def _records() -> tuple[Measurement, ...]:
+    return tuple(stored.records(stored.PEERS))
+
+
+def place_records(folder: Path) -> None:
+    """The records that the page's commands name."""
+    for record in _records():
+        write_record(record, folder / "records")
+
+
+def drawn_by(command: str) -> str | None:
+    """The file that a command draws, if it does."""
+    words = shlex.split(command)
+    return words[words.index("-o") + 1] if "-o" in words else None
+
+
+def refresh() -> None:
+    """Draw every picture of the page."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        place_records(Path(folder))
+        for command, name in _pictures():
+            printed(shlex.split(command)[1:])
+            _make_small(Path(name), FIGURES / name)
+
+
+def _pictures() -> Iterator[tuple[str, str]]:
+    return ((command, name) for command in commands(PAGE) if (name := drawn_by(command)) is not None)
+
+
+def _make_small(drawn: Path, kept: Path) -> None:
+    """With as many colours as a picture of bands and letters has, and no more."""
+    from PIL import Image
+
+    with Image.open(drawn) as opened:
+        picture = opened.convert("RGB")
+    picture.quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(kept, optimize=True)
+
+
+_COLOURS = 160
+
+
+def assert_as_kept(drawn: Path) -> None:
+    """Demand that a picture on a page is what its command draws, made as small."""
+    from matplotlib.testing.compare import compare_images
+
+    _make_small(drawn, drawn)
+    difference = compare_images(str(FIGURES / drawn.name), str(drawn), tol=_EDGES)
+    assert difference is None, f"{difference}; `python -m tests.docs.pictures` draws it anew"
+
+
+_EDGES = 0.5
+"""Root mean square over colours from 0 to 255: edges of letters may differ, one figure of a label may not."""
+
+
+if __name__ == "__main__":
+    refresh()
