@@ -9,11 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.docs.pages import ROOT, printed
+from tests.docs.pages import ROOT, commands, printed
 from tests.measured import stored
 from zeroplan.verify.record import write_record
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from zeroplan.measurement import Measurement
 
 FIGURES, PAGE = ROOT / "docs" / "figures", ROOT / "docs" / "plot.md"
