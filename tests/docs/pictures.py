@@ -64,9 +64,11 @@ _COLOURS = 160
 
 
 def assert_as_kept(drawn: Path) -> None:
-    """Demand that a picture on a page is what its command draws, made as small."""
+    """Demand that a picture, where a page shows it, is what the command draws, made as small."""
     from matplotlib.testing.compare import compare_images
 
+    if not (FIGURES / drawn.name).exists():  # a command without its picture; a link to one that is not there is found elsewhere
+        return
     _make_small(drawn, drawn)
     difference = compare_images(str(FIGURES / drawn.name), str(drawn), tol=_EDGES)
     assert difference is None, f"{difference}; `python -m tests.docs.pictures` draws it anew"

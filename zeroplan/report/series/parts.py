@@ -63,14 +63,15 @@ def _adapter(job: JobSpec) -> str:
     return "" if adapter is None else f"LoRA of rank {adapter.rank:,} in {adapter.targets}"
 
 
+_PLACES = {"cpu": "in host memory", "nvme": "on NVMe"}
+
+
 def _offloaded(job: JobSpec) -> str:
-    """What is in host memory."""
-    recipe = job.recipe
+    """What is not on the GPU, and where."""
+    recipe, options = job.recipe, job.recipe.deepspeed
     if not recipe.offloads:
         return ""
-    options = recipe.deepspeed
-    away = (
-        (options.offload_optimizer != "none", options.offload_param != "none") if recipe.engine == "deepspeed" else (True, True)
-    )
-    names = [name for name, one in zip(("optimizer", "parameters"), away, strict=True) if one]
-    return f"{' and '.join(names)} offloaded to host memory"
+    if recipe.engine != "deepspeed":
+        return "parameters, gradients and optimizer in host memory"
+    devices = {"optimizer": options.offload_optimizer, "parameters": options.offload_param}
+    return ", ".join(f"{what} {_PLACES[device]}" for what, device in devices.items() if device != "none")
