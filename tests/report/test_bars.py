@@ -19,11 +19,14 @@ from zeroplan.report.series.validation import validation
 
 LLAMA = job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192)
 RECORD = twin(factor=0.9)
+REFUSED = job(model="llama-3.1-8b", gpus=8, engine="deepspeed", stage=2, recompute="selective", gpu="h100")
 
 ROWS: dict[str, Callable[[int, bool], list[Row]]] = {
     "stages": lambda width, signs: bars.stages_bars(stages(LLAMA), width=width, signs=signs),
     "timeline": lambda width, signs: bars.timeline_bars(timeline(RECORD.job, RECORD), width=width, signs=signs),
     "scaling": lambda width, signs: bars.scaling_bars(scaling(LLAMA), width=width, signs=signs),
+    "scaling refused": lambda width, signs: bars.scaling_bars(scaling(REFUSED), width=width, signs=signs),
+    "stages refused": lambda width, signs: bars.stages_bars(stages(REFUSED), width=width, signs=signs),
     "heat": lambda width, signs: bars.heat_bars(heat(LLAMA), width=width, signs=signs),
     "validation": lambda width, signs: bars.validation_bars(
         validation([(RECORD, compare_with_estimate(RECORD))], limits=(0.02,)), width=width, signs=signs

@@ -131,7 +131,7 @@ def _padded(name: str, width: int, *, signs: bool) -> str:
 
 def scaling_bars(series: ScalingSeries, *, width: int, signs: bool) -> list[Row]:
     """A group of bars per number of GPUs, one per stage, on a logarithmic scale."""
-    return [*_head(series.caption, width), *_scaled(series, width, signs=signs), (), *_begin(series)]
+    return [*_head(series.caption, width), *_scaled(series, width, signs=signs), (), *_begin(series, width)]
 
 
 def _scaled(series: ScalingSeries, width: int, *, signs: bool) -> Iterator[Row]:
@@ -153,10 +153,11 @@ def _at(series: ScalingSeries, gpus: int) -> list[tuple[int, Point]]:
     return [(line.stage, point) for line in series.lines for point in line.points if point.gpus == gpus]
 
 
-def _begin(series: ScalingSeries) -> Iterator[Row]:
+def _begin(series: ScalingSeries, width: int) -> Iterator[Row]:
     for line in series.lines:
         begins = line.refusal if not line.points else _begins(line, series.capacity_bytes)
-        yield (Segment(f"stage {line.stage}, {line.engine}{': ' if begins else ''}{begins}"),)
+        words = f"stage {line.stage}, {line.engine}{': ' if begins else ''}{begins}"
+        yield from ((Segment(part),) for part in textwrap.wrap(words, width, subsequent_indent=" " * 9))
 
 
 def _begins(line: ScalingLine, capacity: int | None) -> str:
