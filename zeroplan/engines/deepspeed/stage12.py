@@ -73,10 +73,11 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
 
 def _notes(job: Job, laid_flat: Moment, later: tuple[Moment, ...]) -> tuple[str, ...]:
     """Say where the model and its flat copy are the peak: DeepSpeed makes that copy on the GPU only if it has room for it."""
-    highest, others = laid_flat.total_bytes, [moment.total_bytes for moment in later]
-    if not job.recipe.deepspeed.flatten_on_accelerator or not all(isinstance(total, int) for total in (highest, *others)):
+    highest = laid_flat.total_bytes
+    if not job.recipe.deepspeed.flatten_on_accelerator or not isinstance(highest, int):
         return ()
-    return () if any(total > highest for total in others) else (_FLAT_IS_THE_PEAK,)
+    totals = (moment.total_bytes for moment in later)  # of a grid of batches columns, beside which no one number is the peak
+    return () if any(not isinstance(total, int) or total > highest for total in totals) else (_FLAT_IS_THE_PEAK,)
 
 
 def _weights(job: Job) -> tuple[Line, ...]:
