@@ -344,7 +344,7 @@ def test_an_interrupt_ends_a_simulation_at_once_and_silently(here: Path):
 REFUSED = [
     (("--backend", "quantum"), 2, "--backend 'quantum' is none of"),
     ((*CPU, "--nproc", "3", "--gpus", "2"), 2, "--nproc 3 does not fit the job's 2 GPUs"),
-    (("--nproc", "2", "--gpus", "2"), 2, "--nproc 2 goes with --backend cpu or cuda"),
+    (("--nproc", "2", "--gpus", "2"), 2, "--nproc 2 and --slurm go with --backend cpu or cuda"),
     ((*CPU, "--rank", "2", "--gpus", "2"), 2, "--as-rank 2 is not from 0 to 1"),
     ((*CPU, "--as-rank", "1", "--of", "2", "--gpus", "4"), 2, "--of 2 and --gpus 4 are two numbers of GPUs"),
     ((*CPU, "--steps", "0"), 2, "--steps"),

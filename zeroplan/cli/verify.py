@@ -14,10 +14,9 @@ from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from zeroplan.measurement import Measurement
     from zeroplan.spec.job import JobSpec
+    from zeroplan.verify.task import Task
 
 _RUN, _OUTPUT = "Run", "Output"
 #: What a shell makes of SIGINT, 128 + 2.
@@ -61,6 +60,16 @@ _Timeout = Annotated[str, _flag("--timeout", "SECONDS", "How long a collective o
 _Matrix = Annotated[
     str | None, _flag("--matrix", "FILE", "Many cases instead of a job: a TOML file, or one of the package's by name.")
 ]
+_SLURM = "Slurm"
+_Slurm = Annotated[bool, _flag("--slurm", None, "Run the ranks, all of them real, as a job of Slurm's.", panel=_SLURM)]
+_Partition = Annotated[str | None, _flag("--partition", "NAME", "Slurm's partition.", panel=_SLURM)]
+_Account = Annotated[str | None, _flag("--account", "NAME", "Slurm's account.", panel=_SLURM)]
+_TimeLimit = Annotated[str | None, _flag("--time-limit", "MINUTES", "How long the job may take. (default: 30)", panel=_SLURM)]
+_SlurmOption = Annotated[
+    list[str] | None,
+    _flag("--slurm-option", "NAME=VALUE", "Another option of sbatch's, as qos=debug; repeatable.", panel=_SLURM),
+]
+_Resume = Annotated[str | None, _flag("--resume", "DIR", "Take up a job of --slurm again, by its --record-dir.", panel=_SLURM)]
 _Tolerance = Annotated[
     str,
     _flag("--tolerance", "FRACTION", "How far peak, held bytes and collectives may be apart.", panel=_OUTPUT, shown=True),
@@ -81,34 +90,40 @@ def _verify(
     workload: _Workload = None,
     timeout: _Timeout = "300",
     matrix: _Matrix = None,
+    slurm: _Slurm = False,
+    partition: _Partition = None,
+    account: _Account = None,
+    time_limit: _TimeLimit = None,
+    slurm_option: _SlurmOption = None,
+    resume: _Resume = None,
     tolerance: _Tolerance = TOLERANCE,
     out: _Out = None,
     as_json: _Json = False,
 ) -> int:
     """Run the job's real engine, on real GPUs or without, and hold what it took against the estimate; 3 beyond the tolerance."""
-    limit, patience, folder = parse_tolerance(tolerance), _seconds(timeout), None if out is None else Path(out)
+    limit, folder = parse_tolerance(tolerance), None if out is None else Path(out)
+    run = {"a job": resolved, "--of": of, "--nproc": nproc, "--steps": steps, "--workload": workload}
     if matrix is not None:
         from zeroplan.cli.verify_bulk import Asked, verify_matrix  # noqa: PLC0415  only many cases need it
 
-        _refuse_beside("matrix", {"a job": resolved, "--of": of, "--nproc": nproc, "--steps": steps, "--workload": workload})
-        return verify_matrix(Asked(matrix, _backend(backend), limit, patience, folder, as_json))
-    if resolved is None:
-        resolved = resolve(Request())  # which says what is missing
-    ranks = resolved.job.mesh.world_size
-    asked = _Asked(
-        backend=_backend(backend),
-        nproc=None if nproc is None else _nproc(nproc, ranks, backend),
-        rank=_number(rank, "--as-rank", 0, ranks - 1),
-        steps=_number(steps or _steps(backend, resolved.job), "--steps", 1, 1000),
-        all_layers=all_layers,
-        workload=workload or "",
-        timeout_s=patience,
-    )
-    for note in resolved.notes:
+        _refuse_beside("matrix", {**run, "--slurm": slurm or None})
+        return verify_matrix(Asked(matrix, _backend(backend), limit, _seconds(timeout), folder, as_json))
+    if resume is not None:
+        from zeroplan.cli.verify_slurm import resume as taken_up  # noqa: PLC0415  only Slurm needs it
+
+        _refuse_beside("resume", {**run, "--slurm": slurm or None})
+        return taken_up(Path(resume), tolerance=limit, as_json=as_json)
+    job, notes = resolved or resolve(Request())  # which says what is missing
+    flags = _Flags(backend, nproc, rank, steps, all_layers, workload or "", timeout, every=slurm)
+    task = _task(job, flags)
+    for note in notes:
         say(f"note: {note}")
-    keeper = _Keeper(folder)
-    _run(resolved.job, asked, keeper.keep)
-    return answer(keeper.kept, tolerance=limit, as_json=as_json)
+    if slurm:
+        from zeroplan.cli.verify_slurm import Flags, verify_on_slurm  # noqa: PLC0415  only Slurm needs it
+
+        asked = Flags(partition, account, time_limit, tuple(slurm_option or ()))
+        return verify_on_slurm(task, asked, folder, tolerance=limit, as_json=as_json)
+    return answer(_run(task, folder), tolerance=limit, as_json=as_json)
 
 
 def answer(kept: "list[Measurement]", *, tolerance: float, as_json: bool) -> int:
@@ -129,16 +144,17 @@ def _refuse_beside(flag: str, others: dict[str, object]) -> None:
 verify_command = takes_a_job(_verify, or_none=True, gpus_as="of")
 
 
-class _Asked(NamedTuple):
-    """How to run, as the flags say."""
+class _Flags(NamedTuple):
+    """How to run, as typed; ``every`` rank in a process of its own."""
 
     backend: str
-    nproc: int | None
-    rank: int
-    steps: int
+    nproc: str | None
+    rank: str
+    steps: str | None
     all_layers: bool
     workload: str
-    timeout_s: float
+    timeout: str
+    every: bool = False
 
 
 class _Keeper:
@@ -161,33 +177,46 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -> None:
-    if job.recipe.engine == "paper":
-        raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or deepspeed")
-    if job.model.profile is not None and not asked.workload:
-        raise SpecError("a profile says what a module takes, and is no module; name it with --workload PACKAGE.MODULE:FUNCTION")
-    require(job)
-    if asked.backend == "simulate":
-        say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")
-    _launch(job, asked, keep)
-
-
-def _launch(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -> None:
+def _run(task: "Task", folder: Path | None) -> "list[Measurement]":
     """Run in processes of their own: torch is patched there, printed to, killed, and nothing of it is left here."""
     from zeroplan.verify.launch import launch  # noqa: PLC0415  only a run pays for it
-    from zeroplan.verify.task import Task  # noqa: PLC0415
 
+    if task.tensors == "fake":
+        say(f"simulating rank {task.rank} of {task.job.mesh.world_size:,}")
+    keeper = _Keeper(folder)
+    launch(task, keep=keeper.keep, say=say)
+    return keeper.kept
+
+
+def _task(job: "JobSpec", flags: _Flags) -> "Task":
+    """What is asked for, where it can be run at all."""
+    from zeroplan.verify.task import Task  # noqa: PLC0415  only a run pays for it
+
+    ranks, backend = job.mesh.world_size, _backend(flags.backend)
+    every = flags.nproc is not None or flags.every
+    if every:
+        _check_nproc(flags.nproc or str(ranks), ranks, backend)
+    rank = _number(flags.rank, "--as-rank", 0, ranks - 1)
     task = Task(
         job=job,
-        transport="fake" if asked.nproc is None else _TRANSPORT[asked.backend],
-        tensors="fake" if asked.backend == "simulate" else asked.backend,  # type: ignore[arg-type]  # one of BACKENDS
-        all_layers=asked.all_layers,
-        rank=asked.rank if asked.nproc is None else None,
-        steps=asked.steps,
-        workload=asked.workload,
-        timeout_s=asked.timeout_s,
+        transport=_TRANSPORT[backend] if every else "fake",
+        tensors="fake" if backend == "simulate" else backend,  # type: ignore[arg-type]  # one of BACKENDS
+        all_layers=flags.all_layers,
+        rank=None if every else rank,
+        steps=_number(flags.steps or _steps(backend, job), "--steps", 1, 1000),
+        workload=flags.workload,
+        timeout_s=_seconds(flags.timeout),
     )
-    launch(task, keep=keep, say=say)
+    _refuse_what_is_no_run(task)
+    require(job)
+    return task
+
+
+def _refuse_what_is_no_run(task: "Task") -> None:
+    if task.job.recipe.engine == "paper":
+        raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or deepspeed")
+    if task.job.model.profile is not None and not task.workload:
+        raise SpecError("a profile says what a module takes, and is no module; name it with --workload PACKAGE.MODULE:FUNCTION")
 
 
 def require(job: "JobSpec") -> None:
@@ -212,13 +241,12 @@ def _steps(backend: str, job: "JobSpec") -> str:
     return "2" if backend == "simulate" and job.recipe.engine == "fsdp2" else str(_SETTLED)
 
 
-def _nproc(text: str, ranks: int, backend: str) -> int:
+def _check_nproc(text: str, ranks: int, backend: str) -> None:
     if backend not in _TRANSPORT:
-        raise SpecError(f"--nproc {text} goes with --backend cpu or cuda; backend {backend} runs in one process")
+        raise SpecError(f"--nproc {text} and --slurm go with --backend cpu or cuda; backend {backend} runs in one process")
     count = _number(text, "--nproc", 1, 10**4)
     if count != ranks:
         raise SpecError(f"--nproc {count} does not fit the job's {ranks:,} GPUs; each process is one of them (--gpus {count})")
-    return count
 
 
 def _number(text: str, what: str, low: int, high: int) -> int:
