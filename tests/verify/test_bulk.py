@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from tests.measured_twins import twin
+from zeroplan.cli.app import main
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.estimator import estimate
 from zeroplan.measurement import PhaseMeasured
 from zeroplan.verify.matrix import find_matrix, read_matrix, shipped
+from zeroplan.verify.record import write_record
 from zeroplan.verify.results import Result, opened
 from zeroplan.verify.task import Task
 from zeroplan.verify.verdicts import BAND, judged
@@ -161,12 +163,27 @@ def test_a_half_written_last_line_is_dropped_and_the_rest_kept(tmp_path: Path):
     assert "the last line was half written" in said[0]
 
 
-def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path):
+@pytest.mark.parametrize("content", ["my notes\n", "my notes", "[1, 2]\n", '{"a": 1}\n', '{"a": 1}'])
+def test_a_file_that_holds_something_else_is_left_alone(tmp_path: Path, content: str):
     path = tmp_path / "r.jsonl"
-    path.write_text("my notes\n")
-    with pytest.raises(SpecError, match=r"line 1 is not JSON"), opened(path, say=print):
+    path.write_text(content)
+    with pytest.raises(SpecError, match=r"r\.jsonl"), opened(path, say=print):
         pass
-    assert path.read_text() == "my notes\n"
+    assert path.read_text() == content
+
+
+def test_results_are_compared_where_there_is_no_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "r.jsonl"
+    with opened(path, say=print) as results:
+        results.append(result())
+        results.append(result("b", outcome="refused", record=None, says="not here"))
+    with pytest.raises(SystemExit):
+        main(["compare", str(path)])
+    from_results = capsys.readouterr().out
+    record = write_record(twin(), tmp_path / "records")
+    with pytest.raises(SystemExit):
+        main(["compare", str(record)])
+    assert from_results == capsys.readouterr().out != ""
 
 
 # Whether the estimate was right

@@ -11,7 +11,7 @@ from zeroplan.cli.compare import DISAGREES, TOLERANCE, parse_tolerance
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.resolve import Request, Resolved, resolve
-from zeroplan.units import parse_count
+from zeroplan.units import format_gb, parse_count
 
 if TYPE_CHECKING:
     from zeroplan.measurement import Measurement
@@ -179,13 +179,25 @@ def say(text: str) -> None:
 
 def _run(task: "Task", folder: Path | None) -> "list[Measurement]":
     """Run in processes of their own: torch is patched there, printed to, killed, and nothing of it is left here."""
-    from zeroplan.verify.launch import launch  # noqa: PLC0415  only a run pays for it
+    from zeroplan.verify.failures import OutOfMemoryError  # noqa: PLC0415  only a run pays for it
+    from zeroplan.verify.launch import launch  # noqa: PLC0415
 
     if task.tensors == "fake":
         say(f"simulating rank {task.rank} of {task.job.mesh.world_size:,}")
     keeper = _Keeper(folder)
-    launch(task, keep=keeper.keep, say=say)
+    try:
+        launch(task, keep=keeper.keep, say=say)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{error.args[0].rstrip('.')}; {_estimated(task.job)}") from None
     return keeper.kept
+
+
+def _estimated(job: "JobSpec") -> str:
+    """What the estimate had said of a job that ran out of memory."""
+    from zeroplan.estimator import estimate  # noqa: PLC0415  only this failure needs it
+
+    estimated = estimate(job)
+    return f"the estimate was {format_gb(estimated.least_bytes)}, context and communicators included"
 
 
 def _task(job: "JobSpec", flags: _Flags) -> "Task":

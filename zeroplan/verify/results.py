@@ -15,6 +15,7 @@ from zeroplan.spec.base import Count, CountOrZero, Range, Spec, read
 from zeroplan.verify.task import Task
 
 Outcome = Literal["measured", "out of memory", "refused", "failed"]
+_BEGINNING = b'{"schema_version":'
 #: What need not be run again.
 SETTLED: tuple[Outcome, ...] = ("measured", "out of memory")
 
@@ -91,16 +92,29 @@ def opened(path: Path, *, say: Callable[[str], None]) -> Iterator[Results]:
         os.close(descriptor)
 
 
+def read_results(path: Path) -> list[Result]:
+    """The results in a file, without a last line that is half written. Raises SpecError in one line for any other file."""
+    if not path.is_file():
+        raise SpecError(f"results {str(path)!r} is not a file; give the path of a .jsonl that `zeroplan verify --matrix` wrote")
+    try:
+        lines = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    except OSError as error:
+        raise SpecError(f"results {str(path)!r} cannot be read: {error.strerror}") from None
+    return [_result(line, f"results {str(path)!r}, line {number}") for number, line in enumerate(lines, 1)]
+
+
 def _found(descriptor: int, path: Path, say: Callable[[str], None]) -> list[Result]:
     data = path.read_bytes()
-    lines = data.splitlines(keepends=True)
-    if lines and not lines[-1].endswith(b"\n"):
-        half = lines.pop()
+    half = data[data.rfind(b"\n") + 1 :]
+    found = read_results(path)
+    if half[: len(_BEGINNING)] != _BEGINNING[: len(half)]:
+        raise SpecError(f"results {str(path)!r} ends in something that is no result; take it out, or name another --record-dir")
+    if half:
         os.ftruncate(descriptor, len(data) - len(half))
         say(
             f"results {str(path)!r}: the last line was half written ({len(half):,} bytes) and is dropped; its case is run again"
         )
-    return [_result(line, f"results {str(path)!r}, line {number}") for number, line in enumerate(lines, 1)]
+    return found
 
 
 def _result(line: bytes, where: str) -> Result:
