@@ -16,8 +16,8 @@ import zeroplan
 from zeroplan import BatchSpec, JobSpec, MeshSpec, ModelSpec, RecipeSpec, estimate, job
 from zeroplan.catalog.config import model_from_config, read_config
 from zeroplan.catalog.model import model_names
-from zeroplan.cli.job_file import read_job_file
 from zeroplan.errors import ZeroplanError
+from zeroplan.job_file import read_job_file
 from zeroplan.report.payload import estimate_payload
 from zeroplan.report.text import estimate_text
 from zeroplan.resolve import Request, resolve

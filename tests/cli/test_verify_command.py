@@ -7,8 +7,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 
@@ -149,7 +151,7 @@ def left_over(folder: Path) -> list[str]:
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if "zeroplan.verify.worker" in line and str(folder) in line:
+        if "zeroplan.verify." in line and str(folder) in line:
             found.append(line)
     return found
 
@@ -318,7 +320,7 @@ def test_an_interrupt_takes_every_process_with_it(here: Path, sign: signal.Signa
     process = started(
         here, *CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", "work:sleeps", "--out", "records"
     )
-    assert until(lambda: len(left_over(here)) == 2, seconds=20)
+    assert until(lambda: len(left_over(here)) == 3, seconds=40)  # the agent and its two ranks
     process.send_signal(sign)
     process.communicate(timeout=10)
     assert process.returncode == (130 if sign is signal.SIGINT else -sign)
@@ -341,10 +343,10 @@ def test_an_interrupt_ends_a_simulation_at_once_and_silently(here: Path):
 
 REFUSED = [
     (("--backend", "quantum"), 2, "--backend 'quantum' is none of"),
-    (("--backend", "cuda"), 4, "not part of this version"),
     ((*CPU, "--nproc", "3", "--gpus", "2"), 2, "--nproc 3 does not fit the job's 2 GPUs"),
-    (("--nproc", "2", "--gpus", "2"), 2, "--nproc 2 goes with --backend cpu"),
-    ((*CPU, "--rank", "2", "--gpus", "2"), 2, "--rank 2 is not from 0 to 1"),
+    (("--nproc", "2", "--gpus", "2"), 2, "--nproc 2 and --slurm go with --backend cpu or cuda"),
+    ((*CPU, "--rank", "2", "--gpus", "2"), 2, "--as-rank 2 is not from 0 to 1"),
+    ((*CPU, "--as-rank", "1", "--of", "2", "--gpus", "4"), 2, "--of 2 and --gpus 4 are two numbers of GPUs"),
     ((*CPU, "--steps", "0"), 2, "--steps"),
     ((*CPU, "--timeout", "soon"), 2, "--timeout 'soon'"),
     ((*CPU, "--tolerance", "7"), 2, "--tolerance '7'"),
@@ -378,16 +380,20 @@ def test_what_is_not_installed_names_the_extra(
 def test_records_are_kept_of_the_ranks_that_finished(here: Path):
     from tests.measured_twins import twin
     from zeroplan.errors import MeasurementError
-    from zeroplan.verify.launch import _heed, _Message, _Rank
+    from zeroplan.spec.mesh import MeshSpec
+    from zeroplan.verify.launch import Listener, Started, listen
     from zeroplan.verify.record import write_record
+    from zeroplan.verify.task import Task
 
     kept: list[Measurement] = []
-    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"])
-    process.wait()
-    errors = here / "errors"
-    errors.write_text("what went wrong\n")
-    waiting = {rank: _Rank(rank, process, errors) for rank in (0, 1)}
-    _heed(_Message(0, {"record": str(write_record(twin(), here))}), waiting, kept.append, print)
-    with pytest.raises(MeasurementError, match="rank 1 died"):
-        _heed(_Message(1, None), waiting, kept.append, print)
+    said: list[str] = []
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"], text=True)
+    (here / "rank1.stderr").write_text("what went wrong\n")
+    messages: SimpleQueue[dict[str, str] | None] = SimpleQueue()
+    messages.put({"rank": "0", "record": str(write_record(twin(), here))})
+    messages.put(None)
+    task = Task(job=replace(twin().job, mesh=MeshSpec(dp_shard=2)), transport="gloo")
+    with pytest.raises(MeasurementError, match=r"rank 1 died \(exit code 9\)"):
+        listen(task, Started(process, messages, here), Listener(kept.append, said.append))
     assert kept == [twin()]
+    assert "what went wrong" in said[0]

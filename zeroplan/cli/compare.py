@@ -1,11 +1,14 @@
 """``zeroplan compare``: does the estimate agree with these records? Needs no torch."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroplan.errors import SpecError
+
+if TYPE_CHECKING:
+    from zeroplan.measurement import Measurement
 
 DISAGREES = 3
 TOLERANCE = "0.02"
@@ -13,7 +16,8 @@ TOLERANCE = "0.02"
 
 def compare_command(
     records: Annotated[
-        list[str], typer.Argument(metavar="RECORD...", help="Records that `zeroplan verify --out` wrote, or folders of them.")
+        list[str],
+        typer.Argument(metavar="RECORD...", help="Records that `zeroplan verify --record-dir` wrote, or folders of them."),
     ],
     *,
     tolerance: Annotated[
@@ -24,12 +28,22 @@ def compare_command(
 ) -> int:
     """Hold the estimate of each record's job against what the record measured; exit with 3 beyond the tolerance."""
     from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  the other commands need none of it
-    from zeroplan.records import read_record, record_paths  # noqa: PLC0415
 
     limit = parse_tolerance(tolerance)
-    held = tuple(Held.of(read_record(path)) for record in records for path in record_paths(Path(record)))
+    held = tuple(Held.of(measured) for record in records for measured in _records(Path(record)))
     typer.echo(printed(held, tolerance=limit, as_json=as_json, as_markdown=as_markdown))
     return 0 if all(one.comparison.agrees(limit) for one in judged(held)) else DISAGREES
+
+
+def _records(path: Path) -> "list[Measurement]":
+    """The records that a path stands for: those of a folder, of a matrix's results, or the file itself."""
+    if path.suffix == ".jsonl" and not path.is_dir():
+        from zeroplan.verify.results import read_results  # noqa: PLC0415
+
+        return [one.record for one in read_results(path) if one.record is not None]
+    from zeroplan.records import read_record, record_paths  # noqa: PLC0415
+
+    return [read_record(one) for one in record_paths(path)]
 
 
 def parse_tolerance(text: str) -> float:

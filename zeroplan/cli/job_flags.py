@@ -78,10 +78,13 @@ FLAGS = (
 _OPTION_GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions}
 
 
-def takes_a_job(command: Callable[..., int | None], *, or_none: bool = False) -> Callable[..., int | None]:
+def takes_a_job(
+    command: Callable[..., int | None], *, or_none: bool = False, gpus_as: str = ""
+) -> Callable[..., int | None]:  # fmt: skip
     """Give a command ``f(resolved, **own)`` the job's flags beside its own, and hand it the resolved job.
 
     ``or_none`` hands it None where nothing is said of a job. Arguments of its own without a default come before the job file.
+    ``gpus_as`` is a flag of the command's own that says how many GPUs, too.
     """
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "resolved"]
     first = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
@@ -89,6 +92,7 @@ def takes_a_job(command: Callable[..., int | None], *, or_none: bool = False) ->
     def run(**given: object) -> int | None:
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
         said = any(given[name] is not None for name in given if name != "catalog")
+        given = _with_gpus(given, gpus_as, mine.get(gpus_as))
         return command(resolved=_resolved(given) if said or not or_none else None, **mine)
 
     parameters = [
@@ -103,6 +107,14 @@ def takes_a_job(command: Callable[..., int | None], *, or_none: bool = False) ->
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = command.__doc__
     return run
+
+
+def _with_gpus(given: dict[str, object], flag: str, ranks: object) -> dict[str, object]:
+    if ranks is None:
+        return given
+    if given["gpus"] not in (None, ranks):
+        raise SpecError(f"--{flag} {ranks} and --gpus {given['gpus']} are two numbers of GPUs; leave one of them out")
+    return {**given, "gpus": ranks}
 
 
 def _keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
@@ -159,7 +171,7 @@ def _value(flag: _Flag, text: object) -> object:
 def _from_file(text: str) -> Request:
     if not text:
         raise SpecError("job file '' is no file; give the path of one")
-    from zeroplan.cli.job_file import read_job_file  # noqa: PLC0415  only a job file pays for it
+    from zeroplan.job_file import read_job_file  # noqa: PLC0415  only a job file pays for it
 
     return read_job_file(Path(text))
 

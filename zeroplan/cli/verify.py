@@ -3,42 +3,53 @@
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
 from zeroplan.cli.compare import DISAGREES, TOLERANCE, parse_tolerance
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import MeasurementError, SpecError
-from zeroplan.resolve import Resolved
-from zeroplan.units import parse_count
+from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.units import format_gb, parse_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from zeroplan.measurement import Measurement
     from zeroplan.spec.job import JobSpec
+    from zeroplan.verify.task import Task
 
 _RUN, _OUTPUT = "Run", "Output"
 #: What a shell makes of SIGINT, 128 + 2.
 INTERRUPTED = 130
 BACKENDS = ("simulate", "cpu", "cuda")
+_TRANSPORT: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
 _SETTLED = 3
 """Steps until every engine is: the first makes the optimizer's state, in the second DDP rebuilds buckets, and DeepSpeed's stage 3
 first follows the trace of the first."""
 
 
-def _flag(name: str, value: str | None, text: str, *, panel: str = _RUN, shown: bool = False) -> typer.models.OptionInfo:
-    option: typer.models.OptionInfo = typer.Option(name, metavar=value, help=text, rich_help_panel=panel, show_default=shown)
+def _flag(
+    name: str, value: str | None, text: str, *, panel: str = _RUN, shown: bool = False, short: str = ""
+) -> typer.models.OptionInfo:
+    names = (name, short) if short else (name,)
+    option: typer.models.OptionInfo = typer.Option(*names, metavar=value, help=text, rich_help_panel=panel, show_default=shown)
     return option
 
 
-_Backend = Annotated[str, _flag("--backend", "simulate|cpu", "Fake tensors, or real tensors on the CPU.", shown=True)]
+_Backend = Annotated[
+    str, _flag("--backend", "simulate|cpu|cuda", "Fake tensors, real ones on the CPU, or real GPUs.", shown=True)
+]
 _Nproc = Annotated[
     str | None,
-    _flag("--nproc", "N", "cpu: real processes over gloo, one per GPU of the job. (default: one process, fake group)"),
+    _flag("--nproc", "N", "Real processes, one per GPU of the job: cpu over gloo, cuda over NCCL. (default: one, fake group)"),
 ]
-_Rank = Annotated[str, _flag("--rank", "R", "Which rank to be, where one process stands for all.", shown=True)]
+_Rank = Annotated[
+    str,
+    _flag(
+        "--as-rank", "R", "Which rank to be, where one process stands for all; --rank for short.", shown=True, short="--rank"
+    ),
+]
+_Of = Annotated[str | None, _flag("--of", "N", "Of how many: the same as --gpus.")]
 _Steps = Annotated[str | None, _flag("--steps", "N", "Optimizer steps; the last counts. (default: 3; FSDP2 simulated: 2)")]
 _AllLayers = Annotated[bool, _flag("--all-layers", None, "simulate: run every layer instead of extending a few.")]
 _Workload = Annotated[
@@ -46,61 +57,104 @@ _Workload = Annotated[
     _flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, instead of the job's model."),
 ]
 _Timeout = Annotated[str, _flag("--timeout", "SECONDS", "How long a collective or a rank may be silent.", shown=True)]
+_Matrix = Annotated[
+    str | None, _flag("--matrix", "FILE", "Many cases instead of a job: a TOML file, or one of the package's by name.")
+]
+_SLURM = "Slurm"
+_Slurm = Annotated[bool, _flag("--slurm", None, "Run the ranks, all of them real, as a job of Slurm's.", panel=_SLURM)]
+_Partition = Annotated[str | None, _flag("--partition", "NAME", "Slurm's partition.", panel=_SLURM)]
+_Account = Annotated[str | None, _flag("--account", "NAME", "Slurm's account.", panel=_SLURM)]
+_TimeLimit = Annotated[str | None, _flag("--time-limit", "MINUTES", "How long the job may take. (default: 30)", panel=_SLURM)]
+_SlurmOption = Annotated[
+    list[str] | None,
+    _flag("--slurm-option", "NAME=VALUE", "Another option of sbatch's, as qos=debug; repeatable.", panel=_SLURM),
+]
+_Resume = Annotated[str | None, _flag("--resume", "DIR", "Take up a job of --slurm again, by its --record-dir.", panel=_SLURM)]
 _Tolerance = Annotated[
     str,
     _flag("--tolerance", "FRACTION", "How far peak, held bytes and collectives may be apart.", panel=_OUTPUT, shown=True),
 ]
-_Out = Annotated[str | None, _flag("--out", "DIR", "Write the records here.", panel=_OUTPUT)]
+_Out = Annotated[str | None, _flag("--record-dir", "DIR", "Write the records here; --out too.", panel=_OUTPUT, short="--out")]
 _Json = Annotated[bool, _flag("--json", None, "Versioned JSON.", panel=_OUTPUT)]
 
 
-@takes_a_job
-def verify_command(
+def _verify(
     *,
-    resolved: Resolved,
+    resolved: Resolved | None,
     backend: _Backend = "simulate",
     nproc: _Nproc = None,
     rank: _Rank = "0",
+    of: _Of = None,
     steps: _Steps = None,
     all_layers: _AllLayers = False,
     workload: _Workload = None,
     timeout: _Timeout = "300",
+    matrix: _Matrix = None,
+    slurm: _Slurm = False,
+    partition: _Partition = None,
+    account: _Account = None,
+    time_limit: _TimeLimit = None,
+    slurm_option: _SlurmOption = None,
+    resume: _Resume = None,
     tolerance: _Tolerance = TOLERANCE,
     out: _Out = None,
     as_json: _Json = False,
 ) -> int:
-    """Run the job's real engine without a GPU, and hold what it took against the estimate; exit with 3 beyond the tolerance."""
-    limit, ranks = parse_tolerance(tolerance), resolved.job.mesh.world_size
-    asked = _Asked(
-        backend=_backend(backend),
-        nproc=None if nproc is None else _nproc(nproc, ranks, backend),
-        rank=_number(rank, "--rank", 0, ranks - 1),
-        steps=_number(steps or _steps(backend, resolved.job), "--steps", 1, 1000),
-        all_layers=all_layers,
-        workload=workload or "",
-        timeout_s=_seconds(timeout),
-    )
+    """Run the job's real engine, on real GPUs or without, and hold what it took against the estimate; 3 beyond the tolerance."""
+    limit, folder = parse_tolerance(tolerance), None if out is None else Path(out)
+    run = {"a job": resolved, "--of": of, "--nproc": nproc, "--steps": steps, "--workload": workload}
+    if matrix is not None:
+        from zeroplan.cli.verify_bulk import Asked, verify_matrix  # noqa: PLC0415  only many cases need it
+
+        _refuse_beside("matrix", {**run, "--slurm": slurm or None})
+        return verify_matrix(Asked(matrix, _backend(backend), limit, _seconds(timeout), folder, as_json))
+    if resume is not None:
+        from zeroplan.cli.verify_slurm import resume as taken_up  # noqa: PLC0415  only Slurm needs it
+
+        _refuse_beside("resume", {**run, "--slurm": slurm or None})
+        return taken_up(Path(resume), tolerance=limit, as_json=as_json)
+    job, notes = resolved or resolve(Request())  # which says what is missing
+    flags = _Flags(backend, nproc, rank, steps, all_layers, workload or "", timeout, every=slurm)
+    task = _task(job, flags)
+    for note in notes:
+        say(f"note: {note}")
+    if slurm:
+        from zeroplan.cli.verify_slurm import Flags, verify_on_slurm  # noqa: PLC0415  only Slurm needs it
+
+        asked = Flags(partition, account, time_limit, tuple(slurm_option or ()))
+        return verify_on_slurm(task, asked, folder, tolerance=limit, as_json=as_json)
+    return answer(_run(task, folder), tolerance=limit, as_json=as_json)
+
+
+def answer(kept: "list[Measurement]", *, tolerance: float, as_json: bool) -> int:
+    """Print what the records say of the estimate, and return the exit code."""
     from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  only this command needs them
 
-    for note in resolved.notes:
-        say(f"note: {note}")
-    keeper = _Keeper(None if out is None else Path(out))
-    _run(resolved.job, asked, keeper.keep)
-    held = tuple(Held.of(measured) for measured in sorted(keeper.kept, key=lambda measured: measured.rank))
-    typer.echo(printed(held, tolerance=limit, as_json=as_json))
-    return 0 if all(one.comparison.agrees(limit) for one in judged(held)) else DISAGREES
+    held = tuple(Held.of(measured) for measured in sorted(kept, key=lambda measured: measured.rank))
+    typer.echo(printed(held, tolerance=tolerance, as_json=as_json))
+    return 0 if all(one.comparison.agrees(tolerance) for one in judged(held)) else DISAGREES
 
 
-class _Asked(NamedTuple):
-    """How to run, as the flags say."""
+def _refuse_beside(flag: str, others: dict[str, object]) -> None:
+    given = next((name for name, value in others.items() if value is not None), None)
+    if given is not None:
+        raise SpecError(f"{given} does not go with --{flag}, whose cases say it themselves; leave it out")
+
+
+verify_command = takes_a_job(_verify, or_none=True, gpus_as="of")
+
+
+class _Flags(NamedTuple):
+    """How to run, as typed; ``every`` rank in a process of its own."""
 
     backend: str
-    nproc: int | None
-    rank: int
-    steps: int
+    nproc: str | None
+    rank: str
+    steps: str | None
     all_layers: bool
     workload: str
-    timeout_s: float
+    timeout: str
+    every: bool = False
 
 
 class _Keeper:
@@ -123,36 +177,61 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _run(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -> None:
-    if job.recipe.engine == "paper":
-        raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or deepspeed")
-    if job.model.profile is not None and not asked.workload:
-        raise SpecError("a profile says what a module takes, and is no module; name it with --workload PACKAGE.MODULE:FUNCTION")
-    _require(job)
-    if asked.backend == "simulate":
-        say(f"simulating rank {asked.rank} of {job.mesh.world_size:,}")
-    _launch(job, asked, keep)
-
-
-def _launch(job: "JobSpec", asked: _Asked, keep: "Callable[[Measurement], None]") -> None:
+def _run(task: "Task", folder: Path | None) -> "list[Measurement]":
     """Run in processes of their own: torch is patched there, printed to, killed, and nothing of it is left here."""
-    from zeroplan.verify.launch import launch  # noqa: PLC0415  only a run pays for it
-    from zeroplan.verify.task import Task  # noqa: PLC0415
+    from zeroplan.verify.failures import OutOfMemoryError  # noqa: PLC0415  only a run pays for it
+    from zeroplan.verify.launch import launch  # noqa: PLC0415
 
+    if task.tensors == "fake":
+        say(f"simulating rank {task.rank} of {task.job.mesh.world_size:,}")
+    keeper = _Keeper(folder)
+    try:
+        launch(task, keep=keeper.keep, say=say)
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{error.args[0].rstrip('.')}; {_estimated(task.job)}") from None
+    return keeper.kept
+
+
+def _estimated(job: "JobSpec") -> str:
+    """What the estimate had said of a job that ran out of memory."""
+    from zeroplan.estimator import estimate  # noqa: PLC0415  only this failure needs it
+
+    estimated = estimate(job)
+    return f"the estimate was {format_gb(estimated.least_bytes)}, context and communicators included"
+
+
+def _task(job: "JobSpec", flags: _Flags) -> "Task":
+    """What is asked for, where it can be run at all."""
+    from zeroplan.verify.task import Task  # noqa: PLC0415  only a run pays for it
+
+    ranks, backend = job.mesh.world_size, _backend(flags.backend)
+    every = flags.nproc is not None or flags.every
+    if every:
+        _check_nproc(flags.nproc or str(ranks), ranks, backend)
+    rank = _number(flags.rank, "--as-rank", 0, ranks - 1)
     task = Task(
         job=job,
-        transport="fake" if asked.nproc is None else "gloo",
-        tensors="cpu" if asked.backend == "cpu" else "fake",
-        all_layers=asked.all_layers,
-        rank=asked.rank if asked.nproc is None else None,
-        steps=asked.steps,
-        workload=asked.workload,
-        timeout_s=asked.timeout_s,
+        transport=_TRANSPORT[backend] if every else "fake",
+        tensors="fake" if backend == "simulate" else backend,  # type: ignore[arg-type]  # one of BACKENDS
+        all_layers=flags.all_layers,
+        rank=None if every else rank,
+        steps=_number(flags.steps or _steps(backend, job), "--steps", 1, 1000),
+        workload=flags.workload,
+        timeout_s=_seconds(flags.timeout),
     )
-    launch(task, keep=keep, say=say)
+    _refuse_what_is_no_run(task)
+    require(job)
+    return task
 
 
-def _require(job: "JobSpec") -> None:
+def _refuse_what_is_no_run(task: "Task") -> None:
+    if task.job.recipe.engine == "paper":
+        raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or deepspeed")
+    if task.job.model.profile is not None and not task.workload:
+        raise SpecError("a profile says what a module takes, and is no module; name it with --workload PACKAGE.MODULE:FUNCTION")
+
+
+def require(job: "JobSpec") -> None:
     """Refuse, with the extra to install, what is not there; nothing is imported."""
     needed = {"torch": "verify", "transformers": "verify"}
     if job.recipe.engine == "deepspeed":
@@ -167,10 +246,6 @@ def _require(job: "JobSpec") -> None:
 def _backend(name: str) -> str:
     if name not in BACKENDS:
         raise SpecError(f"--backend {name!r} is none of {', '.join(BACKENDS)}")
-    if name == "cuda":
-        raise MeasurementError(
-            "backend cuda, real GPUs, is not part of this version; use --backend simulate, or cpu for a small model"
-        )
     return name
 
 
@@ -178,13 +253,12 @@ def _steps(backend: str, job: "JobSpec") -> str:
     return "2" if backend == "simulate" and job.recipe.engine == "fsdp2" else str(_SETTLED)
 
 
-def _nproc(text: str, ranks: int, backend: str) -> int:
-    if backend != "cpu":
-        raise SpecError(f"--nproc {text} goes with --backend cpu; backend {backend} runs in one process")
+def _check_nproc(text: str, ranks: int, backend: str) -> None:
+    if backend not in _TRANSPORT:
+        raise SpecError(f"--nproc {text} and --slurm go with --backend cpu or cuda; backend {backend} runs in one process")
     count = _number(text, "--nproc", 1, 10**4)
     if count != ranks:
         raise SpecError(f"--nproc {count} does not fit the job's {ranks:,} GPUs; each process is one of them (--gpus {count})")
-    return count
 
 
 def _number(text: str, what: str, low: int, high: int) -> int:

@@ -3,6 +3,7 @@
 One place for a rank in a process of its own and for a simulation in this one. Needs no torch.
 """
 
+import re
 import site
 import sysconfig
 import traceback
@@ -14,15 +15,31 @@ from typing import Literal
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 
 _HERE = Path(__file__).parents[1]
-Whose = Literal["input", "here", "workload", "engine"]
+Whose = Literal["input", "machine", "here", "memory", "workload", "engine"]
+
+
+class NotHereError(MeasurementError):
+    """This machine cannot run it now, whatever the job: no GPU, or one that others hold."""
+
+
+class FailedError(MeasurementError):
+    """A rank failed in the engine, died, or was silent."""
+
+
+class OutOfMemoryError(MeasurementError):
+    """A rank asked for more memory than there was: of a verdict that is a result too."""
 
 
 def whose(error: BaseException) -> Whose:
     """Tell bad input from a refusal, and what a user's workload raised from what an engine did."""
     if isinstance(error, SpecError):
         return "input"
+    if isinstance(error, NotHereError):
+        return "machine"
     if isinstance(error, ZeroplanError):
         return "here"
+    if _lacks_memory(error):
+        return "memory"
     return "workload" if _passes_through_users_code(error) else "engine"
 
 
@@ -30,11 +47,42 @@ def text_of(error: BaseException) -> str:
     """One line; of a workload's own error the traceback from its own code on, and not into who watches it."""
     if isinstance(error, ZeroplanError):
         return str(error)
+    if whose(error) == "memory":
+        return " ".join(str(error).split()) or type(error).__name__
     if whose(error) == "workload":
         shown = traceback.TracebackException.from_exception(error)
         shown.stack = traceback.StackSummary.from_list(_own(list(shown.stack)))
         return "".join(shown.format())
-    return f"{type(error).__name__}: {error}"
+    return _of_a_transport(str(error)) or f"{type(error).__name__}: {error}"
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Whether an allocator, of torch's or of a library, found no more memory: told by name, since torch may be absent."""
+    text = str(error)
+    names = [cls.__name__ for cls in type(error).__mro__]
+    return "OutOfMemoryError" in names or "MemoryError" in names or any(said in text for said in _NO_MEMORY)
+
+
+_NO_MEMORY = ("CUDA out of memory", "Cuda failure 2 'out of memory'", "Cuda failure 'out of memory'",
+              "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")  # fmt: skip
+
+
+def _of_a_transport(text: str) -> str:
+    r"""NCCL's error in one line: what it calls it, and what it says happened; empty where it is none of NCCL's.
+
+    >>> _of_a_transport("NCCL error in: ../NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), "
+    ...                 "NCCL version 2.27.3\nncclSystemError: System call failed.\nLast error:\nsocketConnect: no route")
+    'NCCL 2.27.3: unhandled system error: socketConnect: no route; NCCL_DEBUG=INFO says more'
+    >>> _of_a_transport("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 9 ms")
+    'NCCL: a collective (ALLREDUCE) timed out, so another rank never came to it'
+    """
+    if found := re.search(r"collective operation timeout: WorkNCCL\(.*?OpType=(\w+)", text):
+        return f"NCCL: a collective ({found[1]}) timed out, so another rank never came to it"
+    if not (found := re.search(r"NCCL error in: [^,]*, ([^,(]*)(?:\([^)]*\))?(?:, NCCL version (\S+))?", text)):
+        return ""
+    last = text.partition("Last error:")[2].strip().splitlines()[:1] or text.splitlines()[1:2]
+    version = f" {found[2]}" if found[2] else ""
+    return f"NCCL{version}: {': '.join((found[1].strip(), *last))}; NCCL_DEBUG=INFO says more"
 
 
 def workload_raised(text: str, *, rank: int, say: Callable[[str], None]) -> MeasurementError:

@@ -1,4 +1,8 @@
-"""Starts one process per rank, listens to them, and sees to it that all are gone when it returns, whatever happens."""
+"""Starts the ranks of a task, listens to them, and sees to it that all are gone when it returns, whatever happens.
+
+One process is started here: the rank itself, where one stands for all, or torch elastic's agent
+(:mod:`zeroplan.verify.elastic`), which starts one per rank. torch is imported there and not here.
+"""
 
 import json
 import os
@@ -18,114 +22,143 @@ from typing import NamedTuple
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
-from zeroplan.verify.failures import workload_raised
-from zeroplan.verify.task import Task
+from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError, workload_raised
+from zeroplan.verify.task import Card, Task
 
 _GRACE_S = 2.0
 _TAIL_LINES = 15
 _PROGRESS_AFTER_S = 3.0
-_SAID_WHY = 1
-"""Exit code of a rank that has told what failed."""
+#: What the process that is started here writes before a rank has a file of its own.
+STARTED_STDERR = "started.stderr"
+Message = dict[str, str]
 
 
-class _Rank(NamedTuple):
-    """One process, and where its standard error goes."""
+class Listener(NamedTuple):
+    """Who is told: of each record as it comes, of progress and of what went wrong, and of the card that a rank found."""
 
-    number: int
+    keep: Callable[[Measurement], None]
+    say: Callable[[str], None]
+    progress: Callable[[str], None] = lambda _text: None
+    card: Callable[[Card], None] = lambda _card: None
+
+
+class Started(NamedTuple):
+    """A process, what it says (None when it has hung up), and the folder where the ranks' standard error goes."""
+
     process: "subprocess.Popen[str]"
-    errors: Path
-
-
-class _Message(NamedTuple):
-    """What a rank said; ``None`` when it has hung up."""
-
-    rank: int
-    said: dict[str, str] | None
+    messages: "queue.SimpleQueue[Message | None]"
+    folder: Path
 
 
 def launch(task: Task, *, keep: Callable[[Measurement], None], say: Callable[[str], None]) -> None:
-    """Run a task: every rank over gloo, or the one rank under the fake group. ``keep`` is given each record as it comes.
+    """Run a task: every rank over gloo or NCCL, or the one rank under the fake group. ``keep`` is given each record as it comes.
 
     Raises SpecError where the workload is not there, and MeasurementError where a rank fails, dies, or is silent for the
     task's ``timeout_s``; the tail of what the failing rank wrote has gone to ``say`` by then. All processes are gone on return.
     """
+    with ordered(task) as order, running(command_of(task, order), task, order) as started:
+        listen(task, started, Listener(keep, say, progress=say))
+
+
+@contextmanager
+def ordered(task: Task) -> Iterator[Path]:
+    """The task as a file in a folder of its own, where ranks meet and leave what they have; gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="zeroplan-") as folder:
-        mine = replace(task, store=str(Path(folder) / "store"), folder=folder)
         order = Path(folder) / "task.json"
+        mine = replace(task, store=str(Path(folder) / "store"), folder=folder)
         order.write_text(json.dumps(asdict(mine)), encoding="utf-8")
-        with _running(task, order) as ranks:
-            _listen(task, ranks, keep, say)
+        yield order
 
 
-def _listen(task: Task, ranks: list[_Rank], keep: Callable[[Measurement], None], say: Callable[[str], None]) -> None:
-    messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-    for rank in ranks:
-        threading.Thread(target=_read, args=(rank, messages), daemon=True).start()
-    started = time.monotonic()
-    waiting = {rank.number: rank for rank in ranks}
+def command_of(task: Task, order: Path) -> list[str]:
+    """The process to start for a task."""
+    if task.transport == "fake":
+        return [sys.executable, "-m", "zeroplan.verify.worker", "--task", str(order)]
+    return [sys.executable, "-m", "zeroplan.verify.elastic", str(order)]
+
+
+def listen(task: Task, started: Started, to: Listener) -> None:
+    """Hear a task's ranks until each has left its record."""
+    began = time.monotonic()
+    waiting = set(range(task.job.mesh.world_size)) if task.transport != "fake" else {task.rank or 0}
     while waiting:
         try:
             # A collective that hangs fails in its own rank after timeout_s; silence is judged a little later, to hear of that.
-            message = messages.get(timeout=task.timeout_s + 2 * _GRACE_S)
+            message = started.messages.get(timeout=task.timeout_s + 2 * _GRACE_S)
         except queue.Empty:
-            _show_tails(list(waiting.values()), say)
-            silent = ", ".join(map(str, waiting))
-            raise MeasurementError(
-                f"no rank made progress for {task.timeout_s:g} s (waiting for rank {silent}); ended"
-            ) from None
-        _heed(message, waiting, keep, say)
-        if message.said is not None and "say" in message.said and time.monotonic() - started > _PROGRESS_AFTER_S:
-            say(f"rank {message.rank}: {message.said['say']}")
+            raise _silent(task, waiting, started, to.say) from None
+        if message is not None and int(message.get("rank", -1)) not in waiting:
+            continue
+        _heed(message, waiting, started, to)
+        if message is not None and "say" in message and time.monotonic() - began > _PROGRESS_AFTER_S:
+            to.progress(f"rank {message['rank']}: {message['say']}")
 
 
-def _heed(
-    message: _Message, waiting: dict[int, _Rank], keep: Callable[[Measurement], None], say: Callable[[str], None]
-) -> None:
-    rank = waiting.get(message.rank)
-    if rank is None:
-        return
-    if message.said is None:
-        raise _death(rank, say)
-    if "record" in message.said:
-        del waiting[message.rank]
-        keep(read_record(Path(message.said["record"])))
-    if "failed" in message.said:
-        if message.said["failed"] == "engine" and (dead := _dead_within(_GRACE_S, waiting, but=rank)) is not None:
-            raise _death(dead, say)  # of which this failure is the consequence: its peer is gone
-        raise _failure(rank, message.said, say)
+def _silent(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
+    for rank in sorted(waiting):
+        _show_tail(rank, started, say)
+    names = ", ".join(map(str, sorted(waiting)))
+    return FailedError(f"no rank made progress for {task.timeout_s:g} s (waiting for rank {names}); ended")
 
 
-def _death(rank: _Rank, say: Callable[[str], None]) -> MeasurementError:
-    code = rank.process.wait()
-    _show_tails([rank], say)
-    return MeasurementError(f"rank {rank.number} died ({_how(code)}) before it left a record; the other ranks were ended")
+def _heed(message: Message | None, waiting: set[int], started: Started, to: Listener) -> None:
+    if message is None:
+        raise _died(min(waiting), how_ended(started.process.wait()), started, to.say)
+    if "record" in message:
+        waiting.discard(int(message["rank"]))
+        to.keep(read_record(Path(message["record"])))
+    if "card" in message:
+        to.card(Card(name=message["card"], total_bytes=int(message["total_bytes"])))
+    if "ended" in message:
+        started.messages.put(message)  # for who waits for that
+        raise _died(int(message["rank"]), message["ended"], started, to.say)
+    if "died" in message:
+        raise _died(int(message["rank"]), message["died"], started, to.say)
+    if "failed" in message:
+        raise _failure(message, started, to.say)
 
 
-def _dead_within(seconds: float, waiting: dict[int, _Rank], *, but: _Rank) -> _Rank | None:
-    """A rank that ends within a moment without a word: who fails in a collective hears of it before its death is seen."""
-    until = time.monotonic() + seconds
-    others = [rank for rank in waiting.values() if rank is not but]
-    while others and time.monotonic() < until:
-        for rank in others:
-            if rank.process.poll() not in (None, _SAID_WHY):
-                return rank
-        time.sleep(0.02)
+def _died(rank: int, how: str, started: Started, say: Callable[[str], None]) -> FailedError:
+    _show_tail(rank, started, say)
+    return FailedError(f"rank {rank} died ({how}) before it left a record; the other ranks were ended")
+
+
+def _failure(message: Message, started: Started, say: Callable[[str], None]) -> ZeroplanError:
+    rank, text = int(message["rank"]), message["text"]
+    match message["failed"]:
+        case "memory":
+            return OutOfMemoryError(f"rank {rank} ran out of memory: {text}")
+        case "workload":
+            return workload_raised(text, rank=rank, say=say)
+        case whose if whose in _ONE_LINE:
+            return _ONE_LINE[whose](text)
+    if (lost := _lost_before(rank, started)) is not None:
+        return _died(int(lost["rank"]), lost["died"], started, say)
+    _show_tail(rank, started, say)
+    return FailedError(f"rank {rank} failed: {text.splitlines()[0] if text else 'it did not say why'}")
+
+
+_ONE_LINE: dict[str, type[ZeroplanError]] = {"input": SpecError, "machine": NotHereError, "here": MeasurementError}
+
+
+def _lost_before(failed: int, started: Started) -> Message | None:
+    """Of a rank that died and took the collective of one that failed with it, the agent hears a moment later."""
+    told, until = {failed}, time.monotonic() + _GRACE_S
+    with suppress(queue.Empty):
+        while (message := started.messages.get(timeout=max(0.0, until - time.monotonic()))) is not None:
+            if "failed" in message:
+                told.add(int(message["rank"]))
+            if "died" in message and int(message["rank"]) not in told:
+                return message
     return None
 
 
-def _failure(rank: _Rank, said: dict[str, str], say: Callable[[str], None]) -> ZeroplanError:
-    whose, text = said["failed"], said["text"]
-    if whose == "input":
-        return SpecError(text)
-    if whose == "here":
-        return MeasurementError(text)
-    if whose == "workload":
-        return workload_raised(text, rank=rank.number, say=say)
-    _show_tails([rank], say)
-    return MeasurementError(f"rank {rank.number} failed: {text.splitlines()[0] if text else 'it did not say why'}")
+def how_ended(code: int) -> str:
+    """An exit code in words.
 
-
-def _how(code: int) -> str:
+    >>> how_ended(-9)
+    'killed by SIGKILL'
+    """
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -134,58 +167,54 @@ def _how(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def _show_tails(ranks: list[_Rank], say: Callable[[str], None]) -> None:
-    for rank in ranks:
-        lines = rank.errors.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+def _show_tail(rank: int, started: Started, say: Callable[[str], None]) -> None:
+    for name in (f"rank{rank}.stderr", STARTED_STDERR):
+        path = started.folder / name
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:] if path.exists() else []
         if lines:
-            say("\n".join((f"--- last lines of rank {rank.number}'s standard error ---", *lines, "--- end ---")))
+            say("\n".join((f"--- last lines of rank {rank}'s standard error ---", *lines, "--- end ---")))
+            return
 
 
-def _read(rank: _Rank, messages: "queue.SimpleQueue[_Message]") -> None:
-    assert rank.process.stdout is not None  # noqa: S101  it was started with a pipe
-    for line in rank.process.stdout:
+def _read(process: "subprocess.Popen[str]", messages: "queue.SimpleQueue[Message | None]") -> None:
+    assert process.stdout is not None  # noqa: S101  it was started with a pipe
+    for line in process.stdout:
         with suppress(ValueError):
-            messages.put(_Message(rank.number, json.loads(line)))
-    messages.put(_Message(rank.number, None))
+            messages.put(json.loads(line))
+    messages.put(None)
 
 
 @contextmanager
-def _running(task: Task, order: Path) -> Iterator[list[_Rank]]:
-    """The processes of a task, each in a session of its own; none is left afterwards."""
-    count = task.job.mesh.world_size if task.transport == "gloo" else 1
-    ranks: list[_Rank] = []
-    try:
-        for number in range(count):  # one by one: whatever has started must be ended
-            ranks.append(_started(number if task.rank is None else task.rank, task, order))  # noqa: PERF401
-        yield ranks
-    finally:
-        _end(ranks)
-
-
-def _started(number: int, task: Task, order: Path) -> _Rank:
-    errors = order.with_name(f"rank{number}.stderr")
-    with errors.open("wb") as sink:
+def running(command: list[str], task: Task, order: Path) -> Iterator[Started]:
+    """The process for a task, in a session of its own; neither it nor a rank of its is left afterwards."""
+    with (order.parent / STARTED_STDERR).open("wb") as sink:
         process = subprocess.Popen(  # noqa: S603  our own interpreter and module
-            [sys.executable, "-m", "zeroplan.verify.worker", str(order)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=sink,
             text=True,
             start_new_session=True,
-            env=_environment(number, task.job.mesh.world_size),
+            env=environment_of(task),
         )
-    return _Rank(number, process, errors)
+    try:
+        messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(process, messages), daemon=True).start()
+        yield Started(process, messages, order.parent)
+    finally:
+        _end(process)
 
 
-def _environment(rank: int, ranks: int) -> dict[str, str]:
-    """What a launcher sets. Ranks meet in a file, so that no port can be taken; gloo talks over the loopback."""
+def environment_of(task: Task) -> dict[str, str]:
+    """What a launcher sets; elastic's agent sets each rank's own over it. gloo talks over the loopback."""
     path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])) if part)
+    ranks = str(task.job.mesh.world_size)
     return {
         **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "RANK": str(task.rank or 0),
+        "LOCAL_RANK": "0" if task.tensors == "cuda" else str(task.rank or 0),
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
         "OMP_NUM_THREADS": "1",
@@ -194,23 +223,33 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
     }
 
 
-def _end(ranks: list[_Rank]) -> None:
-    """Ask the processes to go, and after a moment make them; an interrupt meanwhile cannot stop this."""
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Ask the processes to go, and after a moment make them; an interrupt meanwhile cannot stop this.
+
+    Closing standard input is what every rank, whoever started it, takes for its parent's end.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if threading.current_thread() is threading.main_thread() else None
     try:
+        _close(process.stdin)
+        _until(lambda: process.poll() is not None)
         for sign in (signal.SIGTERM, signal.SIGKILL):
-            for rank in ranks:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(rank.process.pid, sign)
-            until = time.monotonic() + _GRACE_S
-            while time.monotonic() < until and any(rank.process.poll() is None for rank in ranks):
-                time.sleep(0.02)
-        for rank in ranks:
-            rank.process.wait()
-            for pipe in (rank.process.stdin, rank.process.stdout):
-                if pipe is not None:
-                    with suppress(OSError, ValueError):
-                        pipe.close()
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, sign)
+            _until(lambda: process.poll() is not None)
+        process.wait()
+        _close(process.stdout)
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + _GRACE_S
+    while time.monotonic() < until and not done():
+        time.sleep(0.02)
+
+
+def _close(pipe: object) -> None:
+    if pipe is not None:
+        with suppress(OSError, ValueError):
+            pipe.close()  # type: ignore[attr-defined]  # a text stream

@@ -8,15 +8,23 @@ from zeroplan.spec.job import JobSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task(Spec):
-    """One run in processes of its own: with ``transport`` gloo one per rank, with fake a single one that is ``rank``.
+class Card(Spec):
+    """The GPU that a rank found. [bytes]"""
 
-    On ``tensors`` of the CPU, or on fake ones, with all layers or a few.
+    name: str
+    total_bytes: CountOrZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task(Spec):
+    """One run in processes of its own: with ``transport`` gloo or nccl one per rank, with fake a single one that is ``rank``.
+
+    On ``tensors`` of the CPU, of GPUs, or on fake ones, with all layers or a few.
     """
 
     job: JobSpec
-    transport: Literal["gloo", "fake"]
-    tensors: Literal["cpu", "fake"] = "cpu"
+    transport: Literal["gloo", "nccl", "fake"]
+    tensors: Literal["cpu", "cuda", "fake"] = "cpu"
     all_layers: bool = True
     rank: CountOrZero | None = None
     steps: Count = 3

@@ -1,0 +1,134 @@
+"""What a rank says where there is no GPU to be had, or not enough of one: torch, driver and nvidia-smi are played."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+
+from tests.measured_twins import twin
+from zeroplan.errors import MeasurementError
+from zeroplan.estimator import estimate
+from zeroplan.resolve import job
+from zeroplan.verify import gpus
+from zeroplan.verify.failures import NotHereError, text_of, whose
+from zeroplan.verify.gpus import Holder, Memory, ready
+from zeroplan.verify.rank import _await_all, measure
+from zeroplan.verify.task import Task
+
+pytestmark = pytest.mark.torch
+GB = 10**9
+TASK = Task(job=job(model="llama-3.2-1b", gpus=8, stage=3, gpu="h100"), transport="fake", tensors="cuda")
+NEEDED = estimate(TASK.job).least_bytes
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A node with one H100 that nobody uses."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, found in (
+        ("built_for_gpus", lambda: True), ("count", lambda: 1), ("why_none", lambda: ""), ("name_of", lambda _: "NVIDIA H100"),
+        ("memory_of", lambda _: Memory(79 * GB, 80 * GB)), ("holders", lambda _: []),
+    ):  # fmt: skip
+        monkeypatch.setattr(gpus, name, found)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("card")
+def test_a_free_card_is_taken():
+    assert ready(TASK) == ("NVIDIA H100", 80 * GB)
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading"
+NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from"
+
+
+@pytest.mark.parametrize(("names", "transport", "said"), [
+    ({"built_for_gpus": lambda: False}, "fake", "is built without CUDA"),
+    ({"count": lambda: 0, "why_none": lambda: NO_DRIVER.partition(". ")[0]}, "fake",
+     "no GPU is to be had here: Found no NVIDIA driver on your system; use --backend simulate"),
+    ({"count": lambda: 0, "why_none": lambda: TOO_OLD}, "fake", "the NVIDIA driver is too old: it speaks CUDA 11.4, and"),
+    ({"count": lambda: 4}, "nccl", "8 ranks on this node need 8 GPUs, and it has 4; start fewer"),
+    ({"memory_of": lambda _: Memory(2 * GB, 80 * GB)}, "fake", "GPU 0 is busy: 2.00 GB of 80.00 GB are free"),
+    ({"memory_of": lambda _: Memory(2 * GB, 80 * GB), "holders": lambda _: [Holder(77, "python", 78 * GB)]}, "fake",
+     "it is held by python (pid 77) 78.00 GB"),
+])  # fmt: skip
+def test_what_is_wrong_is_one_line(card: pytest.MonkeyPatch, names: dict[str, Any], transport: Any, said: str):
+    for name, found in names.items():
+        card.setattr(gpus, name, found)
+    card.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(NotHereError) as refused:
+        ready(replace(TASK, transport=transport))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("memory", [
+    Memory(NEEDED, 80 * GB),  # held by others, but enough is left
+    Memory(NEEDED - GB // 2 - 1, NEEDED - 1),  # too small for the job, but all its own: it runs out of memory, which is a result
+])  # fmt: skip
+def test_a_card_is_not_busy_where_others_do_not_matter(card: pytest.MonkeyPatch, memory: Memory):
+    card.setattr(gpus, "memory_of", lambda _: memory)
+    assert ready(TASK)[1] == memory.total
+
+
+def test_the_drivers_reason_is_its_first_sentence(monkeypatch: pytest.MonkeyPatch):
+    def init() -> None:
+        raise RuntimeError(NO_DRIVER)
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert gpus.why_none() == "Found no NVIDIA driver on your system"
+
+
+def test_a_rank_that_never_joins_is_named():
+    store = torch.distributed.HashStore()
+    store.set("zeroplan/joined/2", "")
+    with pytest.raises(MeasurementError, match=r"rank 1, 3 of 4 did not join within 0\.2 s"):
+        _await_all(store, rank=0, ranks=4, timeout_s=0.2)
+
+
+def test_a_gpus_rank_is_measured_by_the_module_for_it(card: pytest.MonkeyPatch):
+    """The way there: which arguments, which environment, the card's name; the module itself needs a GPU."""
+    asked: dict[str, Any] = {}
+    played = ModuleType("zeroplan.verify.cuda")
+
+    def measured_on_gpu(job: Any, make: Any, **others: Any) -> Any:
+        asked.update(others, job=job, make=make)
+        return twin()
+
+    played.measured_on_gpu = measured_on_gpu  # type: ignore[attr-defined]
+    card.setitem(sys.modules, "zeroplan.verify.cuda", played)
+    card.setattr("zeroplan.verify.group.join", lambda *_, **__: "log")
+    card.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    told: list[object] = []
+    threads = torch.get_num_threads()
+    try:
+        assert measure(TASK, rank=0, say=print, card=lambda *of: told.append(of)) == twin()
+    finally:
+        torch.set_num_threads(threads)
+        card.setenv("DS_ACCELERATOR", "cpu")
+    assert told == [("NVIDIA H100", 80 * GB)]
+    assert {name: asked[name] for name in ("rank", "transport", "log", "steps", "make")} == {
+        "rank": 0, "transport": "fake", "log": "log", "steps": 3, "make": None,
+    }  # fmt: skip
+
+
+def test_running_out_of_memory_is_told_from_other_failures():
+    on_a_card = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has 139.80 GiB")
+    assert whose(on_a_card) == "memory"
+    assert text_of(on_a_card) == "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 139.80 GiB"
+    assert whose(RuntimeError("CUDA error: an illegal memory access was encountered")) == "engine"
+    nccl = torch.distributed.DistBackendError(
+        "NCCL error in: /p/NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 999 'unknown error'"
+    )
+    assert (whose(nccl), text_of(nccl)) == (
+        "engine", "NCCL 2.27.3: unhandled cuda error: Cuda failure 999 'unknown error'; NCCL_DEBUG=INFO says more",
+    )  # fmt: skip
+    assert whose(torch.distributed.DistBackendError("Cuda failure 2 'out of memory'")) == "memory"

@@ -1,0 +1,182 @@
+"""``zeroplan verify --matrix``: many cases, a bar that says how far it is, results kept line by line, a table at the end."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from zeroplan.cli.compare import DISAGREES
+from zeroplan.cli.verify import require, say
+from zeroplan.units import format_size
+from zeroplan.verify.bulk import run_cases
+from zeroplan.verify.matrix import Case, Tensors, find_matrix, read_matrix
+from zeroplan.verify.results import SETTLED, Results, opened
+from zeroplan.verify.verdicts import BAND, Judged, judged
+
+_TENSORS: dict[str, Tensors] = {"simulate": "fake", "cpu": "cpu", "cuda": "cuda"}
+SCHEMA_VERSION = 1
+
+
+class Asked(NamedTuple):
+    """What the flags say."""
+
+    matrix: str
+    backend: str
+    tolerance: float
+    timeout_s: float
+    folder: Path | None
+    as_json: bool
+
+
+def verify_matrix(asked: Asked) -> int:
+    """Run what has no result yet, and print how all cases agree; returns 3 where one does not, 4 where one has no result."""
+    path = find_matrix(asked.matrix)
+    cases = read_matrix(path, tensors=_TENSORS[asked.backend])
+    for job in {case.task.job.recipe.engine: case.task.job for case in cases}.values():
+        require(job)
+    with opened((asked.folder or Path()) / f"{path.stem}-{asked.backend}.jsonl", say=say) as results:
+        say(f"results: {results.path}")
+        _run_what_is_left(cases, results, asked)
+        found = [judged(one, tolerance=asked.tolerance) for case in cases if (one := results.of(case.task)) is not None]
+    typer.echo(_as_json(found) if asked.as_json else table(found, tolerance=asked.tolerance))
+    if any(one.agrees is False for one in found):
+        return DISAGREES
+    return 0 if all(one.result.outcome in SETTLED for one in found) else _NO_RESULT
+
+
+_NO_RESULT = 4
+
+
+def _run_what_is_left(cases: tuple[Case, ...], results: Results, asked: Asked) -> None:
+    before = [results.of(case.task) for case in cases]
+    left = tuple(case for case, one in zip(cases, before, strict=True) if one is None or one.outcome not in SETTLED)
+    if len(left) < len(cases):
+        say(f"{len(cases) - len(left)} of {len(cases)} cases have a result already")
+    if not left:
+        return
+    with _progress(len(left)) as told:
+        for result in run_cases(left, timeout_s=asked.timeout_s, say=told.say, begin=told.begin):
+            results.append(result)
+            told.end(judged(result, tolerance=asked.tolerance))
+
+
+class _Told(NamedTuple):
+    """Who is told that a case begins and ends, and what is said meanwhile."""
+
+    begin: Callable[[Case], None]
+    end: Callable[[Judged], None]
+    say: Callable[[str], None]
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[_Told]:
+    """A bar on a terminal; a line per case elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        numbers = iter(range(1, total + 1))
+        yield _Told(lambda _case: None, lambda one: say(f"{next(numbers)}/{total} {line(one)}"), say)
+        return
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=total)
+
+        def end(one: Judged) -> None:
+            bar.print(line(one), markup=False, highlight=False)
+            bar.advance(task)
+
+        yield _Told(
+            lambda case: bar.update(task, description=case.name),
+            end,
+            lambda text: bar.print(text, markup=False, highlight=False),
+        )
+
+
+def line(one: Judged) -> str:
+    """One case in one line."""
+    return f"{one.result.name}: {_what(one)}, {one.result.seconds:.1f} s"
+
+
+def _what(one: Judged) -> str:
+    if one.comparison is None:
+        return f"{one.result.outcome}{'' if one.agrees is None else f', {_verdict(one)}'}: {one.result.says}"
+    peak = one.comparison.peak
+    return f"predicted {_size(peak.predicted)}, measured {_size(peak.measured)} ({peak.error:+.2%}), {_word(one.agrees)}"
+
+
+def _verdict(one: Judged) -> str:
+    fits = "does not fit" if one.fits is False else "fits"
+    return f"predicted {_size(one.needed)}, {fits}{' (at the edge)' if one.at_the_edge else ''}, {_word(one.agrees)}"
+
+
+def _size(n_bytes: int) -> str:
+    return format_size(n_bytes).partition(" = ")[0]
+
+
+def _word(agrees: bool | None) -> str:
+    return {True: "agrees", False: "DISAGREES", None: "not judged"}[agrees]
+
+
+def table(found: list[Judged], *, tolerance: float) -> str:
+    """All cases in columns, and what they come to."""
+    head = ("case", "predicted", "measured", "off", "verdict", "outcome", "")
+    rows = [head, *(_row(one) for one in found)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
+    lines = [
+        "  ".join(
+            part.ljust(width) if at in (0, 4, 5, 6) else part.rjust(width)
+            for at, (part, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([*lines, "", *_summed(found, tolerance)])
+
+
+def _row(one: Judged) -> tuple[str, ...]:
+    measured = one.measured
+    off = "" if one.comparison is None else f"{one.comparison.peak.error:+.2%}"
+    fits = "" if one.fits is None else ("fits" if one.fits else "does not fit") + (" ~" if one.at_the_edge else "")
+    return (
+        one.result.name, _size(one.predicted), "" if measured is None else _size(measured), off, fits, one.result.outcome,
+        _word(one.agrees),
+    )  # fmt: skip
+
+
+def _summed(found: list[Judged], tolerance: float) -> Iterator[str]:
+    errors = [abs(one.comparison.peak.error) for one in found if one.comparison is not None]
+    if errors:
+        yield f"Peaks of {len(errors)} cases: off by {median(errors):.2%} in the median, {max(errors):.2%} at most."
+    if any(one.at_the_edge for one in found):
+        yield f"~ so near to the card's capacity ({BAND:.0%}) that either verdict may be right."
+    for one in found:
+        if one.agrees is False and one.comparison is not None:
+            off = ", ".join(f"{row.what} {row.error:+.1%}" for row in one.comparison.beyond(tolerance)) or "it was to not fit"
+            yield f"{one.result.name} disagrees: {off}"
+        elif one.agrees is None:
+            yield f"{one.result.name}, {one.result.outcome}: {one.result.says}"
+    agree, wrong, open_ = (sum(one.agrees is said for one in found) for said in (True, False, None))
+    yield f"{len(found)} cases: {agree} agree within {tolerance:.1%}, {wrong} disagree, {open_} not judged."
+
+
+def _as_json(found: list[Judged]) -> str:
+    cases = [
+        {
+            "name": one.result.name, "outcome": one.result.outcome, "says": one.result.says, "predicted_bytes": one.predicted,
+            "needed_bytes": one.needed, "capacity_bytes": one.capacity, "measured_bytes": one.measured, "fits": one.fits,
+            "agrees": one.agrees, "seconds": one.result.seconds,
+        }
+        for one in found
+    ]  # fmt: skip
+    return json.dumps({"schema_version": SCHEMA_VERSION, "cases": cases}, indent=2, ensure_ascii=False)
