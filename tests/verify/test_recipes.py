@@ -49,6 +49,7 @@ FSDP2 = {
         loss="chunked", vocab=5000, tied=True, batch=replace(WEIGHTS, grad_accum_steps=2)
     ),
     "gpt2, loss in chunks": job("gpt2", loss="chunked", vocab=5000),
+    "gemma2, loss in chunks": job("gemma2", loss="chunked", vocab=5000, batch=LONG),
 }
 DDP = {
     "llama, selective": job(engine="ddp", zero_stage=0, recompute="selective", batch=LONG),
