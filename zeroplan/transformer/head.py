@@ -59,7 +59,7 @@ def head_pass(
     matrix = x.hidden * model.vocab_size if model.adapter is None else 0
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     return HeadPass(
-        (*_shared(model, x), *(mask if recomputed else ())),
+        (*_shared(model, x), *(line._replace(kind=SAVED) for line in mask if recomputed)),
         (*norm.saved, *way.saved),
         way.forward,
         _wide(x, model.vocab_size) if fp32_output and way.output else way.output,
