@@ -282,9 +282,11 @@ def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
             at = forward_instant(these, run, block)
             moments.append(Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held))))
     head, loss = head_forward_instant(these), loss_instant(these)
+    before = head.lines[: -len(these.head.output)] if these.head.output else head.lines
     return (
         *moments,
-        Moment(head.name, head.phase, (*head.lines, _gathered_line(job, job.trace.head_forward))),
+        Moment("head gathered for its forward", head.phase, (*before, _gathered_line(job, job.trace.head_forward))),
+        Moment(head.name, head.phase, (*head.lines, _gathered_line(job, job.trace.head_running))),
         Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))),
     )
 
