@@ -402,8 +402,8 @@ class _Replay:
                 embedding = max(embedding, gathering)
         notes, modules = self._of_blocks(backward)
         return Gathered(
-            tuple(forward), head_forward, head_running, loss, (max(head[:-3]), head[-3], max(head[-2:])), past_head, notes, embedding,
-            self.elements,
+            tuple(forward), head_forward, head_running, loss, (max(head[:-3]), head[-3], max(head[-2:])), past_head, notes,
+            embedding, self.elements,
             _sizes(self.sent[_FORWARD]), _sizes(self.sent[_BACKWARD]), self.calls[_FORWARD], self.calls[_BACKWARD],
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
             _sizes(Counter(self.numel[index] for index in self.persistent)), self.most_read, self.read_twice, modules,
