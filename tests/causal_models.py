@@ -132,4 +132,5 @@ def _two_layer_mlp(spec: ModelSpec) -> dict[str, object]:
         return {"ffn_dim": spec.intermediate_size, "word_embed_proj_dim": spec.hidden_size, "dropout": 0.0, "layerdrop": 0.0}
     if spec.family == "bloom":
         return {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    return {"intermediate_size": spec.intermediate_size, "hidden_dropout": 0.0, "attention_bias": spec.attention_bias}
+    neox = {"hidden_act": spec.hidden_act or "gelu", "use_parallel_residual": spec.parallel_residual}
+    return {"intermediate_size": spec.intermediate_size, "hidden_dropout": 0.0, "attention_bias": spec.attention_bias, **neox}

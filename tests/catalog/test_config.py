@@ -116,7 +116,9 @@ def test_opt_has_two_more_positions_than_its_context():
 def test_a_window_counts_where_the_config_uses_it():
     qwen = LLAMA | {"model_type": "qwen2", "sliding_window": 4096}
     assert model_from_config(qwen).sliding_window is None
-    assert model_from_config(qwen | {"use_sliding_window": True}).sliding_window == 4096
+    assert model_from_config(qwen | {"use_sliding_window": True, "max_window_layers": 32}).sliding_window is None
+    with pytest.raises(SpecError, match=r"a sliding window of a qwen2 model .* has no formula"):
+        model_from_config(qwen | {"use_sliding_window": True, "max_window_layers": 31})
     assert model_from_config(LLAMA | {"model_type": "mistral"}).sliding_window == 4096
     assert model_from_config(LLAMA | {"model_type": "mistral", "sliding_window": None}).sliding_window is None
 
@@ -368,3 +370,13 @@ def test_paths_that_lead_nowhere(tmp_path: Path):
     assert "is not a file" in file_refusal(Path("/dev/zero"))
     (tmp_path / "config.json").mkdir()
     assert "is not a file" in file_refusal(tmp_path)
+
+
+def test_gpt_neox_says_how_it_computes_gelu_and_where_its_mlp_reads() -> None:
+    plain = {"model_type": "gpt_neox", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+             "vocab_size": 11}  # fmt: skip
+    read = model_from_config(plain | {"hidden_act": "gelu_fast", "use_parallel_residual": False})
+    assert (read.hidden_act, read.parallel_residual) == ("gelu_fast", False)
+    assert (model_from_config(plain).hidden_act, model_from_config(plain).parallel_residual) == (None, True)
+    with pytest.raises(SpecError, match="zeroplan profile --config"):
+        model_from_config(plain | {"hidden_act": "gelu_new"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -24,6 +25,8 @@ from zeroplan.transformer.head import head_pass
 
 pytestmark = pytest.mark.torch
 
+RANDOM_STATE = 16
+"""Bytes of the seed and the offset that CUDA's attention kernels save, which the account leaves out."""
 FP32 = Compute(4, autocast=False, attention="sdpa")
 BF16 = FP32._replace(element_bytes=2)
 AUTOCAST = BF16._replace(autocast=True)
@@ -57,6 +60,26 @@ def test_attention_of_grouped_heads_in_32_bits(family: str, batch: tuple[int, in
 def test_gpt_oss(compute: Compute, shape: str, *, recompute: bool) -> None:
     spec, size = gpt_oss(shape)
     assert predicted(spec, "moe", compute, size, recompute=recompute) == block_run(spec, compute, size, recompute=recompute)
+
+
+@pytest.mark.parametrize("compute", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("batch", [(2, 200), (1, 64)])
+def test_mistral_beyond_its_window(compute: Compute, batch: tuple[int, int], *, recompute: bool) -> None:
+    spec = tiny_spec("mistral", heads=8, kv_heads=2, head_dim=16, ffn=176, vocab=104, hidden=72, window=64)
+    size = BatchSpec(micro_batch_size=batch[0], seq_len=batch[1])
+    said = predicted(spec, "dense", compute, size, recompute=recompute)
+    run = block_run(spec, compute, size, recompute=recompute)
+    assert {measured - predicted for measured, predicted in zip(run, said, strict=True)} <= {0, RANDOM_STATE}
+
+
+@pytest.mark.parametrize("hidden_act", [None, "gelu_fast"])
+@pytest.mark.parametrize(("parallel", "recompute"), [(False, False), (False, True), (True, True)])
+def test_gpt_neox_written_out(hidden_act: Literal["gelu_fast"] | None, *, parallel: bool, recompute: bool) -> None:
+    plain = tiny_spec("gpt_neox", heads=4, kv_heads=4, head_dim=32, ffn=376, vocab=104)
+    spec = replace(plain, hidden_act=hidden_act, parallel_residual=parallel)
+    compute, size = BF16._replace(attention="eager"), BatchSpec(micro_batch_size=2, seq_len=64)
+    assert predicted(spec, "dense", compute, size, recompute=recompute) == block_run(spec, compute, size, recompute=recompute)
 
 
 @pytest.mark.parametrize("compute", [BF16, AUTOCAST], ids=["bf16", "autocast"])

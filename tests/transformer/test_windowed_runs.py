@@ -1,4 +1,4 @@
-"""Sliding windows, global layers and attention biases of Gemma and Phi-3, against real modules on a CPU."""
+"""Sliding windows, global layers and attention biases of Gemma, Phi-3 and Mistral, against real modules on a CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def windowed(family: str, *, kv_heads: int = 2, layers: int = 2) -> ModelSpec:
     return tiny_spec(family, heads=4, kv_heads=kv_heads, head_dim=16, ffn=176, vocab=104, hidden=72, layers=layers, window=32)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "mistral"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("batch", BATCHES)

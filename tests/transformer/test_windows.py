@@ -82,7 +82,7 @@ def test_eager_attention_has_the_same_for_every_layer() -> None:
     assert block_pass(model, "local", eager, batch) == block_pass(model, "global", eager, batch)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "phi3"])
+@pytest.mark.parametrize("family", ["gemma3_text", "phi3", "mistral"])
 def test_a_column_across_the_window_is_its_points(family: str) -> None:
     sizes, model = [(1, 24), (3, 200)], local(family)
     batches, lengths, steps = (np.array(values, dtype=np.int64) for values in (*zip(*sizes, strict=True), (1, 1)))

@@ -72,18 +72,24 @@ def test_an_adapted_model_under_torch_takes_what_is_estimated(name: str):
     _agrees(compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3)))
 
 
+@pytest.mark.parametrize("targets", ["v_proj", "k_proj"])
+def test_grouped_heads_in_fp32_save_what_some_factor_needs(targets: str):
+    """Of the first block only what the adapter makes is followed, of its scores perhaps nothing."""
+    from zeroplan.verify.simulate import simulate
+
+    asked = job(AdapterSpec(rank=8, targets=targets), "fsdp2", 3, precision="fp32")
+    compared = compare_with_estimate(simulate(replace(asked, model=replace(asked.model, num_hidden_layers=2))))
+    assert abs(compared.peak.error) < 0.0005, compared.peak
+    assert abs(compared.phases[0].error) < 0.0005, compared.phases
+
+
 @pytest.fixture(scope="module")
 def under_deepspeed() -> dict[str, dict[str, Any]]:
     return answers({name: Run(one) for name, one in DEEPSPEED.items()}, "simulated")
 
 
-TOO_HIGH = pytest.mark.xfail(strict=True, reason="the forward, which is not the peak, is said 5 % too high")
-
-
 @pytest.mark.deepspeed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=TOO_HIGH) if name.endswith("selectively") else name for name in DEEPSPEED]
-)
+@pytest.mark.parametrize("name", DEEPSPEED)
 def test_an_adapted_model_under_deepspeed_takes_what_is_estimated(name: str, under_deepspeed: dict[str, dict[str, Any]]):
     _agrees(compare_with_estimate(read(Measurement, under_deepspeed[name], where="record")))
 

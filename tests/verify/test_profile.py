@@ -65,11 +65,7 @@ def profiled(spec: ModelSpec, recipe: RecipeSpec, folder: Path) -> Profile:
         ("llama", RecipeSpec(precision="bf16", recompute="full")),
         ("gpt2", RecipeSpec(precision="fp32")),
         ("llama", RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed")),
-        pytest.param(
-            "gpt2",
-            RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed"),
-            marks=pytest.mark.xfail(strict=True, reason="the forward's highest moment is in GELU, in fp32, and is not said"),
-        ),
+        ("gpt2", RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed")),
         ("mixtral", RecipeSpec(precision="bf16-mixed")),
     ],
     ids=lambda value: value if isinstance(value, str) else f"{value.engine}-{value.precision}-{value.recompute}",

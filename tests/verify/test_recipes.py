@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,12 @@ def latent(case: str) -> JobSpec:
     return JobSpec(model=spec, recipe=RecipeSpec(recompute="selective"), mesh=MeshSpec(dp_shard=4), batch=LONG)
 
 
+def windowed(family: str, **fields: Any) -> JobSpec:
+    """Describe a job whose model's layers see 128 tokens."""
+    asked = job(family, **fields)
+    return replace(asked, model=replace(asked.model, sliding_window=128))
+
+
 FSDP2 = {
     "llama, selective": job(recompute="selective"),
     "llama, selective, activations dominate": job(recompute="selective", batch=LONG),
@@ -49,6 +56,8 @@ FSDP2 = {
         loss="chunked", vocab=5000, tied=True, batch=replace(WEIGHTS, grad_accum_steps=2)
     ),
     "gpt2, loss in chunks": job("gpt2", loss="chunked", vocab=5000),
+    "gemma2, loss in chunks": windowed("gemma2", loss="chunked", vocab=5000, batch=LONG),
+    "mistral, beyond its window": windowed("mistral", batch=LONG),
 }
 DDP = {
     "llama, selective": job(engine="ddp", zero_stage=0, recompute="selective", batch=LONG),

@@ -236,6 +236,7 @@ def _shape(source: _Source) -> dict[str, object]:
         "attention_bias": _bias(source, "attention_bias"),
         "mlp_bias": _bias(source, "mlp_bias"),
         "sliding_window": _window(source),
+        **_of_neox(source),
         "moe": _moe(source),
         "mla": _mla(source),
     }
@@ -290,10 +291,31 @@ def _bias(source: _Source, field: str) -> bool:
     return source.flag(field) if fixed is None else bool(fixed)
 
 
+def _of_neox(source: _Source) -> dict[str, object]:
+    """How a GPT-NeoX computes GELU and where its MLP reads."""
+    if source.family != "gpt_neox":
+        return {}
+    gelu = source.config.get("hidden_act", "gelu")
+    if gelu not in ("gelu", "gelu_fast"):
+        raise SpecError(
+            f"hidden_act={shown(gelu)} in config.json has no formula: gpt_neox has gelu or gelu_fast; "
+            "`zeroplan profile --config` traces others"
+        )
+    in_parallel = source.config.get("use_parallel_residual") is None or source.flag("use_parallel_residual")
+    return {"hidden_act": "gelu_fast" if gelu == "gelu_fast" else None, "parallel_residual": in_parallel}
+
+
 def _window(source: _Source) -> int | None:
-    if source.family in OPTIONAL_WINDOW and not source.flag("use_sliding_window"):
+    if source.family in OPTIONAL_WINDOW and not (source.flag("use_sliding_window") and _some_layers_have_it(source)):
         return None
     return source.optional_integer("sliding_window")
+
+
+def _some_layers_have_it(source: _Source) -> bool:
+    """Qwen2 and Qwen3 have a window from layer ``max_window_layers`` on, 28 unless they say so; Qwen3-MoE in all layers."""
+    if source.family == "qwen3_moe":
+        return True
+    return source.integer("max_window_layers", 28, least=0) < source.integer("num_hidden_layers")
 
 
 def _moe(source: _Source) -> MoeSpec | None:

@@ -14,6 +14,8 @@ Family = Literal[
     "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
 ]  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)
+#: Families of which it is known what a sliding window makes them keep.
+WINDOWED_FAMILIES: tuple[str, ...] = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
 #: The families whose blocks have experts.
 MOE_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
@@ -95,6 +97,10 @@ class ModelSpec(Spec):
     attention_bias: bool = False
     mlp_bias: bool = False
     sliding_window: Count | None = None
+    hidden_act: Literal["gelu_fast"] | None = None
+    """Of a GPT-NeoX whose GELU is not one operator."""
+    parallel_residual: bool = True
+    """Of a GPT-NeoX: attention and MLP read the same input; no other family has it."""
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
@@ -123,6 +129,13 @@ class ModelSpec(Spec):
             if (getattr(self, part) is not None) != (self.family in families):
                 word = "needs" if self.family in families else "has no"
                 raise SpecError(f"family={self.family!r} {word} `{part}`, the part of {', '.join(families)}")
+        if self.family != "gpt_neox" and (self.hidden_act is not None or not self.parallel_residual):
+            raise SpecError(f"family={self.family!r} has no hidden_act or parallel_residual of its own; only gpt_neox has")
+        if self.sliding_window is not None and self.family not in WINDOWED_FAMILIES:
+            raise SpecError(
+                f"a sliding window of a {self.family} model (sliding_window={self.sliding_window:,}) has no formula; leave it out "
+                "where sequences are shorter, else `zeroplan profile --config` traces the model"
+            )
         if self.moe is not None and self.moe.num_shared_experts and self.family != "deepseek_v3":
             raise SpecError(f"family={self.family!r} has no shared experts; only deepseek_v3 has")
         if self.moe is not None and self.moe.num_dense_layers and self.family not in ("deepseek_v3", "qwen3_moe"):

@@ -14,7 +14,7 @@ from zeroplan.transformer.families.deepseek import deepseek_dense, deepseek_moe
 from zeroplan.transformer.families.gpt2 import gpt2_block
 from zeroplan.transformer.families.llama import llama_block
 from zeroplan.transformer.families.mixtral import mixtral_block
-from zeroplan.transformer.families.widths import PROGRAMMED, WINDOWED, Widths, widths
+from zeroplan.transformer.families.widths import PROGRAMMED, Widths, beyond_the_window, widths
 
 Block = Callable[[ModelSpec, Widths], BlockPass]
 
@@ -52,8 +52,8 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
     Gemma 2 and BLOOM, which transformers does not run through ``scaled_dot_product_attention``, write attention out instead.
     GPT-NeoX has its parallel residual and GELU in one operator, as Pythia does.
 
-    Leaves out: dropout (off, as in pre-training); padding, and Mistral's sliding window where it is shorter than the sequence,
-    which both bring an explicit mask and repeated keys; compiled graphs and fused kernels, which change every number.
+    Leaves out: dropout (off, as in pre-training); padding, which brings an explicit mask and repeated keys; compiled graphs and
+    fused kernels, which change every number.
     """
     if model.profile is not None:
         from zeroplan.transformer.profiled import profile_of, profiled_block  # noqa: PLC0415  only a profile pays for it
@@ -67,11 +67,16 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
         from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  the others' answers need not wait for it
 
         recompute = "full" if recomputed else compute.recompute
-        windowed = kind != "global" and model.family in WINDOWED
-        return traced_block(model, widths(model, compute, batch), windowed=windowed, recompute=recompute)
-    treatment = TREATMENTS[model.family]
+        return traced_block(model, widths(model, compute, batch), windowed=kind != "global", recompute=recompute)
+    treatment, x = TREATMENTS[model.family], widths(model, compute, batch, recomputed=recomputed)
     block = treatment.moe if kind == "moe" else treatment.dense
-    return block(model, widths(model, compute, batch, recomputed=recomputed))
+    is_masked = beyond_the_window(model, x)
+    if is_masked is False:
+        return block(model, x)
+    from zeroplan.transformer.families.traced import either, masked_block  # noqa: PLC0415  as above
+
+    masked = masked_block(model, x, "full" if recomputed else compute.recompute)
+    return masked if is_masked is True else either(is_masked, masked, block(model, x))
 
 
 def approximation(model: ModelSpec, compute: Compute) -> str:

@@ -60,7 +60,7 @@ class BlockPass(NamedTuple):
     ``saved``: tensors autograd keeps from its forward to its backward, in program order, without recomputation and without
     weight casts; ``checkpoint``: what remains of it under full recomputation (its input); ``selective``: what remains under
     per-operation selective recomputation; ``forward``: what is alive beyond ``saved`` at the highest point of its forward;
-    ``forward_recompute``: what is alive beyond ``checkpoint`` then, under full recomputation; ``cast_elements``: elements
+    ``forward_recompute``: what is alive beyond what is kept then, under recomputation; ``cast_elements``: elements
     of the weights whose autocast copy is kept until their backward (matrices; the copies of biases die with the forward).
 
     An engine adds, for block i (counted from 0), beside its own memory and what ``HeadPass`` says:

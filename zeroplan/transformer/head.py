@@ -8,7 +8,7 @@ from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
 from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, LAYER_FINAL, FinalNorm, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
-from zeroplan.transformer.families.widths import GLOBAL_LAYERS, PROGRAMMED, WINDOWED, Widths, kinds_of_layers, widths
+from zeroplan.transformer.families.widths import GLOBAL_LAYERS, PROGRAMMED, Widths, beyond_the_window, kinds_of_layers, widths
 from zeroplan.transformer.losses import FULL, HEAD, capped, chunked_loss, frozen_head, full_loss, fused_loss
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
@@ -53,13 +53,13 @@ def head_pass(
     way = _LOSSES[loss](x, model.vocab_size, norm.saved)
     if model.adapter is not None:
         way = frozen_head(way, keeps_input=compute.keeps_inputs)
-    if model.family in CAPPED and loss == "full":
-        way = capped(way, x, model.vocab_size)
+    if model.family in CAPPED:
+        way = capped(way, x, model.vocab_size, loss)
     (named, first_input), mask = _embedding_by_name(model, x), _mask(model, x)
     matrix = x.hidden * model.vocab_size if model.adapter is None else 0
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     return HeadPass(
-        (*_shared(model, x), *(mask if recomputed else ())),
+        (*_shared(model, x), *(line._replace(kind=SAVED) for line in mask if recomputed)),
         (*norm.saved, *way.saved),
         way.forward,
         _wide(x, model.vocab_size) if fp32_output and way.output else way.output,
@@ -126,7 +126,7 @@ def _embedding_by_name(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], t
     """What the model's forward holds by name of the embedding: tensors of their own, and the one that is block 0's input.
 
     Learned positions are added to the token embeddings, so that block 0's input is another tensor; where block 0's first norm
-    saves its input as it is, it counts there.
+    saves its input as it is, it counts there. Before the first adapter nothing is saved.
     """
     embedded = Line(TEMPORARY, x.residual * x.tokens * x.hidden, "token embeddings, held by name", "r·T·h", MODEL)
     if model.family == "bloom":
@@ -139,7 +139,8 @@ def _embedding_by_name(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], t
     if x.fused_projection:
         positions = Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings, held by name", "r·s·h", GPT2)
         return (embedded, positions), ()
-    return (), () if x.residual == 4 or model.family == "gpt_neox" else (embedded,)
+    saved = model.adapter is None and (x.residual == 4 or model.family == "gpt_neox")
+    return (), () if saved else (embedded,)
 
 
 def _mask(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
@@ -156,9 +157,7 @@ def _mask(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
 
 def _window_mask(model: ModelSpec, x: Widths, square: Int) -> tuple[Line, ...]:
     """Booleans that say what a sliding window sees, made once, where a sequence is at least as long as the window."""
-    if model.family not in WINDOWED or model.sliding_window is None:
-        return ()
-    is_masked = x.seq_len >= model.sliding_window
+    is_masked = beyond_the_window(model, x)
     if is_masked is False:
         return ()
     return (Line(TEMPORARY, where(is_masked, square, 0), "mask of the sliding window, booleans", "s²", MASK),)

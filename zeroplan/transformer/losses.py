@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, next_power_of_2
+from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY
 from zeroplan.transformer.families.widths import Widths
@@ -52,12 +53,19 @@ def full_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
     return LossPass(saved, kept, (output, *kept, *_full_temporaries(x, vocab)), points, (output,))
 
 
-def capped(way: LossPass, x: Widths, vocab: int) -> LossPass:
-    """Bend the logits through ``tanh`` on the way, whose result is kept until the loss's gradient has passed it."""
-    kept = Line(LOGITS, x.element * x.tokens * vocab, "tanh of the logits, kept by the soft cap", "e·T·V", CAP)
+def capped(way: LossPass, x: Widths, vocab: int, loss: Loss) -> LossPass:
+    """Bend the logits through ``tanh`` on the way, whose result is kept until the loss's gradient has passed it.
+
+    In chunks that is before the next chunk. The fused kernel bends them where they are.
+    """
+    if loss == "fused":
+        return way
+    tokens, formula = (x.tokens, "e·T·V") if loss == "full" else (ceil_div(x.tokens, CHUNKS), "e·ceil(T/8)·V")
+    kept = Line(LOGITS, x.element * tokens * vocab, "tanh of the logits, kept by the soft cap", formula, CAP)
     at_loss, *later = way.points
     points = (at_loss._replace(lines=(*at_loss.lines, kept)), *later)
-    return way._replace(kept=(*way.kept, kept), forward=(*way.forward, kept), points=points)
+    beyond = (*way.kept, kept) if loss == "full" else way.kept
+    return way._replace(kept=beyond, forward=(*way.forward, kept), points=points)
 
 
 def frozen_head(way: LossPass, *, keeps_input: bool) -> LossPass:

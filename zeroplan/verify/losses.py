@@ -24,21 +24,29 @@ def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], 
         raise MeasurementError(f"{labels.numel():,} tokens cannot be cut into the {CHUNKS} equal chunks of loss 'chunked'")
     head: nn.Linear = module.get_output_embeddings()  # type: ignore[operator]  # a transformers model
     head.forward = _as_it_is  # type: ignore[method-assign, assignment]
-    return lambda output: _in_chunks(output.logits, head, labels)  # type: ignore[attr-defined]  # a transformers output
+    cap: float | None = getattr(module.config, "final_logit_softcapping", None)
+    if cap is not None:  # what the model's forward hands on are hidden states, which it must not bend
+        module.config.final_logit_softcapping = None  # type: ignore[union-attr]  # the same
+    return lambda output: _in_chunks(output.logits, head, labels, cap)  # type: ignore[attr-defined]  # a transformers output
 
 
 def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor) -> torch.Tensor:
+def _bent(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """A final soft cap, as transformers' Gemma2ForCausalLM puts it on all logits at once."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, cap: float | None) -> torch.Tensor:
     hidden = hidden.flatten(0, 1)
     size = hidden.shape[0] // CHUNKS
     chunks = [chunk.detach().requires_grad_() for chunk in torch.split(hidden, size)]
     gradient = torch.zeros_like(hidden, dtype=torch.float32)
     total = hidden.new_zeros((), dtype=torch.float32)
     for number, (chunk, wanted) in enumerate(zip(chunks, torch.split(labels.flatten(), size), strict=True)):
-        logits = functional.linear(chunk, head.weight, head.bias)
+        logits = _bent(functional.linear(chunk, head.weight, head.bias), cap)
         loss = functional.cross_entropy(logits.float(), wanted, reduction="sum") / labels.numel()
         total = total + loss.detach()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -197,6 +197,8 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
     if spec.moe is not None and spec.family == "qwen3_moe":
         made["mlp_only_layers"] = list(range(spec.moe.num_dense_layers))
         made["norm_topk_prob"] = True  # as every published one; the class assumes otherwise
+    if spec.family == "gpt_neox":
+        made |= {"hidden_act": spec.hidden_act or "gelu", "use_parallel_residual": spec.parallel_residual}
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
     return made | _latent(spec)

@@ -1,6 +1,7 @@
 """The moments of one training step under ``DistributedDataParallel`` where memory can peak.
 
-Over the blocks of a run everything grows or shrinks by the same amount per block, so a peak lies in its first or last one.
+Over the blocks of a run everything grows or shrinks by the same amount per block, so a peak lies in its first or last one; where
+kinds of layers take turns, at one of the corners of ``positions.py``.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.outside import outside
+from zeroplan.engines.positions import corners
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
@@ -58,6 +60,11 @@ class Weights:
         """Kind of each run, as symbols have it."""
         return tuple(run.kind for run in self.runs)
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Blocks of each run."""
+        return tuple(run.layers for run in self.runs)
+
 
 class _Sum(NamedTuple):
     """Elements of several blocks and what is outside them, and how a formula writes them."""
@@ -87,8 +94,18 @@ class Step(NamedTuple):
     accum: Int
 
 
+class _Place(NamedTuple):
+    """A block at which memory can peak, by its run, and how many blocks of each run come before and after it."""
+
+    forward: str
+    backward: str
+    run: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+
+
 class _Stack(NamedTuple):
-    """One run of blocks in a pass, and what lies beneath it."""
+    """One run of blocks in a pass."""
 
     run: Run
     block: BlockPass
@@ -96,10 +113,6 @@ class _Stack(NamedTuple):
     """What one block keeps from its forward to its backward."""
     every: Lines
     """What all blocks of the run keep."""
-    beneath: Lines
-    """What all blocks of the runs before keep."""
-    place: int
-    """Of the run among all."""
     kept_casts: tuple[int, ...]
     """Elements of the casts that autograd keeps of one block of each run."""
     symbol: bool
@@ -111,17 +124,36 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[Block
     recipe = step.recipe
     head = outside(model, recipe, batch)
     stacks = _stacks(step.weights, recipe, blocks)
-    top = stacks[-1]
-    whole = (*head.shared, *top.beneath, *top.every)
+    places = _places(model, step.weights)
+    whole = (*head.shared, *(line for stack in stacks for line in stack.every))
     held = (*head.shared, *head.output) if recipe.keep_logits else head.shared
     above = whole + head.output if recipe.keep_logits else whole
     return (
-        *(_forward(step, head, stack) for stack in stacks),
-        _loss_forward(step, head, top, whole),
-        *(_head_backward(step, point, top, above) for point in head.points),
-        *(moment for stack in reversed(stacks) for moment in _block_backward(step, stack, held)),
+        *(_forward(step, head, stacks, place) for place in places if place.forward),
+        _loss_forward(step, head, whole),
+        *(_head_backward(step, point, stacks[-1], above) for point in head.points),
+        *(moment for place in reversed(places) for moment in _block_backward(step, stacks, place, held)),
         *_embedding_backward(step, (*held, *head.below_blocks), head),
     )
+
+
+@lru_cache(maxsize=256)
+def _places(model: ModelSpec, weights: Weights) -> tuple[_Place, ...]:
+    """First to last: of each run both ends, or the corners where runs take turns."""
+    layers = weights.layers
+    if {"local", "global"} <= set(weights.kinds):
+        return tuple(
+            _Place(f"forward of {at.name}", f"backward of {at.name}", at.run, at.before, at.after) for at in corners(model)
+        )
+    places: list[_Place] = []
+    for index, run in enumerate(weights.runs):
+        kind = f"{run.kind} " if len(layers) > 1 else ""
+        for name, at in (("first", 0), ("last", run.layers - 1))[run.layers == 1 :]:
+            before = (*layers[:index], at, *(0 for _ in layers[index + 1 :]))
+            after = (*(0 for _ in layers[:index]), run.layers - 1 - at, *layers[index + 1 :])
+            forward = f"forward of the last {kind}block" if name == "last" else ""
+            places.append(_Place(forward, f"backward of the {name} {kind}block", index, before, after))
+    return tuple(places)
 
 
 def rebuild_moment(step: Step, parameters: Lines) -> tuple[Moment, ...]:
@@ -140,15 +172,23 @@ def rebuild_moment(step: Step, parameters: Lines) -> tuple[Moment, ...]:
 
 def _stacks(weights: Weights, recipe: RecipeSpec, blocks: tuple[BlockPass, ...]) -> list[_Stack]:
     casts = tuple(kept_casts(recipe, block) for block in blocks)
+    only = len(weights.runs) == 1
     stacks: list[_Stack] = []
-    beneath: Lines = ()
     for run, block in zip(weights.runs, blocks, strict=True):
         kept = block.kept(recipe.recompute)
-        only = len(weights.runs) == 1
-        every = _times(kept, run.layers, "L" if only else str(run.layers))
-        stacks.append(_Stack(run, block, kept, every, beneath, len(stacks), casts, only))
-        beneath = (*beneath, *every)
+        stacks.append(_Stack(run, block, kept, _times(kept, run.layers, "L" if only else str(run.layers)), casts, only))
     return stacks
+
+
+def _below(stacks: list[_Stack], before: tuple[int, ...]) -> Lines:
+    """What so many blocks of each run keep."""
+    lines: Lines = ()
+    for stack, count in zip(stacks, before, strict=True):
+        if count == stack.run.layers:
+            lines = (*lines, *stack.every)
+        elif count:
+            lines = (*lines, *_times(stack.kept, count, "(L-1)" if stack.symbol else str(count)))
+    return lines
 
 
 def kept_casts(recipe: RecipeSpec, block: BlockPass) -> int:
@@ -157,79 +197,74 @@ def kept_casts(recipe: RecipeSpec, block: BlockPass) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _cached(weights: Weights, index: int) -> _Sum:
-    """What the runs up to ``index`` have put into autocast's cache by the end of their forward."""
-    counts = tuple(run.layers if at <= index else 0 for at, run in enumerate(weights.runs))
+def _cached(weights: Weights, counts: tuple[int, ...]) -> _Sum:
+    """What so many blocks of each run have put into autocast's cache by the end of their forward."""
     elements = sum(count * run.casts for count, run in zip(counts, weights.runs, strict=True))
     return _Sum(elements, blocks_sum("C", counts, weights.kinds))
 
 
 @lru_cache(maxsize=4096)
-def _kept(weights: Weights, index: int, layers: int, kept: tuple[int, ...]) -> _Sum:
-    """Casts that all runs below run ``index``, and so many of its blocks, keep until their backward."""
-    counts = tuple(run.layers if at < index else layers if at == index else 0 for at, run in enumerate(weights.runs))
+def _kept(weights: Weights, counts: tuple[int, ...], kept: tuple[int, ...]) -> _Sum:
+    """Casts that so many blocks of each run keep until their backward."""
     elements = sum(count * one for count, one in zip(counts, kept, strict=True))
     return _Sum(elements, blocks_sum("K", counts, weights.kinds))
 
 
 @lru_cache(maxsize=4096)
-def _made_above(weights: Weights, index: int, layers: int) -> _Sum:
-    """Gradients made before the backward of block ``layers`` (from 0) of run ``index``: head, final norm, blocks above."""
-    counts = tuple(
-        run.layers if at > index else run.layers - 1 - layers if at == index else 0 for at, run in enumerate(weights.runs)
-    )
+def _made_above(weights: Weights, counts: tuple[int, ...]) -> _Sum:
+    """Gradients of the head, the final norm and so many blocks of each run."""
     elements = weights.tail + sum(count * run.elements for count, run in zip(counts, weights.runs, strict=True))
     return _Sum(elements, blocks_sum("G", counts, weights.kinds, "G_tail"))
 
 
-def _forward(step: Step, head: HeadPass, stack: _Stack) -> Moment:
-    layers = stack.run.layers
-    recomputed = step.recipe.recompute != "none"
-    beside = head.forward if layers == 1 and not stack.beneath else (*head.forward, *head.first_input)
-    extra = (*beside, *(stack.block.forward_recompute if recomputed else stack.block.forward))
+def _forward(step: Step, head: HeadPass, stacks: list[_Stack], place: _Place) -> Moment:
+    stack = stacks[place.run]
+    beside = (*head.forward, *head.first_input) if any(place.before) else head.forward
+    extra = stack.block.forward if step.recipe.recompute == "none" else stack.block.forward_recompute
+    so_far = _with_this(place)
     lines = (
         *step.base,
         _gradients(step, _NOTHING, 0),
-        *_casts(step, _cached(step.weights, stack.place), 0),
+        *_casts(step, _cached(step.weights, so_far), 0),
         *head.shared,
-        *stack.beneath,
-        *stack.every,
+        *_below(stacks, so_far),
+        *beside,
         *extra,
     )
-    return Moment(_named("forward of the last", "" if stack.symbol else f"{stack.run.kind} ", ""), Phase.FORWARD, lines)
+    return Moment(place.forward, Phase.FORWARD, lines)
 
 
-def _loss_forward(step: Step, head: HeadPass, top: _Stack, whole: Lines) -> Moment:
-    casts = _casts(step, _cached(step.weights, top.place), step.weights.head_casts)
+def _with_this(place: _Place) -> tuple[int, ...]:
+    """How many blocks of each run there are up to a place, its own included."""
+    return tuple(count + (run == place.run) for run, count in enumerate(place.before))
+
+
+def _loss_forward(step: Step, head: HeadPass, whole: Lines) -> Moment:
+    casts = _casts(step, _cached(step.weights, step.weights.layers), step.weights.head_casts)
     lines = (*step.base, _gradients(step, _NOTHING, 0), *casts, *whole, *head.saved, *head.loss_forward)
     return Moment("forward of the loss", Phase.LOSS, lines)
 
 
 def _head_backward(step: Step, point: BackwardPoint, top: _Stack, above: Lines) -> Moment:
-    casts = _casts(step, _kept(step.weights, top.place, top.run.layers, top.kept_casts), point.live_casts)
+    casts = _casts(step, _kept(step.weights, step.weights.layers, top.kept_casts), point.live_casts)
     waiting = step.weights.tied_head if point.gradients else 0
     current = 0 if waiting else point.current_gradient
     gradients = _gradients(step, _NOTHING, point.gradients - waiting, current=current, waiting=waiting)
     return Moment(f"backward of the {point.name}", Phase.LOSS, (*step.base, gradients, *casts, *above, *point.lines))
 
 
-def _block_backward(step: Step, stack: _Stack, held: Lines) -> list[Moment]:
-    """Each point of the run's last block, where its backward begins, and of its first block, where it ends."""
-    beneath = stack.run.layers - 1
+def _block_backward(step: Step, stacks: list[_Stack], place: _Place, held: Lines) -> list[Moment]:
+    """Each point of a block's backward."""
+    stack, tied = stacks[place.run], step.weights.tied_head
     own = () if step.recipe.recompute == "none" else stack.block.checkpoint_in_backward
-    positions = [("backward of the last", beneath)] + ([("backward of the first", 0)] if beneath else [])
-    kind = "" if stack.symbol else f"{stack.run.kind} "
-    tied = step.weights.tied_head
+    alive = step.base + held + _below(stacks, place.before) + own
+    kept = _kept(step.weights, place.before, stack.kept_casts)
+    above = _made_above(step.weights, place.after)
     moments: list[Moment] = []
-    for position, layers in positions:
-        below = stack.beneath + _times(stack.kept, layers, "(L-1)" if stack.symbol else str(layers))
-        alive = step.base + held + below + own
-        kept = _kept(step.weights, stack.place, layers, stack.kept_casts)
-        above = _made_above(step.weights, stack.place, layers)
-        for point in stack.block.points:
-            gradients = _gradients(step, above, point.gradients, current=point.current_gradient, waiting=tied)
-            lines = (*alive, gradients, *_casts(step, kept, point.live_casts), *point.lines)
-            moments.append(Moment(_named(position, kind, point.name), Phase.BACKWARD, lines))
+    for point in stack.block.points:
+        gradients = _gradients(step, above, point.gradients, current=point.current_gradient, waiting=tied)
+        lines = (*alive, gradients, *_casts(step, kept, point.live_casts), *point.lines)
+        moments.append(Moment(_join(place.backward, point.name), Phase.BACKWARD, lines))
     return moments
 
 
@@ -318,11 +353,6 @@ def _times(lines: Lines, layers: int, symbol: str) -> Lines:
 @lru_cache(maxsize=1024)
 def _product(symbol: str, formula: str) -> str:
     return f"{symbol}·({formula})" if formula else ""
-
-
-@lru_cache(maxsize=1024)
-def _named(position: str, kind: str, point: str) -> str:
-    return _join(f"{position} {kind}block", point)
 
 
 @lru_cache(maxsize=1024)

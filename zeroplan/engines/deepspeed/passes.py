@@ -5,6 +5,7 @@ Each instant holds the activations alive then and says which block runs; an engi
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import groupby
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
@@ -21,7 +22,7 @@ from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.losses import HEAD_INPUT
 from zeroplan.transformer.parameters import Parameter
-from zeroplan.transformer.params import layout
+from zeroplan.transformer.params import layout, runs_in_order
 
 
 class Running(NamedTuple):
@@ -92,21 +93,51 @@ _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     """Work out what each kind of block, and the part outside the blocks, costs."""
-    compute = compute_of(recipe)
     head, runs, first = outside(model, recipe, batch), list[RunPass](), 0
     flow, parts = _flow(head), layout(model)
-    for run in parts.runs:
-        block = block_pass(model, run.kind, compute, batch, recomputed=recipe.recompute == "full")
-        kept = block.kept(recipe.recompute)
-        beside = block.checkpoint_in_backward if recipe.recompute != "none" else ()
-        settled = tuple(_running((*beside, *_settled(block, index, flow))) for index in range(len(block.points)))
-        between = tuple(_running((*beside, *_between(block, index))) for index in range(len(block.points)))
-        runs.append(RunPass(run.kind, first, run.layers, block, kept, total_bytes(kept), settled, between))
-        first += run.layers
+    costs = {run.kind: _run_pass(model, run.kind, recipe, batch, flow) for run in parts.runs}
+    for kind, layers in stretches(model):
+        runs.append(costs[kind]._replace(first=first, n_blocks=layers))
+        first += layers
     kinds = tuple(run.kind for run in runs)
     output = head.output if recipe.keep_logits else ()
     table = model.vocab_size * model.hidden_size
     return Passes(tuple(runs), kinds, head, recipe.recompute, output, table, _numel(parts.embeddings))
+
+
+def _run_pass(model: ModelSpec, kind: str, recipe: RecipeSpec, batch: Batch, flow: Line) -> RunPass:
+    """What a block of a kind costs, wherever it stands."""
+    block = block_pass(model, kind, compute_of(recipe), batch, recomputed=recipe.recompute == "full")
+    kept = block.kept(recipe.recompute)
+    beside = block.checkpoint_in_backward if recipe.recompute != "none" else ()
+    settled = tuple(_running((*beside, *_settled(block, index, flow))) for index in range(len(block.points)))
+    between = tuple(_running((*beside, *_between(block, index))) for index in range(len(block.points)))
+    return RunPass(kind, 0, 0, block, kept, total_bytes(kept), settled, between)
+
+
+_FIRST, _LAST = 2, 3
+"""Stretches at either end that stand in a row of their own where kinds take turns: a turn, and the rest of one after a turn."""
+
+
+@lru_cache(maxsize=256)
+def stretches(model: ModelSpec) -> tuple[tuple[str, int], ...]:
+    """Return consecutive blocks of one kind, with how many there are; where kinds take turns, those in the middle as if sorted.
+
+    What blocks keep and what gradients they make grow by the same amount from turn to turn, so that a peak lies in the first turn
+    or in the last one.
+
+    >>> stretches(ModelSpec(family="gemma2", hidden_size=8, intermediate_size=16, num_hidden_layers=13, num_attention_heads=2,
+    ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
+    (('local', 1), ('global', 1), ('local', 4), ('global', 4), ('local', 1), ('global', 1), ('local', 1))
+    """
+    kinds = [run.kind for run in layout(model).runs]
+    found = [(kinds[run], len(list(same))) for run, same in groupby(runs_in_order(model))]
+    if len(found) <= _FIRST + _LAST:
+        return tuple(found)
+    middle: dict[str, int] = {}
+    for kind, layers in found[_FIRST:-_LAST]:
+        middle[kind] = middle.get(kind, 0) + layers
+    return (*found[:_FIRST], *middle.items(), *found[-_LAST:])
 
 
 @lru_cache(maxsize=256)
@@ -140,13 +171,17 @@ def kept_symbols(these: Passes) -> tuple[Symbol, ...]:
     """Return what the formulas of kept activations count."""
     return tuple(
         Symbol(f"S_{run.kind}", run.kept_bytes, f"bytes one {run.kind} block keeps from its forward to its backward")
-        for run in these.runs
+        for run in _one_of_each_kind(these)
     )
 
 
 def kept_in_a_block(these: Passes) -> tuple[tuple[str, tuple[Line, ...]], ...]:
     """Return what one block of each kind keeps, line by line."""
-    return tuple((f"one {run.kind} block", run.kept) for run in these.runs)
+    return tuple((f"one {run.kind} block", run.kept) for run in _one_of_each_kind(these))
+
+
+def _one_of_each_kind(these: Passes) -> tuple[RunPass, ...]:
+    return tuple({run.kind: run for run in these.runs}.values())
 
 
 def kept_by_all(these: Passes) -> tuple[Line, ...]:

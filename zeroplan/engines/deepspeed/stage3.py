@@ -98,8 +98,8 @@ _FP64 = 8
 #: The point in the backward of experts before any of their gradients is made.
 _BEFORE_GRADIENTS = "weighting of the expert outputs"
 _MADE_FIRST = ("gradients of the weighted outputs", "gradient of the expert outputs", "gradient of the routing weights")
-_GATHERING = (0, 1, True)
-"""Stands for the moment at which the first module with gradients is gathered (:func:`_held`)."""
+_GATHERING = -1
+"""Stands, in place of the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
 
 
 _OF_HEAD = {"loss": 0, "head": 1, "final norm": 2}
@@ -282,9 +282,11 @@ def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
             at = forward_instant(these, run, block)
             moments.append(Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held))))
     head, loss = head_forward_instant(these), loss_instant(these)
+    before = head.lines[: -len(these.head.output)] if these.head.output else head.lines
     return (
         *moments,
-        Moment(head.name, head.phase, (*head.lines, _gathered_line(job, job.trace.head_forward))),
+        Moment("head gathered for its forward", head.phase, (*before, _gathered_line(job, job.trace.head_forward))),
+        Moment(head.name, head.phase, (*head.lines, _gathered_line(job, job.trace.head_running))),
         Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))),
     )
 
@@ -348,7 +350,9 @@ def _past_head(job: _Job, these: Passes, made: int) -> Moment:
 
 
 @lru_cache(maxsize=4096)
-def _highest_blocks(trace: Gathered, first: int, n_blocks: int, at: tuple[int, int, bool]) -> tuple[tuple[int, int], ...]:
+def _highest_blocks(
+    trace: Gathered, first: int, n_blocks: int, at: tuple[int, int, bool, bool]
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """Return the last block, and earlier ones where more is gathered, with the elements gathered, at a point (:func:`_held`)."""
     chosen: list[tuple[int, int]] = []
     for block in range(first + n_blocks - 1, first - 1, -1):
@@ -358,19 +362,20 @@ def _highest_blocks(trace: Gathered, first: int, n_blocks: int, at: tuple[int, i
     return tuple(chosen)
 
 
-def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool) -> int:  # noqa: FBT001  hashed as a tuple above
+def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, apart: bool) -> int:  # noqa: FBT001  hashed as a tuple above
     """Return the elements gathered at a point after so many gradients, ``current`` elements of which are being made.
 
     ``ahead`` says that the module that runs has no gradient yet. While parameters are gathered, no gradient of their module is
-    there. Of what the module's operators saved of its parameters, that is gone of which gradients are made.
+    there, which is a moment ``apart``, or one with the point's lines. Of what the module's operators saved of its parameters, that
+    is gone of which gradients are made.
     """
-    if (gradients, current, ahead) == _GATHERING:
-        return notes[min(1, len(notes) - 1)].gathering
     at = next((at for at, note in enumerate(notes) if note.made >= gradients + ahead), len(notes) - 1)
     note, before = notes[at], notes[at - 1].made if at else 0
+    if current == _GATHERING:
+        return note.gathering
     gone = min(max(gradients - current - before, 0), note.during - note.handing)
     if current:
-        return max(note.during - gone, note.gathering - current if gradients - current <= before else 0)
+        return max(note.during - gone, note.gathering - current if gradients - current <= before and not apart else 0)
     return note.during - gone if note.made > gradients else note.after
 
 
@@ -394,10 +399,12 @@ def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Each point of the last block, and of earlier ones where more is gathered."""
     tied = _tied_head(job)
     beside: dict[int, tuple[Line, ...]] = {}
+    experts = next((point.gradients for point in run.block.points if point.name == _BEFORE_GRADIENTS), None)
     for point in run.block.points:
         line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
         around = (line, *tied)
-        place = point.gradients, point.current_gradient, point.name == _BEFORE_GRADIENTS
+        apart = point.gradients - point.current_gradient == experts
+        place = point.gradients, point.current_gradient, point.name == _BEFORE_GRADIENTS, apart
         highest = _highest_blocks(job.trace, run.first, run.n_blocks, place)
         for block, held in highest if not swaps_optimizer(job.recipe) else _and_first(job.trace, run, highest, place):
             if block not in beside:
@@ -405,12 +412,12 @@ def _blocks(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
             stay = _staying(job, block, point.gradients - point.current_gradient)
             lines = (*beside[block], *point.lines, _gathered_line(job, held), *around, *stay)
             yield Moment(f"backward of a block: {point.name}", Phase.BACKWARD, lines)
-        if place[-1]:
+        if point.name == _BEFORE_GRADIENTS:
             yield from _experts_gathered(job, these, run, point)
 
 
 def _and_first(
-    trace: Gathered, run: RunPass, highest: tuple[tuple[int, int], ...], at: tuple[int, int, bool]
+    trace: Gathered, run: RunPass, highest: tuple[tuple[int, int], ...], at: tuple[int, int, bool, bool]
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """Add the first block: gradients that stay on the GPU grow towards it, block by block, as activations grow less."""
     if highest[-1][0] == run.first:
@@ -421,8 +428,10 @@ def _and_first(
 def _experts_gathered(job: _Job, these: Passes, run: RunPass, first: BackwardPoint) -> Iterator[Moment]:
     """Return the moments at which experts are gathered for their backward, before its ``first`` point has made anything."""
     kept = tuple(line for line in first.lines if not line.reason.startswith(_MADE_FIRST))
-    for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, _GATHERING):
-        lines = (*around_block(these, run, block), *kept, _gathered_line(job, held), *_tied_head(job))
+    waits = waiting(job.buckets, job.element, run.first, first.gradients, 0)
+    for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, (first.gradients, _GATHERING, True, True)):
+        stay = _staying(job, block, first.gradients)
+        lines = (*around_block(these, run, block), *kept, _gathered_line(job, held), waits, *_tied_head(job), *stay)
         yield Moment("experts gathered for their backward", Phase.BACKWARD, lines)
 
 

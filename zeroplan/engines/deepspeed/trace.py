@@ -84,6 +84,9 @@ class Gathered:
     forward: tuple[int, ...]
     """Most during the forward of each block."""
     head_forward: int
+    """Most while the final norm or the head is gathered for the forward."""
+    head_running: int
+    """While the head runs forward."""
     loss: int
     head: tuple[int, ...]
     """In the backward: at the loss, the head, the final norm."""
@@ -379,7 +382,7 @@ class _Replay:
         """Go through all steps and note what is held."""
         forward, head = [0] * self.n_blocks, list[int]()
         backward: dict[int, list[tuple[Step, Note]]] = {block: [] for block in range(self.n_blocks)}
-        head_forward, loss, embedding, turned, past_head = 0, 0, 0, False, 0
+        head_forward, head_running, loss, embedding, turned, past_head = 0, 0, 0, 0, False, 0
         for at, step in enumerate(self.steps):
             if step.direction == _BACKWARD and not turned:
                 loss, turned = self.elements, True
@@ -389,7 +392,7 @@ class _Replay:
             if not turned and 0 <= step.block < self.n_blocks:
                 forward[step.block] = max(forward[step.block], gathering)
             elif not turned and step.block == self.n_blocks:
-                head_forward = max(head_forward, gathering)
+                head_forward, head_running = max(head_forward, gathering), during
             elif turned and step.block == self.n_blocks:
                 head.append(gathering)
                 past_head = during if len(head) > 2 else 0
@@ -399,8 +402,8 @@ class _Replay:
                 embedding = max(embedding, gathering)
         notes, modules = self._of_blocks(backward)
         return Gathered(
-            tuple(forward), head_forward, loss, (max(head[:-3]), head[-3], max(head[-2:])), past_head, notes, embedding,
-            self.elements,
+            tuple(forward), head_forward, head_running, loss, (max(head[:-3]), head[-3], max(head[-2:])), past_head, notes,
+            embedding, self.elements,
             _sizes(self.sent[_FORWARD]), _sizes(self.sent[_BACKWARD]), self.calls[_FORWARD], self.calls[_BACKWARD],
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
             _sizes(Counter(self.numel[index] for index in self.persistent)), self.most_read, self.read_twice, modules,

@@ -35,7 +35,7 @@ def forward(plan: Plan) -> Iterator[Moment]:
         )
         entering = gathered(plan, below, "the one before, freed at the end of the copy-out", PARKED)
         yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))
-        inside = (*one.checkpoint, *one.forward_recompute) if recomputed else (*one.saved, *one.forward)
+        inside = (*one.kept(plan.recipe.recompute), *one.forward_recompute) if recomputed else (*one.saved, *one.forward)
         yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *inside))
 
 

@@ -20,7 +20,7 @@ from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.sizes import quantities
 from zeroplan.transformer.families.tape import Alive, Arriving, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths
+from zeroplan.transformer.families.widths import Widths, beyond_the_window
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
@@ -52,8 +52,17 @@ class Structure(NamedTuple):
 
 def adapted_block(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> BlockPass:
     """One block with adapters; ``kind`` is ``first`` where no other block is before it."""
-    plan = _plan(_structure(model, compute, x, first=kind == "first"))
-    return traced.pass_of(plan, traced.Sizes(plan, quantities(x, model.intermediate_size)), autocast=compute.autocast)
+    structure, is_masked = _structure(model, compute, x, first=kind == "first"), beyond_the_window(model, x)
+    if is_masked is False:
+        return _pass(model, structure, x)
+    masked = _pass(model, structure._replace(block=structure.block._replace(masked=True)), x)
+    return masked if is_masked is True else traced.either(is_masked, masked, _pass(model, structure, x))
+
+
+def _pass(model: ModelSpec, structure: Structure, x: Widths) -> BlockPass:
+    plan = _plan(structure)
+    sizes = traced.Sizes(plan, quantities(x, model.intermediate_size))
+    return traced.pass_of(plan, sizes, autocast=structure.block.autocast, recompute=structure.recompute)
 
 
 def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
@@ -95,12 +104,13 @@ def _plan(structure: Structure) -> traced.Plan:
     tape.release(output, given)
     tape.run_backward(output, arriving)
     points = index.moments(highest([*again_first, *tape.moments], **dtypes))
-    selective = index.of((*tape.products[::2], *tape.kernel_outputs))
-    again, _, _ = _run(structure, saving=False, given=given.store)
-    recompute = index.moments(highest(again.moments, **dtypes))
+    selective = index.of(tape.kept())
     places = index.of((given.store,))
+    again = traced.checkpointed(
+        index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
+    )
     stores, weights = tuple(index.stores), tuple(index.weights)
-    return traced.Plan(stores, weights, saved, forward, recompute, points, casts, selective, places, LAYER, {})
+    return traced.Plan(stores, weights, saved, forward, again, points, casts, selective, places, LAYER, {})
 
 
 def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, ...]:
@@ -127,9 +137,13 @@ def _again(tape: Tape, structure: Structure, given: Store, arriving: Store) -> l
     ]
 
 
-def _run(structure: Structure, *, saving: bool, given: Store | None = None) -> tuple[Tape, Value, Value]:
+def _run(
+    structure: Structure, *, saving: bool, given: Store | None = None, keeping: bool = False
+) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the block forward, over an input that another run has had, or over one of its own."""
-    tape = Tape(wide=structure.block.wide, autocast=structure.block.autocast, saving=saving, frozen=True)
+    tape = Tape(
+        wide=structure.block.wide, autocast=structure.block.autocast, saving=saving, frozen=True, keeping=keeping
+    )  # fmt: skip
     store = given or tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", LAYER)
     if given is not None:
         store.holds = 1
@@ -149,7 +163,7 @@ def _final_plan(*, wide: bool) -> traced.Plan:
     saved = index.of(tape.saved)
     tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "r·T·h", LAYER))
     points = index.moments(highest(tape.moments, wide=wide, autocast=False))
-    return traced.Plan(tuple(index.stores), tuple(index.weights), saved, (), (), points, (), (), (), LAYER, {})
+    return traced.Plan(tuple(index.stores), tuple(index.weights), saved, (), {}, points, (), (), (), LAYER, {})
 
 
 # --- the program -------------------------------------------------------------------------------------------------------
@@ -245,7 +259,7 @@ def _frozen_linear(tape: Tape, value: Value, width: str, site: Site, *, bias: bo
     tape.save_weight()
     made = op.tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
     if not bias:
-        tape.products.append(made.store)
+        tape.product(made.store)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         return [(value, op.gradient(tape, value, f"gradient through the {site.name}", site.source))]

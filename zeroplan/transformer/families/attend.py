@@ -82,6 +82,8 @@ def with_mask(tape: Tape, heads: Heads) -> Attended:
     operands = _cast_heads(tape, heads.query, key, value)
     mask = tape.make(TENSOR, "mask in numbers, rows of 16", "16·e·b·s·ceil(s/16)", SDPA)
     tape.drop(tape.make(TEMPORARY, "mask, inverted", "b·s²", SDPA))
+    unfilled = "e·b·s²·min(1, 16·ceil(s/16)-s)"
+    tape.drop(tape.make(TEMPORARY, "mask in numbers, its rows not yet filled up", unfilled, SDPA))
     made = _kernel(tape, operands, _ACCUMULATOR, mask, padded=True, twice=heads.joined)
     tape.drop(mask)
     if grouped:
@@ -103,9 +105,10 @@ def in_32_bits_grouped(tape: Tape, heads: Heads) -> Attended:
     given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined), (key, (key.store,))
     scores = _product(tape, given, copies, "scores", "a·T·s")
     tape.release(key)
-    with_mask = masked(tape, scores, Site("attention: scores", MATH))
-    tape.release(scores)
-    weights = softmax(tape, with_mask, "e", MATH)
+    with tape.unless_constant(scores):
+        with_mask = masked(tape, scores, Site("attention: scores", MATH))
+        tape.release(scores)
+        weights = softmax(tape, with_mask, "e", MATH)
     tape.release(with_mask)
     factors = (weights, (weights.store,)), (repeated[1], (repeated[1].store,))
     made = _product(tape, factors, copies, "attention output, head by head", "T·c")
@@ -117,7 +120,8 @@ def in_32_bits_grouped(tape: Tape, heads: Heads) -> Attended:
 def _times_a_number(tape: Tape, value: Value, reason: str) -> Value:
     """Scale; the name for ``value`` stays."""
     tape.hold(value.store)
-    return scaled(tape, value, reason, Site(f"attention: {reason}", MATH))
+    with tape.unless_constant(value):
+        return scaled(tape, value, reason, Site(f"attention: {reason}", MATH))
 
 
 def _cloned(tape: Tape, value: Value, site: Site) -> Value:
@@ -127,18 +131,23 @@ def _cloned(tape: Tape, value: Value, site: Site) -> Value:
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         return [(value, gradient(tape, value, f"gradient of the {site.name}", site.source))]
 
-    tape.add(f"attention: {site.name}, repeated", (made,), (), backward)
+    with tape.unless_constant(value):
+        tape.add(f"attention: {site.name}, repeated", (made,), (), backward)
     return made
 
 
 def _product(tape: Tape, operands: "tuple[Operand, Operand]", copies: "Copies", reason: str, shape: str) -> Value:
+    """Each factor is saved for the gradient of the other, where autograd follows that."""
     (first, kept), (second, also_kept) = operands
     made = tensor(tape, reason, first.dtype, shape, MATH)
+    followed = [one for one in (second, first) if one not in tape.constants]
+    saved = (*(kept if second in followed else ()), *(also_kept if first in followed else ()))
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(one, gradient(tape, one, "gradient of a factor of the product", MATH)) for one in (second, first)]
+        return [(one, gradient(tape, one, "gradient of a factor of the product", MATH)) for one in followed]
 
-    tape.add(f"attention: {reason}", (made,), (*kept, *also_kept), backward)
+    with tape.unless_constant(first, second):
+        tape.add(f"attention: {reason}", (made,), saved, backward)
     copies.used(tape)
     return made
 
@@ -182,7 +191,7 @@ def _kernel(
         return arriving
 
     tape.add("attention", (made,), (*(one.store for one in operands), made.store, *sums, *extra), backward)
-    tape.kernel_outputs += [made.store, *sums]
+    tape.by_kernel(made.store, *sums)
     tape.drop(*sums)
     tape.release(*operands)
     return made

@@ -16,6 +16,7 @@ from zeroplan.transformer.families.mlp import GPT2, gelu_mlp
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, layer_norm
 from zeroplan.transformer.families.parts import TEMPORARY, assemble
 from zeroplan.transformer.families.widths import Widths
+from zeroplan.transformer.families.written_out import ON_CUDA
 
 BLOCK = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Block.forward"
 
@@ -28,7 +29,7 @@ def gpt2_block(model: ModelSpec, x: Widths) -> BlockPass:
         layer_norm(x, LAYER_BEFORE_MLP),
         gelu_mlp(x, model.intermediate_size),
     )
-    forward, recompute = _forward(x), _recompute(model, x)
+    forward, recompute = _forward(model, x), _recompute(model, x)
     if x.attention == "eager":
         forward = (*forward, eager_excess(x, parts, forward))
         at_softmax = eager_forward_bytes(x, head_norms=False, recomputed=True)
@@ -43,14 +44,20 @@ def _attention_output(x: Widths) -> Line:
     return Line(TEMPORARY, x.element * x.tokens * x.hidden, "attention's output, held by name", "e·T·h", BLOCK)
 
 
-def _forward(x: Widths) -> tuple[Line, ...]:
+def _forward(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     hidden = x.tokens * x.hidden
     lines = (
         _attention_output(x),
         Line(TEMPORARY, x.element * hidden, "MLP output before the residual addition", "e·T·h", BLOCK),
         Line(TEMPORARY, x.residual * hidden, "block output", "r·T·h", BLOCK),
     )
-    return (*lines, norm_output(x)) if x.autocast else lines
+    return (*lines, norm_output(x), _gelu_in_fp32(model, x)) if x.autocast else lines
+
+
+def _gelu_in_fp32(model: ModelSpec, x: Widths) -> Line:
+    """What the second projection reads, held by name beside the copy that autocast makes of it, before the output is there."""
+    beyond = maximum(0, 4 * x.tokens * (model.intermediate_size - x.hidden))
+    return Line(TEMPORARY, beyond, f"gelu in fp32, beyond the block output, {ON_CUDA}", "max(0, 4·T·(f-h))", GPT2)
 
 
 def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:

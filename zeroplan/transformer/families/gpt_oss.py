@@ -178,7 +178,7 @@ def _gated(tape: Tape, both: Value) -> Value:
     tape.release(steep)
     glu = op.product(tape, limited[0], open_, "experts: gate times its sigmoid", Site("experts: gate", GATE))
     tape.release(open_)
-    plus = _one_more(tape, limited[1])
+    plus = op.raised(tape, limited[1], "experts: clamped up and one", Site("experts: one more", GATE))
     made = op.product(
         tape, plus, glu, "experts: gated product, input of the down projection", Site("experts: gated product", GATE)
     )
@@ -195,12 +195,6 @@ def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
         return [(value, op.gradient(tape, value, f"gradient through the {reason}", GATE))]
 
     tape.add(reason, (made,), (value.store,), backward)
-    return made
-
-
-def _one_more(tape: Tape, value: Value) -> Value:
-    made = op.tensor(tape, "experts: clamped up and one", value.dtype, value.shape, GATE)
-    tape.add("experts: one more", (made,), (), lambda _tape, taken: [op.through(value, taken[0])])
     return made
 
 

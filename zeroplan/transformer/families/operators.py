@@ -84,7 +84,7 @@ def linear(
         given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
     made = tensor(tape, out or f"output of the {site.name}", "e", f"T·{width}", site.source)
     if not bias:
-        tape.products.append(made.store)
+        tape.product(made.store)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         reason = f"gradient through the {site.name}"
@@ -279,6 +279,13 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
         return [(value, gradient(tape, value, f"gradient of a factor of the {site.name}", site.source)) for value in followed]
 
     tape.add(site.name, (made,), saved, backward)
+    return made
+
+
+def raised(tape: Tape, value: Value, reason: str, site: Site) -> Value:
+    """Add a number. The name for ``value`` stays; the gradient passes as it is."""
+    made = tensor(tape, reason, value.dtype, value.shape, site.source)
+    tape.add(site.name, (made,), (), lambda _tape, taken: [through(value, taken[0])])
     return made
 
 

@@ -2,6 +2,7 @@
 
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.gated import Branches, two_branches
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
@@ -14,19 +15,7 @@ NORM = NormAs(one_plus=False, source="transformers 5.23, models/phi3/modeling_ph
 
 def phi3(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer."""
-    normal = op.rms_norm(tape, given, "norm before attention", NORM)
-    attended, weights = _attention(tape, normal, block)
-    tape.release(normal)
-    middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
-    tape.release(attended)
-    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM)
-    branch = _mlp(tape, normal)
-    tape.release(normal)
-    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
-    tape.release(branch, middle)
-    if weights is not None:
-        tape.release(weights)
-    return made
+    return two_branches(tape, given, block, _PARTS)
 
 
 def final_norm(tape: Tape, given: Value) -> Value:
@@ -55,3 +44,6 @@ def _mlp(tape: Tape, normal: Value) -> Value:
     made = op.linear(tape, inner, "h", Site("down projection", MLP), reads="f")
     tape.release(inner, gate)
     return made
+
+
+_PARTS = Branches(NORM, _attention, _mlp, LAYER)

@@ -16,3 +16,7 @@ class Block(NamedTuple):
     attention_bias: bool
     head_norms: bool
     """Queries and keys are normalised over each head."""
+    parallel: bool = True
+    """Attention and MLP read the same input, where a family may have it so."""
+    fast_gelu: bool = False
+    """GELU is ``gelu_fast``, written out in single operators."""

@@ -42,6 +42,7 @@ def quantities(x: Widths, intermediate_size: int, moe: MoeSpec | None = None) ->
         "ceil(s/32)": ceil_div(x.seq_len, 32),
         "ceil(s/16)": ceil_div(x.seq_len, 16),
         "ceil(d/32)": ceil_div(x.head_dim, 32),
+        "min(1, 16·ceil(s/16)-s)": minimum(1, -x.seq_len % 16),
         "min(1, b-1)": minimum(1, x.micro_batch - 1),
         "max(0, 2-b)": maximum(0, 2 - x.micro_batch),
     }

@@ -63,10 +63,14 @@ class Alive(NamedTuple):
 
 
 class Tape:
-    """What a program has done so far. ``saving`` says whether operators save anything, as they do outside a checkpoint."""
+    """What a program has done so far. ``saving`` says whether operators save anything, as they do outside a checkpoint.
 
-    def __init__(self, *, wide: bool, autocast: bool, saving: bool, frozen: bool = False) -> None:
+    ``keeping`` says whether a checkpoint keeps the outputs of every second plain matrix product and of attention's kernel.
+    """
+
+    def __init__(self, *, wide: bool, autocast: bool, saving: bool, frozen: bool = False, keeping: bool = False) -> None:
         """``wide``: the compute dtype is fp32; ``frozen``: weights and residual stream are in it even under autocast."""
+        self.keeping = keeping
         self.wide, self.autocast, self.saving = wide, autocast, saving
         self.wide_residual = autocast and not frozen
         self.constants: set[Value] = set()
@@ -136,6 +140,10 @@ class Tape:
         store.twin = Store(store.kind, store.reason, f"{whole}·min(1, b-1)", store.source)
         store.twin.holds = names
         self.alive[store.twin] = None
+        self.moments = [_with_twin(moment, store) for moment in self.moments]
+        if self._last_saving is not None:
+            before, last, outputs = self._last_saving
+            self._last_saving = before, _with_twin(last, store), outputs
 
     def add(
         self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *, cast: str = ""
@@ -178,6 +186,23 @@ class Tape:
         before, last, outputs = self._last_saving
         made = [] if done else [value.store for value in outputs]
         return [*self.moments[:before], last._replace(stores=tuple(store for store in last.stores if store not in made))]
+
+    def product(self, made: Store) -> None:
+        """Count a plain matrix product, of which a selective checkpoint keeps every second, the first among them."""
+        if self.keeping and len(self.products) % 2 == 0:
+            self.hold(made)
+        self.products.append(made)
+
+    def by_kernel(self, *made: Store) -> None:
+        """Count what attention's kernel has made, which a selective checkpoint keeps."""
+        if self.keeping:
+            for store in made:
+                self.hold(store)
+        self.kernel_outputs += made
+
+    def kept(self) -> tuple[Store, ...]:
+        """What a selective checkpoint keeps."""
+        return (*self.products[::2], *self.kernel_outputs)
 
     def temporary(self, reason: str, formula: str, source: str) -> Store:
         """Allocate what is gone when the operator is done."""
@@ -235,3 +260,10 @@ class Tape:
             return
         waiting[value] = self.make(first.kind, first.reason, first.formula, first.source)
         self.drop(first, gradient)
+
+
+def _with_twin(moment: Alive, store: Store) -> Alive:
+    """The moment, with what of a store is another's now."""
+    if store.twin is None or store not in moment.stores:
+        return moment
+    return moment._replace(stores=(*moment.stores, store.twin))

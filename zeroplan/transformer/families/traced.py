@@ -9,7 +9,7 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Kernels, Recompute
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
-from zeroplan.transformer.families import bloom, gemma, gpt_neox, gpt_oss, opt, phi3
+from zeroplan.transformer.families import bloom, gemma, gpt_neox, gpt_oss, mistral, opt, phi3
 from zeroplan.transformer.families.attend import (
     Attention,
     capped_eager,
@@ -26,7 +26,7 @@ from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sizes import quantities, worked_out
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths
+from zeroplan.transformer.families.widths import Widths, beyond_the_window
 
 
 class Program(NamedTuple):
@@ -38,6 +38,7 @@ class Program(NamedTuple):
 
 
 PROGRAMS: dict[str, Program] = {
+    "mistral": Program(mistral.mistral, mistral.final_norm, mistral.LAYER),
     "phi3": Program(phi3.phi3, phi3.final_norm, phi3.LAYER),
     "gpt_neox": Program(gpt_neox.gpt_neox, gpt_neox.final_norm, gpt_neox.LAYER),
     "gpt_oss": Program(gpt_oss.gpt_oss, gpt_oss.final_norm, gpt_oss.LAYER),
@@ -61,6 +62,8 @@ class Structure(NamedTuple):
     one_key: bool
     attention_bias: bool
     kernels: Kernels
+    parallel: bool = True
+    fast_gelu: bool = False
 
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair.
@@ -80,6 +83,13 @@ class Placed(NamedTuple):
     handed_on: Places
 
 
+class Checkpointed(NamedTuple):
+    """A forward in a checkpoint: its moments, the last of which is its end, and what it keeps."""
+
+    moments: tuple[Placed, ...]
+    kept: Places
+
+
 class Plan(NamedTuple):
     """What a structure's runs came to: who is alive when, with formulas for sizes."""
 
@@ -88,7 +98,8 @@ class Plan(NamedTuple):
     """Formulas of the elements of weights."""
     saved: Places
     forward: tuple[Placed, ...]
-    recompute: tuple[Placed, ...]
+    recompute: Mapping[Recompute, "Checkpointed"]
+    """The forward in a checkpoint, full and selective."""
     points: tuple[Placed, ...]
     casts: Places
     selective: Places
@@ -132,12 +143,15 @@ def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False, recompu
 
     A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
     """
-    if not windowed or model.sliding_window is None or x.attention != "sdpa":
-        return _of(model, x, recompute, masked=False)
-    is_masked = x.seq_len >= model.sliding_window
+    is_masked = windowed and beyond_the_window(model, x)
     if isinstance(is_masked, bool):
         return _of(model, x, recompute, masked=is_masked)
-    return _either(is_masked, _of(model, x, recompute, masked=True), _of(model, x, recompute, masked=False))
+    return either(is_masked, _of(model, x, recompute, masked=True), _of(model, x, recompute, masked=False))
+
+
+def masked_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
+    """One block, whatever its family's formulas elsewhere, where attention is given a mask."""
+    return _of(model, x, recompute, masked=True)
 
 
 def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
@@ -151,13 +165,15 @@ def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool) -> B
         x.key == x.head_dim,
         model.attention_bias,
         x.kernels,
+        model.parallel_residual,
+        model.hidden_act == "gelu_fast",
     )
     plan = _plan(structure)
     sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
     return pass_of(plan, sizes, autocast=x.autocast, recompute=recompute)
 
 
-def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
+def either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
     """One pass for a column of batches, some of which are of one kind and some of the other: lines of both, those of one nought."""
 
     def lines(first: tuple[Line, ...], second: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -174,7 +190,12 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
         lines(yes.forward_recompute, no.forward_recompute),
         (
             *(point._replace(lines=lines(point.lines, ()), handed_on=lines(point.handed_on, ())) for point in yes.points),
-            *(point._replace(lines=lines((), point.lines), handed_on=lines((), point.handed_on)) for point in no.points),
+            *(
+                point._replace(
+                    lines=lines((), point.lines), handed_on=lines((), point.handed_on), between=lines((), point.between)
+                )
+                for point in no.points
+            ),
         ),
         yes.cast_elements,
         yes.checkpoint_in_backward,
@@ -197,7 +218,7 @@ def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
     saved = index.of(tape.saved)
     tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "r·T·h", program.source))
     points = index.moments(highest(tape.moments, wide=wide, autocast=autocast))
-    return Plan(tuple(index.stores), tuple(index.weights), saved, (), (), points, (), (), (), program.source, {})
+    return Plan(tuple(index.stores), tuple(index.weights), saved, (), {}, points, (), (), (), program.source, {})
 
 
 @lru_cache(maxsize=256)
@@ -217,11 +238,25 @@ def _plan(structure: Structure) -> Plan:
     if structure.family in RECOMPUTED_HIGHER:
         reruns["full"] = index.moments(_run_again(saving, until_saved, given.store, dtypes))
         reruns["selective"] = index.moments(_run_again(saving, whole, given.store, dtypes))
-    selective = index.of((*saving.products[::2], *saving.kernel_outputs))
-    again, _ = _run(structure, saving=False, given=given.store)
-    recompute = index.moments(highest(again.moments, **dtypes))
+    selective = index.of(saving.kept())
+    recompute = checkpointed(
+        index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
+    )
     places, stores, weights = index.of((given.store,)), tuple(index.stores), tuple(index.weights)
     return Plan(stores, weights, saved, forward, recompute, points, casts, selective, places, source, reruns)
+
+
+def checkpointed(
+    index: Index, given: Store, run: Callable[[bool], Tape], dtypes: dict[str, bool]
+) -> dict[Recompute, Checkpointed]:  # fmt: skip
+    """Forwards in a full and in a selective checkpoint; ``run`` is told whether something is kept."""
+
+    def forward(*, keeping: bool) -> Checkpointed:
+        tape = run(keeping)
+        moments = index.moments((*highest(tape.moments, **dtypes), *tape.moments[-1:]))
+        return Checkpointed(moments, index.of((given, *(tape.kept() if keeping else ()))))
+
+    return {"full": forward(keeping=False), "selective": forward(keeping=True)}
 
 
 def _run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool]) -> list[Alive]:
@@ -239,10 +274,10 @@ def _run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str,
     return [one for one in highest([*tape.moments, *beside], **dtypes) if one in beside]
 
 
-def _run(structure: Structure, *, saving: bool, given: Store | None = None) -> tuple[Tape, Value]:
+def _run(structure: Structure, *, saving: bool, given: Store | None = None, keeping: bool = False) -> tuple[Tape, Value]:
     """Run the program forward, over an input that another run has had, or over one of its own."""
     program = PROGRAMS[structure.family]
-    tape = Tape(wide=structure.wide, autocast=structure.autocast, saving=saving)
+    tape = Tape(wide=structure.wide, autocast=structure.autocast, saving=saving, keeping=keeping)
     store = given or tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", program.source)
     if given is not None:
         store.holds = 1
@@ -254,7 +289,15 @@ def _run(structure: Structure, *, saving: bool, given: Store | None = None) -> t
 
 def _block(structure: Structure) -> Block:
     head_norms = structure.family == "gemma3_text"
-    return Block(kernel_of(structure), structure.grouped, structure.one_key, structure.attention_bias, head_norms)
+    return Block(
+        kernel_of(structure),
+        structure.grouped,
+        structure.one_key,
+        structure.attention_bias,
+        head_norms,
+        structure.parallel,
+        structure.fast_gelu,
+    )
 
 
 def kernel_of(structure: Structure) -> Attention:
@@ -303,12 +346,13 @@ class Sizes:
 def pass_of(plan: Plan, sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> BlockPass:
     """Write a plan as what one block costs, for one batch."""
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
+    again = plan.recompute["selective" if recompute == "selective" else "full"]
     return BlockPass(
         saved,
         given,
         (*given, *sizes.lines(plan.selective)),
         _top(sizes, plan, plan.forward, plan.saved, autocast=autocast),
-        _top(sizes, plan, plan.recompute, plan.given, autocast=autocast),
+        _top(sizes, plan, again.moments, again.kept, autocast=autocast),
         tuple([sizes.point(moment) for moment in (*plan.again.get(recompute, ()), *plan.points)]),
         sizes.elements(plan.casts),
         () if plan.given[0] in plan.saved else given,

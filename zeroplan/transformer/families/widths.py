@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from zeroplan.numeric import Int
+from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Kernels
@@ -17,7 +17,7 @@ WITHOUT_SDPA = frozenset({"gemma2", "bloom", "gpt_oss"})
 #: Families whose blocks are written as programs (``traced.py``).
 PROGRAMMED = frozenset({"phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "gpt_oss"})
 #: Families whose layers see a sliding window, where the model has one.
-WINDOWED = frozenset({"phi3", "gemma2", "gemma3_text"})
+WINDOWED = frozenset({"mistral", "phi3", "gemma2", "gemma3_text"})
 #: Every so many layers one sees the whole sequence, the others a window.
 GLOBAL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
 
@@ -91,3 +91,13 @@ def kinds_of_layers(model: ModelSpec) -> int:
     """
     every = GLOBAL_LAYERS.get(model.family)
     return 1 if every is None or model.num_hidden_layers < every else 2
+
+
+def beyond_the_window(model: ModelSpec, x: Widths) -> Bool:
+    """Whether layers that see a window are given a mask: where it is no longer than the sequence.
+
+    Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``. Attention that is written out always has one.
+    """
+    if x.attention != "sdpa" or model.family not in WINDOWED or model.sliding_window is None:
+        return False
+    return x.seq_len >= model.sliding_window
