@@ -34,6 +34,7 @@ CASES = {
     "recomputed, accumulation": job(NESTED, "ddp", 0, recompute="full", accum=2),
     "one GPU, bf16": alone(job(ALL, "ddp", 0, precision="bf16", recompute="selective")),
     "weights written out are the peak": replace(job(replace(TWO, quantize="nf4-double"), "ddp", 0), batch=FEW_TOKENS),
+    "FSDP2, packed weights stored as bf16": job(replace(NESTED, targets="q_proj,v_proj"), "fsdp2", 3, recompute="full"),
     "ZeroRedundancyOptimizer": job(replace(TWO, quantize="nf4"), "ddp", 1, precision="bf16"),
 }
 
@@ -44,7 +45,8 @@ def test_a_quantised_model_takes_what_is_estimated(name: str):
 
     compared = compare_with_estimate(simulate(CASES[name], steps=3))
     assert abs(compared.peak.error) < 0.001, compared.peak
-    assert all(abs(phase.error) < 0.005 for phase in compared.phases), compared.phases
+    beside = 16 * 1024  # a batch of token ids between steps, rotary frequencies, single numbers
+    assert all(abs(phase.error) < 0.005 or abs(phase.difference) < beside for phase in compared.phases), compared.phases
     states = [kind for kind in compared.kinds if kind.what in ("parameters", "optimizer state", "reduce buffers")]
     assert len(states) >= 2
     assert all(0 <= kind.measured - kind.predicted < 512 for kind in states), states  # rotary frequencies, which nobody counts

@@ -5,6 +5,7 @@ and are a byte each. Tables of codes come with every weight. transformers leaves
 biases and norms are no linear layer's weight.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from zeroplan.engines.account import Symbol
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.adapter import Quantize
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params import layout
 
 PACKED = "bitsandbytes 0.50, functional.py, quantize_4bit"
@@ -73,6 +74,25 @@ def quantised_lines(model: ModelSpec, quantize: Quantize, *, element_bytes: int,
             Kind.PARAMETERS, other_bytes * found.others, "frozen embedding, norms and head", f"{other_bytes}·Ψ_frozen", PREPARED
         ),
     )
+
+
+@lru_cache(maxsize=256)
+def packed_layout(model: ModelSpec, element_bytes: int) -> Layout:
+    """The model's parameters as FSDP2 shards them: packed weights are columns of numbers in the compute dtype."""
+    tree = layout(model)
+    return tree._replace(
+        runs=tuple(run._replace(parameters=tuple(_packed(run.parameters, element_bytes))) for run in tree.runs)
+    )
+
+
+def _packed(parameters: tuple[Parameter, ...], element_bytes: int) -> Iterator[Parameter]:
+    for one in parameters:
+        yield one._replace(shape=((one.numel + 1) // (2 * element_bytes), 1)) if one.quantised else one
+
+
+def scales_of(model: ModelSpec) -> tuple[Line, ...]:
+    """List scales and tables of a quantised model, which FSDP2 knows nothing of, and leaves whole. [bytes]"""
+    return () if model.adapter is None else scales(counts(model), model.adapter.quantize)
 
 
 def scales(found: Counts, quantize: Quantize) -> tuple[Line, ...]:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import bitsandbytes
 import torch
 from bitsandbytes.functional import QuantState, quantize_4bit
+from bitsandbytes.nn import modules
 from bitsandbytes.nn.modules import Linear4bit, Params4bit
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
@@ -18,32 +19,38 @@ from zeroplan.verify.inside import INSIDE
 from zeroplan.verify.replaced import replaced
 
 
-def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype) -> None:
+def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, storage: torch.dtype = torch.uint8) -> None:
     """Put bitsandbytes' layers in the place of linear ones, all but the head, and their weights into four bits.
 
     ``dtype`` is what the weights were in, and what the layers compute in. One weight after the other is there whole, as when
-    transformers loads a checkpoint: what was made without memory gets some on torch's default device.
+    transformers loads a checkpoint: what was made without memory gets some on torch's default device. ``storage`` is the dtype
+    that packed weights pretend to be of.
     """
     nested = adapter.quantize == "nf4-double"
     before = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     asked = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=dtype
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=storage,
     )
     with unset_fake_temporarily():
         replace_with_bnb_linear(model, get_keys_to_not_convert(model), asked)
     with _table_of_scales(next(iter(before.values())).weight):
         for name, module in model.named_modules():
             if isinstance(module, Linear4bit):
-                _fill(module, before[name], nested=nested)
+                _fill(module, before[name], nested=nested, storage=storage)
         if nested:
             vars(model)["table_of_scales"] = bitsandbytes.functional.name2qmap["dynamic"]
     _give_memory(model)
     vars(model)["is_loaded_in_4bit"] = True
 
 
-def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool) -> None:
+def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool, storage: torch.dtype) -> None:
     """Quantise one layer's weight; its bias stays."""
-    packed, state = quantize_4bit(_with_memory(linear.weight), compress_statistics=nested, quant_type="nf4")
+    weight = _with_memory(linear.weight)
+    packed, state = quantize_4bit(weight, compress_statistics=nested, quant_type="nf4", quant_storage=storage)
     module.quant_state = state
     module._parameters["weight"] = _parameter(packed, state, module)
     module._parameters["bias"] = linear.bias
@@ -121,5 +128,20 @@ def _written_out(
 
 
 _FEW_TOKENS = 4
+
+
+def _state_from_module(module: Linear4bit) -> None:
+    """Where an engine has put another tensor in a weight's place, its scales are the module's, as bitsandbytes has it.
+
+    bitsandbytes makes a parameter of its own class of that tensor, without memory of its own, which a fake one cannot be.
+    """
+    if not isinstance(module.weight, FakeTensor):
+        _from_module(module)
+    elif vars(module.weight).get("quant_state") is None:
+        vars(module.weight)["quant_state"] = module.quant_state
+
+
+_from_module = modules.fix_4bit_weight_quant_state_from_module
+modules.fix_4bit_weight_quant_state_from_module = _state_from_module  # type: ignore[assignment]
 
 INSIDE[torch.ops.bitsandbytes.gemm_4bit.default] = _written_out
