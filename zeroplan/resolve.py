@@ -16,7 +16,7 @@ from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.model import model as find_model
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError, UnknownNameError
-from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec, Quantize
 from zeroplan.spec.base import Count, Degree, Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec
@@ -66,6 +66,7 @@ class Request(Spec):
     treat_as: str | None = None
     lora_rank: Count | None = None
     lora_targets: str | None = None
+    quantize: Quantize | None = None
     gpus: Degree | None = None
     gpu: str | GpuSpec | None = None
     gpus_per_node: Count | None = None
@@ -181,15 +182,14 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
 
 def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
     """Put adapters into the model where they are asked for; a job file's model may have some already."""
-    if request.lora_rank is None and request.lora_targets is None:
+    asked = {"rank": request.lora_rank, "targets": request.lora_targets, "quantize": request.quantize}
+    said = {name: value for name, value in asked.items() if value is not None}
+    if not said or (model.adapter is None and said == {"quantize": "none"}):
         return model
-    before = model.adapter
-    if before is None and request.lora_rank is None:
-        raise SpecError(f"--lora-targets {request.lora_targets} needs adapters of some rank; add --lora-rank 16, say")
-    rank = request.lora_rank if request.lora_rank is not None or before is None else before.rank
-    said = {} if request.lora_targets is None else {"targets": request.lora_targets}
-    kept = {} if before is None else {"targets": before.targets}
-    return replace(model, adapter=AdapterSpec(rank=rank, **{**kept, **said}))  # type: ignore[arg-type]  # one of them is a rank
+    if model.adapter is None and request.lora_rank is None:
+        flag = f"--lora-targets {request.lora_targets}" if request.quantize is None else f"--quantize {request.quantize}"
+        raise SpecError(f"{flag} needs adapters of some rank; add --lora-rank 16, say")
+    return replace(model, adapter=AdapterSpec(**said) if model.adapter is None else replace(model.adapter, **said))  # type: ignore[arg-type]
 
 
 def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:

@@ -22,9 +22,10 @@ some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthChe
 
 
 @st.composite
-def adapted(draw: st.DrawFn) -> ModelSpec:
+def adapted(draw: st.DrawFn, engine: str) -> ModelSpec:
     names = draw(st.lists(st.sampled_from((*GROUPS, *GROUPS["all-linear"])), min_size=1, max_size=3))
-    adapter = AdapterSpec(rank=draw(st.integers(1, 256)), targets=",".join(names))
+    quantize = draw(st.sampled_from(("none", "nf4", "nf4-double"))) if engine != "deepspeed" else "none"
+    adapter = AdapterSpec(rank=draw(st.integers(1, 256)), targets=",".join(names), quantize=quantize)
     return replace(draw(models(ADAPTED_FAMILIES)), adapter=adapter)
 
 
@@ -38,7 +39,7 @@ def plain(recipe: RecipeSpec) -> RecipeSpec:
 def jobs(draw: st.DrawFn) -> JobSpec:
     mesh, recipe = MeshSpec(dp_shard=8 * draw(st.integers(1, 64))), plain(draw(recipes(ENGINES)))
     assume((recipe.engine, recipe.zero_stage) != ("deepspeed", 0))
-    return JobSpec(model=draw(adapted()), recipe=recipe, mesh=mesh, batch=draw(batches()))
+    return JobSpec(model=draw(adapted(recipe.engine)), recipe=recipe, mesh=mesh, batch=draw(batches()))
 
 
 def answered(job: JobSpec) -> Any:
@@ -77,7 +78,7 @@ class Column:
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_grid_of_adapted_jobs_is_its_points(engine: str, data: st.DataObject):
-    model, recipe = data.draw(adapted()), plain(data.draw(recipes((engine,))))
+    model, recipe = data.draw(adapted(engine)), plain(data.draw(recipes((engine,))))
     assume((engine, recipe.zero_stage) != ("deepspeed", 0))
     points = data.draw(st.lists(st.tuples(st.integers(1, 512), batches()), min_size=2, max_size=3))
     account = engine_module(engine).account

@@ -42,6 +42,8 @@ FLAGS = (
     _Flag("lora_rank", "N", "Fine-tune low-rank adapters of this rank, as peft's, everything else frozen.", _MODEL, number=True),
     _Flag("lora_targets", "NAMES", "The linear layers that have adapters: all-linear, attention, mlp, or names as "
           "q_proj,v_proj. (default: all-linear)", _MODEL),
+    _Flag("quantize", "NAME", "Hold the frozen weights of the blocks in bitsandbytes' 4 bits (QLoRA): none, nf4, or nf4-double, "
+          "their scales quantised too. (default: none)", _MODEL),
     _Flag("gpus", "N", "GPUs in all. (default: 1)", _CLUSTER, number=True),
     _Flag("gpu", "NAME", "The GPU (`zeroplan gpus`), to see whether the job fits.", _CLUSTER),
     _Flag("gpus_per_node", "N", "GPUs that share a node. (default: the GPU's usual server)", _CLUSTER, number=True),

@@ -238,6 +238,8 @@ def require(job: "JobSpec") -> None:
         needed["deepspeed"] = "deepspeed"
     if job.model.adapter is not None:
         needed["peft"] = "verify"
+        if job.model.adapter.quantize != "none":
+            needed["bitsandbytes"] = "verify"
     for package, extra in needed.items():
         if find_spec(package) is None:
             raise MeasurementError(f"{package} is not installed, and the engine needs it: pip install 'zeroplan[{extra}]'")

@@ -72,7 +72,8 @@ def job_lines(answer: Estimate) -> Iterator[str]:
     adapter = answer.job.model.adapter
     if adapter is not None:
         trained = f"{answer.trained_parameters:,} parameters trained, the others frozen"
-        yield f"LoRA of rank {adapter.rank:,} in {adapter.targets}: {trained}"
+        kind = "LoRA" if adapter.quantize == "none" else f"QLoRA ({adapter.quantize})"
+        yield f"{kind} of rank {adapter.rank:,} in {adapter.targets}: {trained}"
     yield recipe_line(recipe)
     accumulated = "" if batch.grad_accum_steps == 1 else f"{batch.grad_accum_steps:,} micro-batches or "
     tokens = batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard

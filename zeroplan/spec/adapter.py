@@ -1,7 +1,7 @@
 """How a model is fine-tuned: low-rank adapters beside frozen weights."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Range, Spec
@@ -11,17 +11,20 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 #: What stands for several linear layers at once; ``all-linear`` is peft's own word.
 GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 
+Quantize = Literal["none", "nf4", "nf4-double"]
+
 #: Families whose linear layers have these names, and whose adapted blocks are modelled.
 ADAPTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec(Spec):
-    """LoRA as peft builds it: beside each targeted linear layer a product of two matrices of ``rank``; all else is frozen.
+    """LoRA as peft builds it, QLoRA where weights are quantised.
 
-    ``targets`` names the linear layers of a block as peft does, separated by commas, or ``all-linear``, ``attention`` or
-    ``mlp``. Frozen weights are in the compute dtype, adapters in the dtype that the precision gives to trained parameters (fp32
-    under mixed precision, as peft makes them). Without dropout, biases of adapters, DoRA, and trained embeddings or heads.
+    Beside each targeted linear layer is a product of two matrices of ``rank``; all else is frozen. ``targets`` names the linear
+    layers of a block as peft does, separated by commas, or ``all-linear``, ``attention`` or ``mlp``. Frozen weights are in the
+    compute dtype, adapters in the dtype that the precision gives to trained parameters (fp32 under mixed precision, as peft makes
+    them). Without dropout, biases of adapters, DoRA, and trained embeddings or heads.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -29,6 +32,8 @@ class AdapterSpec(Spec):
 
     rank: Annotated[int, Range(1, 10**5)]
     targets: str = "all-linear"
+    quantize: Quantize = "none"
+    """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: the scales of their blocks quantised too."""
 
     def check_rules(self) -> None:
         """Refuse names that no linear layer has."""

@@ -105,6 +105,8 @@ class JobSpec(Spec):
         ):
             if asked:
                 raise SpecError(f"LoRA with {asked} is not modelled yet; use {instead}")
+        if self.model.adapter is not None and self.model.adapter.quantize != "none" and recipe.engine == "deepspeed":
+            raise SpecError("quantised weights (QLoRA) under engine 'deepspeed' are not modelled; use engine 'ddp' or 'fsdp2'")
 
     def _check_resharding(self) -> None:
         """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""

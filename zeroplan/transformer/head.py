@@ -8,8 +8,16 @@ from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
 from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, LAYER_FINAL, FinalNorm, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
-from zeroplan.transformer.families.widths import GLOBAL_LAYERS, PROGRAMMED, Widths, beyond_the_window, kinds_of_layers, widths
-from zeroplan.transformer.losses import FULL, HEAD, capped, chunked_loss, frozen_head, full_loss, fused_loss
+from zeroplan.transformer.families.widths import (
+    GLOBAL_LAYERS,
+    PROGRAMMED,
+    Widths,
+    beyond_the_window,
+    is_quantised,
+    kinds_of_layers,
+    widths,
+)
+from zeroplan.transformer.losses import FULL, HEAD, capped, chunked_loss, frozen_head, full_loss, fused_loss, head_in_32_bits
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
@@ -53,6 +61,8 @@ def head_pass(
     way = _LOSSES[loss](x, model.vocab_size, norm.saved)
     if model.adapter is not None:
         way = frozen_head(way, keeps_input=compute.keeps_inputs)
+    if compute.autocast and is_quantised(model):
+        way = head_in_32_bits(way, x, model.vocab_size, norm.saved)
     if model.family in CAPPED:
         way = capped(way, x, model.vocab_size, loss)
     (named, first_input), mask = _embedding_by_name(model, x), _mask(model, x)

@@ -79,6 +79,22 @@ def frozen_head(way: LossPass, *, keeps_input: bool) -> LossPass:
     return way._replace(saved=(), forward=(*way.forward, *named), points=without)
 
 
+def head_in_32_bits(way: LossPass, x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
+    """The frozen head is fp32, as peft prepares it beside quantised weights: autocast copies it in every forward.
+
+    Autocast keeps no copy of a frozen weight for the next use, but the product saves it for the gradient of what it reads.
+    """
+    copy = Line(Kind.WEIGHT_CASTS, x.element * x.hidden * vocab, "16-bit copy of the frozen head", "e·h·V", HEAD)
+    wide = Line(TEMPORARY, 4 * x.tokens * x.hidden, "input of the head in fp32, held by name", "4·T·h", HEAD)
+    forward = tuple(line for line in way.forward if "input of the head" not in line.reason)
+    points = tuple([point._replace(lines=(*point.lines, copy)) for point in way.points])
+    through = Line(
+        GRADIENT, (4 + x.element) * x.tokens * x.hidden, "gradient of the head's input, and in fp32", "(4+e)·T·h", HEAD
+    )
+    last = BackwardPoint("head: cast of the gradient", (*norm_saved, through), 0, 0, 0)
+    return way._replace(saved=(copy,), forward=(*forward, wide), points=(*points, last))
+
+
 def _kept_by_full(x: Widths, vocab: int) -> tuple[Line, Line]:
     return (
         Line(LOGITS, 4 * x.tokens * vocab, "log-softmax of the logits, fp32", "4·T·V", FULL),

@@ -22,6 +22,8 @@ class Parameter(NamedTuple):
     """Numerator and denominator of the share of elements one token uses: (top-k, experts) for routed experts."""
     frozen: bool = False
     """It gets no gradient: the weights beside adapters."""
+    quantised: bool = False
+    """It is held in four bits."""
 
     @property
     def numel(self) -> int:

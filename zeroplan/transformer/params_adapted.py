@@ -39,10 +39,11 @@ def _apart(run: BlockRun, adapter: AdapterSpec) -> tuple[BlockRun, ...]:
 def _wrapped(parameters: Parameters, adapter: AdapterSpec) -> Iterator[Parameter]:
     for parameter, after in zip(parameters, (*parameters[1:], None), strict=True):
         module, _, tensor = parameter.name.rpartition(".")
+        quantised = adapter.quantize != "none" and parameter.autocast and tensor == "weight"
         if module.rpartition(".")[2] not in adapter.layers:
-            yield parameter._replace(frozen=True)
+            yield parameter._replace(frozen=True, quantised=quantised)
             continue
-        yield parameter._replace(name=f"{module}.base_layer.{tensor}", frozen=True)
+        yield parameter._replace(name=f"{module}.base_layer.{tensor}", frozen=True, quantised=quantised)
         if after is None or after.name.rpartition(".")[0] != module:
             weight = next(one for one in parameters if one.name == f"{module}.weight")
             yield Parameter(f"{module}.lora_A.default.weight", (adapter.rank, weight.shape[1]), autocast=True)

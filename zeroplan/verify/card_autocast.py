@@ -63,7 +63,11 @@ def cuda_lists() -> Iterator[None]:
         _casts.clear()
         forget()
 
-    with replaced(torch, "clear_autocast_cache", forget_all):
+    enabled = torch.is_autocast_enabled
+    with (
+        replaced(torch, "clear_autocast_cache", forget_all),
+        replaced(torch, "is_autocast_enabled", lambda device=CARD: enabled(device)),  # whoever names no device means CUDA
+    ):
         yield
 
 

@@ -256,12 +256,17 @@ def _reduced_gradients(watcher: Watcher) -> Iterator[None]:
 
 
 class Ddp:
-    """``DistributedDataParallel``, alone or with ``ZeroRedundancyOptimizer``; mixed precision by autocast."""
+    """``DistributedDataParallel``, alone or with ``ZeroRedundancyOptimizer``; mixed precision by autocast.
+
+    A single rank has nothing to reduce, and nobody wraps it, unless its gradients are to be views of buckets.
+    """
 
     kept: Kind | None = Kind.GRADIENTS
 
     def __init__(self, work: Workload, recipe: RecipeSpec) -> None:
-        self._model = DistributedDataParallel(work.module, gradient_as_bucket_view=recipe.ddp.gradient_as_bucket_view)
+        views = recipe.ddp.gradient_as_bucket_view
+        wrapped = views or dist.get_world_size() > 1
+        self._wrapper = DistributedDataParallel(work.module, gradient_as_bucket_view=views) if wrapped else None
         self._work, self._recipe = work, recipe
         self._device = next(work.module.parameters()).device.type
         self.handed_on = Kind.UNSHARDED_GRADIENTS if recipe.ddp.gradient_as_bucket_view else Kind.GRADIENTS
@@ -270,19 +275,24 @@ class Ddp:
 
     def hand_buckets_back(self) -> None:
         """Reduce buckets by a hook: the reducer's C++ cannot read what a fake process group returns."""
-        self._model.register_comm_hook(None, _reduced_at_once)
+        if self._wrapper is not None:
+            self._wrapper.register_comm_hook(None, _reduced_at_once)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; without reduction in all but the last, where the recipe says so."""
-        with nullcontext() if last or self._recipe.sync_every_micro_batch else self._model.no_sync():
+        model = self._wrapper or self._work.module
+        with nullcontext() if last or self._recipe.sync_every_micro_batch else self._no_sync():
             enter(Phase.FORWARD)
             with autocast(self._recipe, self._device):
-                output = self._model(**self._work.batch)
+                output = model(**self._work.batch)
             loss = self._work.loss(output)
             if not self._recipe.keep_logits:
                 del output
             enter(Phase.BACKWARD)
             loss.backward()  # type: ignore[no-untyped-call]
+
+    def _no_sync(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._wrapper is None else self._wrapper.no_sync()
 
     def optimizer_step(self) -> None:
         """Update all parameters, or this rank's and hear of the others'."""

@@ -19,7 +19,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.adapters import unwrapped
+from zeroplan.verify.adapters import beside_parameters, unwrapped
 from zeroplan.verify.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.card_autocast import cuda_lists
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, train, weights_dtype
@@ -53,9 +53,10 @@ def observe(
         watcher.name_modules(unwrapped(work.module))
         watcher.claim(Kind.ACTIVATIONS, work.batch.values())
         engine = _build(job, work, mesh, watcher)
-        watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers()))
+        watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers(), *beside_parameters(work.module)))
         with engine.labels(watcher):
             train(engine, watcher, module=work.module, steps=steps, accumulate=job.batch.grad_accum_steps)
+        watcher.claim(Kind.PARAMETERS, beside_parameters(work.module))  # biases are cast in the first forward
 
 
 def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> Engine:

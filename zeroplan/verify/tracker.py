@@ -33,6 +33,7 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.verify.collectives import COLLECTIVES, call
 from zeroplan.verify.cycles import collected_when_told
 from zeroplan.verify.host import HostMemory
+from zeroplan.verify.inside import INSIDE
 from zeroplan.verify.recording import LIFTED, Block, Call, Recording, Span
 from zeroplan.verify.timeline import is_of_the_loss
 
@@ -171,7 +172,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if func in _AT_A_PARAMETER:
             self._note_gradient(args)
         in_place = func in _DONE_IN_PLACE and not torch.is_grad_enabled() and self._unwatched_in_place(func, args)
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        run = self._watched_inside(func) if func in INSIDE else func
+        result = run(*args, **kwargs) if kwargs else run(*args)
         if isinstance(result, torch.Tensor):
             self._see_one(func, result, args, in_place=in_place)
         elif isinstance(result, (tuple, list)):
@@ -179,6 +181,20 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
                 if isinstance(one, torch.Tensor):
                     self._see(func, one)
         return result
+
+    def _watched_inside(self, func: OpOverload) -> Callable[..., object]:
+        """See the operators that one consists of on a GPU; modes above this one do not."""
+        if self._device == "cpu":
+            return func
+
+        def run(*args: object, **kwargs: object) -> object:
+            super(Tracker, self).__enter__()  # type: ignore[no-untyped-call]
+            try:
+                return INSIDE[func](*args, **kwargs)
+            finally:
+                super(Tracker, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        return run
 
     def _see_one(self, func: OpOverload, result: torch.Tensor, args: tuple[object, ...], *, in_place: bool) -> None:
         if in_place:

@@ -22,6 +22,7 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention, RecipeSpec
+from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.verify.losses import chunked_loss
 from zeroplan.verify.recomputation import checkpoint_options, recompute_blocks
 
@@ -231,14 +232,14 @@ def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
     if spec.moe is not None:
         made._experts_implementation = "grouped_mm"
-    model = causal_model(made, attention=recipe.attention, dtype=dtype, device=device)
+    model = causal_model(made, attention=recipe.attention, dtype=dtype, device="meta" if is_quantised(spec) else device)
     if recipe.recompute != "none":
         options = checkpoint_options(recipe.recompute)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
     if spec.adapter is not None:
         from zeroplan.verify.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
-        model = with_adapters(model, spec.adapter, recipe)
+        model = with_adapters(model, spec.adapter, recipe, device=device)
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)
     return model

@@ -51,7 +51,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     weights = _weights(model)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, _held(model), _REDUCER_OF)
-    frozen = _frozen(model, compute.element_bytes)
+    frozen = _frozen(model, compute.element_bytes, element_bytes)
     buckets, gradients = _gradient_states(recipe, element_bytes, weights.total, mesh.dp_shard)
     base = (parameters, *frozen, buckets, *held, *_scaler(recipe), *layout(model).buffers)
     states = (*base, *gradients)
@@ -89,10 +89,14 @@ def _held(model: ModelSpec) -> str:
     return f"{what}, whole on every rank"
 
 
-def _frozen(model: ModelSpec, element_bytes: int) -> Lines:
+def _frozen(model: ModelSpec, element_bytes: int, stored: int) -> Lines:
     """Weights that get no gradient: in the compute dtype, and no business of the reducer's."""
     if model.adapter is None:
         return ()
+    if model.adapter.quantize != "none":
+        from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
+
+        return quantised_lines(model, model.adapter.quantize, element_bytes=element_bytes, other_bytes=stored)
     elements = parameter_count(model) - trained_count(model)
     reason = "frozen parameters, whole on every rank"
     return (Line(Kind.PARAMETERS, element_bytes * elements, reason, f"{element_bytes}·Ψ_frozen", _REDUCER_OF),)
@@ -102,6 +106,10 @@ def _of_frozen(model: ModelSpec) -> tuple[Symbol, ...]:
     if model.adapter is None:
         return ()
     trained = trained_count(model)
+    if model.adapter.quantize != "none":
+        from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
+
+        return (Symbol("Ψ", trained, "parameters that are trained"), *quantised_symbols(model))
     return (
         Symbol("Ψ", trained, "parameters that are trained"),
         Symbol("Ψ_frozen", parameter_count(model) - trained, "parameters that are frozen"),

@@ -21,7 +21,10 @@ _OTHERS = {
     "norm of the queries": "self_attn.q_norm", "norm of the keys": "self_attn.k_norm", "silu": "mlp.act_fn",
 }  # fmt: skip
 #: Operators that are no module's, and the linear layer that has gone backward before them.
-_BETWEEN = {"gated product": "mlp.down_proj", "attention": "self_attn.o_proj"}
+_BETWEEN = {
+    "gated product": "mlp.down_proj", "attention": "self_attn.o_proj", "rotary positions of the queries": "self_attn.o_proj",
+    "rotary positions of the keys": "self_attn.o_proj",
+}  # fmt: skip
 
 
 class Place(NamedTuple):

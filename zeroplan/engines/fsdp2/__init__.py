@@ -24,6 +24,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.parameters import Parameter
 
 _NOTABLE_EXCESS = 50  # one part in fifty above an even share is worth a sentence
@@ -53,7 +54,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         moments=moments,
         collectives=collectives(plan, mesh, batch),
         host=(*_in_host_memory(plan), *there),
-        symbols=(*_symbols(plan), *counted(*plan.persistent, *temporaries)),
+        symbols=(*_symbols(plan, model), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
         kept=tuple(
             (f"one {run.kind} block", one.kept(recipe.recompute)) for run, one in zip(plan.runs, plan.passes, strict=True)
@@ -82,7 +83,7 @@ def _excess(parameter: Parameter, ranks: int) -> int:
     return -(-parameter.shape[0] // ranks) * (parameter.numel // parameter.shape[0]) - parameter.numel // ranks
 
 
-def _symbols(plan: Plan) -> tuple[Symbol, ...]:
+def _symbols(plan: Plan, model: ModelSpec) -> tuple[Symbol, ...]:
     return (
         Symbol("N", plan.n, "ranks that share one copy"),
         Symbol("M", plan.several, "1 where earlier micro-batches of the step left gradients, else 0"),
@@ -103,7 +104,16 @@ def _symbols(plan: Plan) -> tuple[Symbol, ...]:
         *_smaller_shards(plan),
         *((beyond_symbol(_beyond_pinned(plan)),) if plan.offloaded else ()),
         *(_of_trained(plan) if plan.trained_root is not plan.root else ()),
+        *_of_quantised(model),
     )
+
+
+def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:
+    if not is_quantised(model):
+        return ()
+    from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
+
+    return quantised_symbols(model)
 
 
 def _of_trained(plan: Plan) -> Iterator[Symbol]:

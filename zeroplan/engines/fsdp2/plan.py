@@ -16,6 +16,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, HeadPass
+from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import layout, trained_layout
 
@@ -187,6 +188,11 @@ class Plan(NamedTuple):
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Plan:
     """Size the groups and collect what every moment needs."""
     tree, width, n = layout(model), widths(recipe.precision), mesh.dp_shard
+    beside: tuple[Line, ...] = ()
+    if is_quantised(model):
+        from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
+
+        tree, beside = packed_layout(model, width.compute), scales_of(model)
     learning = tree if model.adapter is None else trained_layout(model)
     compute = compute_of(recipe)
     recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
@@ -212,7 +218,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
             _parameter_line(tree, trained_root, trained_blocks, width.stored, what="trained", symbol=symbol),
         )
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
-    persistent = (*parameters, *optimizer, *tree.buffers)
+    persistent = (*parameters, *beside, *optimizer, *tree.buffers)
     return Plan(
         recipe=recipe,
         width=width,

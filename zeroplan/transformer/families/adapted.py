@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind
+from zeroplan.spec.adapter import Quantize
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import RECOMPUTED, BlockPass, Compute
@@ -18,9 +19,10 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import has_head_norms
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.quantised import blocks_of_weights, quantised_linear
 from zeroplan.transformer.families.sizes import quantities
 from zeroplan.transformer.families.tape import Alive, Arriving, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths, beyond_the_window
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, is_quantised
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
@@ -48,6 +50,12 @@ class Structure(NamedTuple):
     head_norms: bool
     output_bias: bool
     mlp_bias: bool
+    quantize: Quantize = "none"
+
+    @property
+    def wide_residual(self) -> bool:
+        """Norms and embeddings are fp32, as peft prepares a quantised model for autocast, and so is what they make."""
+        return self.block.autocast and self.quantize != "none"
 
 
 def adapted_block(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> BlockPass:
@@ -60,14 +68,16 @@ def adapted_block(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> B
 
 
 def _pass(model: ModelSpec, structure: Structure, x: Widths) -> BlockPass:
+    values = quantities(x, model.intermediate_size)
+    if is_quantised(model):
+        values |= blocks_of_weights(x, model.intermediate_size)
     plan = _plan(structure)
-    sizes = traced.Sizes(plan, quantities(x, model.intermediate_size))
-    return traced.pass_of(plan, sizes, autocast=structure.block.autocast, recompute=structure.recompute)
+    return traced.pass_of(plan, traced.Sizes(plan, values), autocast=structure.block.autocast, recompute=structure.recompute)
 
 
 def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
     """The frozen norm before the head."""
-    plan = _final_plan(wide=x.element == 4)
+    plan = _final_plan(wide=x.element == 4, wide_residual=x.residual == 4)
     sizes = traced.Sizes(plan, quantities(x, model.intermediate_size))
     return FinalNorm(sizes.lines(plan.saved), tuple([sizes.point(moment) for moment in plan.points]))
 
@@ -89,6 +99,7 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths, *, first: bool) ->
         has_head_norms(model),
         bias and model.family != "qwen2",
         model.mlp_bias,
+        model.adapter.quantize,
     )
 
 
@@ -116,7 +127,8 @@ def _plan(structure: Structure) -> traced.Plan:
 def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, ...]:
     """What has gone backward when something saved is first needed: the scaling of the last adapter needs nothing."""
     if "down_proj" not in structure.adapted:
-        return (arriving,)
+        through = Store(Kind.ACTIVATION_GRADIENTS, "gradient through the down projection", "r·T·f", LAYER)
+        return (arriving,) if structure.quantize == "none" else (arriving, through)
     scaled = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the down projection's adapter, scaled", "e·T·h", LORA)
     return (arriving, scaled)
 
@@ -141,9 +153,8 @@ def _run(
     structure: Structure, *, saving: bool, given: Store | None = None, keeping: bool = False
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the block forward, over an input that another run has had, or over one of its own."""
-    tape = Tape(
-        wide=structure.block.wide, autocast=structure.block.autocast, saving=saving, frozen=True, keeping=keeping
-    )  # fmt: skip
+    dtypes = {"wide": structure.block.wide, "autocast": structure.block.autocast, "frozen": not structure.wide_residual}
+    tape = Tape(saving=saving, keeping=keeping, **dtypes)
     store = given or tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", LAYER)
     if given is not None:
         store.holds = 1
@@ -155,14 +166,14 @@ def _run(
 
 
 @lru_cache(maxsize=8)
-def _final_plan(*, wide: bool) -> traced.Plan:
-    tape, index = Tape(wide=wide, autocast=False, saving=True), traced.Index()
+def _final_plan(*, wide: bool, wide_residual: bool) -> traced.Plan:
+    tape, index = Tape(wide=wide, autocast=wide_residual, saving=True), traced.Index()
     given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "r·T·h", LAYER), "r", "T·h")
     made = op.rms_norm(tape, given, "final norm", NORM, frozen=True)
     tape.release(made, given)
     saved = index.of(tape.saved)
     tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "r·T·h", LAYER))
-    points = index.moments(highest(tape.moments, wide=wide, autocast=False))
+    points = index.moments(highest(tape.moments, wide=wide, autocast=wide_residual))
     return traced.Plan(tuple(index.stores), tuple(index.weights), saved, (), {}, points, (), (), (), LAYER, {})
 
 
@@ -240,12 +251,28 @@ def _linear(
 ) -> Value:  # fmt: skip
     """A frozen linear layer and, where it has one, its adapter; peft adds up, scales and casts in operators of their own."""
     name = _NAMES[module]
+    if structure.quantize != "none":
+        return _quantised(tape, value, module, structure, width=width, reads=reads)
     with tape.unless_constant(value):
         made = _frozen_linear(tape, value, width, Site(name, LAYER), bias=bias, keeps_input=structure.keeps_inputs)
     if module not in structure.adapted:
         return made
     with tape.unless_constant(value):
         given = op.cast(tape, value, "4" if structure.block.autocast else "e", Site(f"input of the {name}'s adapter", LORA))
+    return _plus_adapter(tape, given, made, name, width=width, reads=reads)
+
+
+def _quantised(tape: Tape, value: Value, module: str, structure: Structure, *, width: str, reads: str) -> Value:
+    """A layer in four bits; peft leaves it to autocast to cast what its adapter reads."""
+    name, adapted = _NAMES[module], module in structure.adapted
+    made = quantised_linear(tape, value, name, structure.quantize, width=width, reads=reads, clone=adapted)
+    if not adapted:
+        return made
+    tape.hold(value.store)
+    return _plus_adapter(tape, value, made, name, width=width, reads=reads)
+
+
+def _plus_adapter(tape: Tape, given: Value, made: Value, name: str, *, width: str, reads: str) -> Value:
     inner = op.linear(tape, given, "z", Site(f"{name}'s adapter, A", LORA), reads=reads)
     outer = op.linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA), reads="z")
     tape.release(inner)

@@ -54,7 +54,8 @@ class Widths(NamedTuple):
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
     """Collect what the parts of a block need.
 
-    Frozen weights are in the compute dtype, and so is the residual stream: autocast casts adapters only.
+    Frozen weights are in the compute dtype, and so is the residual stream: autocast casts adapters only. Beside quantised weights
+    embeddings and norms are fp32 under autocast, and the residual stream with them.
     """
     autocast = compute.autocast and model.adapter is None
     micro_batch, seq_len = batch.micro_batch_size, batch.seq_len
@@ -73,7 +74,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         value,
         query if model.mla is None else value,
         compute.element_bytes,
-        4 if autocast else compute.element_bytes,
+        4 if autocast or (compute.autocast and is_quantised(model)) else compute.element_bytes,
         autocast,
         "eager" if compute.attention == "sdpa" and model.family in WITHOUT_SDPA else compute.attention,
         model.family in FUSED_PROJECTION,
@@ -81,6 +82,11 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         recomputed,
         0 if model.adapter is None else model.adapter.rank,
     )
+
+
+def is_quantised(model: ModelSpec) -> bool:
+    """Whether the blocks' linear weights are in four bits."""
+    return model.adapter is not None and model.adapter.quantize != "none"
 
 
 def kinds_of_layers(model: ModelSpec) -> int:

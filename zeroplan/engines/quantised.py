@@ -1,0 +1,129 @@
+"""What do weights in four bits take, whole, with all that is needed to write them out again?
+
+bitsandbytes packs two to a byte and keeps a scale for every 64 of a weight; with double quantisation 256 scales share one in fp32
+and are a byte each. Tables of codes come with every weight. transformers leaves the head and the embeddings as they are, and
+biases and norms are no linear layer's weight.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.account import Symbol
+from zeroplan.ledger import Kind, Line
+from zeroplan.spec.adapter import Quantize
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.params import layout
+
+PACKED = "bitsandbytes 0.50, functional.py, quantize_4bit"
+TABLES = "bitsandbytes 0.50, functional.py, QuantState"
+PREPARED = "peft 0.21, utils/other.py, prepare_model_for_kbit_training"
+BIAS = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
+
+_CODE = 16 * 4  # the sixteen values of NF4, fp32, for every weight (functional.py, get_4bit_type)
+_SCALES_CODE = 256 * 4  # what a byte stands for among scales, fp32 (create_dynamic_map)
+_MEAN = 4  # of the scales, taken off before they are quantised
+
+
+class Counts(NamedTuple):
+    """Of a model's frozen parameters: weights in four bits, and how many elements the others have."""
+
+    packed: int
+    """Bytes."""
+    blocks: int
+    """Of 64 elements, each with a scale."""
+    scales_blocks: int
+    """Of 256 scales."""
+    weights: int
+    biases: int
+    """Of quantised layers: bitsandbytes casts them to the compute dtype, whatever they were."""
+    others: int
+
+
+@lru_cache(maxsize=256)
+def counts(model: ModelSpec) -> Counts:
+    """Count what is frozen. [bytes of packed weights, else numbers]"""
+    tree = layout(model)
+    every = [(one, 1) for one in (*tree.embeddings, *tree.tail)]
+    every += [(one, run.layers) for run in tree.runs for one in run.parameters]
+    frozen = [(one, times) for one, times in every if one.frozen]
+    blocks = [(-(-one.numel // 64), times) for one, times in frozen if one.quantised]
+    return Counts(
+        sum(times * -(-one.numel // 2) for one, times in frozen if one.quantised),
+        sum(times * block for block, times in blocks),
+        sum(times * -(-block // 256) for block, times in blocks),
+        sum(times for _, times in blocks),
+        sum(times * one.numel for one, times in frozen if _is_bias(one)),
+        sum(times * one.numel for one, times in frozen if not one.quantised and not _is_bias(one)),
+    )
+
+
+def _is_bias(parameter: Parameter) -> bool:
+    return parameter.autocast and parameter.name.endswith("bias")
+
+
+def quantised_lines(model: ModelSpec, quantize: Quantize, *, element_bytes: int, other_bytes: int) -> tuple[Line, ...]:
+    """List the frozen parameters, whole: ``other_bytes`` for an element of what is not quantised. [bytes]"""
+    found = counts(model)
+    return (
+        Line(Kind.PARAMETERS, found.packed, "frozen weights in 4 bits, two to a byte", "Ψ_4/2", PACKED),
+        *scales(found, quantize),
+        Line(Kind.PARAMETERS, element_bytes * found.biases, "frozen biases", f"{element_bytes}·Ψ_bias", BIAS),
+        Line(
+            Kind.PARAMETERS, other_bytes * found.others, "frozen embedding, norms and head", f"{other_bytes}·Ψ_frozen", PREPARED
+        ),
+    )
+
+
+@lru_cache(maxsize=256)
+def packed_layout(model: ModelSpec, element_bytes: int) -> Layout:
+    """The model's parameters as FSDP2 shards them: packed weights are columns of numbers in the compute dtype."""
+    tree = layout(model)
+    return tree._replace(
+        runs=tuple(run._replace(parameters=tuple(_packed(run.parameters, element_bytes))) for run in tree.runs)
+    )
+
+
+def _packed(parameters: tuple[Parameter, ...], element_bytes: int) -> Iterator[Parameter]:
+    for one in parameters:
+        yield one._replace(shape=((one.numel + 1) // (2 * element_bytes), 1)) if one.quantised else one
+
+
+def scales_of(model: ModelSpec) -> tuple[Line, ...]:
+    """List scales and tables of a quantised model, which FSDP2 knows nothing of, and leaves whole. [bytes]"""
+    return () if model.adapter is None else scales(counts(model), model.adapter.quantize)
+
+
+def scales(found: Counts, quantize: Quantize) -> tuple[Line, ...]:
+    """List what a weight needs beside its packed elements, whole on every rank. [bytes]"""
+    if quantize == "nf4":
+        return (
+            Line(Kind.PARAMETERS, 4 * found.blocks, "scales of blocks of 64 weights, fp32", "4·B_64", PACKED),
+            Line(Kind.PARAMETERS, _CODE * found.weights, "tables of the 4-bit codes", f"{_CODE}·U_4", TABLES),
+        )
+    each = _CODE + _SCALES_CODE + _MEAN
+    return (
+        Line(Kind.PARAMETERS, found.blocks, "scales of blocks of 64 weights, in 8 bits", "B_64", PACKED),
+        Line(Kind.PARAMETERS, 4 * found.scales_blocks, "scales of blocks of 256 scales, fp32", "4·B_256", PACKED),
+        Line(
+            Kind.PARAMETERS,
+            each * found.weights + _SCALES_CODE,
+            "tables of the 4-bit and 8-bit codes, one more shared",
+            f"{each}·U_4 + {_SCALES_CODE}",
+            TABLES,
+        ),
+    )
+
+
+def quantised_symbols(model: ModelSpec) -> tuple[Symbol, ...]:
+    """Say what the formulas count."""
+    found = counts(model)
+    return (
+        Symbol("Ψ_4", 2 * found.packed, "parameters in 4 bits"),
+        Symbol("B_64", found.blocks, "blocks of 64 of them"),
+        Symbol("B_256", found.scales_blocks, "blocks of 256 of their scales"),
+        Symbol("U_4", found.weights, "weights in 4 bits"),
+        Symbol("Ψ_bias", found.biases, "biases of quantised layers"),
+        Symbol("Ψ_frozen", found.others, "frozen parameters that are not quantised"),
+    )
