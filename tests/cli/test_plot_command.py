@@ -130,6 +130,14 @@ def test_without_matplotlib_text_is_left(run: Run, monkeypatch: pytest.MonkeyPat
     assert run("plot", "stages", *JOB, "--text")[0] == 0
 
 
+def test_settings_that_matplotlib_refuses_are_one_line(tmp_path: Path):
+    done = subprocess.run([sys.executable, "-m", "zeroplan", "plot", "stages", *JOB, "-o", str(tmp_path / "one.png")], check=False,
+                          capture_output=True, text=True, env={**os.environ, "MPLBACKEND": "nonsense"})  # fmt: skip
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr.startswith("zeroplan: matplotlib cannot be loaded: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_help_names_every_kind_and_every_kind_has_help(capsys: pytest.CaptureFixture[str]):
     for arguments in (["plot", "--help"], *(["plot", kind, "--help"] for kind in KINDS)):
         with pytest.raises(SystemExit) as ended:

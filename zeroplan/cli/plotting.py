@@ -71,8 +71,10 @@ def _drawn(kind: str, series: object, where: _Where) -> None:
     if where.text:
         _print(kind, series)
         return
-    from zeroplan.report.plots import frame  # noqa: PLC0415  only a picture pays for matplotlib
-
+    try:
+        from zeroplan.report.plots import frame  # noqa: PLC0415  only a picture pays for matplotlib
+    except (ImportError, ValueError) as error:  # an installation that is broken, or settings that matplotlib refuses
+        raise MeasurementError(f"matplotlib cannot be loaded: {error}; mend that, or use --text") from error
     draw: Callable[..., None] = getattr(import_module(f"zeroplan.report.plots.{kind}"), f"draw_{kind}")
     theme = THEMES[where.theme]
     with frame.style(theme):

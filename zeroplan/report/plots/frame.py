@@ -116,6 +116,9 @@ def ending_of(path: Path) -> str:
     return ending
 
 
+_NO_WINDOWS = "matplotlib finds nothing to draw windows with; write a file with -o FILE.png, or use --text"
+
+
 def blank() -> Figure:
     """A figure that no window belongs to."""
     return Figure()
@@ -125,8 +128,11 @@ def shown(draw: Callable[[Figure], None]) -> None:
     """Draw in a window, and wait until it is closed."""
     from matplotlib import pyplot as plt  # noqa: PLC0415  which chooses what draws windows
 
-    figure = plt.figure()
+    try:
+        figure = plt.figure()
+    except ImportError:  # what a user's settings ask for is not there
+        raise SpecError(_NO_WINDOWS) from None
     if getattr(type(figure.canvas), "required_interactive_framework", None) is None:
-        raise SpecError("matplotlib finds nothing to draw windows with; write a file with -o FILE.png, or use --text")
+        raise SpecError(_NO_WINDOWS)
     draw(figure)
     plt.show()

@@ -14,6 +14,7 @@ from zeroplan.report.series.scaling import ScalingLine, ScalingSeries
 from zeroplan.report.words import plural
 from zeroplan.units import GIB
 
+_LONG_NUMBERS = 2**15
 _A_DECADE = 12
 _FEW, _MANY = (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
 """Figures at the side, over more than a decade and over less."""
@@ -47,7 +48,7 @@ def _scales(axes: Axes, series: ScalingSeries, theme: Theme) -> None:
     every = [gib for line in series.lines for gib in _places(line)[1]]
     limits = [] if series.capacity_bytes is None else [series.capacity_bytes / GIB]
     axes.set_ylim(min([*every, *limits]) / 1.6, max([*every, *limits]) * 1.35)
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=16))
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=16 if axes.get_xlim()[1] < _LONG_NUMBERS else 8))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     low, high = axes.get_ylim()

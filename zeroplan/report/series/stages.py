@@ -75,6 +75,7 @@ def _offered(options: DeepSpeedOptions, stage: Stage) -> DeepSpeedOptions:
     """Without what DeepSpeed has at higher stages only."""
     if stage < _WHOLE:
         options = replace(options, offload_param="none", zero_hpz_partition_size=1)
+        options = replace(options, offload_optimizer="none" if options.offload_optimizer == "none" else "cpu")
     return replace(options, offload_optimizer="none") if stage == 0 else options
 
 
@@ -86,8 +87,9 @@ def left_behind(job: JobSpec) -> tuple[str, ...]:
     if recipe.engine != "deepspeed":
         return ("DDP, which stands in for stages 0 and 1, has no offload: all of it is on the GPU there",)
     asked = (recipe.deepspeed.offload_optimizer != "none", recipe.deepspeed.offload_param != "none")
-    only = ("the optimizer from stage 1 on", "parameters at stage 3 only")
-    return (f"DeepSpeed offloads {' and '.join(what for what, one in zip(only, asked, strict=True) if one)}",)
+    to_nvme = ", to NVMe at stage 3 only," if recipe.deepspeed.offload_optimizer == "nvme" else ""
+    only = (f"the optimizer from stage 1 on{to_nvme}", "parameters at stage 3 only")
+    return (f"DeepSpeed offloads {' and '.join(what for what, one in zip(only, asked, strict=True) if one)}".rstrip(","),)
 
 
 def _column(job: JobSpec, stage: Stage) -> StageColumn:
