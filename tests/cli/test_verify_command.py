@@ -346,6 +346,8 @@ REFUSED = [
     ((*CPU, "--nproc", "3", "--gpus", "2"), 2, "--nproc 3 does not fit the job's 2 GPUs"),
     (("--nproc", "2", "--gpus", "2"), 2, "--nproc 2 and --slurm go with --backend cpu or cuda"),
     ((*CPU, "--rank", "2", "--gpus", "2"), 2, "--as-rank 2 is not from 0 to 1"),
+    (("--partition", "gpu"), 2, "--partition goes with --slurm"),
+    (("--matrix", "one-140gb"), 2, "a job does not go with --matrix"),
     ((*CPU, "--as-rank", "1", "--of", "2", "--gpus", "4"), 2, "--of 2 and --gpus 4 are two numbers of GPUs"),
     ((*CPU, "--steps", "0"), 2, "--steps"),
     ((*CPU, "--timeout", "soon"), 2, "--timeout 'soon'"),
