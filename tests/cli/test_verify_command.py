@@ -390,12 +390,15 @@ def test_records_are_kept_of_the_ranks_that_finished(here: Path):
     kept: list[Measurement] = []
     said: list[str] = []
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"], text=True)
-    (here / "rank1.stderr").write_text("what went wrong\n")
+    watchdog = (
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1) ran for 9 ms"
+    )
+    (here / "rank1.stderr").write_text(f"what went wrong\n{watchdog}\n")
     messages: SimpleQueue[dict[str, str] | None] = SimpleQueue()
     messages.put({"rank": "0", "record": str(write_record(twin(), here))})
     messages.put(None)
     task = Task(job=replace(twin().job, mesh=MeshSpec(dp_shard=2)), transport="gloo")
-    with pytest.raises(MeasurementError, match=r"rank 1 died \(exit code 9\)"):
+    with pytest.raises(MeasurementError, match=r"rank 1 died \(exit code 9; NCCL: a collective \(ALLREDUCE\) timed out"):
         listen(task, Started(process, messages, here), Listener(kept.append, said.append))
     assert kept == [twin()]
     assert "what went wrong" in said[0]
