@@ -346,6 +346,8 @@ REFUSED = [
     ((*CPU, "--nproc", "3", "--gpus", "2"), 2, "--nproc 3 does not fit the job's 2 GPUs"),
     (("--nproc", "2", "--gpus", "2"), 2, "--nproc 2 and --slurm go with --backend cpu or cuda"),
     ((*CPU, "--rank", "2", "--gpus", "2"), 2, "--as-rank 2 is not from 0 to 1"),
+    (("--partition", "gpu"), 2, "--partition goes with --slurm"),
+    (("--matrix", "one-140gb"), 2, "a job does not go with --matrix"),
     ((*CPU, "--as-rank", "1", "--of", "2", "--gpus", "4"), 2, "--of 2 and --gpus 4 are two numbers of GPUs"),
     ((*CPU, "--steps", "0"), 2, "--steps"),
     ((*CPU, "--timeout", "soon"), 2, "--timeout 'soon'"),
@@ -388,12 +390,15 @@ def test_records_are_kept_of_the_ranks_that_finished(here: Path):
     kept: list[Measurement] = []
     said: list[str] = []
     process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(9)"], text=True)
-    (here / "rank1.stderr").write_text("what went wrong\n")
+    watchdog = (
+        "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1) ran for 9 ms"
+    )
+    (here / "rank1.stderr").write_text(f"what went wrong\n{watchdog}\n")
     messages: SimpleQueue[dict[str, str] | None] = SimpleQueue()
     messages.put({"rank": "0", "record": str(write_record(twin(), here))})
     messages.put(None)
     task = Task(job=replace(twin().job, mesh=MeshSpec(dp_shard=2)), transport="gloo")
-    with pytest.raises(MeasurementError, match=r"rank 1 died \(exit code 9\)"):
+    with pytest.raises(MeasurementError, match=r"rank 1 died \(exit code 9; NCCL: a collective \(ALLREDUCE\) timed out"):
         listen(task, Started(process, messages, here), Listener(kept.append, said.append))
     assert kept == [twin()]
     assert "what went wrong" in said[0]

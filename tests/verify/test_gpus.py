@@ -63,6 +63,7 @@ def test_what_is_wrong_is_one_line(card: pytest.MonkeyPatch, names: dict[str, An
     for name, found in names.items():
         card.setattr(gpus, name, found)
     card.setenv("LOCAL_WORLD_SIZE", "8")
+    card.setattr(gpus, "_LEAVES_S", 0.1)
     with pytest.raises(NotHereError) as refused:
         ready(replace(TASK, transport=transport))
     assert said in str(refused.value)
@@ -76,6 +77,12 @@ def test_what_is_wrong_is_one_line(card: pytest.MonkeyPatch, names: dict[str, An
 def test_a_card_is_not_busy_where_others_do_not_matter(card: pytest.MonkeyPatch, memory: Memory):
     card.setattr(gpus, "memory_of", lambda _: memory)
     assert ready(TASK)[1] == memory.total
+
+
+def test_who_has_just_ended_is_given_a_moment_to_leave(card: pytest.MonkeyPatch):
+    seen = iter([Memory(GB, 80 * GB), Memory(79 * GB, 80 * GB)])
+    card.setattr(gpus, "memory_of", lambda _: next(seen))
+    assert ready(TASK)[1] == 80 * GB
 
 
 def test_the_drivers_reason_is_its_first_sentence(monkeypatch: pytest.MonkeyPatch):

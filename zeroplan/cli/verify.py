@@ -14,6 +14,8 @@ from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.units import format_gb, parse_count
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from zeroplan.measurement import Measurement
     from zeroplan.spec.job import JobSpec
     from zeroplan.verify.task import Task
@@ -102,16 +104,25 @@ def _verify(
 ) -> int:
     """Run the job's real engine, on real GPUs or without, and hold what it took against the estimate; 3 beyond the tolerance."""
     limit, folder = parse_tolerance(tolerance), None if out is None else Path(out)
-    run = {"a job": resolved, "--of": of, "--nproc": nproc, "--steps": steps, "--workload": workload}
+    run = {"a job": resolved, "--of": of, "--nproc": nproc, "--steps": steps, "--workload": workload, "--slurm": slurm or None,
+           "--as-rank": None if rank == "0" else rank, "--all-layers": all_layers or None}  # fmt: skip
+    of_slurm = {
+        "--partition": partition,
+        "--account": account,
+        "--time-limit": time_limit,
+        "--slurm-option": slurm_option or None,
+    }
+    if not slurm:
+        _refuse_without("slurm", of_slurm)
     if matrix is not None:
         from zeroplan.cli.verify_bulk import Asked, verify_matrix  # noqa: PLC0415  only many cases need it
 
-        _refuse_beside("matrix", {**run, "--slurm": slurm or None})
+        _refuse_beside("matrix", run)
         return verify_matrix(Asked(matrix, _backend(backend), limit, _seconds(timeout), folder, as_json))
     if resume is not None:
         from zeroplan.cli.verify_slurm import resume as taken_up  # noqa: PLC0415  only Slurm needs it
 
-        _refuse_beside("resume", {**run, "--slurm": slurm or None})
+        _refuse_beside("resume", run)
         return taken_up(Path(resume), tolerance=limit, as_json=as_json)
     job, notes = resolved or resolve(Request())  # which says what is missing
     flags = _Flags(backend, nproc, rank, steps, all_layers, workload or "", timeout, every=slurm)
@@ -135,10 +146,16 @@ def answer(kept: "list[Measurement]", *, tolerance: float, as_json: bool) -> int
     return 0 if all(one.comparison.agrees(tolerance) for one in judged(held)) else DISAGREES
 
 
-def _refuse_beside(flag: str, others: dict[str, object]) -> None:
+def _refuse_beside(flag: str, others: "Mapping[str, object]") -> None:
     given = next((name for name, value in others.items() if value is not None), None)
     if given is not None:
         raise SpecError(f"{given} does not go with --{flag}, whose cases say it themselves; leave it out")
+
+
+def _refuse_without(flag: str, others: "Mapping[str, object]") -> None:
+    given = next((name for name, value in others.items() if value is not None), None)
+    if given is not None:
+        raise SpecError(f"{given} goes with --{flag}; leave it out, or say --{flag}")
 
 
 verify_command = takes_a_job(_verify, or_none=True, gpus_as="of")

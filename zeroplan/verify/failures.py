@@ -53,7 +53,7 @@ def text_of(error: BaseException) -> str:
         shown = traceback.TracebackException.from_exception(error)
         shown.stack = traceback.StackSummary.from_list(_own(list(shown.stack)))
         return "".join(shown.format())
-    return _of_a_transport(str(error)) or f"{type(error).__name__}: {error}"
+    return of_a_transport(str(error)) or f"{type(error).__name__}: {error}"
 
 
 def _lacks_memory(error: BaseException) -> bool:
@@ -67,13 +67,13 @@ _NO_MEMORY = ("CUDA out of memory", "Cuda failure 2 'out of memory'", "Cuda fail
               "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")  # fmt: skip
 
 
-def _of_a_transport(text: str) -> str:
+def of_a_transport(text: str) -> str:
     r"""NCCL's error in one line: what it calls it, and what it says happened; empty where it is none of NCCL's.
 
-    >>> _of_a_transport("NCCL error in: ../NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), "
+    >>> of_a_transport("NCCL error in: ../NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details), "
     ...                 "NCCL version 2.27.3\nncclSystemError: System call failed.\nLast error:\nsocketConnect: no route")
     'NCCL 2.27.3: unhandled system error: socketConnect: no route; NCCL_DEBUG=INFO says more'
-    >>> _of_a_transport("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 9 ms")
+    >>> of_a_transport("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for 9 ms")
     'NCCL: a collective (ALLREDUCE) timed out, so another rank never came to it'
     """
     if found := re.search(r"collective operation timeout: WorkNCCL\(.*?OpType=(\w+)", text):

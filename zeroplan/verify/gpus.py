@@ -8,6 +8,7 @@ import csv
 import os
 import re
 import subprocess
+import time
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,10 @@ from zeroplan.verify.task import Task
 
 _OWN_CONTEXT = 700_000_000
 """What a process's own CUDA context may take (zeroplan.engines.device): less in use is nobody else's. [bytes]"""
+_MATTERS = 100
+"""Nor does it matter whose the hundredth part of a card is, which is within what a verdict may be off."""
+_LEAVES_S = 5.0
+"""How long the memory of a process that has just ended may still be held. [s]"""
 _OTHERWISE = "use --backend simulate, which needs none"
 
 
@@ -47,8 +52,7 @@ def ready(task: Task) -> tuple[str, int]:
         raise NotHereError(f"this torch ({torch.__version__}) is built without CUDA; install one that has it, or {_OTHERWISE}")
     _refuse_too_few(1 if task.transport == "fake" else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     index = int(os.environ.get("LOCAL_RANK", "0")) if task.transport != "fake" else 0
-    memory = memory_of(index)
-    _refuse_busy(index, memory, needed=estimate(task.job).least_bytes)
+    memory = _refuse_busy(index, needed=estimate(task.job).least_bytes)
     return name_of(index), memory.total
 
 
@@ -72,15 +76,23 @@ def _refuse_too_few(ranks: int) -> None:
     )
 
 
-def _refuse_busy(index: int, memory: Memory, *, needed: int) -> None:
-    """Refuse a card of which others hold so much that running out of memory would say nothing of the job."""
-    held = memory.total - memory.free
-    if needed <= memory.free or held <= _OWN_CONTEXT:
-        return
+def _refuse_busy(index: int, *, needed: int) -> Memory:
+    """A card's memory; refused where others hold so much that running out of it would say nothing of the job."""
+    until = time.monotonic() + _LEAVES_S
+    while (held := (memory := memory_of(index)).total - memory.free) > max(_OWN_CONTEXT, memory.total // _MATTERS):
+        if needed <= memory.free:
+            break
+        if time.monotonic() > until:
+            raise NotHereError(_busy(index, memory, needed, held))
+        time.sleep(0.25)
+    return memory
+
+
+def _busy(index: int, memory: Memory, needed: int, held: int) -> str:
     who = ", ".join(f"{one.name} (pid {one.pid}) {format_gb(one.n_bytes)}" for one in holders(index))
-    raise NotHereError(
+    return (
         f"GPU {index} is busy: {format_gb(memory.free)} of {format_gb(memory.total)} are free, and the job needs "
-        f"{format_gb(needed)}; {'it is held by ' + who if who else 'nvidia-smi does not say who holds it'}"
+        f"{format_gb(needed)}; {'it is held by ' + who if who else f'nvidia-smi does not say who holds the {format_gb(held)}'}"
     )
 
 

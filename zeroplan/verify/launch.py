@@ -22,7 +22,7 @@ from typing import NamedTuple
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
-from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError, workload_raised
+from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError, of_a_transport, workload_raised
 from zeroplan.verify.task import Card, Task
 
 _GRACE_S = 2.0
@@ -120,7 +120,11 @@ def _heed(message: Message | None, waiting: set[int], started: Started, to: List
 
 def _died(rank: int, how: str, started: Started, say: Callable[[str], None]) -> FailedError:
     _show_tail(rank, started, say)
-    return FailedError(f"rank {rank} died ({how}) before it left a record; the other ranks were ended")
+    errors = started.folder / f"rank{rank}.stderr"
+    why = of_a_transport(errors.read_text(encoding="utf-8", errors="replace")) if errors.exists() else ""
+    return FailedError(
+        f"rank {rank} died ({how}{'; ' + why if why else ''}) before it left a record; the other ranks were ended"
+    )
 
 
 def _failure(message: Message, started: Started, say: Callable[[str], None]) -> ZeroplanError:
