@@ -126,9 +126,9 @@ class HeadPass(NamedTuple):
     below_blocks: tuple[Line, ...] = ()
     hidden_formula: str = "r·T·h"
     with_blocks: tuple[Line, ...] = ()
-    """Those of ``shared`` that blocks alone need, so that they go with the first block's backward."""
+    """The last ones of ``shared``, which blocks alone need, so that they go with the first block's backward."""
 
     @property
     def at_embedding(self) -> tuple[Line, ...]:
         """What of ``shared`` is alive when the embedding goes backward."""
-        return tuple([line for line in self.shared if line not in self.with_blocks])
+        return self.shared[: len(self.shared) - len(self.with_blocks)]

@@ -392,9 +392,10 @@ def _either(condition: Bool, yes: Running, no: Running) -> Running:
 
 
 def shared_at(these: Passes, block: Int) -> tuple[Line, ...]:
-    """Return what blocks share, in the backward of a block, or of the embedding (-1)."""
+    """Return what blocks share, in the backward of a block, or of the embedding (-1), where lines of nothing stand for tables."""
     if isinstance(block, int):
-        return these.head.shared if block >= 0 else these.head.at_embedding
+        gone = (line._replace(n_bytes=0, formula="0") for line in these.head.with_blocks)
+        return these.head.shared if block >= 0 else (*these.head.at_embedding, *gone)
     tables = (line._replace(n_bytes=where(block >= 0, line.n_bytes, 0)) for line in these.head.with_blocks)
     return (*these.head.at_embedding, *tables)
 
