@@ -125,3 +125,10 @@ class HeadPass(NamedTuple):
     points: tuple[BackwardPoint, ...] = ()
     below_blocks: tuple[Line, ...] = ()
     hidden_formula: str = "r·T·h"
+    with_blocks: tuple[Line, ...] = ()
+    """The last ones of ``shared``, which blocks alone need, so that they go with the first block's backward."""
+
+    @property
+    def at_embedding(self) -> tuple[Line, ...]:
+        """What of ``shared`` is alive when the embedding goes backward."""
+        return self.shared[: len(self.shared) - len(self.with_blocks)]

@@ -68,8 +68,10 @@ def head_pass(
     (named, first_input), mask = _embedding_by_name(model, x), _mask(model, x)
     matrix = x.hidden * model.vocab_size if model.adapter is None else 0
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
+    masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
+    shared, tables = _shared(model, x), () if _unrotated(model) else (_rotary(model, x),)
     return HeadPass(
-        (*_shared(model, x), *(line._replace(kind=SAVED) for line in mask if recomputed)),
+        (*shared, *tables, *masks),
         (*norm.saved, *way.saved),
         way.forward,
         _wide(x, model.vocab_size) if fp32_output and way.output else way.output,
@@ -78,6 +80,7 @@ def head_pass(
         () if recomputed else first_input,
         way.kept,
         (*way.points, *at_norm),
+        with_blocks=(*tables, *masks),
     )
 
 
@@ -107,7 +110,12 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
         return ids, Line(SAVED, 8 * x.tokens, "position ids with their offset, int64", "8·T", OPT), held
     if model.positions:
         return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2)
-    return ids, _rotary(model, x)
+    return (ids,)
+
+
+def _unrotated(model: ModelSpec) -> bool:
+    """Whether positions are learned, or biases of attention."""
+    return bool(model.positions) or model.family in ("opt", "bloom")
 
 
 def _rotary(model: ModelSpec, x: Widths) -> Line:

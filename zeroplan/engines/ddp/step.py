@@ -126,14 +126,15 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[Block
     stacks = _stacks(step.weights, recipe, blocks)
     places = _places(model, step.weights)
     whole = (*head.shared, *(line for stack in stacks for line in stack.every))
-    held = (*head.shared, *head.output) if recipe.keep_logits else head.shared
+    output = head.output if recipe.keep_logits else ()
+    held = (*head.shared, *output)
     above = whole + head.output if recipe.keep_logits else whole
     return (
         *(_forward(step, head, stacks, place) for place in places if place.forward),
         _loss_forward(step, head, whole),
         *(_head_backward(step, point, stacks[-1], above) for point in head.points),
         *(moment for place in reversed(places) for moment in _block_backward(step, stacks, place, held)),
-        *_embedding_backward(step, (*held, *head.below_blocks), head),
+        *_embedding_backward(step, (*head.at_embedding, *output, *head.below_blocks), head),
     )
 
 

@@ -391,6 +391,15 @@ def _either(condition: Bool, yes: Running, no: Running) -> Running:
     return Running(where(condition, yes.activations, no.activations), where(condition, yes.gradients, no.gradients))
 
 
+def shared_at(these: Passes, block: Int) -> tuple[Line, ...]:
+    """Return what blocks share, in the backward of a block, or of the embedding (-1), where lines of nothing stand for tables."""
+    if isinstance(block, int):
+        gone = (line._replace(n_bytes=0, formula="0") for line in these.head.with_blocks)
+        return these.head.shared if block >= 0 else (*these.head.at_embedding, *gone)
+    tables = (line._replace(n_bytes=where(block >= 0, line.n_bytes, 0)) for line in these.head.with_blocks)
+    return (*these.head.at_embedding, *tables)
+
+
 def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
     """Return the activations beside those of a block's own points, in its backward.
 
@@ -402,5 +411,5 @@ def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
 def embedding_instant(these: Passes) -> Instant:
     """Return the instant of the embedding's backward: the gradient of its output, all blocks done."""
     gradient = Line(Kind.ACTIVATION_GRADIENTS, these.head.hidden_bytes, "gradient of the embedding's output", _FLOW, FLOWING)
-    lines = (*these.head.shared, *these.output, gradient)
+    lines = (*these.head.at_embedding, *these.output, gradient)
     return Instant("backward of the embedding", Phase.BACKWARD, lines, -1, _NOWHERE)

@@ -84,7 +84,7 @@ def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
 
     The buffer of its own gradients comes with the first bucket, whose gradients go then; later ones find it there.
     """
-    psi, around = job.whole.n_elements, (*these.head.shared, *these.output, *bucket_lines(job))
+    psi, around = job.whole.n_elements, (*these.head.at_embedding, *these.output, *bucket_lines(job))
     embedding = embedding_elements(job.whole)
     made = where(job.accumulates, psi + embedding, psi)
     formula = "(Ψ + M·h·V)" if embedding else "Ψ"

@@ -226,7 +226,7 @@ def at_the_embedding(job: Job, these: Passes, beside: tuple[Line, ...]) -> Itera
         elements = embedding_elements(job.whole)
         reason, formula = "sum of the embedding's and the tied head's", times(job.element, "h·V")
         total = Line(whole_gradients(job), job.element * elements, reason, formula, INPUT_BUFFER)
-        lines = (*these.head.shared, *these.output, *both, total)
+        lines = (*these.head.at_embedding, *these.output, *both, total)
         yield Moment("sum of the embedding's and the tied head's gradient", at.phase, lines)
 
 

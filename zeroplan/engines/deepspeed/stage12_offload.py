@@ -228,7 +228,7 @@ def _twice(job: Job, elements: int) -> Line:
 
 def _after_the_backward(job: Job, these: Passes) -> Iterator[Moment]:
     """At stage 1 all gradients are there first, and go from the front of the model to its end."""
-    around = (*these.head.shared, *these.output, *bucket_lines(job))
+    around = (*these.head.at_embedding, *these.output, *bucket_lines(job))
     first = min(
         (each for each in job.whole.placed if each.end - each.start > job.buckets.size),
         default=None,

@@ -23,6 +23,7 @@ from zeroplan.engines.deepspeed.passes import (
     place_in_block,
     running_bytes,
     running_lines,
+    shared_at,
 )
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
@@ -252,7 +253,7 @@ def _flush_moment(job: Job, these: Passes, buckets: tuple[Line, ...], index: Int
     block = pick(job.buckets.blocks, index)
     arriving = pick(job.buckets.arriving, index) + _outside_bucket(job, index)
     lines = (
-        *these.head.shared,
+        *shared_at(these, block),
         *these.output,
         kept_before(these, maximum(block, 0)),
         *running_lines(these, block, pick(job.buckets.made, index)),
@@ -308,7 +309,7 @@ def _end_moments(job: Job, these: Passes, buckets: tuple[Line, ...]) -> tuple[Mo
     own, before = own_gradients(job), _kept_after(job, 0)
     held = last.fill if last.alone or not job.recipe.deepspeed.contiguous_gradients else 0
     outside = (gradient_line(job, held, "gradients outside the bucket"), *_staying(job, -1, 0))
-    around = (*these.head.shared, *these.output, *buckets, *outside)
+    around = (*these.head.at_embedding, *these.output, *buckets, *outside)
     copied = copy_line(job, _reduced_copy(job, 0))
     return (
         *at_the_embedding(job, these, (*buckets, _kept_after(job, _waits_for_embedding(job, these)), embedding_gradient(job))),

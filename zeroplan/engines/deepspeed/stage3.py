@@ -60,6 +60,7 @@ from zeroplan.engines.deepspeed.passes import (
     passes,
     place_in_block,
     running_lines,
+    shared_at,
 )
 from zeroplan.engines.deepspeed.secondary import second_partition, within_group
 from zeroplan.engines.deepspeed.stage3_offload import (
@@ -511,7 +512,7 @@ def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
 def _flush(job: _Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
     flush, held = chosen
     activations = _running(job, these, flush)
-    around = (*these.head.shared, *these.output, kept_before(these, max(flush.block, 0)))
+    around = (*shared_at(these, flush.block), *these.output, kept_before(these, max(flush.block, 0)))
     tied = _tied_head(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
     lines = (*around, *activations, _gathered_line(job, held), *_reduce_lines(job, flush), *tied)
     if swaps_optimizer(job.recipe):
@@ -536,7 +537,7 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     elements = embedding_elements(job.whole)
     embedding = _gradient(job, elements, "gradient of the embedding", "h·V" if elements else "")
     held = _gathered_line(job, job.trace.end)
-    around = (*these.head.shared, *these.output, held, *_staying(job, -1, -1))
+    around = (*these.head.at_embedding, *these.output, held, *_staying(job, -1, -1))
     gathering = _gathered_line(job, job.trace.embedding)
     return (
         Moment("embedding gathered for its backward", at.phase, (*at.lines, gathering, *_tied_head(job))),
