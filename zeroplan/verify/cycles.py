@@ -10,12 +10,12 @@ def collected_when_told() -> Iterator[None]:
     """Leave it to the enclosed code to call ``gc.collect``.
 
     What was dropped before goes first, or it would be released into the recording. What is still there is left alone: torch's own
-    objects are many, and would be gone through at every call. Where code around has asked for this already, nothing is to be done.
+    objects are many, and would be gone through at every call; code that runs often asks for this once, around everything.
     """
+    gc.collect()
     if not gc.isenabled():
         yield
         return
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:
