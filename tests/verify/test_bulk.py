@@ -18,10 +18,13 @@ from zeroplan.cli.app import main
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.estimator import estimate
 from zeroplan.measurement import PhaseMeasured
-from zeroplan.verify.matrix import find_matrix, read_matrix, shipped
+from zeroplan.verify.bulk import Runner
+from zeroplan.verify.failures import NotHereError
+from zeroplan.verify.launch import Listener
+from zeroplan.verify.matrix import Case, find_matrix, read_matrix, shipped
 from zeroplan.verify.record import write_record
 from zeroplan.verify.results import Result, opened
-from zeroplan.verify.task import Task
+from zeroplan.verify.task import Card, Task
 from zeroplan.verify.verdicts import BAND, judged
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +213,28 @@ def _as_estimated() -> Any:
 
 
 # Running them
+
+
+def test_a_copy_that_cannot_use_the_card_is_started_anew_and_so_are_all_after_it():
+    copied: list[bool] = []
+    nobody_can = False
+
+    class Played(Runner):
+        def _run(self, task: Task, to: Listener) -> None:
+            copied.append(self._may_be_copied(task))
+            if copied[-1] or nobody_can:
+                raise NotHereError("GPU 0 cannot be used: Cannot re-initialize CUDA in forked subprocess")
+            to.card(Card(name="played", total_bytes=7))
+            to.keep(twin())
+
+    case = Case("a", Task(job=twin().job, transport="fake", tensors="cuda"))
+    with Played(print) as runner:
+        first, second = runner.run(case), runner.run(case)
+        assert (first.outcome, first.record, first.card_bytes, second.outcome) == ("measured", twin(), 7, "measured")
+        assert copied == [True, False, False]
+        nobody_can = True
+        with pytest.raises(NotHereError):
+            runner.run(case)
 
 
 @pytest.fixture
