@@ -1,6 +1,7 @@
 """How much memory does one GPU need for this job, when, why, and does it fit? The one call that everything above makes."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Literal, NamedTuple, Protocol, cast
 
@@ -56,7 +57,7 @@ MODEL_STATES = (Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER_STATE)
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, which would leave no place for what is worked out once
 class Estimate:
     """The memory account of one GPU (rank 0) in the steady state of a training step. All sizes in bytes.
 
@@ -109,12 +110,12 @@ class Estimate:
         """Peak of what the caching allocator has handed out."""
         return int(self.peak.total_bytes)
 
-    @property
+    @cached_property
     def moments(self) -> tuple[Moment, ...]:
         """Every named moment with all that is alive then, library workspaces included."""
         return tuple(Moment(name, phase, (*lines, *self.workspaces)) for name, phase, lines in self.engine_moments)
 
-    @property
+    @cached_property
     def reserved(self) -> Band:
         """What the caching allocator takes around the peak."""
         return reserved(self.moments, engine=self.job.recipe.engine)

@@ -11,6 +11,7 @@ import typer
 from zeroplan.cli.compare import compare_command
 from zeroplan.cli.diagnose import diagnose_command
 from zeroplan.cli.estimate import estimate_command
+from zeroplan.cli.explore import explore_command
 from zeroplan.cli.gpus import gpus_app
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.cli.models import models_app
@@ -18,6 +19,7 @@ from zeroplan.cli.plan import plan_command
 from zeroplan.cli.plot import plot_app
 from zeroplan.cli.profile import profile_command
 from zeroplan.cli.quick import QuickCommand, QuickGroup
+from zeroplan.cli.report import report_command
 from zeroplan.cli.verify import INTERRUPTED, verify_command
 from zeroplan.errors import MeasurementError, ZeroplanError
 
@@ -38,6 +40,8 @@ app.command("profile", cls=QuickCommand)(profile_command)
 app.command("compare", cls=QuickCommand)(compare_command)
 app.command("diagnose", cls=QuickCommand)(takes_a_job(diagnose_command, or_none=True))
 app.add_typer(plot_app, name="plot")
+app.command("explore", cls=QuickCommand)(explore_command)
+app.command("report", cls=QuickCommand)(report_command)
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
 

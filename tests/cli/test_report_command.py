@@ -1,0 +1,47 @@
+"""A report is one file that loads nothing and holds what the command line says."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.explore.test_answers import printed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Run
+
+JOB = ("--model", "gpt2", "--gpus", "4", "--gpu", "h100", "--seq-len", "128")
+
+
+def test_it_is_complete_in_itself(run: Run, tmp_path: Path):
+    path = tmp_path / "report.html"
+    code, out, _ = run("report", *JOB, "--out", str(path))
+    assert (code, out) == (0, f"wrote {path}\n")
+    text = path.read_text(encoding="utf-8")
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
+    told = json.loads(re.findall(r'<script type="application/json" id="told">(.*?)</script>', text, re.DOTALL)[0])
+    shown = told["answer"]["estimate"]
+    assert shown == printed("zeroplan estimate " + " ".join(JOB))
+
+
+def test_nothing_is_written_over_and_wrong_places_are_one_line(run: Run, tmp_path: Path):
+    path = tmp_path / "report.html"
+    path.write_text("mine")
+    code, _, err = run("report", *JOB, "-o", str(path))
+    assert (code, path.read_text()) == (2, "mine")
+    assert "is there already" in err
+    assert run("report", *JOB, "-o", str(path), "--force")[0] == 0
+    assert path.read_text().startswith("<!doctype html>")
+    code, _, err = run("report", *JOB, "-o", str(tmp_path / "nowhere" / "report.html"))
+    assert (code, len(err.splitlines())) == (2, 1)
+
+
+@pytest.mark.parametrize("port", ["x", "99999", "-1"])
+def test_a_port_that_is_none_is_one_line(run: Run, port: str):
+    code, out, err = run("explore", "--port", port, "--no-browser")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)

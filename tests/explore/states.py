@@ -1,0 +1,30 @@
+"""Random states of the page: what a person may have moved, jobs and no jobs."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from zeroplan.explore.controls import Control, controls
+
+SMALL = ("gpt2", "llama-3.2-1b", "qwen3-0.6b", "mixtral-8x7b", "7e9")
+
+
+def _values(control: Control) -> st.SearchStrategy[str]:
+    if control.name == "model":
+        return st.sampled_from(SMALL)
+    if control.kind == "choice":
+        return st.sampled_from(control.choices)
+    return st.integers(0, 6).map(lambda power: str(min(control.least * 2**power, control.most)))
+
+
+def states() -> st.SearchStrategy[dict[str, str]]:
+    """Any choice of every control; some go together and some do not."""
+    return st.fixed_dictionaries({control.name: _values(control) for control in controls()})
+
+
+_GO_TOGETHER = ("model", "gpu", "gpus", "stage", "precision", "recompute", "seq_len", "micro_batch", "grad_accum")
+
+
+def jobs() -> st.SearchStrategy[dict[str, str]]:
+    """States whose choices go together, but for a sequence that is too long for the model."""
+    return st.fixed_dictionaries({control.name: _values(control) for control in controls() if control.name in _GO_TOGETHER})

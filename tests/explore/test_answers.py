@@ -1,0 +1,94 @@
+"""The page and the command line say the same, since the same functions answer."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+
+import pytest
+from hypothesis import assume, given, settings
+
+from tests.explore.states import jobs, states
+from zeroplan.cli.app import main
+from zeroplan.errors import SpecError, ZeroplanError
+from zeroplan.explore.answers import answer_payload, changes_payload, command, controls_payload
+from zeroplan.explore.controls import controls
+
+SAID = {"model": "llama-3.1-8b", "gpu": "h100-sxm-80gb", "gpus": "8", "stage": "3", "seq_len": "4096"}
+
+
+def printed(command: str) -> dict[str, object]:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main([*shlex.split(command)[1:], "--json"])
+    told: dict[str, object] = json.loads(out.getvalue())
+    return told
+
+
+@settings(max_examples=30, deadline=None)
+@given(jobs())
+def test_the_command_that_is_shown_prints_what_the_page_shows(said: dict[str, str]):
+    try:
+        shown = answer_payload(said)
+    except ZeroplanError:
+        assume(False)
+    told = printed(str(shown["command"]))
+    told["changes"] = []  # the page asks for them afterwards
+    assert json.loads(json.dumps(shown["estimate"])) == told
+
+
+@settings(max_examples=60, deadline=None)
+@given(states())
+def test_what_goes_not_together_is_refused_in_one_line(said: dict[str, str]):
+    try:
+        shown = answer_payload(said)
+    except ZeroplanError as refused:
+        assert "\n" not in str(refused)  # noqa: PT017  either way is right
+    else:
+        peak = shown["estimate"]["peak"]["allocated_bytes"]  # type: ignore[index]
+        timeline = shown["timeline"]
+        assert max(instant["total_bytes"] for instant in timeline["instants"]) == peak  # type: ignore[index]
+
+
+def test_what_is_drawn_is_the_same_account():
+    shown = answer_payload(SAID)
+    own = shown["stages"]["columns"][3]  # type: ignore[index]
+    assert sum(part["n_bytes"] for part in own["parts"]) == own["needed_bytes"]
+    assert {part["what"] for part in own["parts"]} <= controls_payload()["colours"].keys()  # type: ignore[attr-defined]
+
+
+def test_the_changes_come_where_it_does_not_fit():
+    assert changes_payload(SAID)["changes"] == []
+    (first, *_) = changes_payload({**SAID, "gpus": "1", "stage": "0"})["changes"]  # type: ignore[misc]
+    assert first["flags"].startswith("--")
+
+
+def test_the_command_leaves_out_what_goes_without_saying():
+    assert command({**SAID, "precision": "bf16-mixed", "engine": "", "micro_batch": "2"}) == (
+        "zeroplan estimate --model llama-3.1-8b --gpu h100-sxm-80gb --gpus 8 --stage 3 --seq-len 4096 --micro-batch 2"
+    )
+    assert command({"model": "7e9"}) == "zeroplan estimate --params 7e9"
+
+
+@pytest.mark.parametrize(("said", "why"), [
+    ({"model": "nobody"}, "unknown model"), ({"model": "gpt2", "gpus": "many"}, "many"), ({"colour": "red"}, "no control 'colour'"),
+    ({"model": "gpt2", "stage": "7"}, "stage"), ({}, "one model"), ({"model": "gpt2", "gpus": "6", "replicas": "4"}, "replicas"),
+])  # fmt: skip
+def test_no_job_is_one_line(said: dict[str, str], why: str):
+    with pytest.raises(ZeroplanError, match=why) as refused:
+        answer_payload(said)
+    assert "\n" not in str(refused.value)
+
+
+def test_every_control_begins_with_one_of_its_choices():
+    for control in controls():
+        if control.kind == "choice":
+            assert control.default in control.choices, control.name
+    answer_payload({control.name: control.default for control in controls()})
+
+
+def test_a_choice_that_is_none_is_refused():
+    with pytest.raises(SpecError, match="precision 'fp4' is none of bf16-mixed"):
+        answer_payload({"model": "gpt2", "precision": "fp4"})

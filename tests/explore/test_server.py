@@ -1,0 +1,125 @@
+"""The server: for this machine alone, for this page alone, so much at a time, and never an error of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
+
+from zeroplan.explore.server import LONGEST_QUERY, Guarded, explore_app  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(explore_app(), log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    yield listening.getsockname()[1]
+    server.should_exit = True
+    thread.join(timeout=10)
+
+
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+
+def ask(port: int, path: str, method: str = "GET", body: bytes | None = None, headers: dict[str, str] | None = None) -> Answer:
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request(method, path, body=body, headers=headers or {})
+        response = connection.getresponse()
+        return Answer(response.status, response.read(), {name.lower(): value for name, value in response.getheaders()})
+
+
+@pytest.mark.parametrize(("path", "begins"), [
+    ("/", b"<!doctype html>"), ("/page.js", b'"use strict"'), ("/page.css", b":root"), ("/api/controls", b'{"schema_version"'),
+    ("/api/answer?model=gpt2&gpus=4", b'{"schema_version"'), ("/api/changes?model=gpt2", b'{"schema_version"'),
+    ("/openapi.json", b"{"),
+])  # fmt: skip
+def test_what_there_is(port: int, path: str, begins: bytes):
+    status, body, headers = ask(port, path)
+    assert (status, body[: len(begins)]) == (200, begins)
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize(("path", "headers", "status"), [
+    ("/", {"Host": "example.com"}, 421), ("/", {"Host": "127.0.0.1.example.com:80"}, 421),
+    ("/", {"Origin": "http://example.com"}, 403), ("/", {"Origin": "null"}, 403),
+    ("/api/answer?model=gpt2", {"Sec-Fetch-Site": "cross-site"}, 403),
+    ("/api/answer?model=" + "x" * LONGEST_QUERY, {}, 414), ("/nothing", {}, 404), ("/../../etc/passwd", {}, 404),
+    ("/api/answer?model=nobody", {}, 422), ("/api/answer?model=" + "x" * 300, {}, 422),
+])  # fmt: skip
+def test_what_there_is_not_and_for_whom(port: int, path: str, headers: dict[str, str], status: int):
+    found, body, _ = ask(port, path, headers=headers)
+    assert found == status
+    assert isinstance(json.loads(body), dict)
+
+
+def test_nothing_can_be_sent(port: int):
+    assert ask(port, "/api/answer", method="POST")[0] == 405
+    assert ask(port, "/api/answer", method="POST", body=b"model=gpt2")[0] == 413
+
+
+def test_eight_at_once_are_answered(port: int):
+    paths = [f"/api/answer?model=gpt2&gpus={2**at}&seq_len=128" for at in range(8)] * 5
+    with ThreadPoolExecutor(8) as pool:
+        assert {status for status, _, _ in pool.map(lambda path: ask(port, path), paths)} == {200}
+
+
+def asked(app: Any, query: bytes) -> int:
+    """Call the application without a network; returns the status."""
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http", "method": "GET", "path": "/api/answer", "raw_path": b"/api/answer", "query_string": query, "scheme": "http",
+        "headers": [(b"host", b"127.0.0.1:1")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 1), "root_path": "",
+        "http_version": "1.1", "extensions": {},
+    }  # fmt: skip
+    asyncio.run(app(scope, receive, send))
+    status: int = sent[0]["status"]
+    return status
+
+
+APP = explore_app()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=60) | st.text("modelgpus=&%0123456789e+-. ", max_size=60).map(str.encode))
+def test_whatever_is_asked_is_answered_or_refused(query: bytes):
+    assert asked(APP, query) in (200, 422)
+
+
+def test_too_many_at_once_are_told_to_wait_and_later_let_in():
+    now = [0.0]
+
+    async def nothing(_scope: object, _receive: object, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    app = Guarded(nothing, clock=lambda: now[0])  # type: ignore[arg-type]
+    answers = [asked(app, b"") for _ in range(2001)]
+    assert answers == [200] * 2000 + [429]
+    now[0] += 0.001
+    assert [asked(app, b"") for _ in range(2)] == [200, 429]

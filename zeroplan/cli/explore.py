@@ -1,0 +1,63 @@
+"""``zeroplan explore``: a local page to move a job's numbers and watch."""
+
+import os
+import socket
+import webbrowser
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from zeroplan.cli.verify import say
+from zeroplan.errors import MeasurementError, SpecError
+
+HOST, PORT = "127.0.0.1", 8642
+
+
+def explore_command(
+    *,
+    port: Annotated[
+        str, typer.Option("--port", metavar="N", help="Where to listen; 0 takes a free one.", show_default=True)
+    ] = str(PORT),
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+) -> None:
+    """Serve a page on this machine: move a job's numbers and see its memory stage by stage, moment by moment."""
+    for package in ("fastapi", "uvicorn"):
+        if find_spec(package) is None:
+            raise MeasurementError(f"{package} is not installed, and the page needs it: pip install 'zeroplan[web]'")
+    listening = _listening(_port(port))
+    address = f"http://{HOST}:{listening.getsockname()[1]}/"
+    say(f"{address} (Ctrl-C ends it)")
+    if browser:
+        webbrowser.open(address)
+    _serve(listening)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise SpecError(f"--port {text!r} is no port; write one from 1024 to 65535, or 0 for a free one")
+    return int(text)
+
+
+def _listening(port: int) -> socket.socket:
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((HOST, port))
+    except OSError as error:
+        listening.close()
+        raise MeasurementError(f"port {port} cannot be had: {error.strerror}; --port 0 takes a free one") from None
+    return listening
+
+
+def _serve(listening: socket.socket) -> None:
+    import uvicorn  # noqa: PLC0415  only this command needs it
+
+    from zeroplan.explore.server import LONGEST_QUERY, explore_app  # noqa: PLC0415
+
+    config = uvicorn.Config(
+        explore_app(), log_level="warning", lifespan="off", access_log=False, server_header=False, timeout_keep_alive=5,
+        limit_concurrency=256, h11_max_incomplete_event_size=4 * LONGEST_QUERY,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,44 @@
+"""``zeroplan report``: one answer as a file to hand on."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.errors import SpecError
+from zeroplan.resolve import Resolved
+
+
+@takes_a_job
+def report_command(
+    *,
+    resolved: Resolved,
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="FILE", help="Where to write it.", show_default=True)
+    ] = "report.html",
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Write the answer as one HTML file, with charts, ledger and command line, that loads nothing from anywhere."""
+    from zeroplan.explore.report import report_html  # noqa: PLC0415  start-up is part of every command's time
+
+    path = Path(out)
+    if path.exists() and not force:
+        raise SpecError(f"{out!r} is there already; name another file with --out, or --force to replace it")
+    if not path.parent.is_dir():
+        raise SpecError(f"--out {out!r} is in a folder that is not there")
+    path.write_text(report_html(resolved, _command()), encoding="utf-8")
+    typer.echo(f"wrote {out}")
+
+
+def _command() -> str:
+    """What was typed, as an estimate: the report's own options left out."""
+    words, kept = iter(sys.argv[2:]), []
+    for word in words:
+        if word in ("--out", "-o"):
+            next(words, None)
+        elif word != "--force" and not word.startswith("--out="):
+            kept.append(word)
+    return shlex.join(["zeroplan", "estimate", *kept])

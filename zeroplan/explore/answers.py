@@ -1,0 +1,125 @@
+"""What the page asks, answered as plain data by the functions that answer the command line. Nothing is kept between questions."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
+
+from zeroplan.errors import SpecError
+from zeroplan.estimator import estimate
+from zeroplan.explore.controls import Control, controls
+from zeroplan.remedies import remedies
+from zeroplan.report.palette import LOOKS
+from zeroplan.report.payload import estimate_payload
+from zeroplan.report.series.stages import stages
+from zeroplan.report.series.timeline import timeline
+from zeroplan.report.words import headline, verdict_sentence
+from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.units import parse_count
+
+SCHEMA_VERSION = 1
+
+
+@cache
+def _controls() -> dict[str, Control]:
+    return {control.name: control for control in controls()}
+
+
+def controls_payload() -> dict[str, object]:
+    """What can be moved, and the colours of what is drawn."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "controls": [plain(control) for control in _controls().values()],
+        "colours": {what: look.colour for what, look in LOOKS.items()},
+    }
+
+
+def answer_payload(said: Mapping[str, str]) -> dict[str, object]:
+    """The whole answer to what is said of a job, flag by flag: the estimate as ``--json`` has it, and what is drawn of it.
+
+    Raises :class:`~zeroplan.errors.ZeroplanError`, one line, for what is no job.
+    """
+    return answer_of(resolved_of(said), command(said))
+
+
+def answer_of(resolved: Resolved, command: str) -> dict[str, object]:
+    """The answer for a job that is complete, and the command line that gives it."""
+    answer = estimate(resolved.job)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "headline": headline(answer),
+        "verdict": verdict_sentence(answer),
+        "estimate": estimate_payload(answer, resolved.notes),
+        "stages": plain(stages(resolved.job)),
+        "timeline": plain(timeline(resolved.job)),
+    }
+
+
+def changes_payload(said: Mapping[str, str]) -> dict[str, object]:
+    """What would make the job fit, where it does not."""
+    return changes_of(resolved_of(said))
+
+
+def changes_of(resolved: Resolved) -> dict[str, object]:
+    """The same for a job that is complete."""
+    found = remedies(estimate(resolved.job))
+    return {"schema_version": SCHEMA_VERSION, "changes": [change._asdict() for change in found]}
+
+
+def plain(value: object) -> object:
+    """A series as dicts and lists; ``dataclasses.asdict`` copies every text besides, which takes longer than the answer."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return [plain(one) for one in value] if isinstance(value, (tuple, list)) else value
+
+
+def resolved_of(said: Mapping[str, str]) -> Resolved:
+    """The job that is described; what is left empty is left to the defaults of the command line."""
+    unknown = said.keys() - _controls().keys()
+    if unknown:
+        raise SpecError(f"there is no control {min(unknown)!r}; there are {', '.join(_controls())}")
+    values = {name: _value(_controls()[name], text.strip()) for name, text in said.items() if text.strip()}
+    name = values.pop("model", None)
+    where = {} if name is None else {_model_key(str(name)): name}
+    return resolve(Request(**where, **values))  # type: ignore[arg-type]  # Request checks every field
+
+
+def command(said: Mapping[str, str]) -> str:
+    """The command line that gives the same answer, defaults of the command line left out."""
+    words = ["zeroplan", "estimate"]
+    for name, control in _controls().items():
+        text = said.get(name, "").strip()
+        if text and not _goes_without_saying(control, text):
+            key = _model_key(text) if name == "model" else name
+            words += ["--" + key.replace("_", "-"), text]
+    return " ".join(words)
+
+
+def _goes_without_saying(control: Control, text: str) -> bool:
+    """Whether it is what the command line takes anyway."""
+    return control.name in _SAME_BY_DEFAULT and text == control.default
+
+
+_SAME_BY_DEFAULT = (
+    "precision", "recompute", "optimizer", "attention", "loss", "micro_batch", "grad_accum", "replicas", "offload_optimizer",
+    "offload_param",
+)  # fmt: skip
+
+
+def _model_key(text: str) -> str:
+    """A name of the catalogue, or how many parameters."""
+    try:
+        parse_count(text, what="--params")
+    except SpecError:
+        return "model"
+    return "params"
+
+
+def _value(control: Control, text: str) -> object:
+    if control.kind == "text":
+        return text
+    if control.kind == "number":
+        return parse_count(text, what=control.label.lower(), examples="8, 4096 or 4k")
+    if text not in control.choices:
+        raise SpecError(f"{control.label.lower()} {text!r} is none of {', '.join(filter(None, control.choices))}")
+    return int(text) if text.isdigit() else text

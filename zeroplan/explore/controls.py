@@ -1,0 +1,60 @@
+"""What can be moved on the page: each control once, with its choices or its range, by the name of the flag that it is."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from zeroplan.catalog.gpu import gpu_names
+from zeroplan.catalog.model import model_names
+from zeroplan.spec.job import ENGINE_STAGES
+from zeroplan.spec.recipe import Attention, Loss, Optimizer, OptimizerImpl, Precision, Recompute
+
+Kind = Literal["choice", "number", "text"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """One control: the flag's name, what it is called, what may be chosen, or from where to where it goes in doublings."""
+
+    name: str
+    label: str
+    group: str
+    kind: Kind = "choice"
+    choices: tuple[str, ...] = ()
+    least: int = 1
+    most: int = 1
+    default: str = ""
+    empty: str = "as usual"
+    """What nothing chosen is called."""
+    hint: str = ""
+
+
+_WHAT, _WHERE, _HOW, _FED = "Model", "GPUs", "Recipe", "Batch"
+_AUTO = ""
+"""Nothing chosen: what the command line takes then."""
+
+
+def controls() -> tuple[Control, ...]:
+    """Every control, in the order of the page."""
+    return (
+        Control(name="model", label="Model", group=_WHAT, kind="text", choices=tuple(model_names()), default="llama-3.1-8b"),
+        Control(name="lora_rank", label="LoRA rank", group=_WHAT, choices=(_AUTO, "8", "16", "64", "256"),
+                empty="none: train everything"),
+        Control(name="gpu", label="GPU", group=_WHERE, choices=(_AUTO, *gpu_names()), default="h100-sxm-80gb",
+                empty="any"),
+        Control(name="gpus", label="GPUs", group=_WHERE, kind="number", least=1, most=4096, default="8"),
+        Control(name="replicas", label="Replicas", group=_WHERE, kind="number", least=1, most=512, default="1",
+                hint="of the sharded group, as HSDP has them"),
+        Control(name="stage", label="ZeRO stage", group=_HOW, choices=("0", "1", "2", "3"), default="3"),
+        Control(name="engine", label="Engine", group=_HOW, choices=(_AUTO, *ENGINE_STAGES)),
+        Control(name="precision", label="Precision", group=_HOW, choices=get_args(Precision), default="bf16-mixed"),
+        Control(name="recompute", label="Recomputation", group=_HOW, choices=get_args(Recompute), default="none"),
+        Control(name="optimizer", label="Optimizer", group=_HOW, choices=get_args(Optimizer), default="adamw"),
+        Control(name="optimizer_impl", label="Its step", group=_HOW, choices=(_AUTO, *get_args(OptimizerImpl))),
+        Control(name="offload_optimizer", label="Offload optimizer", group=_HOW, choices=("none", "cpu"), default="none"),
+        Control(name="offload_param", label="Offload parameters", group=_HOW, choices=("none", "cpu"), default="none"),
+        Control(name="attention", label="Attention", group=_HOW, choices=get_args(Attention), default="sdpa"),
+        Control(name="loss", label="Loss", group=_HOW, choices=get_args(Loss), default="full"),
+        Control(name="seq_len", label="Tokens per sequence", group=_FED, kind="number", least=128, most=1_048_576, default="4096"),
+        Control(name="micro_batch", label="Sequences per GPU", group=_FED, kind="number", least=1, most=256, default="1"),
+        Control(name="grad_accum", label="Micro-batches per step", group=_FED, kind="number", least=1, most=256, default="1"),
+    )  # fmt: skip
