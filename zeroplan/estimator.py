@@ -20,7 +20,7 @@ from zeroplan.timeline import peak, reserved
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import approximation
 from zeroplan.transformer.legend import legend
-from zeroplan.transformer.params import active_parameter_count, parameter_count, trained_count
+from zeroplan.transformer.params import active_parameter_count, has_frozen, parameter_count, trained_count
 
 
 class EngineModule(Protocol):
@@ -235,7 +235,7 @@ def estimate(job: JobSpec) -> Estimate:
         outside=outside(job.mesh),
         host=account.host,
         nvme=account.nvme,
-        traffic=_traffic(job, account, parameters if job.model.adapter is None else trained_count(job.model)),
+        traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
         symbols=account.symbols,
         approximate=approximation(job.model, compute_of(job.recipe)),
         notes=account.notes,

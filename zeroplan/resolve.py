@@ -17,8 +17,9 @@ from zeroplan.catalog.model import model as find_model
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.spec.adapter import AdapterSpec, Quantize
-from zeroplan.spec.base import Count, Degree, Spec
+from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
@@ -67,6 +68,8 @@ class Request(Spec):
     lora_rank: Count | None = None
     lora_targets: str | None = None
     quantize: Quantize | None = None
+    freeze: str | None = None
+    freeze_layers: CountOrZero | None = None
     gpus: Degree | None = None
     gpu: str | GpuSpec | None = None
     gpus_per_node: Count | None = None
@@ -161,7 +164,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     """
     own_folder(extra, "models")  # a catalogue that is none is refused even where nothing is looked up in it
     model, model_note = _model(request, extra)
-    model = _fine_tuned(model, request)
+    model = _partly_frozen(_fine_tuned(model, request), request)
     request, config_notes = _with_deepspeed_config(request, model, chosen)
     gpus = request.gpus or 1
     stage: Stage = request.stage if request.stage is not None else (3 if gpus > 1 else 0)
@@ -178,6 +181,15 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
 
 
 # The model
+
+
+def _partly_frozen(model: ModelSpec, request: Request) -> ModelSpec:
+    """Freeze what is asked for; a job file's model may have something frozen already."""
+    said = {"parts": request.freeze, "layers": request.freeze_layers}
+    asked = {name: value for name, value in said.items() if value is not None}
+    if not asked or (model.frozen is None and asked == {"layers": 0}):
+        return model
+    return replace(model, frozen=FrozenSpec(**asked) if model.frozen is None else replace(model.frozen, **asked))  # type: ignore[arg-type]
 
 
 def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:

@@ -16,6 +16,7 @@ from zeroplan.estimator import engine_module
 from zeroplan.report.payload import estimate_payload
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, GROUPS, AdapterSpec
 from zeroplan.spec.base import read
+from zeroplan.spec.frozen import PARTS, FrozenSpec
 
 ENGINES = ("ddp", "fsdp2", "deepspeed")
 some = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
@@ -36,10 +37,20 @@ def plain(recipe: RecipeSpec) -> RecipeSpec:
 
 
 @st.composite
+def partly_frozen(draw: st.DrawFn) -> ModelSpec:
+    model = draw(models(ADAPTED_FAMILIES))
+    parts = ["embedding", "head"] if model.tie_word_embeddings else draw(st.lists(st.sampled_from(PARTS), max_size=3))
+    layers = draw(st.integers(0 if parts else 1, 9))
+    deep = replace(model, num_hidden_layers=layers + draw(st.integers(1, 9)))
+    return replace(deep, frozen=FrozenSpec(parts=",".join(parts), layers=layers))
+
+
+@st.composite
 def jobs(draw: st.DrawFn) -> JobSpec:
     mesh, recipe = MeshSpec(dp_shard=8 * draw(st.integers(1, 64))), plain(draw(recipes(ENGINES)))
     assume((recipe.engine, recipe.zero_stage) != ("deepspeed", 0))
-    return JobSpec(model=draw(adapted(recipe.engine)), recipe=recipe, mesh=mesh, batch=draw(batches()))
+    model = adapted(recipe.engine) if recipe.engine == "deepspeed" else st.one_of(adapted(recipe.engine), partly_frozen())
+    return JobSpec(model=draw(model), recipe=recipe, mesh=mesh, batch=draw(batches()))
 
 
 def answered(job: JobSpec) -> Any:
@@ -65,7 +76,7 @@ def test_adapters_take_less_than_training_everything(job: JobSpec):
     """Where states are whole on every rank; the layers of a shard's padding and a kept input may weigh more than a tiny model."""
     assume(job.recipe.engine == "ddp" and job.recipe.zero_stage == 0 and job.recipe.precision != "fp32")
     assume(4 * estimate(job).trained_parameters < estimate(job).parameters)
-    whole = replace(job, model=replace(job.model, adapter=None))
+    whole = replace(job, model=replace(job.model, adapter=None, frozen=None))
     assert sum(answered(job).states_by_kind.values()) < sum(answered(whole).states_by_kind.values())
 
 
@@ -78,7 +89,8 @@ class Column:
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_grid_of_adapted_jobs_is_its_points(engine: str, data: st.DataObject):
-    model, recipe = data.draw(adapted(engine)), plain(data.draw(recipes((engine,))))
+    some_kind = adapted(engine) if engine == "deepspeed" else st.one_of(adapted(engine), partly_frozen())
+    model, recipe = data.draw(some_kind), plain(data.draw(recipes((engine,))))
     assume((engine, recipe.zero_stage) != ("deepspeed", 0))
     points = data.draw(st.lists(st.tuples(st.integers(1, 512), batches()), min_size=2, max_size=3))
     account = engine_module(engine).account

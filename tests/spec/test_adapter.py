@@ -42,6 +42,23 @@ def test_what_is_not_modelled_is_refused_in_one_line(said: dict[str, Any], messa
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"freeze": "lm_head"}, "no part 'lm_head' can be frozen; there are embedding, norm, head"),
+        ({"freeze_layers": 32}, "freezing 32 of 32 layers leaves none to train"),
+        ({"freeze": "head", "lora_rank": 8}, "beside adapters everything is frozen"),
+        ({"freeze": "head", "model": "llama-3.2-1b"}, "this model's head is its embedding"),
+        ({"freeze": "head", "engine": "deepspeed"}, "frozen parameters with engine 'deepspeed' are not modelled"),
+        ({"freeze": "head", "model": "gpt2"}, "frozen parts of a gpt2 model are not modelled"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused_in_one_line(said: dict[str, Any], message: str):
+    with pytest.raises(SpecError, match=message) as refused:
+        job(**{**EIGHT_B, **said})
+    assert "\n" not in str(refused.value)
+
+
 def test_a_complete_job_keeps_its_adapters_and_takes_another_rank():
     complete = job(**EIGHT_B, lora_rank=16, lora_targets="attention")
     again = resolve(request_of(complete).overridden_by(Request(lora_rank=4))).job

@@ -44,6 +44,8 @@ FLAGS = (
           "q_proj,v_proj. (default: all-linear)", _MODEL),
     _Flag("quantize", "NAME", "Hold the frozen weights of the blocks in bitsandbytes' 4 bits (QLoRA): none, nf4, or nf4-double, "
           "their scales quantised too. (default: none)", _MODEL),
+    _Flag("freeze", "NAMES", "Parts that are not trained: embedding, norm (the last) and head, separated by commas.", _MODEL),
+    _Flag("freeze_layers", "N", "The first N blocks are not trained. (default: 0)", _MODEL, number=True),
     _Flag("gpus", "N", "GPUs in all. (default: 1)", _CLUSTER, number=True),
     _Flag("gpu", "NAME", "The GPU (`zeroplan gpus`), to see whether the job fits.", _CLUSTER),
     _Flag("gpus_per_node", "N", "GPUs that share a node. (default: the GPU's usual server)", _CLUSTER, number=True),

@@ -74,6 +74,10 @@ def job_lines(answer: Estimate) -> Iterator[str]:
         trained = f"{answer.trained_parameters:,} parameters trained, the others frozen"
         kind = "LoRA" if adapter.quantize == "none" else f"QLoRA ({adapter.quantize})"
         yield f"{kind} of rank {adapter.rank:,} in {adapter.targets}: {trained}"
+    frozen = answer.job.model.frozen
+    if frozen is not None:
+        blocks = (f"the first {frozen.layers:,} blocks",) if frozen.layers else ()
+        yield f"{answer.trained_parameters:,} parameters trained; frozen: {', '.join((*frozen.names, *blocks))}"
     yield recipe_line(recipe)
     accumulated = "" if batch.grad_accum_steps == 1 else f"{batch.grad_accum_steps:,} micro-batches or "
     tokens = batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard

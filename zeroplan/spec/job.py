@@ -73,6 +73,8 @@ class JobSpec(Spec):
             self._check_what_a_profile_tells()
         if self.model.adapter is not None:
             self._check_adapter()
+        if self.model.frozen is not None:
+            self._check_frozen()
         if self.mesh.tp > 1 and engine != "paper":
             raise SpecError(
                 f"tp={self.mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
@@ -107,6 +109,18 @@ class JobSpec(Spec):
                 raise SpecError(f"LoRA with {asked} is not modelled yet; use {instead}")
         if self.model.adapter is not None and self.model.adapter.quantize != "none" and recipe.engine == "deepspeed":
             raise SpecError("quantised weights (QLoRA) under engine 'deepspeed' are not modelled; use engine 'ddp' or 'fsdp2'")
+
+    def _check_frozen(self) -> None:
+        """Refuse what is not modelled with frozen parameters."""
+        recipe = self.recipe
+        for asked, instead in (
+            (recipe.engine not in ("ddp", "fsdp2") and f"engine {recipe.engine!r}", "engine 'ddp' or 'fsdp2'"),
+            (recipe.attention == "eager" and "attention 'eager'", "attention 'sdpa'"),
+            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
+        ):
+            if asked:
+                raise SpecError(f"frozen parameters with {asked} are not modelled yet; use {instead}")
 
     def _check_resharding(self) -> None:
         """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""

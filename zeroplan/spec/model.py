@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Protocol, get_args
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
 from zeroplan.spec.base import Count, Dimension, Range, Spec
+from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
 
 #: The architectures whose parameters zeroplan counts exactly, by their ``model_type``.
 Family = Literal[
@@ -108,6 +109,8 @@ class ModelSpec(Spec):
     """A module found by tracing it, which stands in place of a family's formulas; the other sizes are then unused."""
     adapter: AdapterSpec | None = None
     """Low-rank adapters that are trained while everything else is frozen; None: everything is trained."""
+    frozen: FrozenSpec | None = None
+    """What is not trained of a model without adapters."""
 
     def check_rules(self) -> None:
         """Refuse what contradicts itself."""
@@ -123,6 +126,22 @@ class ModelSpec(Spec):
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )
+
+        if self.frozen is not None:
+            self._check_frozen(self.frozen)
+
+    def _check_frozen(self, frozen: FrozenSpec) -> None:
+        if self.adapter is not None:
+            raise SpecError("beside adapters everything is frozen; leave --freeze and --freeze-layers out")
+        if self.family not in FREEZABLE_FAMILIES:
+            there = ", ".join(FREEZABLE_FAMILIES)
+            raise SpecError(f"frozen parts of a {self.family} model are not modelled; families that may be frozen are {there}")
+        if frozen.layers >= self.num_hidden_layers:
+            raise SpecError(
+                f"freezing {frozen.layers} of {self.num_hidden_layers} layers leaves none to train, not modelled; freeze fewer"
+            )
+        if self.tie_word_embeddings and ("head" in frozen.names) != ("embedding" in frozen.names):
+            raise SpecError("this model's head is its embedding: freeze both (embedding,head) or neither")
 
     def _check_family(self) -> None:
         for part, families in (("moe", MOE_FAMILIES), ("mla", ("deepseek_v3",)), ("profile", ("profile",))):

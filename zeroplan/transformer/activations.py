@@ -63,6 +63,10 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
         from zeroplan.transformer.families.adapted import adapted_block  # noqa: PLC0415  the others' answers need not wait for it
 
         return adapted_block(model, kind, compute, widths(model, compute, batch))
+    if kind in ("frozen", "through") or (kind == "first" and model.frozen is not None and compute.recompute == "none"):
+        from zeroplan.transformer.families.frozen import frozen_block  # noqa: PLC0415  the others' answers need not wait for it
+
+        return frozen_block(model, kind, compute, widths(model, compute, batch))
     if model.family in PROGRAMMED:
         from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  the others' answers need not wait for it
 

@@ -13,7 +13,6 @@ from zeroplan.transformer.families.widths import (
     PROGRAMMED,
     Widths,
     beyond_the_window,
-    is_quantised,
     kinds_of_layers,
     widths,
 )
@@ -58,15 +57,16 @@ def head_pass(
         return profiled_head(profile_of(model), compute, batch)
     x = widths(model, compute, batch)
     norm = _final_norm(model, x)
-    way = _LOSSES[loss](x, model.vocab_size, norm.saved)
-    if model.adapter is not None:
+    frozen = _is_frozen(model, "head")
+    way = _LOSSES[loss](x._replace(autocast=x.autocast and not frozen), model.vocab_size, norm.saved)
+    if frozen:
         way = frozen_head(way, keeps_input=compute.keeps_inputs)
-    if compute.autocast and is_quantised(model):
+    if frozen and x.element != x.residual:
         way = head_in_32_bits(way, x, model.vocab_size, norm.saved)
     if model.family in CAPPED:
         way = capped(way, x, model.vocab_size, loss)
     (named, first_input), mask = _embedding_by_name(model, x), _mask(model, x)
-    matrix = x.hidden * model.vocab_size if model.adapter is None else 0
+    matrix = 0 if frozen else x.hidden * model.vocab_size
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
     shared, tables = _shared(model, x), () if _unrotated(model) else (_rotary(model, x),)
@@ -85,7 +85,7 @@ def head_pass(
 
 
 def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
-    if model.adapter is not None:
+    if _is_frozen(model, "norm"):
         from zeroplan.transformer.families.adapted import final_norm as frozen_norm  # noqa: PLC0415  as below
 
         return frozen_norm(model, x)
@@ -95,6 +95,10 @@ def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
         return final_norm(model, x)
     norm = layer_norm(x, LAYER_FINAL) if x.fused_projection else rms_norm(x, FINAL)
     return FinalNorm(norm.saved, (BackwardPoint("final norm", _norm_backward(x, norm), norm.weights, 0, 0),))
+
+
+def _is_frozen(model: ModelSpec, part: str) -> bool:
+    return model.adapter is not None or (model.frozen is not None and part in model.frozen.names)
 
 
 def _wide(x: Widths, vocab: int) -> tuple[Line, ...]:
@@ -157,7 +161,7 @@ def _embedding_by_name(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], t
     if x.fused_projection:
         positions = Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings, held by name", "r·s·h", GPT2)
         return (embedded, positions), ()
-    saved = model.adapter is None and (x.residual == 4 or model.family == "gpt_neox")
+    saved = not _is_frozen(model, "embedding") and (x.residual == 4 or model.family == "gpt_neox")
     return (), () if saved else (embedded,)
 
 

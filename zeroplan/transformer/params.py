@@ -11,7 +11,7 @@ from functools import lru_cache
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.widths import GLOBAL_LAYERS
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params_adapted import adapted_layout, only_trained
+from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
 from zeroplan.transformer.params_gated import gated_layout
 from zeroplan.transformer.params_gpt import bloom_layout, gpt2_layout, gpt_neox_layout, opt_layout
 
@@ -42,17 +42,28 @@ def layout(model: ModelSpec) -> Layout:
     built = _GPT_FAMILIES.get(model.family, gated_layout)(model)
     if model.adapter is not None:
         built = adapted_layout(built, model.adapter)
+    if model.frozen is not None:
+        built = partly_frozen_layout(built, model.frozen)
     if not model.unplaced_parameters:
         return built
     return built._replace(
-        embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,), frozen=model.adapter is not None))
+        embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,), frozen=_embeddings_frozen(model)))
     )
 
 
 @lru_cache(maxsize=256)
 def trained_layout(model: ModelSpec) -> Layout:
     """The parameters that get gradients, in the same order: all of them, or those of the adapters."""
-    return layout(model) if model.adapter is None else only_trained(layout(model))
+    return only_trained(layout(model)) if has_frozen(model) else layout(model)
+
+
+def has_frozen(model: ModelSpec) -> bool:
+    """Whether some parameters are not trained."""
+    return model.adapter is not None or model.frozen is not None
+
+
+def _embeddings_frozen(model: ModelSpec) -> bool:
+    return model.adapter is not None or (model.frozen is not None and "embedding" in model.frozen.names)
 
 
 def trained_count(model: ModelSpec) -> int:

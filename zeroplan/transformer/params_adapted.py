@@ -7,6 +7,7 @@ and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) follow it.
 from collections.abc import Iterator
 
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 
 Parameters = tuple[Parameter, ...]
@@ -24,10 +25,30 @@ def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
     )  # fmt: skip
 
 
+def partly_frozen_layout(whole: Layout, frozen: FrozenSpec) -> Layout:
+    """Freeze parts of a model, and the first blocks.
+
+    What is before the first trained parameter stands apart: ``frozen`` blocks, which no gradient reaches, and the ``first`` that is
+    trained, whose input has none. Above a trained embedding frozen blocks hand the gradient ``through``.
+    """
+    names, (run,) = frozen.names, whole.runs
+    reached = "embedding" not in names
+    below = BlockRun("through" if reached else "frozen", frozen.layers, _frozen(run.parameters))
+    first = BlockRun("first", 0 if reached else 1, run.parameters)
+    above = run._replace(layers=run.layers - below.layers - first.layers)
+    runs = tuple(one for one in (below, first, above) if one.layers)
+    embeddings = whole.embeddings if reached else _frozen(whole.embeddings)
+    tied = whole.tied_head if reached or whole.tied_head is None else whole.tied_head._replace(frozen=True)
+    part = {"model.norm": "norm", "lm_head": "head"}
+    tail = tuple(one._replace(frozen=part[one.name.rpartition(".")[0]] in names) for one in whole.tail)
+    return Layout(embeddings, runs, tail, tied)
+
+
 def only_trained(whole: Layout) -> Layout:
     """Leave the frozen parameters out; runs of blocks stay, whatever is left in them."""
     runs = tuple(run._replace(parameters=_without_frozen(run.parameters)) for run in whole.runs)
-    return Layout(_without_frozen(whole.embeddings), runs, _without_frozen(whole.tail))
+    tied = whole.tied_head if whole.tied_head is not None and not whole.tied_head.frozen else None
+    return Layout(_without_frozen(whole.embeddings), runs, _without_frozen(whole.tail), tied)
 
 
 def _apart(run: BlockRun, adapter: AdapterSpec) -> tuple[BlockRun, ...]:

@@ -40,8 +40,6 @@ def _quantise(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> Non
     """Four bits as transformers loads them; under mixed precision everything else in fp32, as peft prepares it for autocast.
 
     FSDP2 shards and casts packed weights like others, so that they are stored as numbers of the compute dtype.
-
-    peft leaves it to the user to have autograd follow the embedding's output where blocks are recomputed without ``use_reentrant``.
     """
     from peft import prepare_model_for_kbit_training  # noqa: PLC0415
 
@@ -51,8 +49,6 @@ def _quantise(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> Non
     quantise(model, adapter, dtype, storage=dtype if sharded else torch.uint8)
     if recipe.precision.endswith("mixed") and not sharded:
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
-    if recipe.recompute != "none":
-        model.enable_input_require_grads()  # type: ignore[operator]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -120,6 +120,7 @@ def decisions() -> Iterator[None]:
         replaced(torch.nn.functional, "scaled_dot_product_attention", _attention),
         replaced(torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
         replaced(torch.Tensor, "record_stream", always(None)),
+        replaced(torch.accelerator, "current_stream", torch.cpu.current_stream),
         torch.autograd.set_multithreading_enabled(False),
     ):
         yield

@@ -58,7 +58,7 @@ def simulate(
     :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
     began = time.perf_counter()
-    as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job.recipe)
+    as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job)
     recording = None if as_it_is else _from_few_layers(job, rank, steps)
     unscaled = job.recipe.precision == "fp16-mixed" and job.recipe.engine != "deepspeed"  # which has a scaler of its own
     remarks = (*_ALWAYS, *(_NO_SCALER if unscaled else ()), *_stands_for(job.recipe))
@@ -112,9 +112,12 @@ def _swaps(recipe: RecipeSpec) -> bool:
     return recipe.engine == "deepspeed" and "nvme" in (options.offload_optimizer, options.offload_param)
 
 
-def _hands_out_tensors(recipe: RecipeSpec) -> bool:
-    """Whether ranks get whole tensors, the largest first: what one gets of more layers does not follow from a few."""
-    return recipe.engine == "ddp" and recipe.zero_stage == 1
+def _hands_out_tensors(job: JobSpec) -> bool:
+    """Whether ranks get whole tensors, the largest first: what one gets of more layers does not follow from a few.
+
+    Nor do so many frozen blocks.
+    """
+    return (job.recipe.engine == "ddp" and job.recipe.zero_stage == 1) or job.model.frozen is not None
 
 
 def _recorded(

@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from zeroplan.catalog.config_keys import KEYS, OPTIONAL_WINDOW, PLAIN_HEADS
 from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention, RecipeSpec
@@ -27,7 +28,7 @@ from zeroplan.verify.losses import chunked_loss
 from zeroplan.verify.recomputation import checkpoint_options, recompute_blocks
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
 
@@ -240,9 +241,22 @@ def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
         from zeroplan.verify.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 
         model = with_adapters(model, spec.adapter, recipe, device=device)
+    if spec.frozen is not None:
+        _freeze(cast("PreTrainedModel", model), spec.frozen)
     if recipe.keep_logits == "fp32":
         model.register_forward_hook(_upcast)
     return model
+
+
+def _freeze(model: "PreTrainedModel", frozen: FrozenSpec) -> None:
+    """Take what is not to be trained out of training, as a script does before it builds engine and optimizer."""
+    parts: dict[str, nn.Module] = {
+        "embedding": model.get_input_embeddings(),
+        "norm": model.get_decoder().norm,  # type: ignore[no-untyped-call]
+        "head": model.get_output_embeddings(),  # type: ignore[no-untyped-call]
+    }
+    for part in (*(parts[name] for name in frozen.names), *find_blocks(model)[: frozen.layers]):
+        part.requires_grad_(requires_grad=False)
 
 
 def causal_model(made: "PreTrainedConfig", *, attention: Attention, dtype: torch.dtype, device: str) -> nn.Module:

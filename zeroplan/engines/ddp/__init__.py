@@ -26,7 +26,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.buffers import buffer_bytes
-from zeroplan.transformer.params import layout, parameter_count, trained_count, trained_layout
+from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 
 Lines = tuple[Line, ...]
 
@@ -85,15 +85,17 @@ def _symbols(step: Step, kept: tuple[int, ...]) -> tuple[Symbol, ...]:
 
 
 def _held(model: ModelSpec) -> str:
-    what = "parameters" if model.adapter is None else "trained parameters"
+    what = "trained parameters" if has_frozen(model) else "parameters"
     return f"{what}, whole on every rank"
 
 
 def _frozen(model: ModelSpec, element_bytes: int, stored: int) -> Lines:
     """Weights that get no gradient: in the compute dtype, and no business of the reducer's."""
-    if model.adapter is None:
+    if not has_frozen(model):
         return ()
-    if model.adapter.quantize != "none":
+    if model.adapter is None:
+        element_bytes = stored  # without adapters nobody casts what is frozen
+    elif model.adapter.quantize != "none":
         from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
 
         return quantised_lines(model, model.adapter.quantize, element_bytes=element_bytes, other_bytes=stored)
@@ -103,10 +105,10 @@ def _frozen(model: ModelSpec, element_bytes: int, stored: int) -> Lines:
 
 
 def _of_frozen(model: ModelSpec) -> tuple[Symbol, ...]:
-    if model.adapter is None:
+    if not has_frozen(model):
         return ()
     trained = trained_count(model)
-    if model.adapter.quantize != "none":
+    if model.adapter is not None and model.adapter.quantize != "none":
         from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
 
         return (Symbol("Ψ", trained, "parameters that are trained"), *quantised_symbols(model))

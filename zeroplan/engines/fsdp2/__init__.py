@@ -119,6 +119,9 @@ def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:
 def _of_trained(plan: Plan) -> Iterator[Symbol]:
     padded = plan.n * plan.trained_shards(plan.every_layer, root=True)
     yield Symbol("P_trained", padded, "of the padded parameters those that are trained")
+    if plan.trained_root.numel:
+        yield Symbol("P_trained_root", plan.trained_root.padded, "padded parameters that are trained in the root group")
+        yield Symbol("G_trained_root", plan.trained_root.numel, "parameters that are trained in the root group")
     for group, run in zip(plan.trained_blocks, plan.runs, strict=True):
         yield Symbol(f"P_{group.symbol}", group.padded, f"padded parameters that are trained in one {run.kind} block")
         yield Symbol(f"G_{group.symbol}", group.numel, f"parameters that are trained in one {run.kind} block")

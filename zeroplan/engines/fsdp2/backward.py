@@ -27,6 +27,7 @@ from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
 from zeroplan.transformer.blocks import BackwardPoint
 
+IN_VAIN = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.finalize_backward"
 _REPLICAS = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup._all_reduce_state"
 
 
@@ -69,6 +70,8 @@ def backward(plan: Plan) -> Iterator[Moment]:
     """Each block where memory can peak: while it is unsharded, at each of its points, while it is reduced."""
     insides = tuple(tuple(_inside(plan, point) for point in one.points) for one in plan.passes)
     for position in reversed(plan.corners):
+        if not plan.passes[position.run].points:
+            continue  # no gradient reaches it
         common = _whatever_happens(plan, position)
         waiting = (*_waiting_reduce(plan, position), *_own_left_behind(plan, position))
         below = gathered_below(plan, position)
@@ -149,7 +152,7 @@ def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> t
         return (gathered(plan, group, "this block's, until it is copied out"),)
     below, width = plan.blocks[position.previous_run], plan.width.compute
     to_gather = plan.width.mixed or plan.offloaded  # a cast copy, or one from host memory
-    copied = plan.trained_blocks[position.previous_run]  # what is frozen is in the compute dtype already
+    copied = below if plan.cast_too else plan.trained_blocks[position.previous_run]
     cast: Int = copied.shard * width if to_gather else 0
     ahead = plan.gathers * maximum(width * group.padded, width * below.padded + cast)
     own, other = f"{width}·P_{group.symbol}", f"{width}·P_{below.symbol}"
@@ -236,7 +239,7 @@ def _at_the_embedding(plan: Plan, common: tuple[Line, ...]) -> Iterator[Moment]:
         *common,
         *plan.left_behind(tuple(0 for _ in plan.blocks)),
         root_unsharded(plan),
-        reduce_input(plan, plan.trained_blocks[0], "reduce-scatter input of the first block"),
+        reduce_input(plan, plan.trained_blocks[_first_reached(plan)], "reduce-scatter input of the first block"),
         *((*plan.head.shared, *plan.head.below_blocks) if plan.head.below_blocks else ()),
     )
     made = plan.trained_root.numel + plan.tied_head_elements - waiting
@@ -271,10 +274,23 @@ def _not_reduced(plan: Plan) -> Iterator[Line]:
     yield Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, of this micro-batch and of earlier ones", formula, ACCUMULATE)
 
 
+def _first_reached(plan: Plan) -> int:
+    """The run of the lowest block that a gradient reaches."""
+    return next(at for at, one in enumerate(plan.passes) if one.points)
+
+
+def _gathered_in_vain(plan: Plan) -> tuple[Line, ...]:
+    """The block below the lowest that a gradient reaches: gathered ahead, it is dropped when the root group has been reduced."""
+    reached = _first_reached(plan)
+    if not reached or plan.reshard is False:
+        return ()
+    return (gathered(plan, plan.blocks[reached - 1], "a frozen block, gathered ahead of a backward that it has not", IN_VAIN),)
+
+
 def end_of_backward(plan: Plan) -> Iterator[Moment]:
     """The embedding's gradient, then the reduction of the root group."""
     root = plan.trained_root
-    common = (*plan.persistent, *_reduced(plan, plan.every_layer))
+    common = (*plan.persistent, *_reduced(plan, plan.every_layer), *_gathered_in_vain(plan))
     width = plan.width.compute
     yield from _at_the_embedding(plan, common)
     if not root.numel:

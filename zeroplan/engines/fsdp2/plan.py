@@ -18,7 +18,7 @@ from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, HeadPass
 from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
-from zeroplan.transformer.params import layout, trained_layout
+from zeroplan.transformer.params import has_frozen, layout, trained_layout
 
 SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param"
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
@@ -69,6 +69,8 @@ class Plan(NamedTuple):
     trained_root: Group
     trained_blocks: tuple[Group, ...]
     """What of the groups gets gradients: all of them, unless weights are frozen."""
+    cast_too: bool
+    """What is frozen is cast before it is gathered, as wide as what is trained; beside adapters it is in the compute dtype."""
     trained_kinds: tuple[str, ...]
     """Kind of what is trained in each run, as symbols have it."""
     tail_elements: int
@@ -193,7 +195,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
 
         tree, beside = packed_layout(model, width.compute), scales_of(model)
-    learning = tree if model.adapter is None else trained_layout(model)
+    learning = trained_layout(model) if has_frozen(model) else tree
     compute = compute_of(recipe)
     recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
@@ -214,7 +216,9 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         )  # fmt: skip
         symbol = "P_trained/N"
         parameters = (
-            _parameter_line(tree, frozen, still, width.compute, what="frozen", symbol="(P - P_trained)/N"),
+            _parameter_line(
+                tree, frozen, still, width.stored if model.frozen else width.compute, what="frozen", symbol="(P - P_trained)/N"
+            ),
             _parameter_line(tree, trained_root, trained_blocks, width.stored, what="trained", symbol=symbol),
         )
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
@@ -240,6 +244,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         blocks=blocks,
         trained_root=trained_root,
         trained_blocks=trained_blocks,
+        cast_too=model.adapter is None,
         trained_kinds=tuple(group.symbol for group in trained_blocks),
         tail_elements=sum(parameter.numel for parameter in learning.tail),
         tied_head_elements=0 if learning.tied_head is None else learning.tied_head.numel,

@@ -21,21 +21,23 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
     """
     reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
     calls = list(_of_group(plan, (plan.root, plan.trained_root), 1, ROOT, mesh, batch.grad_accum_steps, reductions))
-    for *groups, run in zip(plan.blocks, plan.trained_blocks, plan.runs, strict=True):
+    for *groups, run, one in zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True):
+        name, backward = f"{run.kind} blocks", run.layers if one.points else 1  # the uppermost that no gradient reaches
         calls += _of_group(
-            plan, (groups[0], groups[1]), run.layers, f"{run.kind} blocks", mesh, batch.grad_accum_steps, reductions
+            plan, (groups[0], groups[1]), run.layers, name, mesh, batch.grad_accum_steps, reductions, backward=backward
         )
     return tuple(calls)
 
 
 def _of_group(
-    plan: Plan, groups: tuple[Group, Group], layers: int, name: str, mesh: Mesh, passes: Int, reductions: Int
+    plan: Plan, groups: tuple[Group, Group], layers: int, name: str, mesh: Mesh, passes: Int, reductions: Int,
+    *, backward: int = 0,
 ) -> Iterator[Collective]:  # fmt: skip
     (group, trained), what = groups, f"parameters of {name}"
     yield _gather(plan, group, passes * layers, what, "forward", ranks=plan.n)
     if plan.reshard is not False and group is not plan.root:
         ranks = plan.n if plan.reshard is True else plan.reshard
-        yield _gather(plan, group, passes * layers, what, "backward", ranks=ranks)
+        yield _gather(plan, group, passes * backward, what, "backward", ranks=ranks)
     yield _reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}")
     yield _over_replicas(plan, trained, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
 

@@ -5,7 +5,7 @@ Nothing is saved, nor goes backward, before the first adapter, unless autograd i
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from zeroplan.ledger import Kind
 from zeroplan.spec.adapter import Quantize
@@ -27,6 +27,7 @@ from zeroplan.transformer.families.widths import Widths, beyond_the_window, is_q
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
 MLP = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
+AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 LORA = "peft 0.21, tuners/lora/layer.py, Linear.forward"
 NORM = NormAs(one_plus=False, source="transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward")
 
@@ -51,11 +52,18 @@ class Structure(NamedTuple):
     output_bias: bool
     mlp_bias: bool
     quantize: Quantize = "none"
+    without: Literal["adapters frozen", "adapters trained"] | None = None
+    """There are no adapters, and the block is frozen, its weights as wide as trained ones, or trained as a whole."""
 
     @property
     def wide_residual(self) -> bool:
-        """Norms and embeddings are fp32, as peft prepares a quantised model for autocast, and so is what they make."""
-        return self.block.autocast and self.quantize != "none"
+        """Norms and embeddings are fp32, and so is what they make: as peft prepares a quantised model for autocast."""
+        return self.block.autocast and (self.quantize != "none" or self.without is not None)
+
+    @property
+    def trained(self) -> bool:
+        """Every weight of the block gets a gradient."""
+        return self.without == "adapters trained"
 
 
 def adapted_block(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> BlockPass:
@@ -124,8 +132,15 @@ def _plan(structure: Structure) -> traced.Plan:
     return traced.Plan(stores, weights, saved, forward, again, points, casts, selective, places, LAYER, {})
 
 
+def plan_of(structure: Structure) -> traced.Plan:
+    """What a structure's runs came to."""
+    return _plan(structure)
+
+
 def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, ...]:
     """What has gone backward when something saved is first needed: the scaling of the last adapter needs nothing."""
+    if structure.without is not None:
+        return (arriving,)
     if "down_proj" not in structure.adapted:
         through = Store(Kind.ACTIVATION_GRADIENTS, "gradient through the down projection", "r·T·f", LAYER)
         return (arriving,) if structure.quantize == "none" else (arriving, through)
@@ -181,12 +196,12 @@ def _final_plan(*, wide: bool, wide_residual: bool) -> traced.Plan:
 
 
 def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
-    normal = _norm(tape, given, "norm before attention")
+    normal = _norm(tape, given, "norm before attention", structure)
     attended = _attention(tape, normal, structure)
     tape.release(normal)
     middle = _sum(tape, given, attended, "residual stream between attention and MLP")
     tape.release(attended)
-    normal = _norm(tape, middle, "norm before the MLP")
+    normal = _norm(tape, middle, "norm before the MLP", structure)
     branch = _mlp(tape, normal, structure)
     tape.release(normal)
     made = _sum(tape, middle, branch, "block output")
@@ -199,7 +214,9 @@ def _sum(tape: Tape, first: Value, second: Value, reason: str) -> Value:
         return op.add(tape, first, second, reason, Site("residual addition", LAYER))
 
 
-def _norm(tape: Tape, given: Value, name: str, *, weight: str = "h", rows: str = "T") -> Value:
+def _norm(tape: Tape, given: Value, name: str, structure: Structure, *, weight: str = "h", rows: str = "T") -> Value:
+    if structure.trained:
+        return op.rms_norm(tape, given, name, NORM, weight=weight, rows=rows)
     with tape.unless_constant(given):
         return op.rms_norm(tape, given, name, NORM, weight=weight, rows=rows, frozen=True)
 
@@ -212,8 +229,8 @@ def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
     )
     if structure.head_norms:
         bare = query, key
-        query = _norm(tape, query, "norm of the queries", weight="d", rows="T·a")
-        key = _norm(tape, key, "norm of the keys", weight="d", rows="T·k/d")
+        query = _norm(tape, query, "norm of the queries", structure, weight="d", rows="T·a")
+        key = _norm(tape, key, "norm of the keys", structure, weight="d", rows="T·k/d")
         tape.release(*bare)
     turned = _rotary(tape, query, "queries"), _rotary(tape, key, "keys")
     tape.release(query, key)
@@ -251,6 +268,10 @@ def _linear(
 ) -> Value:  # fmt: skip
     """A frozen linear layer and, where it has one, its adapter; peft adds up, scales and casts in operators of their own."""
     name = _NAMES[module]
+    if structure.trained:
+        return op.linear(tape, value, width, Site(name, LAYER), reads=reads, bias=bias)
+    if structure.without is not None and structure.block.autocast:
+        return _copied_linear(tape, value, width, Site(name, LAYER), reads=reads, bias=bias)
     if structure.quantize != "none":
         return _quantised(tape, value, module, structure, width=width, reads=reads)
     with tape.unless_constant(value):
@@ -260,6 +281,25 @@ def _linear(
     with tape.unless_constant(value):
         given = op.cast(tape, value, "4" if structure.block.autocast else "e", Site(f"input of the {name}'s adapter", LORA))
     return _plus_adapter(tape, given, made, name, width=width, reads=reads)
+
+
+def _copied_linear(tape: Tape, value: Value, width: str, site: Site, *, reads: str, bias: bool) -> Value:
+    """Autocast copies a frozen weight for every product, which saves the copy where a gradient has to pass."""
+    wanted = (width, f"{reads}·{width}") if bias else (f"{reads}·{width}",)
+    copies = [tape.make(Kind.WEIGHT_CASTS, f"16-bit copy of the frozen {site.name}", f"e·{one}", AUTOCAST) for one in wanted]
+    with tape.unless_constant(value):
+        given = op.cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
+        made = op.tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
+        if not bias:
+            tape.products.append(made.store)
+
+        def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+            return [(given, op.gradient(tape, given, f"gradient through the {site.name}", site.source))]
+
+        tape.add(site.name, (made,), (copies[-1],), backward)
+    tape.drop(*copies)
+    tape.release(given)
+    return made
 
 
 def _quantised(tape: Tape, value: Value, module: str, structure: Structure, *, width: str, reads: str) -> Value:

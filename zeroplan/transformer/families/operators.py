@@ -132,10 +132,14 @@ def rms_norm(
 ) -> Value:
     """RMSNorm from single operators, in fp32; ``weight`` is the formula of its weight's elements, which may be ``frozen``."""
     site = Site(name, kind.source)
-    wide = cast(tape, value, "4", Site(f"{name}: its input", kind.source))
-    scale = _scale(tape, wide, rows, site)
-    normal = _times(tape, wide, scale, site)
-    tape.release(wide, scale)
+    with tape.unless_constant(value):
+        wide = cast(tape, value, "4", Site(f"{name}: its input", kind.source))
+        scale = _scale(tape, wide, rows, site)
+        normal = _times(tape, wide, scale, site)
+        tape.release(wide, scale)
+        if not (kind.one_plus or kind.wide):
+            narrow = cast(tape, normal, value.dtype, Site(f"{name}: normalised input", kind.source))
+            tape.release(normal)
     if kind.one_plus or kind.wide:
         plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", f"4·{weight}", kind.source),) if kind.one_plus else ()
         scaled = _weighted(tape, normal, (normal.store, *plus), weight, site)
@@ -144,8 +148,6 @@ def rms_norm(
         made = cast(tape, scaled, value.dtype, Site(f"output of the {name}", kind.source))
         tape.release(scaled)
         return made
-    narrow = cast(tape, normal, value.dtype, Site(f"{name}: normalised input", kind.source))
-    tape.release(normal)
     made = _weighted(tape, narrow, () if frozen else (narrow.store,), "" if frozen else weight, site)
     tape.release(narrow)
     return made
@@ -186,7 +188,8 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: str, s
     made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        arriving = [(value, gradient(tape, value, "gradient of the normalised input", site.source))]
+        reason = "gradient of the normalised input"
+        arriving = [] if value in tape.constants else [(value, gradient(tape, value, reason, site.source))]
         if weight:
             tape.temporary("gradient of the norm's weight, not yet summed", f"{value.dtype}·{value.shape}", site.source)
             tape.weight_gradient(weight)
