@@ -5,16 +5,18 @@ jobs. NumPy is imported only when a column is met: a single job never pays for i
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     Int: TypeAlias = int | NDArray[np.int64]
+    Float: TypeAlias = float | NDArray[np.floating[Any]]
     Bool: TypeAlias = bool | NDArray[np.bool_]
 else:
     Int: TypeAlias = object
+    Float: TypeAlias = object
     Bool: TypeAlias = object
 
 
@@ -74,6 +76,18 @@ def minimum(first: Int, *others: Int) -> Int:
     return smallest
 
 
+def longest(first: Float, *others: Float) -> Float:
+    """Largest of several times or rates, element by element where one is a column.
+
+    >>> longest(0.5, 2.0), longest(1.0)
+    (2.0, 1.0)
+    """
+    largest = first
+    for other in others:
+        largest = cast("Float", _pairwise(cast("Int", largest), cast("Int", other), larger=True))
+    return largest
+
+
 def where(condition: Bool, yes: Int, no: Int) -> Int:
     """``yes`` where the condition holds, else ``no``.
 
@@ -105,7 +119,7 @@ def for_each_value(function: Callable[[int], int], values: Int) -> Int:
 
 
 def _pairwise(a: Int, b: Int, *, larger: bool) -> Int:
-    if isinstance(a, int) and isinstance(b, int):
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return max(a, b) if larger else min(a, b)
     import numpy as np  # noqa: PLC0415  a single job never needs it
 

@@ -10,9 +10,13 @@ def matmul_parameters(model: ModelSpec, layout: Layout) -> int:
 
     Leaves out vectors (norms, biases). A tied head is the embedding table used as a matrix, so it counts.
     """
-    blocks = sum(run.layers * _matrices(run.parameters) for run in layout.runs)
     tied_head = model.vocab_size * model.hidden_size if model.tie_word_embeddings else 0
-    return blocks + _matrices(layout.tail) + tied_head
+    return block_matrices(layout) + _matrices(layout.tail) + tied_head
+
+
+def block_matrices(layout: Layout) -> int:
+    """Those of them that are in the blocks. [elements]"""
+    return sum(run.layers * _matrices(run.parameters) for run in layout.runs)
 
 
 def model_flops_per_token(model: ModelSpec, layout: Layout, *, seq_len: int, recompute: Recompute = "none") -> float:
@@ -26,18 +30,17 @@ def model_flops_per_token(model: ModelSpec, layout: Layout, *, seq_len: int, rec
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B (6N + 12LHQT).
     """
     matrices = 6.0 * matmul_parameters(model, layout)
-    scores = 6.0 * model.num_hidden_layers * seq_len * _score_widths(model)
+    scores = 6.0 * model.num_hidden_layers * seq_len * attention_widths(model)
     if recompute != "full":
         return matrices + scores
-    blocks = 2.0 * sum(run.layers * _matrices(run.parameters) for run in layout.runs)
-    return matrices + scores + blocks + scores / 3.0
+    return matrices + scores + 2.0 * block_matrices(layout) + scores / 3.0
 
 
 def _matrices(parameters: tuple[Parameter, ...]) -> int:
     return sum(parameter.active for parameter in parameters if len(parameter.shape) > 1)
 
 
-def _score_widths(model: ModelSpec) -> int:
+def attention_widths(model: ModelSpec) -> int:
     """Width of the queries plus width of the attention output; twice a·d except under latent attention."""
     values = model.head_dim if model.mla is None else model.mla.v_head_dim
     return model.num_attention_heads * (model.head_dim + values)

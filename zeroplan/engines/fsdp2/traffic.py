@@ -9,6 +9,9 @@ from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 
+#: What the collectives of the root group, and those over replicas, are said to carry.
+ROOT, REPLICAS = "the root group", "gradient shards"
+
 
 def collectives(plan: Plan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
     """Every collective of one optimizer step.
@@ -17,7 +20,7 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
     3Ψ of the ZeRO paper (arXiv:1910.02054, section 7).
     """
     reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
-    calls = list(_of_group(plan, (plan.root, plan.trained_root), 1, "the root group", mesh, batch.grad_accum_steps, reductions))
+    calls = list(_of_group(plan, (plan.root, plan.trained_root), 1, ROOT, mesh, batch.grad_accum_steps, reductions))
     for *groups, run in zip(plan.blocks, plan.trained_blocks, plan.runs, strict=True):
         calls += _of_group(
             plan, (groups[0], groups[1]), run.layers, f"{run.kind} blocks", mesh, batch.grad_accum_steps, reductions
@@ -34,7 +37,7 @@ def _of_group(
         ranks = plan.n if plan.reshard is True else plan.reshard
         yield _gather(plan, group, passes * layers, what, "backward", ranks=ranks)
     yield _reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}")
-    yield _over_replicas(plan, trained, reductions * layers, f"gradient shards of {name}", mesh.dp_replicate)
+    yield _over_replicas(plan, trained, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
 
 
 def _gather(plan: Plan, group: Group, calls: Int, what: str, when: str, *, ranks: Int) -> Collective:

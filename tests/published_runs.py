@@ -1,0 +1,101 @@
+"""The published training runs of tests/golden/throughput.toml as jobs, in two halves that were drawn before any was looked at."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, RecipeSpec
+from zeroplan.catalog.gpu import gpu
+from zeroplan.estimator import engine_module
+from zeroplan.steptime import StepTime, step_time
+
+FILE = Path(__file__).parent / "golden" / "throughput.toml"
+
+
+class Run(NamedTuple):
+    """One row: where it is from, what was run, what was measured."""
+
+    id: str
+    drawn_with: str
+    """Whose groups are halved together."""
+    group: str
+    """Publisher, model and GPU: what stands in one half together."""
+    job: JobSpec
+    tokens_per_s: float
+
+
+@cache
+def runs() -> tuple[Run, ...]:
+    """Every row whose recomputation is stated."""
+    data = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    return tuple(
+        _run(data["models"], table, row) for table in data["tables"] for row in table["rows"] if row["recompute"] != "partly"
+    )
+
+
+@cache
+def built_on() -> frozenset[str]:
+    """The groups that the constants were fitted on: of each publisher every other one, in the order of their hashes."""
+    ordered = sorted({(run.drawn_with, hashlib.sha256(run.group.encode()).hexdigest(), run.group) for run in runs()})
+    each = (list(of_one) for _, of_one in groupby(ordered, key=lambda one: one[0]))
+    return frozenset(group for of_one in each for *_, group in of_one[::2])
+
+
+def _run(models: dict, table: dict, row: dict) -> Run:
+    publisher = table["source"].split("/")[0]
+    drawn_with = f"{publisher}, later" if table.get("joined_later") else publisher
+    group = "|".join((publisher, row["model"].lower(), table["gpu"]))
+    return Run(row["id"], drawn_with, group, _job(models[row["model"]], table, row), row["tokens_per_s_per_gpu"])
+
+
+def _job(sizes: dict, table: dict, row: dict) -> JobSpec:
+    card, network = gpu(table["gpu"]), table["node_network_gbit_per_s"]
+    if network:
+        figure = replace(card.network_link_bytes_per_s, value=network * 1e9 / 8 / 8, check=None)
+        card = replace(card, network_link_bytes_per_s=figure)
+    replicas = row["gpus"] // 8 if table["sharding"] == "hsdp" else 1
+    return JobSpec(
+        model=_model(sizes, row),
+        cluster=ClusterSpec(gpu=card),
+        recipe=RecipeSpec(
+            engine="fsdp2",
+            zero_stage=2 if table["sharding"] == "zero2" else 3,
+            optimizer_impl="fused",
+            recompute=row["recompute"],
+            fsdp2=Fsdp2Options(reduce_dtype="fp32" if "DEFAULT" in table["precision"] else "param"),
+        ),
+        mesh=MeshSpec(dp_shard=row["gpus"] // replicas, dp_replicate=replicas),
+        batch=BatchSpec(seq_len=row["seq_len"], micro_batch_size=row["micro_batch"], grad_accum_steps=row["grad_accum"]),
+    )
+
+
+def _model(sizes: dict, row: dict) -> ModelSpec:
+    learned = sizes["family"] == "gpt2"
+    return ModelSpec(
+        family=sizes["family"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["ffn"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        head_dim=sizes["hidden"] // sizes["heads"],
+        vocab_size=sizes["vocab"],
+        max_position_embeddings=row["seq_len"],
+        positions=row["seq_len"] if learned else 0,
+        tie_word_embeddings=learned,
+        attention_bias=learned,
+        mlp_bias=learned,
+    )
+
+
+def predicted(run: Run, **assumed: object) -> StepTime:
+    """What zeroplan says of a run."""
+    job = run.job
+    account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
+    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, **assumed)

@@ -1,0 +1,163 @@
+"""The time of a step: by hand, in columns, and held against published runs that no constant was fitted on."""
+
+from dataclasses import replace
+from itertools import combinations
+from statistics import median
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.published_runs import Run, built_on, predicted, runs
+from zeroplan import ClusterSpec, JobSpec, SpecError, job
+from zeroplan.catalog.gpu import gpu
+from zeroplan.estimator import engine_module
+from zeroplan.ledger import Collective
+from zeroplan.steptime import StepTime, step_time
+from zeroplan.steptime.links import links, neighbours, rate, seconds, strided
+
+
+def timed(one: JobSpec, **assumed: object) -> StepTime:
+    account = engine_module(one.recipe.engine).account(one.model, one.recipe, one.mesh, one.batch)
+    return step_time(account, one.model, one.recipe, one.mesh, one.batch, one.cluster, **assumed)
+
+
+def part(found: StepTime, name: str) -> float:
+    return next(float(one.seconds) for one in found.parts if one.name.startswith(name))
+
+
+SAID = {"model": "llama-3.1-8b", "gpu": "h100", "gpus": 16, "seq_len": 4096}
+
+
+# Published runs
+
+
+def error(run: Run) -> float:
+    return abs(float(predicted(run).tokens_per_s) / run.tokens_per_s - 1)
+
+
+def test_the_half_that_nothing_was_fitted_on_is_met_as_well_as_docs_say():
+    """The aim is a median of 15 %; docs/plan.md has the figures."""
+    errors = {built: [error(run) for run in runs() if (run.group in built_on()) == built] for built in (True, False)}
+    assert len(errors[True]) == 146
+    assert len(errors[False]) == 87
+    assert median(errors[True]) < 0.04
+    assert median(errors[False]) < 0.07
+
+
+def test_of_two_layouts_the_quicker_one_is_told_in_nine_of_ten_pairs():
+    """Pairs of the same model and GPU in the half not fitted on, whose measured rates differ by more than 5 %."""
+    rates = [(run.group, run.tokens_per_s, float(predicted(run).tokens_per_s)) for run in runs() if run.group not in built_on()]
+    pairs = [(a, b) for a, b in combinations(rates, 2) if a[0] == b[0] and max(a[1], b[1]) > 1.05 * min(a[1], b[1])]
+    right = [(a, b) for a, b in pairs if (a[1] > b[1]) == (a[2] > b[2])]
+    assert len(right) > 0.9 * len(pairs) > 400
+
+
+# Links
+
+
+def test_a_ring_by_hand():
+    """Eight H100 of one node, 800 MB in one all-gather: 7/8 of it at 80 % of 450 GB/s, after 8.4 us and seven hops of 3.4."""
+    here = links(ClusterSpec(gpu=gpu("h100")))
+    assert here is not None
+    call = Collective("all_gather", "", "forward", 8, 1, 800_000_000, 700_000_000, 0)
+    assert seconds(call, neighbours(8, 8), here) == pytest.approx(700e6 / 360e9 + 8.4e-6 + 7 * 3.4e-6)
+
+
+@pytest.mark.parametrize(
+    ("group", "members", "expected"),
+    [
+        (neighbours(16, 8), 8, 320e9),  # eight cards of 50 GB/s
+        (neighbours(64, 8), 8, 320e9),
+        (strided(2, 8, 8), 1, 40e9),  # one card each
+        (strided(4, 4, 8), 2, 80e9),
+        (strided(2, 4, 8), 2, 360e9),  # both in one node
+    ],
+)
+def test_the_cards_of_all_members_in_a_node_carry_a_ring(group: object, members: int, expected: float):
+    here = links(ClusterSpec(gpu=gpu("h100")))
+    assert here is not None
+    assert group.members == members
+    assert rate(group, here) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "operation", "busbw"),
+    [
+        ("h200", "all_gather", 361.4e9),
+        ("h200", "reduce_scatter", 362.9e9),
+        ("b200", "all_reduce", 682.2e9),
+        ("a100", "all_reduce", 235e9),
+    ],
+)
+def test_published_rates_within_nodes_are_met(name: str, operation: str, busbw: float):
+    """nccl-tests' bus bandwidth on 8 GPUs without NVLS (github.com/stas00/ml-engineering, network/README.md)."""
+    here = links(ClusterSpec(gpu=gpu(name)))
+    assert here is not None
+    passes = 2 if operation == "all_reduce" else 1
+    call = Collective(operation, "", "", 8, 1, 2**33, passes * 7 * 2**30, 0)
+    assert passes * 7 * 2**30 / seconds(call, neighbours(8, 8), here) == pytest.approx(busbw, rel=0.06)
+
+
+# Parts
+
+
+def test_a_rate_that_is_asked_for_is_what_computing_takes():
+    """At 40 % of 989.4 TFLOP/s: three forwards of matrices, three and a half of attention."""
+    one = job(**SAID)
+    found = timed(one, mfu=0.4)
+    matrices, tokens = 7_504_658_432, 4096
+    attention = 2 * 32 * 2 * 32 * 128 * (4096 + 1) / 2 * tokens
+    asked = 3 * 2 * matrices * tokens + 3.5 * attention
+    assert part(found, "forward") + part(found, "backward") == pytest.approx(asked / (0.4 * 989.4e12))
+    assert part(timed(job(**SAID, recompute="full"), mfu=0.4), "recomputation") > 0 == part(found, "recomputation")
+
+
+def test_waiting_ends_where_there_is_enough_to_compute():
+    """One long micro-batch hides its gathers but the first; a short one does not."""
+    long, short = (timed(job(**SAID | {"seq_len": tokens, "gpus": 64})) for tokens in (16384, 256))
+    gathers = "waiting for all-gathers"
+    assert part(long, gathers) < 0.01 * float(long.seconds)
+    assert part(short, gathers) > 0.1 * float(short.seconds)
+
+
+def test_deepspeed_below_stage_3_waits_for_its_reductions():
+    said = SAID | {"engine": "deepspeed", "stage": 2, "gpus": 64}
+    plain, beside = timed(job(**said)), timed(job(**said, deepspeed=replace(job(**said).recipe.deepspeed, overlap_comm=True)))
+    name = "waiting for collectives in backward"
+    assert part(plain, name) > 2 * part(beside, name)
+
+
+def test_offload_puts_the_step_on_the_host():
+    here, away = timed(job(**SAID)), timed(job(**SAID, offload_optimizer="cpu", offload_param="cpu"))
+    assert part(away, "optimizer step") > 5 * part(here, "optimizer step")
+    assert any(one.name.startswith("copies") for one in away.parts)
+
+
+def test_a_step_without_a_gpu_has_no_time():
+    with pytest.raises(SpecError, match="--gpu"):
+        timed(job(model="gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage"), [("fsdp2", 3), ("fsdp2", 2), ("ddp", 0), ("ddp", 1), *(("deepspeed", stage) for stage in range(4))]
+)
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "mixtral-8x7b", "gemma-2-2b"])
+def test_a_column_is_its_jobs(engine: str, stage: int, model: str):
+    several = [(4, 1, 1), (16, 2, 3), (64, 8, 1)]
+    jobs = [
+        job(model=model, gpu="a100", gpus=n, engine=engine, stage=stage, micro_batch=b, grad_accum=g) for n, b, g in several
+    ]
+    columns = [np.array(values, dtype=np.int64) for values in zip(*several, strict=True)]
+    mesh = SimpleNamespace(dp_shard=columns[0], dp_replicate=1, tp=1)
+    batch = SimpleNamespace(micro_batch_size=columns[1], seq_len=4096, grad_accum_steps=columns[2])
+    first = jobs[0]
+    account = engine_module(engine).account(first.model, first.recipe, mesh, batch)
+    grid = step_time(account, first.model, first.recipe, mesh, batch, first.cluster)
+    for at, one in enumerate(jobs):
+        single = timed(one)
+        assert [part.name for part in grid.parts] == [part.name for part in single.parts]
+        for whole, alone in zip(grid.parts, single.parts, strict=True):
+            assert np.broadcast_to(whole.seconds, 3)[at] == pytest.approx(float(alone.seconds), rel=1e-12, abs=1e-15), (
+                alone.name
+            )

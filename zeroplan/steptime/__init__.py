@@ -1,0 +1,87 @@
+"""How long does an optimizer step take, part by part? Ints and columns alike; nothing here is measured on the user's machine.
+
+Forward and backward compute while collectives go on beside them, as the engine lets them: FSDP2 gathers the next block while
+this one computes and reduces the last one's gradients, DDP reduces bucket by bucket during the backward, DeepSpeed gathers ahead
+at stage 3 and reduces beside the backward where ``overlap_comm`` is on. What goes on beside adds nothing but what is longer than
+the computing, and what has nothing to hide behind.
+
+Left out: data loading, launch of small kernels, stragglers, congestion, pipelines and tensor parallelism, checkpoints.
+"""
+
+from zeroplan.engines.account import Account
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Kind, bytes_by_kind
+from zeroplan.numeric import Float, Int, longest
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.steptime.compute import Computing, computing, peak_flops_per_s, stepping
+from zeroplan.steptime.efficiency import PCIE_SOURCE, Efficiency, efficiency, pcie_bytes_per_s
+from zeroplan.steptime.links import links
+from zeroplan.steptime.parts import Part, StepTime
+from zeroplan.steptime.sending import exposed
+from zeroplan.steptime.work import work
+
+__all__ = ["Part", "StepTime", "efficiency", "step_time"]
+
+
+def step_time(
+    account: Account,
+    model: ModelSpec,
+    recipe: RecipeSpec,
+    mesh: Mesh,
+    batch: Batch,
+    cluster: ClusterSpec,
+    *,
+    mfu: float | None = None,
+    share: Efficiency | None = None,
+) -> StepTime:
+    """Return the parts of one step; raises SpecError without a GPU, or for a model whose operations nobody has counted. [s]"""
+    gpu, here = cluster.gpu, links(cluster)
+    if gpu is None or here is None:
+        raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
+    if model.profile is not None:
+        raise SpecError(
+            "a profile does not say how many operations its module takes, so it has no time; use --model or --config"
+        )
+    share = share or efficiency(gpu.architecture)
+    asked = work(model, recipe, batch)
+    busy = computing(asked, model, recipe, batch, gpu, share, mfu)
+    on_host = _steps_on_host(recipe)
+    step = stepping(account, recipe, gpu, share, on_host=on_host, ranks_per_node=here.per_node)
+    copies = _copies(account, recipe, batch, busy, gpu.architecture) if recipe.offloads else ()
+    parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
+    tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps
+    flops = batch.grad_accum_steps * 3.0 * (asked.blocks_flops + asked.head_flops + asked.attention_flops)
+    return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
+
+
+def _steps_on_host(recipe: RecipeSpec) -> bool:
+    if recipe.engine == "deepspeed":
+        return recipe.deepspeed.offload_optimizer != "none"
+    return recipe.offloads
+
+
+def _copies(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> tuple[Part, ...]:
+    """Copies over PCIe: gradients down after every backward, weights up, for every pass where they live on the host.
+
+    They go on beside forward and backward as far as those last.
+    """
+    host = bytes_by_kind(account.host)
+    held: Int = host.get(Kind.OPTIMIZER_STATE, 0) + host.get(Kind.PARAMETERS, 0)
+    elements = held / _HELD_BYTES.get(recipe.precision, 12)
+    width = 4.0 if recipe.engine == "fsdp2" else 2.0
+    away = recipe.engine == "fsdp2" or recipe.deepspeed.offload_param != "none"
+    up = 2.0 * batch.grad_accum_steps if away else 1.0
+    moved = elements * width * (batch.grad_accum_steps + up)
+    takes: Float = moved / pcie_bytes_per_s(architecture)
+    beside = busy.forward_s + busy.backward_s
+    left = longest(takes - beside, 0.0 * takes)
+    reason = "gradients to the host, weights back, beside forward and backward as far as those last"
+    return (Part("copies to and from the host", left, takes - left, reason, PCIE_SOURCE),)
+
+
+#: Bytes on the host per parameter under Adam: weight and both moments, in the optimizer's width.
+_HELD_BYTES = {"bf16-mixed": 12, "fp16-mixed": 12, "bf16": 6, "fp32": 12}

@@ -1,0 +1,145 @@
+"""How long does a GPU compute in one step, and how much of that in forward, backward and the optimizer's step?"""
+
+from typing import NamedTuple
+
+from zeroplan.engines.account import Account
+from zeroplan.engines.optimizers import implementation
+from zeroplan.engines.precisions import widths
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Kind, bytes_by_kind
+from zeroplan.numeric import Float, Int, longest
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.hardware import GpuSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
+from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, Efficiency
+from zeroplan.steptime.parts import Part
+from zeroplan.steptime.work import ATTENTION_BACKWARD, MATRIX_BACKWARD, SAVED_BACKWARD, SAVED_FORWARD, Work
+
+#: Reads and writes of one element in a step of Adam: weight, both moments read and written, gradient read; tensor by tensor or
+#: in lists every operator goes through memory (torch 2.13, optim/adamw.py, _multi_tensor_adamw: decay 2, lerp 3, mul 2,
+#: addcmul 3, sqrt 2, div 2, add 2, addcdiv 4).
+_FUSED_ACCESSES, _UNFUSED_ACCESSES = 7.0, 20.0
+_ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
+_STEP_SOURCE = "torch 2.13, torch/optim/adamw.py, _multi_tensor_adamw and _fused_adamw"
+_PASSES = "a saved tensor is written and read in forward, read with two gradients beside it in backward"
+
+
+class Computing(NamedTuple):
+    """The parts that compute, and the windows in which something else may go on. [s]"""
+
+    parts: tuple[Part, ...]
+    forward_s: Float
+    """Of all micro-batches of the step."""
+    backward_s: Float
+    """The same, recomputation included."""
+
+
+def peak_flops_per_s(gpu: GpuSpec, recipe: RecipeSpec) -> float:
+    """Dense peak in the dtype that matrices are multiplied in; raises SpecError where the GPU has none. [FLOPs/s]"""
+    name = widths(recipe.precision).name
+    figure = gpu.dense_flops_per_s.get(name)  # type: ignore[call-overload]  # the names of two tables
+    if figure is None:
+        raise SpecError(f"GPU {gpu.name!r} has no {name} rate in its entry, so no time can be given; use another --precision")
+    return float(figure.value)
+
+
+def computing(
+    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, gpu: GpuSpec, share: Efficiency, mfu: float | None
+) -> Computing:
+    """Time of forward, backward and recomputation of a step.
+
+    ``mfu`` stands in place of the fitted shares: all operations, recomputed ones too, at that share of the dense peak.
+    """
+    backward = MATRIX_BACKWARD if model.adapter is None else MATRIX_BACKWARD - 1  # no gradients of frozen weights
+    peak, again = peak_flops_per_s(gpu, recipe), 1.0 if recipe.recompute == "full" else 0.0
+    if mfu is not None:
+        return _as_asked(
+            asked, backward, again, mfu * peak, batch.grad_accum_steps, f"at {mfu:.0%} of the dense peak, as asked"
+        )
+    return _bound(
+        asked, backward, again, recipe, _Rates(peak, gpu.memory_bandwidth_bytes_per_s.value, share), batch.grad_accum_steps
+    )
+
+
+def _as_asked(asked: Work, backward: float, again: float, rate: float, steps: Int, reason: str) -> Computing:
+    """Every operation at one rate."""
+    matrices, attention = asked.blocks_flops + asked.head_flops, asked.attention_flops
+    forward = steps * (matrices + attention) / rate
+    back = steps * (backward * matrices + ATTENTION_BACKWARD * attention) / rate
+    repeated = steps * again * (asked.blocks_flops + attention) / rate
+    named = (("forward", forward), ("backward", back), ("recomputation", repeated))
+    return Computing(tuple(_part(name, took, reason, "--mfu") for name, took in named), forward, back + repeated)
+
+
+class _Rates(NamedTuple):
+    """What a data sheet says, and the shares of it that are reached."""
+
+    peak: float
+    bandwidth: float
+    share: Efficiency
+
+
+def _bound(asked: Work, backward: float, again: float, recipe: RecipeSpec, rates: _Rates, steps: Int) -> Computing:
+    """Matrix multiplications, attention and what memory bounds, each at its own share of the data sheet's rate."""
+    share, bandwidth = rates.share, rates.share.bandwidth * rates.bandwidth
+    matrices = longest((asked.blocks_flops + asked.head_flops) / (share.matrices * rates.peak), asked.weights_bytes / bandwidth)
+    attention = asked.attention_flops / (share.attention * rates.peak)
+    moved = (asked.blocks_bytes + asked.head_bytes) / bandwidth
+    repeated = again * (asked.blocks_flops / (share.matrices * rates.peak) + attention)
+    if recipe.recompute != "none":
+        repeated = repeated + SAVED_FORWARD * asked.blocks_bytes / bandwidth
+    at = f"of the dense peak of {rates.peak / 1e12:,.0f} TFLOP/s"
+    moves = f"{_PASSES}; {share.bandwidth:.0%} of {rates.bandwidth / 1e12:,.2f} TB/s"
+    parts = (
+        _part("matrix multiplications", steps * (1 + backward) * matrices, f"{share.matrices:.0%} {at}", share.source),
+        _part(
+            "attention", steps * (1 + ATTENTION_BACKWARD) * attention, f"{share.attention:.0%} {at}, {_CAUSAL}", share.source
+        ),
+        _part("operators bound by memory", steps * (SAVED_FORWARD + SAVED_BACKWARD) * moved, moves, share.source),
+        _part("recomputation", steps * repeated, _WHAT_AGAIN[recipe.recompute], share.source),
+    )
+    forward = matrices + attention + SAVED_FORWARD * moved
+    back = backward * matrices + ATTENTION_BACKWARD * attention + SAVED_BACKWARD * moved + repeated
+    return Computing(parts, steps * forward, steps * back)
+
+
+#: Dao 2023, arXiv:2307.08691, section 4.1.
+_CAUSAL = "without what a causal mask hides, a backward of 2.5 forwards"
+_WHAT_AGAIN = {
+    "none": "nothing is recomputed",
+    "selective": "all but matrix multiplications and attention once more",
+    "full": "the forward of every block once more",
+}
+
+
+def _part(name: str, seconds: Float, reason: str, source: str) -> Part:
+    return Part(name, seconds, 0.0, reason, source)
+
+
+def stepping(
+    account: Account, recipe: RecipeSpec, gpu: GpuSpec, share: Efficiency, *, on_host: bool, ranks_per_node: int
+) -> Part:
+    """Time of the optimizer's step: what it reads and writes, at the rate of the memory it is in.
+
+    Optimizers other than Adam read and write their states and the weights once, and read the gradients.
+    """
+    lines = account.host if on_host else account.states
+    sizes = bytes_by_kind(lines)
+    states = sizes.get(Kind.OPTIMIZER_STATE, 0) + sizes.get(Kind.PARAMETERS, 0)
+    once = 2.0 * states + sizes.get(Kind.GRADIENTS, 0)
+    impl = _implementation(recipe, on_host=on_host)
+    times = 1.0 if impl == "fused" or recipe.optimizer not in _ADAM else _UNFUSED_ACCESSES / _FUSED_ACCESSES
+    if on_host:
+        rate, where, source = HOST_BYTES_PER_S / ranks_per_node, "on the CPU, bound by the host's memory", HOST_SOURCE
+    else:
+        rate, where, source = share.bandwidth * gpu.memory_bandwidth_bytes_per_s.value, "bound by memory", _STEP_SOURCE
+    return _part("optimizer step", times * once / rate, f"{recipe.optimizer} ({impl}), {where}", source)
+
+
+def _implementation(recipe: RecipeSpec, *, on_host: bool) -> OptimizerImpl:
+    if recipe.engine == "deepspeed":
+        from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  the others' answers need not wait for it
+
+        return optimizer_impl(recipe)
+    return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=on_host)

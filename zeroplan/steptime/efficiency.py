@@ -1,0 +1,62 @@
+"""How much of what a data sheet promises does a GPU reach in training? Shares, each with what it was measured on.
+
+Shares of the dense peak and of the memory's bandwidth are fitted to half of the published throughput in
+``tests/golden/throughput.toml`` (A100 and H100, FSDP); the other half was never looked at, and docs/plan.md gives the errors of
+both. An architecture without such rows has Hopper's shares, and the answer says so.
+"""
+
+from typing import NamedTuple
+
+_FITTED = "fitted to half of the published runs in tests/golden/throughput.toml"
+_NOT_FITTED = "Hopper's, for want of published runs on this architecture"
+
+
+class Efficiency(NamedTuple):
+    """Shares of one architecture's rates, from 0 to 1, and where they come from."""
+
+    matrices: float
+    """Of the dense peak, in matrix multiplications."""
+    attention: float
+    """Of the dense peak, in a fused causal attention kernel, masked half left out."""
+    bandwidth: float
+    """Of the memory's bandwidth, in operators that are bound by it."""
+    source: str
+
+
+_AMPERE = Efficiency(0.75, 0.30, 0.9, _FITTED)
+_HOPPER = Efficiency(0.60, 0.20, 0.8, _FITTED)
+_EFFICIENCIES = {"Ampere": _AMPERE, "Hopper": _HOPPER}
+
+#: What a ring reaches of its links: all-gather and reduce-scatter on eight H200, 361.4 and 362.9 of 450 GB/s; all-reduce on
+#: eight A100, 235 of 300 GB/s, on eight B200 without NVLS 682 of 900 GB/s.
+LINK_SHARE = 0.80
+LINK_SOURCE = (
+    "github.com/stas00/ml-engineering, network/README.md: all-gather 361, reduce-scatter 363 of 450 GB/s on 8 H200; "
+    "taken for links between nodes too"
+)
+
+#: Host to device over PCIe: 55.4 of 64 GB/s.
+PCIE_SHARE = 55.4 / 64
+PCIE_SOURCE = "github.com/stas00/ml-engineering, network/README.md: 55.4 of 64 GB/s from host to device over PCIe 5.0 x16"
+_PCIE_BYTES_PER_S = {3: 16e9, 4: 32e9, 5: 64e9}
+_PCIE_OF = {"Pascal": 3, "Volta": 3, "Turing": 3, "Ampere": 4, "Ada Lovelace": 4, "CDNA": 4, "CDNA 2": 4}
+
+#: Host memory of a node of two sockets with eight channels of DDR4-3200 each.
+HOST_BYTES_PER_S = 2 * 8 * 3200e6 * 8
+HOST_SOURCE = (
+    "AMD EPYC 7002 series data sheet: eight channels of DDR4-3200, 204.8 GB/s per socket; two sockets, shared by the ranks"
+)
+
+
+def efficiency(architecture: str) -> Efficiency:
+    """Return the shares of an architecture.
+
+    >>> efficiency("Ampere").source == efficiency("Hopper").source
+    True
+    """
+    return _EFFICIENCIES.get(architecture, _HOPPER._replace(source=_NOT_FITTED))
+
+
+def pcie_bytes_per_s(architecture: str) -> float:
+    """What a copy between host and device reaches in one direction, over x16. [bytes/s]"""
+    return PCIE_SHARE * _PCIE_BYTES_PER_S[_PCIE_OF.get(architecture, 5)]

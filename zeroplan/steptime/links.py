@@ -1,0 +1,86 @@
+"""How long does a collective take on these links? An alpha-beta model of NCCL's ring.
+
+A ring that spans nodes enters and leaves each node through as many network cards as the group has members there, so the group's
+rate is theirs together, or that of the links within the node where those are slower.
+"""
+
+from typing import NamedTuple
+
+from zeroplan.ledger import Collective
+from zeroplan.numeric import Float, Int, ceil_div, longest, maximum, minimum, where
+from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.steptime.efficiency import LINK_SHARE
+
+#: NCCL's own figures for its ring with the Simple protocol (2.14, src/graph/tuning.cc, ``baseLat`` and ``hwLat``). [s]
+_BASE_S, _NVLINK_HOP_S, _PCIE_HOP_S, _NETWORK_HOP_S = 8.4e-6, 3.4e-6, 5.7e-6, 9.6e-6
+LATENCY_SOURCE = "NCCL 2.14, src/graph/tuning.cc, ncclTopoTuneModel (ring, Simple)"
+
+
+class Links(NamedTuple):
+    """The links of a cluster, per GPU and direction. [bytes/s]"""
+
+    per_node: int
+    node_bytes_per_s: float
+    node_hop_s: float
+    network_bytes_per_s: float | None
+
+
+class Group(NamedTuple):
+    """Where the ranks of a process group are: how many there are, and how many of them share a node."""
+
+    size: Int
+    members: Int
+
+
+def links(cluster: ClusterSpec) -> Links | None:
+    """Return the links of a cluster; None without a GPU."""
+    gpu = cluster.gpu
+    if gpu is None:
+        return None
+    network = gpu.network_link_bytes_per_s
+    hop = _PCIE_HOP_S if gpu.node_link.startswith("PCIe") else _NVLINK_HOP_S
+    per_node = cluster.gpus_per_node or gpu.gpus_per_node
+    return Links(per_node, gpu.node_link_bytes_per_s.value, hop, None if network is None else network.value)
+
+
+def neighbours(size: Int, per_node: int) -> Group:
+    """A group of consecutive ranks, as of shards."""
+    return Group(size, minimum(size, per_node))
+
+
+def strided(size: Int, stride: Int, per_node: int) -> Group:
+    """A group of ranks that are ``stride`` apart, as of replicas."""
+    return Group(size, minimum(size, maximum(1, per_node // stride)))
+
+
+def seconds(call: Collective, group: Group, here: Links) -> Float:
+    """Time of all calls of a step, one after the other. [s]
+
+    A call takes NCCL's latency once per hop of the ring, and what one GPU sends takes the group's rate. Leaves out trees, NVLS
+    and in-network reduction, which are quicker for all-reduces, and what other traffic takes.
+    """
+    return call.calls * latency(call.operation, group, here) + call.sent_bytes / rate(group, here)
+
+
+def rate(group: Group, here: Links) -> Float:
+    """What one GPU of the group sends at. [bytes/s]"""
+    inside = LINK_SHARE * here.node_bytes_per_s
+    if here.network_bytes_per_s is None:
+        return inside
+    across = LINK_SHARE * here.network_bytes_per_s * group.members
+    slower = across + inside - longest(across, inside)
+    return inside + crosses(group) * (slower - inside)
+
+
+def crosses(group: Group) -> Int:
+    """1 where the group spans nodes, else 0."""
+    return where(group.size > group.members, 1, 0)
+
+
+def latency(operation: str, group: Group, here: Links) -> Float:
+    """What a call takes with nothing to send. [s]"""
+    passes = 2 if operation == "all_reduce" else 1
+    nodes = ceil_div(group.size, group.members)
+    hops, between = passes * (group.size - 1), passes * (nodes - 1)
+    lasts = _BASE_S + (hops - between) * here.node_hop_s + between * _NETWORK_HOP_S
+    return where(group.size > 1, 1, 0) * lasts

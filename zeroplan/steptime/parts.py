@@ -1,0 +1,46 @@
+"""The result type of step time: a part of the step with its seconds and its reason, as a ledger's line has its bytes."""
+
+from typing import NamedTuple
+
+from zeroplan.numeric import Float
+
+
+class Part(NamedTuple):
+    """A part of a step and why it takes that long; what is hidden behind other parts is named, and not added up."""
+
+    name: str
+    seconds: Float
+    """What it adds to the step."""
+    hidden_s: Float
+    """What of it goes on behind the other parts."""
+    reason: str
+    source: str
+
+
+class StepTime(NamedTuple):
+    """The time of one optimizer step on one GPU, part by part."""
+
+    parts: tuple[Part, ...]
+    model_flops: Float
+    """What the model's formula asks of one GPU: no recomputation, causal attention. [FLOPs]"""
+    tokens: Float
+    """Of one GPU."""
+    peak_flops_per_s: float
+
+    @property
+    def seconds(self) -> Float:
+        """The whole step. [s]"""
+        total: Float = 0.0
+        for part in self.parts:
+            total = total + part.seconds
+        return total
+
+    @property
+    def tokens_per_s(self) -> Float:
+        """Of one GPU. [tokens/s]"""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> Float:
+        """Share of the dense peak that the model's own operations use, the masked half of attention left out."""
+        return self.model_flops / (self.seconds * self.peak_flops_per_s)

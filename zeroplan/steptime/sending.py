@@ -1,0 +1,132 @@
+"""How much do collectives add to a step, given what each engine lets go on beside its computing?"""
+
+from typing import NamedTuple
+
+from zeroplan.engines.fsdp2.traffic import REPLICAS, ROOT
+from zeroplan.ledger import Collective
+from zeroplan.numeric import Float, Int, longest
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.steptime.compute import Computing
+from zeroplan.steptime.efficiency import LINK_SOURCE
+from zeroplan.steptime.links import LATENCY_SOURCE, Group, Links, crosses, latency, neighbours, rate, seconds, strided
+from zeroplan.steptime.parts import Part
+
+_SOURCE = f"{LINK_SOURCE}; {LATENCY_SOURCE}"
+
+
+class _Sent(NamedTuple):
+    """What goes over the links in one window of the step. [s]"""
+
+    inside: Float = 0.0
+    """On the links within a node."""
+    across: Float = 0.0
+    """Over the network."""
+    bare: Float = 0.0
+    """Of both, what has nothing to hide behind."""
+
+    @property
+    def takes(self) -> Float:
+        return longest(self.inside, self.across)
+
+    def and_of(self, time: Float, group: Group, bare: Float) -> "_Sent":
+        """Add a collective, which goes over one of the two links."""
+        over = crosses(group)
+        return _Sent(self.inside + (1 - over) * time, self.across + over * time, self.bare + bare)
+
+
+def exposed(
+    calls: tuple[Collective, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, busy: Computing
+) -> tuple[Part, ...]:
+    """The parts of a step in which a GPU waits for others, in forward, backward and after it. [s]
+
+    Traffic within nodes and between them goes on at once, in different groups.
+    """
+    passes = batch.grad_accum_steps
+    windows = {"forward": _Sent(), "backward": _Sent(), "step": _Sent()}
+    for call in calls:
+        group = _group(call, recipe, mesh, here)
+        time = _time(call, group, model, recipe, here)
+        window, bare = _placed(call, recipe)
+        windows[window] = windows[window].and_of(time, group, _uncovered(time, call, bare, passes))
+    beside = {
+        "forward": busy.forward_s,
+        "backward": busy.backward_s * _share_beside(recipe, passes),
+        "step": 0.0 * busy.forward_s,
+    }
+    return tuple(_part(name, windows[name], beside[name]) for name in windows)
+
+
+_NAMES = {
+    "forward": ("waiting for all-gathers in forward", "gathered ahead of the block that needs it"),
+    "backward": ("waiting for collectives in backward", "gathered ahead, reduced behind"),
+    "step": ("collectives around the optimizer step", "nothing goes on beside it"),
+}
+
+
+def _part(name: str, sent: _Sent, beside: Float) -> Part:
+    takes = sent.takes
+    waits = longest(takes - beside, _least(sent.bare, takes))
+    title, reason = _NAMES[name]
+    return Part(title, waits, takes - waits, reason, _SOURCE)
+
+
+def _least(a: Float, b: Float) -> Float:
+    return a + b - longest(a, b)
+
+
+def _group(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
+    if recipe.engine == "fsdp2" and call.what.startswith(REPLICAS):
+        return strided(call.group, mesh.dp_shard, here.per_node)
+    return neighbours(call.group, here.per_node)
+
+
+def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, here: Links) -> Float:
+    """Time of a collective; DDP's, which stands for as many as there are buckets, has the latency of each."""
+    if recipe.engine == "ddp" and call.what.startswith("gradients"):
+        from zeroplan.engines.ddp import bucket_count  # noqa: PLC0415  the others' answers need not wait for it
+
+        buckets = bucket_count(model, 4)
+        return buckets * call.calls * latency(call.operation, group, here) + call.sent_bytes / rate(group, here)
+    return seconds(call, group, here)
+
+
+def _placed(call: Collective, recipe: RecipeSpec) -> tuple[str, str]:
+    """In which window of the step a collective is, and how much of it hides: ``all``, ``none``, or all but the ``first`` call."""
+    when = call.when
+    if "step" in when:
+        return "step", "none"
+    window = "forward" if "forward" in when else "backward"
+    if recipe.engine == "fsdp2":
+        return window, "none" if ROOT in call.what and window in _ROOT_WINDOWS else "first"
+    if recipe.engine == "ddp":
+        return (window, "bucket") if window == "backward" else (window, "none")
+    overlaps = recipe.deepspeed.overlap_comm
+    hides = recipe.zero_stage == 3 if overlaps is None else overlaps
+    gathers = call.operation == "all_gather"
+    return window, "first" if hides or gathers else "none"
+
+
+_ROOT_WINDOWS = ("forward", "backward")
+#: The last of DDP's buckets is reduced when the backward is over.
+_BUCKET_BYTES = 25 * 2**20
+
+
+def _uncovered(time: Float, call: Collective, bare: str, passes: Int) -> Float:
+    """Of a collective's time what nothing can hide."""
+    if bare == "none":
+        return time
+    if bare == "bucket":
+        return time * (1.0 * _BUCKET_BYTES / longest(1.0 * call.n_bytes, 1.0 * _BUCKET_BYTES))
+    return time * (passes / longest(1.0 * call.calls, 1.0 * passes))
+
+
+def _share_beside(recipe: RecipeSpec, passes: Int) -> Float:
+    """Share of the step's backwards beside which gradients are reduced: all, or the last micro-batch's."""
+    if recipe.sync_every_micro_batch and not (recipe.engine == "deepspeed" and recipe.zero_stage < 2):
+        return 1.0
+    if recipe.engine == "fsdp2":  # parameters are gathered in every backward
+        return 1.0
+    return 1.0 / passes

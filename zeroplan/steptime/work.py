@@ -1,0 +1,64 @@
+"""How much does one micro-batch ask of a GPU: operations in matrix multiplications and attention, bytes moved by the rest?"""
+
+from typing import NamedTuple
+
+from zeroplan.engines.precisions import compute_of
+from zeroplan.ledger import total_bytes
+from zeroplan.numeric import Float
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.flops import attention_widths, block_matrices, matmul_parameters
+from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.params import layout
+
+#: A matrix multiplication's backward multiplies twice.
+MATRIX_BACKWARD = 2.0
+#: A fused attention kernel multiplies five times in backward, twice in forward (Dao 2023, arXiv:2307.08691, section 4.1).
+ATTENTION_BACKWARD = 2.5
+#: A tensor that autograd saves is written once and read by the next operator; its backward reads it, reads the gradient that
+#: comes in and writes the one that goes on.
+SAVED_FORWARD, SAVED_BACKWARD = 2.0, 3.0
+
+
+class Work(NamedTuple):
+    """Of one forward of one micro-batch on one GPU."""
+
+    blocks_flops: Float
+    """Matrix multiplications of the blocks."""
+    head_flops: Float
+    attention_flops: Float
+    """Scores and their product with the values; of a causal kernel, what it does not skip."""
+    blocks_bytes: Float
+    """What autograd saves in the blocks without recomputation."""
+    head_bytes: Float
+    """Logits and what the loss makes of them, at the most."""
+    weights_bytes: Float
+    """The matrices that are multiplied with, once."""
+
+
+def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
+    """Count one micro-batch. [FLOPs, bytes]
+
+    Experts count as often as tokens choose them, evenly spread. Leaves out: sliding windows, which only some kernels skip;
+    weights that are frozen, whose gradients nobody takes.
+    """
+    whole, compute = layout(model), compute_of(recipe)
+    tokens = 1.0 * batch.micro_batch_size * batch.seq_len
+    in_blocks = block_matrices(whole)
+    outside = matmul_parameters(model, whole) - in_blocks
+    keys = batch.seq_len * 1.0 if recipe.attention == "eager" else (batch.seq_len + 1) / 2.0
+    scores = 2.0 * model.num_hidden_layers * attention_widths(model)
+    saved: Float = 0.0
+    for run in whole.runs:
+        saved = saved + 1.0 * run.layers * total_bytes(block_pass(model, run.kind, compute, batch).saved)
+    head = head_pass(model, compute, batch, loss=recipe.loss)
+    return Work(
+        blocks_flops=2.0 * in_blocks * tokens,
+        head_flops=2.0 * outside * tokens,
+        attention_flops=scores * keys * tokens,
+        blocks_bytes=saved,
+        head_bytes=1.0 * total_bytes((*head.saved, *head.loss_forward)),
+        weights_bytes=1.0 * compute.element_bytes * (in_blocks + outside),
+    )
