@@ -219,7 +219,7 @@ def estimate(job: JobSpec) -> Estimate:
     >>> sum(estimate(job).states_by_kind.values()) == 2 * estimate(job).parameters  # 16Ψ/8
     True
     """
-    account = _account(job, job.batch)
+    account = account_of(job, job.batch)
     highest = peak(account.moments)
     workspaces = _workspaces(job)
     parameters = parameter_count(job.model)
@@ -267,7 +267,7 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
     True
     """
     workspaces = _workspaces(job)
-    moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in _account(job, batch).moments)
+    moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account_of(job, batch).moments)
     band, beside = reserved(moments, engine=job.recipe.engine), total_band(outside(job.mesh)).expected_bytes
     return Needed(band.low_bytes + beside, band.expected_bytes + beside)
 
@@ -281,23 +281,31 @@ _FLATTENED_IN_HOST_MEMORY = (
 )
 
 
-def _account(job: JobSpec, batch: Batch) -> Account:
+def account_of(job: JobSpec, batch: Batch) -> Account:
     """The engine's account; with DeepSpeed's own way round, where its construction alone would not fit the GPU.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
     engine = engine_module(job.recipe.engine)
     account = engine.account(job.model, job.recipe, job.mesh, batch)
-    gpu, options = job.cluster.gpu, job.recipe.deepspeed
-    lays_flat = job.recipe.engine == "deepspeed" and job.recipe.zero_stage in (1, 2) and options.flatten_on_accelerator
-    if not lays_flat or gpu is None:
+    gpu = job.cluster.gpu
+    if gpu is None or not flattens_on_the_gpu(job.recipe):
         return account
     room = int(gpu.memory_bytes.value) - int(total_band(outside(job.mesh)).expected_bytes)
     if all(int(moment.total_bytes) <= room for moment in account.moments if moment.phase is Phase.INIT):
         return account
-    through_host = replace(job.recipe, deepspeed=replace(options, flatten_on_accelerator=False))
-    account = engine.account(job.model, through_host, job.mesh, batch)
+    account = engine.account(job.model, flattened_through_the_host(job.recipe), job.mesh, batch)
     return account._replace(notes=(*account.notes, _FLATTENED_IN_HOST_MEMORY))
+
+
+def flattens_on_the_gpu(recipe: RecipeSpec) -> bool:
+    """Whether DeepSpeed makes its flat copy of the weights on the GPU, if there is room."""
+    return recipe.engine == "deepspeed" and recipe.zero_stage in (1, 2) and recipe.deepspeed.flatten_on_accelerator
+
+
+def flattened_through_the_host(recipe: RecipeSpec) -> RecipeSpec:
+    """The recipe as DeepSpeed carries it out where there is none."""
+    return replace(recipe, deepspeed=replace(recipe.deepspeed, flatten_on_accelerator=False))
 
 
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:

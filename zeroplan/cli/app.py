@@ -14,6 +14,7 @@ from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.gpus import gpus_app
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.cli.models import models_app
+from zeroplan.cli.plan import plan_command
 from zeroplan.cli.plot import plot_app
 from zeroplan.cli.profile import profile_command
 from zeroplan.cli.quick import QuickCommand, QuickGroup
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("estimate", cls=QuickCommand)(estimate_command)
+app.command("plan", cls=QuickCommand)(plan_command)
 app.command("verify", cls=QuickCommand)(verify_command)
 app.command("profile", cls=QuickCommand)(profile_command)
 app.command("compare", cls=QuickCommand)(compare_command)

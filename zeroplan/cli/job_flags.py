@@ -88,14 +88,30 @@ def takes_a_job(
     ``or_none`` hands it None where nothing is said of a job. Arguments of its own without a default come before the job file.
     ``gpus_as`` is a flag of the command's own that says how many GPUs, too.
     """
-    own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != "resolved"]
+
+    def resolved(given: dict[str, object], mine: dict[str, object]) -> Resolved | None:
+        said = any(given[name] is not None for name in given if name != "catalog")
+        given = _with_gpus(given, gpus_as, mine.get(gpus_as))
+        return _resolved(given) if said or not or_none else None
+
+    return _with_flags(command, "resolved", resolved)
+
+
+def takes_a_request(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """Give a command ``f(asked, **own)`` the job's flags beside its own, and hand it what was said, not yet completed."""
+    return _with_flags(command, "asked", lambda given, _: _asked(given))
+
+
+_Read = Callable[[dict[str, object], dict[str, object]], object]
+
+
+def _with_flags(command: Callable[..., int | None], name_of_job: str, read: _Read) -> Callable[..., int | None]:
+    own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != name_of_job]
     first = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
 
     def run(**given: object) -> int | None:
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
-        said = any(given[name] is not None for name in given if name != "catalog")
-        given = _with_gpus(given, gpus_as, mine.get(gpus_as))
-        return command(resolved=_resolved(given) if said or not or_none else None, **mine)
+        return command(**{name_of_job: read(given, mine)}, **mine)
 
     parameters = [
         *first,
@@ -143,7 +159,20 @@ def _set_parameter() -> inspect.Parameter:
     return _keyword("settings", Annotated[list[str] | None, option], None)
 
 
+class Asked(NamedTuple):
+    """What was said of a job: flags over a job file, the user's own catalogue, the engine's options that were set one by one."""
+
+    request: Request
+    extra: Path | None
+    chosen: tuple[str, ...]
+
+
 def _resolved(given: dict[str, object]) -> Resolved:
+    asked = _asked(given)
+    return resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
+
+
+def _asked(given: dict[str, object]) -> Asked:
     catalog = given.pop("catalog")
     settings = given.pop("settings")
     settings = settings if isinstance(settings, (list, tuple)) else []
@@ -153,8 +182,8 @@ def _resolved(given: dict[str, object]) -> Resolved:
     request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
     for setting in settings:
         request = _with_setting(request, str(setting))
-    chosen = [str(setting).partition("=")[0].removeprefix("deepspeed.") for setting in settings]
-    return resolve(request, extra=folder(None if catalog is None else str(catalog)), chosen=chosen)
+    chosen = tuple(str(setting).partition("=")[0].removeprefix("deepspeed.") for setting in settings)
+    return Asked(request, folder(None if catalog is None else str(catalog)), chosen)
 
 
 _KEEP_LOGITS = {"no": False, "yes": True}

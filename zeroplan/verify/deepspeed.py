@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import deepspeed
 import torch
@@ -12,6 +12,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from zeroplan.export import deepspeed as export
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -35,44 +36,14 @@ _HOLDS = (
 
 
 def configuration(job: JobSpec) -> dict[str, object]:
-    """Return the DeepSpeed configuration that a job describes."""
-    recipe = job.recipe
-    ours = {"grad_accum_dtype", "zero_init", "flatten_on_accelerator"}
-    said = {key: value for key, value in asdict(recipe.deepspeed).items() if key not in ours}
-    zero = {key: value for key, value in said.items() if not key.startswith(_OFFLOADED)} | _offloaded(said)
-    config: dict[str, object] = {
-        "train_micro_batch_size_per_gpu": job.batch.micro_batch_size,
-        "gradient_accumulation_steps": job.batch.grad_accum_steps,
-        "zero_optimization": {"stage": recipe.zero_stage, **zero},
+    """Return the DeepSpeed configuration that a job describes, with what a run for verification needs."""
+    disk = nvme.disk()
+    return {
+        **export.configuration(job, nvme_path=None if disk is None else disk.folder),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
-        "gradient_clipping": 1.0 if recipe.deepspeed.compute_grad_norm else 0.0,
     }
-    if recipe.deepspeed.grad_accum_dtype == "fp32":
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return config | _PRECISIONS.get(recipe.precision, {})
-
-
-_OFFLOADED = ("offload_optimizer", "offload_param")
-
-
-def _offloaded(said: dict[str, object]) -> dict[str, object]:
-    """The sections of what is offloaded, from options that have the section's name before their own."""
-    sections: dict[str, object] = {}
-    for section in _OFFLOADED:
-        if said[section] != "none":
-            keys = {key.removeprefix(section + "_"): value for key, value in said.items() if key.startswith(section + "_")}
-            path = {"nvme_path": disk.folder} if (disk := nvme.disk()) is not None else {}
-            sections[section] = {"device": said[section], **keys, **path}
-    return sections
-
-
-_PRECISIONS: dict[str, dict[str, object]] = {
-    "bf16-mixed": {"bf16": {"enabled": True}},
-    "fp16-mixed": {"fp16": {"enabled": True}},
-    "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-}
 
 
 class DeepSpeed:

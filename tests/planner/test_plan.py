@@ -1,0 +1,178 @@
+"""The planner: the same numbers as for one job, the same optimum as brute force, and answers that follow what is asked."""
+
+import math
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from zeroplan import JobSpec, MeshSpec, SpecError, estimate, job
+from zeroplan.planner import Fixed, Plan, fewest_gpus, largest_batch, longest_sequence, plan, time_of
+from zeroplan.planner.objectives import TIE, complexity, field, pareto
+from zeroplan.planner.rules import Rule
+from zeroplan.planner.search import job_at, search
+from zeroplan.planner.space import structures
+
+SMALL = {"model": "llama-3.2-1b", "gpu": "a10-24gb", "gpus": 8, "seq_len": 2048}
+
+
+def best_job(answer: Plan) -> JobSpec:
+    assert answer.best is not None
+    return answer.best.layout.job
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus", "offload"),
+    [
+        ("llama-3.1-8b", "h100", 16, None),
+        ("llama-3.1-8b", "a100-40", 4, "cpu"),
+        ("mixtral-8x7b", "h200", 32, None),
+        ("gemma-2-9b", "h100", 8, None),
+        ("gpt2-xl", "v100-32", 6, None),
+    ],
+)
+def test_a_layout_of_the_search_is_the_job(model: str, gpu: str, gpus: int, offload: str | None):
+    """Memory to the byte and time to rounding, on a random sample of layouts of every engine."""
+    names = {"a100-40": "a100-sxm-40gb", "v100-32": "v100-sxm2-32gb"}
+    base = job(model=model, gpu=names.get(gpu, gpu), gpus=gpus, seq_len=1024, precision="fp16-mixed" if "v100" in gpu else None)
+    searched = search(base, Fixed(global_batch_size=12 * gpus, offload_optimizer=offload, offload_param=offload))
+    every = [(one, at) for one in searched.found for at in range(one.grid.layouts)]
+    for one, at in random.Random(model).sample(every, 40):
+        alone = job_at(base, one.recipe, one.grid, at)
+        answer = estimate(alone)
+        assert answer.least_bytes == one.least_bytes[at], alone
+        if one.comfortable_bytes is not one.least_bytes:
+            assert answer.comfortable_bytes == one.comfortable_bytes[at], alone
+        assert float(time_of(alone).seconds) == pytest.approx(float(one.seconds[at]), rel=1e-9)
+
+
+def by_brute_force(base: JobSpec, total: int) -> tuple[float, int, int]:
+    """The order's key of the best layout, layout by layout: rate in steps of what counts as equal, complexity, memory."""
+    gpu, keys = base.cluster.gpu, []
+    assert gpu is not None
+    of_gpu = total // base.mesh.world_size
+    for recipe in structures(base, Fixed(global_batch_size=total), offload=False):
+        for replicas in (n for n in range(1, 5) if base.mesh.world_size % n == 0):
+            for size in (n for n in range(1, of_gpu + 1) if of_gpu % n == 0):
+                shards = base.mesh.world_size // replicas
+                ways = recipe.fsdp2.reshard_after_forward
+                if type(ways) is int and (shards % ways or shards == ways):
+                    continue
+                batch = replace(base.batch, micro_batch_size=size, grad_accum_steps=of_gpu // size)
+                mesh = MeshSpec(dp_replicate=replicas, dp_shard=shards)
+                try:
+                    answer = estimate(replace(base, recipe=recipe, mesh=mesh, batch=batch))
+                except SpecError:
+                    continue
+                if answer.comfortable_bytes <= gpu.memory_bytes.value:
+                    rate = float(time_of(answer.job).tokens_per_s)
+                    plainness = complexity(recipe) + 6 * (replicas > 1)
+                    keys.append((-round(math.log(rate) / TIE), plainness, answer.least_bytes))
+    return min(keys)
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "gpt2-xl"])
+def test_the_best_is_what_brute_force_finds(model: str):
+    base = job(model=model, gpu="a10-24gb", gpus=8, seq_len=1024)
+    answer = plan(base, Fixed(global_batch_size=32))
+    assert answer.best is not None
+    found = answer.best.layout
+    key = (-round(math.log(found.tokens_per_s) / TIE), None, found.least_bytes)
+    oracle = by_brute_force(base, 32)
+    assert key[0] == oracle[0]
+    assert key[2] == oracle[2]
+
+
+def test_what_is_considered_is_counted_once():
+    answer = plan(job(**SMALL), Fixed(global_batch_size=64))
+    before = sum(one.layouts for one in answer.fallen if one.rule not in (Rule.MEMORY, Rule.TIGHT))
+    assert answer.considered == answer.evaluated + before
+    assert answer.evaluated > 0
+
+
+def test_nothing_beats_the_front_in_time_and_memory():
+    found = search(job(**SMALL), Fixed(global_batch_size=64)).found
+    layouts = field(found)
+    kept = layouts.comfortable_bytes <= 24e9
+    front = pareto(layouts, kept)
+    for at in front:
+        dominated = kept & (layouts.least_bytes <= layouts.least_bytes[at]) & (layouts.tokens_per_s > layouts.tokens_per_s[at])
+        assert not dominated.any()
+    assert (np.diff(layouts.tokens_per_s[front]) <= 0).all()
+
+
+def test_headroom_takes_the_layout_that_needs_least():
+    base, fixed = job(**SMALL), Fixed(global_batch_size=64)
+    quick, small = plan(base, fixed), plan(base, fixed, objective="headroom")
+    assert quick.best is not None
+    assert small.best is not None
+    assert small.best.layout.least_bytes < quick.best.layout.least_bytes
+    assert small.best.layout.least_bytes == min(int(one.least_bytes.min()) for one in search(base, fixed).found)
+
+
+def test_what_is_decided_is_kept():
+    fixed = Fixed(engine="fsdp2", zero_stage=2, recompute="full", micro_batch_size=2, global_batch_size=64, dp_replicate=2)
+    found = best_job(plan(job(**SMALL), fixed))
+    assert (found.recipe.engine, found.recipe.zero_stage, found.recipe.recompute) == ("fsdp2", 2, "full")
+    assert (found.batch.micro_batch_size, found.batch.grad_accum_steps, found.mesh.dp_replicate) == (2, 4, 2)
+
+
+def test_offload_is_taken_where_nothing_else_fits():
+    base = job(model="llama-3.1-8b", gpu="h100", gpus=1, seq_len=1024)
+    assert best_job(plan(base, Fixed())).recipe.offloads
+    assert not best_job(plan(replace(base, mesh=MeshSpec(dp_shard=8)), Fixed())).recipe.offloads
+
+
+def test_nothing_fits_and_the_closest_are_named():
+    answer = plan(job(model="llama-3.1-405b", gpu="a10-24gb", gpus=1, seq_len=4096), Fixed())
+    assert answer.best is None
+    needed = [rival.layout.least_bytes for rival in answer.rivals]
+    assert needed == sorted(needed)
+    assert min(needed) > 24e9
+    assert any(one.rule is Rule.WEIGHTS for one in answer.fallen)
+
+
+def test_fewest_gpus_are_fewest():
+    base = job(model="llama-3.1-8b", gpu="h100", seq_len=4096)
+    fixed = Fixed(offload_optimizer="none", offload_param="none")
+    answer = fewest_gpus(base, fixed, objective="throughput", mfu=None)
+    gpus = best_job(answer).mesh.world_size
+    assert gpus == 2
+    assert plan(replace(base, mesh=MeshSpec(dp_shard=1)), fixed).best is None
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(engine: str):
+    base, fixed = job(**SMALL), Fixed(engine=engine)
+    longest = longest_sequence(base, fixed)
+    assert longest % 128 == 0 < longest
+
+    def fits(seq_len: int) -> bool:
+        answer = plan(replace(base, batch=replace(base.batch, seq_len=seq_len)), replace(fixed, micro_batch_size=1))
+        return answer.best is not None and not answer.best.tight and not best_job(answer).recipe.offloads
+
+    assert fits(longest)
+    assert not fits(longest + 128)
+
+
+def test_the_largest_batch_fits_and_a_larger_one_does_not():
+    base = job(**SMALL)
+    largest = largest_batch(base, Fixed(engine="ddp"))
+    assert plan(base, Fixed(engine="ddp", micro_batch_size=largest)).best is not None
+    more = plan(base, Fixed(engine="ddp", micro_batch_size=largest + 1))
+    assert more.best is None or more.best.tight
+
+
+@pytest.mark.parametrize(
+    ("fixed", "says"),
+    [
+        (Fixed(global_batch_size=12), "not divisible by 8 GPUs"),
+        (Fixed(global_batch_size=64, micro_batch_size=3), "does not divide"),
+        (Fixed(global_batch_size=64, micro_batch_size=2, grad_accum_steps=2), "leave one out"),
+        (Fixed(engine="ddp", offload_optimizer="cpu"), "no engine offers"),
+    ],
+)
+def test_contradictions_are_refused(fixed: Fixed, says: str):
+    with pytest.raises(SpecError, match=says):
+        plan(job(**SMALL), fixed)

@@ -1,0 +1,134 @@
+"""``zeroplan plan``: what should be run on these GPUs, how quick is it, and the file that runs it?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from zeroplan.cli.job_flags import Asked, takes_a_request
+from zeroplan.errors import SpecError
+from zeroplan.units import parse_count
+
+if TYPE_CHECKING:
+    from zeroplan.export.files import Target
+    from zeroplan.planner.objectives import Objective
+    from zeroplan.planner.result import Plan
+    from zeroplan.report.plan import Beside
+
+_PLAN, _OUTPUT = "Plan", "Output"
+NO = 1
+_OBJECTIVES = ("throughput", "headroom")
+
+
+def _text(help_text: str, metavar: str, panel: str = _PLAN) -> typer.models.OptionInfo:
+    return cast(
+        "typer.models.OptionInfo", typer.Option(help=help_text, metavar=metavar, rich_help_panel=panel, show_default=False)
+    )
+
+
+@takes_a_request
+def plan_command(
+    *,
+    asked: Asked,
+    global_batch: Annotated[
+        str | None, _text("Sequences of all GPUs per step; micro-batch and accumulation follow.", "N")
+    ] = None,
+    objective: Annotated[str | None, _text("throughput or headroom. (default: throughput)", "NAME")] = None,
+    min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Find the fewest GPUs that fit.", rich_help_panel=_PLAN)] = False,
+    max_seq: Annotated[
+        bool, typer.Option("--max-seq", help="Find the longest sequence that fits.", rich_help_panel=_PLAN)
+    ] = False,
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="Find the largest micro-batch that fits.", rich_help_panel=_PLAN)
+    ] = False,
+    mfu: Annotated[
+        str | None, _text("Share of the dense peak at which a GPU computes, instead of the fitted ones.", "SHARE")
+    ] = None,
+    tokens: Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")] = None,
+    price_per_gpu_hour: Annotated[str | None, _text("What a GPU costs per hour: what the budget costs.", "AMOUNT")] = None,
+    emit: Annotated[str | None, _text("Write what runs the layout: deepspeed, accelerate or fsdp2.", "TARGET", _OUTPUT)] = None,
+    out: Annotated[str | None, _text("The folder to write into. (default: the current one)", "FOLDER", _OUTPUT)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.", rich_help_panel=_OUTPUT)] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)] = False,
+) -> int:
+    """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
+    from zeroplan.export.command import estimate_command  # noqa: PLC0415  no other command pays for the planner and NumPy
+    from zeroplan.export.files import cannot_say  # noqa: PLC0415
+    from zeroplan.planner.asking import Question, ask  # noqa: PLC0415
+    from zeroplan.report.plan import Beside  # noqa: PLC0415
+
+    if as_json and as_markdown:
+        raise SpecError("--json and --markdown are two renderings; choose one")
+    target = _target(emit, out, force=force)
+    question = Question(
+        objective=_objective(objective),
+        global_batch=None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k"),
+        mfu=None if mfu is None else _share(mfu),
+        min_gpus=min_gpus,
+        max_seq=max_seq,
+        max_batch=max_batch,
+    )
+    budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
+    price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
+    unsaid = None if target is None else lambda recipe: cannot_say(recipe, target)
+    answer = ask(asked.request, question, extra=asked.extra, unsaid=unsaid)
+    if answer.best is None:
+        _show(answer, Beside("", budget, price), as_json=as_json, as_markdown=as_markdown)
+        return NO
+    command = estimate_command(answer.best.layout.job, asked.request)
+    beside = Beside(command, budget, price)
+    if target is not None:
+        from zeroplan.export.files import export, write  # noqa: PLC0415
+
+        made = export(answer.best.layout.job, target)
+        paths = write(made, Path(out or "."), force=force)
+        beside = beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=made.notes)
+    _show(answer, beside, as_json=as_json, as_markdown=as_markdown)
+    return 0
+
+
+def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:
+    from zeroplan.report.plan import plan_markdown, plan_payload, plan_text  # noqa: PLC0415  see plan_command
+
+    if as_json:
+        import json  # noqa: PLC0415
+
+        typer.echo(json.dumps(plan_payload(plan, said), indent=2, ensure_ascii=False))
+    else:
+        typer.echo(plan_markdown(plan, said) if as_markdown else plan_text(plan, said))
+
+
+def _target(emit: str | None, out: str | None, *, force: bool) -> "Target | None":
+    from zeroplan.export.files import TARGETS  # noqa: PLC0415  see plan_command
+
+    if emit is None:
+        if out is not None or force:
+            raise SpecError(f"{'--out' if out is not None else '--force'} says how to write, but --emit is not given; add it")
+        return None
+    if emit not in TARGETS:
+        raise SpecError(f"--emit {emit!r} is none of {', '.join(TARGETS)}")
+    return emit
+
+
+def _objective(text: str | None) -> "Objective":
+    if text is not None and text not in _OBJECTIVES:
+        raise SpecError(f"--objective {text!r} is none of {', '.join(_OBJECTIVES)}")
+    return cast("Objective", text or "throughput")
+
+
+def _share(text: str) -> float:
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise SpecError(f"--mfu {text!r} is not a share; write 0.45 or 45%") from None
+
+
+def _price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise SpecError(f"--price-per-gpu-hour {text!r} is not an amount; write 2.50") from None
+    if not 0 < value < 1e9:
+        raise SpecError(f"--price-per-gpu-hour {text!r} is out of range; write an amount above 0")
+    return value

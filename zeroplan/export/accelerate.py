@@ -1,0 +1,55 @@
+"""A job as the YAML that ``accelerate launch`` reads (accelerate 1.15, commands/config/config_args.py, ClusterConfig)."""
+
+from collections.abc import Iterator
+
+from zeroplan.spec.job import JobSpec
+
+_MIXED = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}
+
+
+def accelerate_yaml(job: JobSpec, *, nodes: int, deepspeed_file: str) -> str:
+    """Return the YAML of a DDP, FSDP2 or DeepSpeed layout; DeepSpeed's own configuration stands in a file beside it."""
+    return "".join(f"{line}\n" for line in _lines(job, nodes, deepspeed_file))
+
+
+def _lines(job: JobSpec, nodes: int, deepspeed_file: str) -> Iterator[str]:
+    recipe = job.recipe
+    kind = {"ddp": "MULTI_GPU", "fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}[recipe.engine]
+    yield "compute_environment: LOCAL_MACHINE"
+    alone = recipe.engine == "ddp" and job.mesh.world_size == 1
+    yield "distributed_type: 'NO'" if alone else f"distributed_type: {kind}"
+    yield f"num_machines: {nodes}"
+    yield f"num_processes: {job.mesh.world_size}"
+    yield "machine_rank: 0"
+    yield "rdzv_backend: c10d" if nodes > 1 else "rdzv_backend: static"
+    yield "same_network: true"
+    yield "main_training_function: main"
+    if recipe.engine == "deepspeed":
+        yield "deepspeed_config:"
+        yield f"  deepspeed_config_file: {deepspeed_file}"
+        yield f"  zero3_init_flag: {_word(recipe.zero_stage == 3)}"
+        return
+    yield f"mixed_precision: '{_MIXED.get(recipe.precision, 'no')}'"
+    if recipe.engine == "fsdp2":
+        yield from _fsdp(job)
+
+
+def _fsdp(job: JobSpec) -> Iterator[str]:
+    recipe = job.recipe
+    reshard = recipe.fsdp2.reshard_after_forward
+    yield "fsdp_config:"
+    yield "  fsdp_version: 2"
+    yield f"  fsdp_reshard_after_forward: {_word(recipe.zero_stage == 3 if reshard is None else bool(reshard))}"
+    yield f"  fsdp_offload_params: {_word(recipe.fsdp2.cpu_offload)}"
+    yield "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
+    yield "  fsdp_state_dict_type: SHARDED_STATE_DICT"
+    yield "  fsdp_cpu_ram_efficient_loading: true"
+    yield f"  fsdp_activation_checkpointing: {_word(recipe.recompute == 'full')}"
+    if job.mesh.dp_replicate > 1:
+        yield "parallelism_config:"
+        yield f"  parallelism_config_dp_replicate_size: {job.mesh.dp_replicate}"
+        yield f"  parallelism_config_dp_shard_size: {job.mesh.dp_shard}"
+
+
+def _word(value: bool) -> str:  # noqa: FBT001  one value
+    return "true" if value else "false"

@@ -1,0 +1,81 @@
+"""The command line that asks ``zeroplan estimate`` for a job."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+
+from zeroplan.resolve import Request
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+_SETTINGS = ("ddp", "fsdp2", "deepspeed")
+_OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+def estimate_command(job: JobSpec, asked: Request) -> str:
+    """Return the command; ``asked`` says how the model was named.
+
+    >>> from zeroplan.resolve import resolve
+    >>> asked = Request(model="gpt2", gpus=2, gpu="h100")
+    >>> estimate_command(resolve(asked).job, asked)
+    'zeroplan estimate --model gpt2 --gpus 2 --gpu h100-sxm-80gb --engine fsdp2 --stage 3 --seq-len 1024'
+    """
+    return shlex.join(("zeroplan", "estimate", *_model(job, asked), *_cluster(job), *_recipe(job.recipe), *_batch(job)))
+
+
+def _model(job: JobSpec, asked: Request) -> Iterator[str]:
+    name = asked.model if isinstance(asked.model, str) else None
+    for flag, value in (("model", name), ("params", asked.params), ("config", asked.config), ("treat-as", asked.treat_as)):
+        if value is not None:
+            yield from (f"--{flag}", str(value))
+    adapter = job.model.adapter
+    if adapter is not None:
+        yield from ("--lora-rank", str(adapter.rank), "--lora-targets", str(adapter.targets))
+
+
+def _cluster(job: JobSpec) -> Iterator[str]:
+    yield from ("--gpus", str(job.mesh.world_size))
+    if job.cluster.gpu is not None:
+        yield from ("--gpu", job.cluster.gpu.name)
+    for flag, value, default in (
+        ("gpus-per-node", job.cluster.gpus_per_node, None),
+        ("replicas", job.mesh.dp_replicate, 1),
+    ):
+        if value != default:
+            yield from (f"--{flag}", str(value))
+
+
+def _recipe(recipe: RecipeSpec) -> Iterator[str]:
+    default = RecipeSpec()
+    yield from ("--engine", recipe.engine, "--stage", str(recipe.zero_stage))
+    for name in ("precision", "optimizer", "optimizer_impl", "recompute", "attention", "loss"):
+        if getattr(recipe, name) != getattr(default, name):
+            yield from ("--" + name.replace("_", "-"), str(getattr(recipe, name)))
+    if recipe.keep_logits:
+        yield from ("--keep-logits", "fp32" if recipe.keep_logits == "fp32" else "yes")
+    if not recipe.sync_every_micro_batch:
+        yield "--no-sync-every-micro-batch"
+    yield from _options(recipe)
+
+
+def _options(recipe: RecipeSpec) -> Iterator[str]:
+    """Of the engine's own options those that are not its defaults; where things are offloaded to has flags."""
+    group = getattr(recipe, recipe.engine)
+    default = type(group)()
+    if recipe.engine == "fsdp2" and recipe.fsdp2.cpu_offload:
+        yield from ("--offload-optimizer", "cpu", "--offload-param", "cpu")
+    for field in fields(group):
+        value = getattr(group, field.name)
+        if value == getattr(default, field.name) or field.name == "cpu_offload":
+            continue
+        if field.name in _OFFLOADS:
+            yield from ("--" + field.name.replace("_", "-"), str(value))
+        else:
+            yield from ("--set", f"{recipe.engine}.{field.name}={str(value).lower()}")
+
+
+def _batch(job: JobSpec) -> Iterator[str]:
+    yield from ("--seq-len", str(job.batch.seq_len))
+    for flag, value in (("micro-batch", job.batch.micro_batch_size), ("grad-accum", job.batch.grad_accum_steps)):
+        if value > 1:
+            yield from (f"--{flag}", str(value))

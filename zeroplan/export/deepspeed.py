@@ -1,0 +1,60 @@
+"""A job as DeepSpeed's configuration (0.18, 0.19), and back through ``--deepspeed-config``."""
+
+from dataclasses import asdict
+
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+_OFFLOADED = ("offload_optimizer", "offload_param")
+#: Options of a job that are no keys of ``zero_optimization``.
+_OURS = ("grad_accum_dtype", "zero_init", "flatten_on_accelerator")
+
+_PRECISIONS: dict[str, dict[str, object]] = {
+    "bf16-mixed": {"bf16": {"enabled": True}},
+    "fp16-mixed": {"fp16": {"enabled": True}},
+    "bf16": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+}
+
+
+def configuration(job: JobSpec, *, nvme_path: str | None = None) -> dict[str, object]:
+    """Return the configuration of a job: batch, precision and ``zero_optimization``, without an optimizer."""
+    recipe = job.recipe
+    config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": job.batch.micro_batch_size,
+        "gradient_accumulation_steps": job.batch.grad_accum_steps,
+        "zero_optimization": {"stage": recipe.zero_stage, **_zero(recipe, nvme_path)},
+        "gradient_clipping": 1.0 if recipe.deepspeed.compute_grad_norm else 0.0,
+    }
+    if recipe.deepspeed.grad_accum_dtype == "fp32":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config | _PRECISIONS.get(recipe.precision, {})
+
+
+def with_optimizer(job: JobSpec) -> dict[str, object]:
+    """The same with the optimizer that DeepSpeed builds itself, for Adam and AdamW; others are handed to it.
+
+    The learning rate is left to the user: without one DeepSpeed takes its optimizer's default.
+    """
+    config, recipe = configuration(job), job.recipe
+    if recipe.optimizer not in ("adam", "adamw"):
+        return {**config, "zero_allow_untested_optimizer": True}
+    params: dict[str, object] = {}
+    if recipe.optimizer_impl not in (None, "fused"):
+        params = {"torch_adam": True, "foreach": recipe.optimizer_impl == "foreach"}
+    return {**config, "optimizer": {"type": {"adam": "Adam", "adamw": "AdamW"}[recipe.optimizer], "params": params}}
+
+
+def _zero(recipe: RecipeSpec, nvme_path: str | None) -> dict[str, object]:
+    said = {key: value for key, value in asdict(recipe.deepspeed).items() if key not in _OURS and value is not None}
+    return {key: value for key, value in said.items() if not key.startswith(_OFFLOADED)} | _offloaded(said, nvme_path)
+
+
+def _offloaded(said: dict[str, object], nvme_path: str | None) -> dict[str, object]:
+    """The sections of what is offloaded, from options that have the section's name before their own."""
+    sections: dict[str, object] = {}
+    path = {} if nvme_path is None else {"nvme_path": nvme_path}
+    for section in _OFFLOADED:
+        if said[section] != "none":
+            keys = {key.removeprefix(section + "_"): value for key, value in said.items() if key.startswith(section + "_")}
+            sections[section] = {"device": said[section], **keys, **path}
+    return sections

@@ -1,0 +1,145 @@
+"""Which files run a layout, and with which command? One writer per target; what a target cannot say is refused, not dropped."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from zeroplan.errors import SpecError
+from zeroplan.export.accelerate import accelerate_yaml
+from zeroplan.export.deepspeed import with_optimizer
+from zeroplan.export.fsdp2 import fsdp2_script
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+Target = Literal["deepspeed", "accelerate", "fsdp2"]
+TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2")
+
+DEEPSPEED_FILE, ACCELERATE_FILE, FSDP2_FILE = "ds_config.json", "accelerate.yaml", "train_fsdp2.py"
+
+
+class File(NamedTuple):
+    """One file by its name."""
+
+    name: str
+    text: str
+
+
+class Export(NamedTuple):
+    """The files of a layout, the command that runs them, and what they leave to the training script."""
+
+    files: tuple[File, ...]
+    launch: str
+    notes: tuple[str, ...]
+
+
+def cannot_say(recipe: RecipeSpec, target: Target) -> str:
+    """What of a recipe a target has no words for; empty where it has.
+
+    >>> cannot_say(RecipeSpec(), "fsdp2"), cannot_say(RecipeSpec(), "deepspeed")
+    ('', 'its engine is fsdp2')
+    """
+    words = _MISSING_FROM_ACCELERATE if target == "accelerate" else _MISSING_FROM_OTHERS
+    if target not in ("accelerate", recipe.engine):
+        return f"its engine is {recipe.engine}"
+    return next((said for missing, said in (*_MISSING_FROM_ALL, *words) if missing(recipe)), "")
+
+
+Missing = tuple[Callable[[RecipeSpec], bool], str]
+_MISSING_FROM_ALL: tuple[Missing, ...] = (
+    (lambda recipe: recipe.loss != "full", "its loss is not the model's own; the training script would have to bring it"),
+    (lambda recipe: recipe.engine != "deepspeed" and recipe.precision not in ("bf16-mixed", "fp32"),
+     "under FSDP2 and DDP only the precisions bf16-mixed and fp32 are written"),
+)  # fmt: skip
+_MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
+    (lambda recipe: recipe.engine != "deepspeed" and recipe.recompute == "selective",
+     "accelerate recomputes whole blocks or nothing"),
+    (lambda recipe: recipe.engine == "ddp" and recipe.zero_stage == 1, "accelerate has no ZeroRedundancyOptimizer"),
+    (lambda recipe: recipe.engine == "ddp" and recipe.recompute != "none", "accelerate does not recompute under DDP"),
+    (lambda recipe: recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view,
+     "accelerate's configuration has no gradient_as_bucket_view"),
+    (lambda recipe: recipe.engine == "fsdp2" and type(recipe.fsdp2.reshard_after_forward) is int,
+     "accelerate's reshard_after_forward is true or false"),
+)  # fmt: skip
+_MISSING_FROM_OTHERS: tuple[Missing, ...] = (
+    (lambda recipe: recipe.engine == "fsdp2" and recipe.optimizer != "adamw", "the script is written for adamw"),
+)  # fmt: skip
+
+
+def export(job: JobSpec, target: Target) -> Export:
+    """Return the files that run a job; raises SpecError where the target cannot say it."""
+    missing = cannot_say(job.recipe, target)
+    if missing:
+        raise SpecError(f"--emit {target} cannot say this layout: {missing}")
+    return _WRITERS[target](job)
+
+
+def _deepspeed(job: JobSpec) -> Export:
+    gpus, nodes = _nodes(job)
+    launch = f"deepspeed --num_nodes {nodes} --num_gpus {gpus} train.py --deepspeed {DEEPSPEED_FILE}"
+    return Export((File(DEEPSPEED_FILE, _json(job)),), launch, (*_script_recomputes(job), _LEARNING_RATE))
+
+
+def _accelerate(job: JobSpec) -> Export:
+    files = [File(ACCELERATE_FILE, accelerate_yaml(job, nodes=_nodes(job)[1], deepspeed_file=DEEPSPEED_FILE))]
+    notes: tuple[str, ...] = ()
+    if job.recipe.engine == "deepspeed":
+        files.append(File(DEEPSPEED_FILE, _json(job)))
+        notes = (*_script_recomputes(job), _LEARNING_RATE)
+    else:
+        steps, size = job.batch.grad_accum_steps, job.batch.micro_batch_size
+        notes = (
+            f"the training script says Accelerator(gradient_accumulation_steps={steps}) and takes {size} sequences at a time",
+            f"the training script makes the optimizer: torch.optim.AdamW(..., {_step(job)})",
+        )
+    return Export(tuple(files), f"accelerate launch --config_file {ACCELERATE_FILE} train.py", notes)
+
+
+def _fsdp2(job: JobSpec) -> Export:
+    gpus, nodes = _nodes(job)
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500 " if nodes > 1 else "--standalone "
+    launch = f"torchrun {several}--nproc-per-node {gpus} {FSDP2_FILE} MODEL"
+    return Export(
+        (File(FSDP2_FILE, fsdp2_script(job)),), launch, ("MODEL is a folder with a config.json, or a name on the Hub",)
+    )
+
+
+_WRITERS: dict[Target, Callable[[JobSpec], Export]] = {"deepspeed": _deepspeed, "accelerate": _accelerate, "fsdp2": _fsdp2}
+_LEARNING_RATE = "the learning rate is DeepSpeed's default until optimizer.params.lr says another"
+
+
+def _script_recomputes(job: JobSpec) -> tuple[str, ...]:
+    if job.recipe.recompute == "none":
+        return ()
+    return (f"recomputation {job.recipe.recompute} is the training script's: model.gradient_checkpointing_enable(), for full",)
+
+
+def _step(job: JobSpec) -> str:
+    return f"{job.recipe.optimizer_impl or 'foreach'}=True"
+
+
+def _json(job: JobSpec) -> str:
+    return json.dumps(with_optimizer(job), indent=2) + "\n"
+
+
+def _nodes(job: JobSpec) -> tuple[int, int]:
+    """GPUs on a node, and nodes."""
+    cluster, world = job.cluster, job.mesh.world_size
+    per_node = cluster.gpus_per_node or (8 if cluster.gpu is None else cluster.gpu.gpus_per_node)
+    return min(per_node, world), -(-world // per_node)
+
+
+def write(made: Export, folder: Path, *, force: bool) -> tuple[Path, ...]:
+    """Write the files into a folder; raises SpecError where one is there already and ``force`` is not given."""
+    if not folder.is_dir():
+        raise SpecError(f"{str(folder)!r} is not a folder; make it first")
+    paths = tuple(folder / file.name for file in made.files)
+    for path in paths:
+        if path.exists() and not force:
+            raise SpecError(f"{str(path)!r} is there already; --force writes over it")
+    for path, file in zip(paths, made.files, strict=True):
+        try:
+            path.write_text(file.text, encoding="utf-8")
+        except OSError as error:
+            raise SpecError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    return paths

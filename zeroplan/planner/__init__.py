@@ -1,0 +1,24 @@
+"""What should be run? The best layout that fits, and why it is the best.
+
+The space is what the memory model knows: engines and stages, replicas, recomputation, micro-batches, optimizer implementations,
+the loss in chunks, offload. Tensor, context, pipeline and expert parallelism are not in it.
+"""
+
+from zeroplan.planner.choose import plan, time_of
+from zeroplan.planner.questions import fewest_gpus, largest_batch, longest_sequence
+from zeroplan.planner.result import Best, Layout, More, Plan, Rival
+from zeroplan.planner.space import Fixed
+
+__all__ = [
+    "Best",
+    "Fixed",
+    "Layout",
+    "More",
+    "Plan",
+    "Rival",
+    "fewest_gpus",
+    "largest_batch",
+    "longest_sequence",
+    "plan",
+    "time_of",
+]

@@ -1,0 +1,121 @@
+"""From a request, as flags and job files make one, to what the planner searches: what is given, and what is decided."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroplan.errors import SpecError
+from zeroplan.planner.choose import plan
+from zeroplan.planner.objectives import Objective
+from zeroplan.planner.questions import fewest_gpus, largest_batch, longest_sequence
+from zeroplan.planner.result import Plan
+from zeroplan.planner.search import Unsaid
+from zeroplan.planner.space import Fixed
+from zeroplan.resolve import Request, resolve
+from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+
+#: Fields of a request that the search decides where they are not given.
+_SEARCHED = ("engine", "stage", "replicas", "micro_batch", "grad_accum", "optimizer_impl", "recompute", "loss",
+             "offload_optimizer", "offload_param")  # fmt: skip
+
+
+class Question(NamedTuple):
+    """What is asked for beside the job: an objective, or the largest or smallest of something."""
+
+    objective: Objective = "throughput"
+    global_batch: int | None = None
+    mfu: float | None = None
+    min_gpus: bool = False
+    max_seq: bool = False
+    max_batch: bool = False
+
+
+def ask(request: Request, question: Question, *, extra: Path | None = None, unsaid: Unsaid | None = None) -> Plan:
+    """Answer a question on a request; raises SpecError in one line where it contradicts itself or asks for the impossible."""
+    _refuse(request, question)
+    base, notes = resolve(replace(request, **dict.fromkeys(_SEARCHED)), extra=extra)
+    fixed = _fixed(request, question)
+    if base.cluster.gpu is None:
+        raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
+    if question.min_gpus:
+        answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
+    else:
+        base, fixed, found = _extreme(base, fixed, question, unsaid)
+        answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
+        notes = (*notes, *found)
+    return replace(answer, notes=notes)
+
+
+def _refuse(request: Request, question: Question) -> None:
+    if sum((question.min_gpus, question.max_seq, question.max_batch)) > 1:
+        raise SpecError("--min-gpus, --max-seq and --max-batch are three questions; ask one at a time")
+    for flag, said, instead in (
+        ("--tensor-parallel", (request.tensor_parallel or 1) > 1, "tensor parallelism is not part of a plan yet; leave it out"),
+        ("--engine paper", request.engine == "paper", "nobody runs the paper; use ddp, fsdp2 or deepspeed"),
+        ("--deepspeed-config", request.deepspeed_config is not None, "it decides already; ask `zeroplan estimate`"),
+        ("--min-gpus", question.min_gpus and request.gpus is not None, "it looks for --gpus; leave one of them out"),
+        ("--max-seq", question.max_seq and request.seq_len is not None, "it looks for --seq-len; leave one of them out"),
+        (
+            "--max-seq",
+            question.max_seq and (request.micro_batch or 1) > 1,
+            "it takes one sequence at a time; leave --micro-batch out",
+        ),
+        (
+            "--max-batch",
+            question.max_batch and request.micro_batch is not None,
+            "it looks for --micro-batch; leave one of them out",
+        ),
+        (
+            "--max-batch",
+            question.max_batch and question.global_batch is not None,
+            "it makes the global batch; leave one of them out",
+        ),
+    ):
+        if said:
+            raise SpecError(f"{flag}: {instead}")
+    if question.mfu is not None and not 0 < question.mfu <= 1:
+        raise SpecError(f"--mfu {question.mfu} is no share of the peak; give a number above 0 and up to 1, as 0.45")
+    if request.engine is not None and request.stage is not None and request.stage not in ENGINE_STAGES[request.engine]:
+        offered = ", ".join(map(str, ENGINE_STAGES[request.engine]))
+        raise SpecError(
+            f"engine {request.engine!r} has no ZeRO stage {request.stage} (it has {offered}); leave one of them out"
+        )
+    gpus, replicas = request.gpus or 1, request.replicas or 1
+    if gpus % replicas:
+        raise SpecError(f"--gpus {gpus} is not divisible by --replicas {replicas}; every replica has the same number of GPUs")
+
+
+def _fixed(request: Request, question: Question) -> Fixed:
+    return Fixed(
+        engine=request.engine,
+        zero_stage=request.stage,
+        recompute=request.recompute,
+        optimizer_impl=request.optimizer_impl,
+        loss=request.loss,
+        offload_optimizer=request.offload_optimizer,
+        offload_param=request.offload_param,
+        ddp=request.ddp,
+        fsdp2=request.fsdp2,
+        deepspeed=request.deepspeed,
+        dp_replicate=request.replicas,
+        micro_batch_size=request.micro_batch,
+        grad_accum_steps=request.grad_accum,
+        global_batch_size=question.global_batch,
+    )
+
+
+def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | None) -> tuple[JobSpec, Fixed, tuple[str, ...]]:
+    """The job with the longest sequence or the largest micro-batch that fits; as it was where neither is asked for."""
+    if question.max_seq:
+        longest = longest_sequence(base, fixed, unsaid)
+        if not longest:
+            return replace(base, batch=replace(base.batch, seq_len=128)), fixed, ("not even 128 tokens fit",)
+        said = f"the longest sequence that fits: {longest:,} tokens (a multiple of 128)"
+        return replace(base, batch=replace(base.batch, seq_len=longest)), replace(fixed, micro_batch_size=1), (said,)
+    if question.max_batch:
+        largest = largest_batch(base, fixed, unsaid)
+        if not largest:
+            return base, replace(fixed, micro_batch_size=1), ("not even one sequence fits",)
+        said = f"the largest micro-batch that fits: {largest:,} sequences per GPU"
+        return base, replace(fixed, micro_batch_size=largest), (said,)
+    return base, fixed, ()

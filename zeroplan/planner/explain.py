@@ -1,0 +1,44 @@
+"""Why is the best layout the best, and what holds it back?"""
+
+from zeroplan.planner.objectives import TIE
+from zeroplan.planner.result import Layout, More
+from zeroplan.steptime import StepTime
+from zeroplan.units import GB
+
+_WAITING = ("waiting", "collectives", "copies")
+
+
+def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str:
+    """In a sentence: slower, by how much and by which part; or as quick, and why it still comes after."""
+    slower = best.tokens_per_s / rival.tokens_per_s - 1
+    if slower < TIE:
+        more = rival.least_bytes - best.least_bytes
+        if more > 0:
+            return f"as quick, but needs {more / GB:,.2f} GB more"
+        return f"as quick, with {-more / GB:,.2f} GB less, but asks more of the recipe"
+    name, seconds = _largest_excess(its, winner)
+    return f"{slower:.1%} slower: {seconds:,.2f} s more for every {_per(its)} in {name}"
+
+
+def _per(time: StepTime) -> str:
+    return f"{float(time.tokens):,.0f} tokens of a GPU"
+
+
+def _largest_excess(its: StepTime, winner: StepTime) -> tuple[str, float]:
+    """The part that takes so much longer, for as many tokens."""
+    scale = float(its.tokens) / float(winner.tokens)
+    before = {part.name: float(part.seconds) * scale for part in winner.parts}
+    excess = {part.name: float(part.seconds) - before.get(part.name, 0.0) for part in its.parts}
+    name = max(excess, key=lambda one: excess[one])
+    return name, excess[name]
+
+
+def binding(time: StepTime, further: More | None) -> str:
+    """What holds the best layout back: memory, where more of it would buy speed; else the largest part of its step."""
+    largest = max(time.parts, key=lambda part: float(part.seconds))
+    share = float(largest.seconds) / float(time.seconds)
+    if further is not None:
+        return f"memory: a layout that is {further.gain:.1%} quicker needs {further.missing_bytes / GB:,.2f} GB more"
+    if largest.name.startswith(_WAITING):
+        return f"the links: {largest.name} takes {share:.0%} of the step"
+    return f"the GPU's own rate: {largest.name} takes {share:.0%} of the step"

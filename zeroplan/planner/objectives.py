@@ -1,0 +1,89 @@
+"""Which layout is better? Order by what is asked for; what the model cannot tell apart goes to the simpler recipe."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroplan.planner.search import Found
+from zeroplan.planner.space import ENGINES, Column
+from zeroplan.spec.recipe import RecipeSpec
+
+Objective = Literal["throughput", "headroom"]
+
+#: Rates that differ by less count as equal: a step's time is not known any better.
+TIE = 0.005
+
+
+class Field(NamedTuple):
+    """All layouts of all structures side by side, a column each."""
+
+    structure: Column
+    at: Column
+    least_bytes: Column
+    comfortable_bytes: Column
+    seconds: NDArray[np.float64]
+    tokens_per_s: NDArray[np.float64]
+    """Of one GPU."""
+    complexity: Column
+
+    @property
+    def layouts(self) -> int:
+        """How many there are."""
+        return len(self.at)
+
+
+def field(found: Sequence[Found]) -> Field:
+    """Put what was found side by side."""
+    return Field(
+        np.concatenate([np.full(one.grid.layouts, index, dtype=np.int64) for index, one in enumerate(found)]),
+        np.concatenate([np.arange(one.grid.layouts, dtype=np.int64) for one in found]),
+        np.concatenate([one.least_bytes for one in found]),
+        np.concatenate([one.comfortable_bytes for one in found]),
+        np.concatenate([one.seconds for one in found]),
+        np.concatenate([_tokens(one) / one.seconds for one in found]),
+        np.concatenate([_complexities(one) for one in found]),
+    )
+
+
+def _tokens(one: Found) -> NDArray[np.float64]:
+    grid = one.grid
+    return np.asarray(1.0 * grid.micro_batch_size * grid.grad_accum_steps * grid.seq_len, dtype=np.float64)
+
+
+def _complexities(one: Found) -> Column:
+    return complexity(one.recipe) + 2 * len(ENGINES) * (one.grid.dp_replicate > 1)
+
+
+def complexity(recipe: RecipeSpec) -> int:
+    """How much a recipe asks of a user: what it sets beyond the plainest run, then the engine.
+
+    >>> complexity(RecipeSpec(engine="ddp", zero_stage=0)) < complexity(RecipeSpec()) < complexity(RecipeSpec(recompute="full"))
+    True
+    """
+    set_beyond = (
+        4 * recipe.offloads,
+        3 * (recipe.loss != "full"),
+        2 * (type(recipe.fsdp2.reshard_after_forward) is int),
+        recipe.recompute != "none",
+        recipe.ddp.gradient_as_bucket_view,
+    )
+    return len(ENGINES) * sum(int(one) for one in set_beyond) + ENGINES.index(recipe.engine)
+
+
+def ordered(layouts: Field, objective: Objective) -> Column:
+    """Positions, the best first."""
+    rates = -np.round(np.log(layouts.tokens_per_s) / TIE)
+    if objective == "headroom":
+        return np.lexsort((layouts.complexity, rates, layouts.least_bytes))
+    return np.lexsort((layouts.least_bytes, layouts.complexity, rates))
+
+
+def pareto(layouts: Field, kept: NDArray[np.bool_]) -> Column:
+    """Positions of the layouts that nothing else beats in both tokens/s and memory, the quickest first."""
+    order = np.lexsort((layouts.least_bytes, -layouts.tokens_per_s))
+    order = order[kept[order]]
+    memory = layouts.least_bytes[order]
+    before = np.concatenate(([np.iinfo(np.int64).max], np.minimum.accumulate(memory)[:-1])) if len(memory) else memory
+    return order[memory < before]

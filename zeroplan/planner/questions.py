@@ -1,0 +1,102 @@
+"""What is the smallest or largest number with which something fits: GPUs, sequence length, sequences per GPU?"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from zeroplan.errors import SpecError
+from zeroplan.planner.choose import plan
+from zeroplan.planner.objectives import Objective
+from zeroplan.planner.result import Plan
+from zeroplan.planner.search import Unsaid, evaluated
+from zeroplan.planner.space import Column, Fixed, Grid, structures
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+
+#: Nobody asks for more GPUs, sequences or tokens than this.
+_MOST_GPUS, _MOST_SEQUENCES, _MOST_TOKENS = 4096, 4096, 1 << 20
+#: Sequence lengths are told in steps of this many tokens.
+_TOKENS = 128
+
+
+def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
+    """The plan on the fewest GPUs on which anything fits: powers of two up to a node, then whole nodes."""
+    per_node = base.cluster.gpus_per_node or (base.cluster.gpu.gpus_per_node if base.cluster.gpu else 8)
+
+    def on(gpus: int) -> Plan | None:
+        if fixed.global_batch_size is not None and fixed.global_batch_size % gpus:
+            return None
+        return plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, unsaid=unsaid)
+
+    tried = [n for n in (1, 2, 4, 8, 16) if n < per_node]
+    nodes = [per_node << doublings for doublings in range(13) if per_node << doublings <= _MOST_GPUS]
+    last: Plan | None = None
+    below = 0
+    for gpus in (*tried, *nodes):
+        answer = on(gpus)
+        if answer is None:
+            continue
+        if answer.best is not None:
+            return _between(on, below, gpus, per_node) or answer
+        last, below = answer, gpus
+    if last is None:
+        raise SpecError(f"--global-batch {fixed.global_batch_size} is not divisible by any number of GPUs that is tried")
+    return last
+
+
+def _between(on: Callable[[int], Plan | None], below: int, above: int, per_node: int) -> Plan | None:
+    """Fewer whole nodes than a power of two of them, where those fit too; halved, since more GPUs never need more memory each."""
+    low, high, answer = below // per_node, above // per_node, None
+    while high - low > 1 and low:
+        middle = (low + high) // 2
+        found = on(middle * per_node)
+        if found is not None and found.best is not None:
+            high, answer = middle, found
+        else:
+            low = middle
+    return answer
+
+
+def longest_sequence(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
+    """The most tokens per sequence with which some layout fits, one sequence at a time; 0 where none does. [tokens]"""
+    most = base.model.max_position_embeddings if base.model.positions else _MOST_TOKENS
+    units = np.unique(np.geomspace(1, most // _TOKENS, 48).astype(np.int64))
+    coarse = _most(base, fixed, units * _TOKENS, tokens=True, unsaid=unsaid)
+    finer = coarse // _TOKENS + np.arange(0, 1 + max(1, coarse // _TOKENS // 4), dtype=np.int64)
+    fine = finer[finer * _TOKENS <= most] * _TOKENS
+    return max(coarse, _most(base, fixed, fine[fine > 0], tokens=True, unsaid=unsaid))
+
+
+def largest_batch(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
+    """The most sequences per GPU at once with which some layout fits; 0 where none does."""
+    sizes = np.unique(np.geomspace(1, _MOST_SEQUENCES, 64).astype(np.int64))
+    coarse = _most(base, fixed, sizes, tokens=False, unsaid=unsaid)
+    finer = coarse + np.arange(0, 1 + max(1, coarse // 4), dtype=np.int64)
+    return max(coarse, _most(base, fixed, finer[finer > 0], tokens=False, unsaid=unsaid))
+
+
+def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: Unsaid | None) -> int:
+    """The largest of these values with which any structure fits comfortably; whole shards, no replicas, no offload unless asked."""
+    gpus, gpu = base.mesh.world_size, base.cluster.gpu
+    room = 0 if gpu is None else int(gpu.memory_bytes.value)
+    ones = np.ones(len(values), dtype=np.int64)
+    grid = Grid(
+        ones,
+        gpus * ones,
+        ones if tokens else values,
+        values if tokens else base.batch.seq_len,
+        ones * (fixed.grad_accum_steps or 1),
+    )
+    most = 0
+    for recipe in structures(base, fixed, offload=False):
+        ways = recipe.fsdp2.reshard_after_forward
+        if (recipe.engine == "fsdp2" and type(ways) is int) or (unsaid is not None and unsaid(recipe)):
+            continue
+        try:
+            found = evaluated(base, recipe, grid)
+        except SpecError:
+            continue
+        fitting = values[found.comfortable_bytes <= room]
+        most = max(most, int(fitting.max(initial=0)))
+    return most

@@ -1,0 +1,43 @@
+"""Why does a layout fall? Every rule has a name, a sentence and a count."""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Rule(StrEnum):
+    """What cuts layouts, in the order in which they are asked."""
+
+    DIVISIBILITY = "the micro-batch does not divide the batch of a GPU"
+    RESHARDING = "reshard_after_forward does not divide the ranks that shard, or is all of them"
+    EMITTED = "the file that is asked for cannot say it"
+    ENGINE = "the engine refuses it, or it is not modelled"
+    WEIGHTS = "the whole model's weights, which its stage does not shard, do not fit the GPU"
+    MEMORY = "it does not fit the GPU"
+    TIGHT = "it fits only while the allocator's cache stays small"
+
+
+class Fallen(NamedTuple):
+    """How many layouts a rule took, and what it said first."""
+
+    rule: Rule
+    layouts: int
+    example: str = ""
+
+
+class Tally:
+    """Counts what falls."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Rule, int] = {}
+        self._examples: dict[Rule, str] = {}
+
+    def cut(self, rule: Rule, layouts: int, example: str = "") -> None:
+        """Count layouts that fell to a rule."""
+        if layouts:
+            self._counts[rule] = self._counts.get(rule, 0) + layouts
+            self._examples.setdefault(rule, example)
+
+    @property
+    def fallen(self) -> tuple[Fallen, ...]:
+        """What fell to each rule, in the order of the rules."""
+        return tuple(Fallen(rule, self._counts[rule], self._examples[rule]) for rule in Rule if rule in self._counts)

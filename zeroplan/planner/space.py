@@ -1,0 +1,221 @@
+"""Which layouts are there to choose from? Structures are looped over in Python, numbers are columns.
+
+A *structure* is a recipe: engine, stage, recomputation, optimizer implementation, loss, offload. *Numbers* are how many replicas
+there are and how many sequences go through a GPU at once; accumulation follows from the global batch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.base import Count, Spec
+from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+from zeroplan.spec.recipe import (
+    DdpOptions,
+    DeepSpeedOptions,
+    Engine,
+    Fsdp2Options,
+    Loss,
+    OffloadDevice,
+    OptimizerImpl,
+    RecipeSpec,
+    Recompute,
+    Stage,
+)
+
+Column = NDArray[np.int64]
+
+ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "deepspeed")
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_IMPLEMENTATIONS: tuple[OptimizerImpl, ...] = ("foreach", "fused")
+#: Micro-batches that are tried where no global batch is asked for.
+_SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed(Spec):
+    """What a user has decided; None leaves it to the search."""
+
+    engine: Engine | None = None
+    zero_stage: Stage | None = None
+    recompute: Recompute | None = None
+    optimizer_impl: OptimizerImpl | None = None
+    loss: Loss | None = None
+    offload_optimizer: OffloadDevice | None = None
+    offload_param: OffloadDevice | None = None
+    ddp: DdpOptions | None = None
+    fsdp2: Fsdp2Options | None = None
+    deepspeed: DeepSpeedOptions | None = None
+    dp_replicate: Count | None = None
+    micro_batch_size: Count | None = None
+    grad_accum_steps: Count | None = None
+    global_batch_size: Count | None = None
+
+
+class Grid(NamedTuple):
+    """The numbers of all layouts of one structure, a column each, under the names that formulas ask for."""
+
+    dp_replicate: Column
+    dp_shard: Column
+    micro_batch_size: Column
+    seq_len: Column | int
+    grad_accum_steps: Column
+    tp: int = 1
+
+    @property
+    def layouts(self) -> int:
+        """How many there are."""
+        return len(self.dp_replicate)
+
+    def only(self, kept: NDArray[np.bool_]) -> "Grid":
+        """Those that are kept."""
+        columns = (self.dp_replicate, self.dp_shard, self.micro_batch_size, self.grad_accum_steps)
+        replicas, shards, sequences, steps = (column[kept] for column in columns)
+        return Grid(replicas, shards, sequences, self.seq_len if isinstance(self.seq_len, int) else self.seq_len[kept], steps)
+
+
+def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[RecipeSpec]:
+    """Every recipe that the search tries, with or without offload; whether its engine takes it is asked later.
+
+    What a user has decided on offload holds either way.
+    """
+    decided = (fixed.offload_optimizer, fixed.offload_param)
+    if decided != (None, None) or base.recipe.fsdp2.cpu_offload or base.recipe.deepspeed.offloads:
+        if offload:
+            return
+    elif not offload:
+        fixed = replace(fixed, offload_optimizer="none", offload_param="none")
+    for recipe in _structures(base, fixed):
+        if recipe.offloads or not offload:
+            yield recipe
+
+
+def _structures(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
+    for engine in ENGINES if fixed.engine is None else (fixed.engine,):
+        stages = tuple(ENGINE_STAGES[engine]) if fixed.zero_stage is None else (fixed.zero_stage,)
+        for stage in stages:
+            if stage in ENGINE_STAGES[engine]:
+                yield from _of_stage(base.recipe, fixed, engine, stage)
+
+
+def _of_stage(recipe: RecipeSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[RecipeSpec]:
+    losses: tuple[Loss, ...] = ("full", "chunked") if engine == "fsdp2" and not recipe.keep_logits else ("full",)
+    both = recipe.optimizer in ("adamw", "adam") and engine != "deepspeed"  # whose default is its own fused kernel
+    steps: tuple[OptimizerImpl | None, ...] = _IMPLEMENTATIONS if both else (None,)
+    for recompute in _RECOMPUTE if fixed.recompute is None else (fixed.recompute,):
+        for loss in losses if fixed.loss is None else (fixed.loss,):
+            for impl in steps if fixed.optimizer_impl is None else (fixed.optimizer_impl,):
+                said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss, "optimizer_impl": impl}
+                for options in _options(recipe, fixed, engine, stage):
+                    yield replace(recipe, **said, **options)  # type: ignore[arg-type]  # checked there
+
+
+def _options(recipe: RecipeSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[Mapping[str, object]]:
+    """The engine's own options, offload among them."""
+    asked = (fixed.offload_optimizer, fixed.offload_param)
+    if engine == "ddp":
+        if set(asked) <= {None, "none"}:
+            views = (False, True) if fixed.ddp is None else (recipe.ddp.gradient_as_bucket_view,)
+            yield from ({"ddp": DdpOptions(gradient_as_bucket_view=view)} for view in views)
+    elif engine == "fsdp2":
+        yield from ({"fsdp2": options} for options in _fsdp2(recipe.fsdp2, fixed, stage))
+    else:
+        yield from ({"deepspeed": options} for options in _deepspeed(recipe.deepspeed, fixed, stage))
+
+
+def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2Options]:
+    """FSDP2 takes parameters, gradients and optimizer to the host together, or leaves all of them on the GPU."""
+    asked = {fixed.offload_optimizer, fixed.offload_param} - {None}
+    kept = fixed.fsdp2 is not None and options.cpu_offload
+    reshard: tuple[bool | int | None, ...] = (
+        (None, 8) if stage == 3 and fixed.fsdp2 is None else (options.reshard_after_forward,)
+    )
+    for away in (False, True):
+        if asked <= {"cpu" if away else "none"} and (away or not kept):
+            for ways in reshard:
+                yield replace(options, reshard_after_forward=ways, cpu_offload=away)
+
+
+def _deepspeed(options: DeepSpeedOptions, fixed: Fixed, stage: Stage) -> Iterator[DeepSpeedOptions]:
+    devices: tuple[OffloadDevice, ...] = ("none", "cpu")
+    beside = True if stage in (1, 2) and fixed.deepspeed is None else options.overlap_comm
+    for optimizer in devices if fixed.offload_optimizer is None else (fixed.offload_optimizer,):
+        for weights in devices if fixed.offload_param is None else (fixed.offload_param,):
+            if _sensible(optimizer, weights, stage, fixed):
+                yield replace(options, offload_optimizer=optimizer, offload_param=weights, overlap_comm=beside)
+
+
+def _sensible(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fixed: Fixed) -> bool:
+    """Whether a combination is worth the search's time: what was asked for always is, an engine that refuses it says so."""
+    if (fixed.offload_optimizer or "none", fixed.offload_param or "none") != ("none", "none"):
+        return True
+    return (stage > 0 or optimizer == "none") and (weights == "none" or (stage == 3 and optimizer != "none"))
+
+
+class Numbers(NamedTuple):
+    """What one structure's grid was made of, and what divisibility took from it."""
+
+    grid: Grid
+    indivisible: int
+
+
+def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Numbers:
+    """Every arrangement of the GPUs and of the batch under this recipe."""
+    gpus = base.mesh.world_size
+    replicas = _replicas(recipe, gpus, fixed)
+    sequences, steps, indivisible = _batches(gpus, fixed)
+    each = len(sequences)
+    over = np.repeat(replicas, each)
+    grid = Grid(over, gpus // over, np.tile(sequences, len(replicas)), base.batch.seq_len, np.tile(steps, len(replicas)))
+    return Numbers(grid, indivisible * len(replicas))
+
+
+def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed) -> Column:
+    """Replicas that divide the GPUs and leave at least two to shard over."""
+    if fixed.dp_replicate is not None:
+        return np.array([fixed.dp_replicate], dtype=np.int64)
+    several = recipe.engine == "fsdp2"
+    return np.array([1, *(n for n in range(2, gpus // 2 + 1) if several and gpus % n == 0)], dtype=np.int64)
+
+
+def _batches(gpus: int, fixed: Fixed) -> tuple[Column, Column, int]:
+    """Sequences per GPU and micro-batch, how many micro-batches, and how many sizes do not divide the batch of a GPU."""
+    total, size, steps = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps
+    if total is None:
+        sizes = _SEQUENCES if size is None else (size,)
+        return np.array(sizes, dtype=np.int64), np.full(len(sizes), steps or 1, dtype=np.int64), 0
+    check_batch(gpus, fixed)
+    of_gpu = total // gpus
+    every = range(1, of_gpu + 1) if size is None else (size,)
+    if steps is not None:
+        every = (of_gpu // steps,)
+    fitting = [one for one in every if of_gpu % one == 0]
+    return (
+        np.array(fitting, dtype=np.int64),
+        np.array([of_gpu // one for one in fitting], dtype=np.int64),
+        len(every) - len(fitting),
+    )
+
+
+def check_batch(gpus: int, fixed: Fixed) -> None:
+    """Refuse a global batch that the GPUs, or what else is said of the batch, do not make."""
+    total, size, steps = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps
+    if total is None:
+        return
+    if total % gpus:
+        raise SpecError(
+            f"--global-batch {total:,} sequences are not divisible by {gpus:,} GPUs; use {gpus * max(1, total // gpus):,}, say"
+        )
+    if size is not None and steps is not None and size * steps * gpus != total:
+        raise SpecError(
+            f"--global-batch {total:,} is not --micro-batch {size:,} x --grad-accum {steps:,} x {gpus:,} GPUs; leave one out"
+        )
+    for flag, said in (("--micro-batch", size), ("--grad-accum", steps)):
+        if said is not None and (total // gpus) % said:
+            raise SpecError(
+                f"{flag} {said:,} does not divide the {total // gpus:,} sequences of a GPU in --global-batch {total:,}"
+            )

@@ -1,0 +1,266 @@
+"""A plan as text, Markdown and plain data: the layout, its memory and time by part, the others and why not, what fell."""
+
+import textwrap
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zeroplan.ledger import bytes_by_kind
+from zeroplan.planner.result import Best, Layout, More, Plan
+from zeroplan.report.payload import SCHEMA_VERSION
+from zeroplan.report.words import plural
+from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+from zeroplan.steptime import Part
+from zeroplan.units import GB, GIB, format_size
+
+_WIDTH = 100
+_DAY_S = 86_400
+_MOST_OF_FRONT = 6
+
+
+class Beside(NamedTuple):
+    """What is told beside the plan itself: the command for this layout, a token budget, a price, files that were written."""
+
+    command: str
+    tokens: int | None = None
+    price_per_gpu_hour: float | None = None
+    written: tuple[str, ...] = ()
+    launch: str = ""
+    notes: tuple[str, ...] = ()
+
+
+def plan_text(plan: Plan, beside: Beside) -> str:
+    """Return the answer for a terminal."""
+    answer = [list(_nothing(plan))] if plan.best is None else _answer(plan, plan.best, beside)
+    parts = [list(_head(plan)), *answer, list(_fallen(plan))]
+    notes = [*plan.notes, *beside.notes]
+    parts.append(["Notes", *(_item(note) for note in notes)] if notes else [])
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def plan_markdown(plan: Plan, beside: Beside) -> str:
+    """Return the same as Markdown, its tables as they stand in a terminal."""
+    best = "Nothing fits" if plan.best is None else layout_words(plan.best.layout.job)
+    command = f"\n\n`{beside.command}`" if plan.best is not None else ""
+    return f"## {best}{command}\n\n```text\n{plan_text(plan, beside)}\n```"
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    base, gpu = plan.base, plan.base.cluster.gpu
+    name = base.model.name or f"a {base.model.family} model"
+    gpus = plural(base.mesh.world_size, "GPU") if gpu is None else f"{base.mesh.world_size:,} x {gpu.full_name}"
+    yield f"{name} on {gpus}, {base.recipe.precision}, {base.recipe.optimizer}, {plural(base.batch.seq_len, 'token')} per sequence"
+    yield f"{plural(plan.considered, 'layout')} considered, {plan.evaluated:,} of them computed"
+
+
+def layout_words(job: JobSpec) -> str:
+    """A layout in a line: engine and stage, what it recomputes, how the batch is cut."""
+    recipe, batch = job.recipe, job.batch
+    words = [ENGINE_STAGES[recipe.engine][recipe.zero_stage]]
+    words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
+    ways = recipe.fsdp2.reshard_after_forward
+    words += [f"resharded to {ways} after forward"] if recipe.engine == "fsdp2" and type(ways) is int else []
+    words += [f"recomputation {recipe.recompute}"]
+    words += [f"{recipe.loss} loss"] if recipe.loss != "full" else []
+    words += [f"{recipe.optimizer_impl} step"] if recipe.optimizer_impl is not None else []
+    words += ["offload"] if recipe.offloads else []
+    return ", ".join([*words, f"{batch.micro_batch_size} x {batch.grad_accum_steps} sequences per GPU"])
+
+
+def _answer(plan: Plan, best: Best, beside: Beside) -> list[list[str]]:
+    return [
+        list(_best(plan.objective, best, beside)),
+        list(_memory(best)),
+        list(_time(best, beside)),
+        list(_why(best)),
+        list(_others(plan)),
+        list(_front(plan)),
+    ]
+
+
+def _best(objective: str, best: Best, beside: Beside) -> Iterator[str]:
+    yield from textwrap.wrap(f"Best for {objective}: {layout_words(best.layout.job)}", _WIDTH)
+    yield f"  {beside.command}"
+    for path in beside.written:
+        yield f"  written: {path}"
+    if beside.launch:
+        yield f"  {beside.launch}"
+
+
+def _memory(best: Best) -> Iterator[str]:
+    yield f"{'Memory of a GPU':<44}{'GB':>10}{'GiB':>10}"
+    kinds = bytes_by_kind(best.estimate.peak.lines)
+    for kind in sorted(kinds, key=lambda one: -int(kinds[one])):
+        if kinds[kind]:
+            yield _row(f"  {kind.value}", int(kinds[kind]))
+    yield _row("  context and communicators", int(best.estimate.outside_band.expected_bytes))
+    yield _row("  together, at the peak", best.layout.least_bytes)
+    yield _row("  with what the allocator caches", best.layout.comfortable_bytes)
+    yield _row("  the GPU has", best.estimate.capacity_bytes or 0)
+    if best.estimate.host_bytes:
+        yield _row("  host memory of a rank", best.estimate.host_bytes)
+    yield f"  at this moment: {best.estimate.peak.name}"
+    if best.tight:
+        yield "  tight: it fits only while the cache stays small; set PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+def _row(what: str, n_bytes: int) -> str:
+    return f"{what:<44.44}{n_bytes / GB:>10,.2f}{n_bytes / GIB:>10,.2f}"
+
+
+def _time(best: Best, beside: Beside) -> Iterator[str]:
+    whole = float(best.time.seconds)
+    yield f"{'Time of a step':<44}{'s':>10}{'':>8}{'hidden s':>10}"
+    for part in best.time.parts:
+        took, hidden = float(part.seconds), float(part.hidden_s)
+        if took + hidden > 0:
+            yield f"  {part.name:<42.42}{took:>10.3f}{took / whole:>7.1%} {hidden:>10.3f}"
+    yield f"  {'together':<42}{whole:>10.3f}"
+    gpus = best.layout.job.mesh.world_size
+    yield (
+        f"{best.layout.tokens_per_s:,.0f} tokens/s per GPU, {best.layout.tokens_per_s * gpus:,.0f} in all; "
+        f"MFU {float(best.time.mfu):.1%} (no recomputation, causal attention)"
+    )
+    yield from _budget(best.layout, beside)
+
+
+def days(best: Layout, tokens: int) -> float:
+    """How long a token budget takes. [days]"""
+    return tokens / (best.tokens_per_s * best.job.mesh.world_size) / _DAY_S
+
+
+def cost(best: Layout, tokens: int, price_per_gpu_hour: float) -> float:
+    """What a token budget costs, in the price's own currency."""
+    return tokens / best.tokens_per_s / 3600 * price_per_gpu_hour
+
+
+def _budget(best: Layout, beside: Beside) -> Iterator[str]:
+    price, tokens = beside.price_per_gpu_hour, beside.tokens
+    if tokens is not None:
+        money = "" if price is None else f", and costs {cost(best, tokens, price):,.0f} at {price:,.2f} per GPU and hour"
+        yield f"{tokens:,} tokens take {days(best, tokens):,.1f} days{money}"
+    elif price is not None:
+        yield f"a million tokens cost {cost(best, 10**6, price):,.4f} at {price:,.2f} per GPU and hour"
+
+
+def _why(best: Best) -> Iterator[str]:
+    yield f"Binding: {best.binding}"
+    more = best.one_more_gb
+    if more is None:
+        yield "One more GB would buy nothing."
+    else:
+        yield from textwrap.wrap(f"One more GB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", _WIDTH)
+
+
+def _others(plan: Plan) -> Iterator[str]:
+    if not plan.rivals:
+        return
+    yield "The next ones, and why they are not the best"
+    for rival in plan.rivals:
+        yield _item(layout_words(rival.layout.job))
+        yield from textwrap.wrap(rival.why_not, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+
+
+def _front(plan: Plan) -> Iterator[str]:
+    if len(plan.front) < 2:
+        return
+    yield f"{'Time against memory: nothing is both quicker and smaller':<58}{'GB':>8}{'tokens/s per GPU':>20}"
+    chosen = plan.front if len(plan.front) <= _MOST_OF_FRONT else _spread(plan.front)
+    for one in chosen:
+        yield f"  {layout_words(one.job):<56.56}{one.least_bytes / GB:>8,.1f}{one.tokens_per_s:>20,.0f}"
+
+
+def _spread(front: tuple[Layout, ...]) -> list[Layout]:
+    """Both ends, and some between."""
+    last = len(front) - 1
+    return [front[round(last * at / (_MOST_OF_FRONT - 1))] for at in range(_MOST_OF_FRONT)]
+
+
+def _nothing(plan: Plan) -> Iterator[str]:
+    gpu = plan.base.cluster.gpu
+    room = 0 if gpu is None else int(gpu.memory_bytes.value)
+    yield f"Nothing fits {'' if gpu is None else gpu.full_name} ({format_size(room)}). The closest:"
+    for rival in plan.rivals:
+        yield _item(layout_words(rival.layout.job))
+        yield f"      {rival.why_not}"
+    if plan.fallen:
+        most = max(plan.fallen, key=lambda one: one.layouts)
+        yield f"The rule that cut most: {most.rule.value} ({plural(most.layouts, 'layout')})"
+
+
+def _fallen(plan: Plan) -> Iterator[str]:
+    if not plan.fallen:
+        return
+    yield "What fell, and to which rule"
+    for one in plan.fallen:
+        yield f"  {one.layouts:>8,}  {one.rule.value}"
+        if one.example:
+            yield from textwrap.wrap(one.example, _WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+
+
+def plan_payload(plan: Plan, beside: Beside) -> dict[str, object]:
+    """Return the answer as plain data; sizes in bytes, times in seconds."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "objective": plan.objective,
+        "fits": plan.best is not None,
+        "considered": plan.considered,
+        "evaluated": plan.evaluated,
+        "fallen": [{"rule": one.rule.value, "layouts": one.layouts, "example": one.example} for one in plan.fallen],
+        "best": None if plan.best is None else {**_layout(plan.best.layout), **_detail(plan.best, beside)},
+        "rivals": [{**_layout(one.layout), "why_not": one.why_not} for one in plan.rivals],
+        "front": [_layout(one) for one in plan.front],
+        "notes": [*plan.notes, *beside.notes],
+        "written": list(beside.written),
+    }
+
+
+def _layout(one: Layout) -> dict[str, object]:
+    recipe, mesh, batch = one.job.recipe, one.job.mesh, one.job.batch
+    return {
+        "layout": layout_words(one.job),
+        "engine": recipe.engine,
+        "stage": recipe.zero_stage,
+        "recompute": recipe.recompute,
+        "loss": recipe.loss,
+        "optimizer_impl": recipe.optimizer_impl,
+        "offload": recipe.offloads,
+        "replicas": mesh.dp_replicate,
+        "shards": mesh.dp_shard,
+        "seq_len": batch.seq_len,
+        "micro_batch": batch.micro_batch_size,
+        "grad_accum": batch.grad_accum_steps,
+        "least_bytes": one.least_bytes,
+        "comfortable_bytes": one.comfortable_bytes,
+        "step_s": one.seconds,
+        "tokens_per_s_per_gpu": one.tokens_per_s,
+    }
+
+
+def _detail(best: Best, beside: Beside) -> dict[str, object]:
+    detail: dict[str, object] = {
+        "command": beside.command,
+        "launch": beside.launch,
+        "tight": best.tight,
+        "binding": best.binding,
+        "one_more_gb": _more(best.one_more_gb),
+        "mfu": float(best.time.mfu),
+        "parts": [_part(one) for one in best.time.parts],
+    }
+    if beside.tokens is not None:
+        detail["days"] = days(best.layout, beside.tokens)
+    if beside.price_per_gpu_hour is not None:
+        detail["cost"] = cost(best.layout, beside.tokens or 10**6, beside.price_per_gpu_hour)
+    return detail
+
+
+def _part(one: Part) -> dict[str, object]:
+    return {"part": one.name, "seconds": float(one.seconds), "hidden_s": float(one.hidden_s), "reason": one.reason,
+            "source": one.source}  # fmt: skip
+
+
+def _more(more: More | None) -> dict[str, object] | None:
+    return None if more is None else {**_layout(more.layout), "gain": more.gain, "missing_bytes": more.missing_bytes}
