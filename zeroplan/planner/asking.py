@@ -7,7 +7,7 @@ from typing import NamedTuple
 from zeroplan.errors import SpecError
 from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import Objective
-from zeroplan.planner.questions import fewest_gpus, largest_batch, longest_sequence
+from zeroplan.planner.questions import SEQUENCE_STEP, fewest_gpus, largest_batch, longest_sequence
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid
 from zeroplan.planner.space import Fixed
@@ -33,7 +33,8 @@ class Question(NamedTuple):
 def ask(request: Request, question: Question, *, extra: Path | None = None, unsaid: Unsaid | None = None) -> Plan:
     """Answer a question on a request; raises SpecError in one line where it contradicts itself or asks for the impossible."""
     _refuse(request, question)
-    base, notes = resolve(replace(request, **dict.fromkeys(_SEARCHED)), extra=extra)
+    bare = replace(request, **dict.fromkeys(_SEARCHED))
+    base, notes = resolve(replace(bare, seq_len=SEQUENCE_STEP) if question.max_seq else bare, extra=extra)
     fixed = _fixed(request, question)
     if base.cluster.gpu is None:
         raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
@@ -109,8 +110,8 @@ def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | N
     if question.max_seq:
         longest = longest_sequence(base, fixed, unsaid)
         if not longest:
-            return replace(base, batch=replace(base.batch, seq_len=128)), fixed, ("not even 128 tokens fit",)
-        said = f"the longest sequence that fits: {longest:,} tokens (a multiple of 128)"
+            return base, replace(fixed, micro_batch_size=1), (f"not even {SEQUENCE_STEP} tokens fit",)
+        said = f"the longest sequence that fits: {longest:,} tokens (a multiple of {SEQUENCE_STEP})"
         return replace(base, batch=replace(base.batch, seq_len=longest)), replace(fixed, micro_batch_size=1), (said,)
     if question.max_batch:
         largest = largest_batch(base, fixed, unsaid)

@@ -149,10 +149,10 @@ def _closest(base: JobSpec, found: Sequence[Found], layouts: Field, room: int) -
 def _bought(
     base: JobSpec, found: Sequence[Found], layouts: Field, order: Column, best: Layout, room: int
 ) -> tuple[More | None, More | None]:
-    """What one more GB would buy, and the least memory that buys anything: both in tokens/s."""
+    """What one more GB would buy, and the least memory that buys anything, up to twice the GPU's: both in tokens/s."""
     missing = layouts.comfortable_bytes - room
     gains = layouts.tokens_per_s / best.tokens_per_s - 1
-    better = order[(missing[order] > 0) & (gains[order] > _WORTH)]
+    better = order[(missing[order] > 0) & (missing[order] <= room) & (gains[order] > _WORTH)]
     if not len(better):
         return None, None
 

@@ -16,8 +16,8 @@ from zeroplan.spec.mesh import MeshSpec
 
 #: Nobody asks for more GPUs, sequences or tokens than this.
 _MOST_GPUS, _MOST_SEQUENCES, _MOST_TOKENS = 4096, 4096, 1 << 20
-#: Sequence lengths are told in steps of this many tokens.
-_TOKENS = 128
+#: Sequence lengths are tried in multiples of this. [tokens]
+SEQUENCE_STEP = 128
 
 
 def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
@@ -61,10 +61,10 @@ def _between(on: Callable[[int], Plan | None], below: int, above: int, per_node:
 def longest_sequence(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
     """The most tokens per sequence with which some layout fits, one sequence at a time; 0 where none does. [tokens]"""
     most = base.model.max_position_embeddings if base.model.positions else _MOST_TOKENS
-    units = np.unique(np.geomspace(1, most // _TOKENS, 48).astype(np.int64))
-    coarse = _most(base, fixed, units * _TOKENS, tokens=True, unsaid=unsaid)
-    finer = coarse // _TOKENS + np.arange(0, 1 + max(1, coarse // _TOKENS // 4), dtype=np.int64)
-    fine = finer[finer * _TOKENS <= most] * _TOKENS
+    units = np.unique(np.geomspace(1, most // SEQUENCE_STEP, 48).astype(np.int64))
+    coarse = _most(base, fixed, units * SEQUENCE_STEP, tokens=True, unsaid=unsaid)
+    finer = coarse // SEQUENCE_STEP + np.arange(0, 1 + max(1, coarse // SEQUENCE_STEP // 4), dtype=np.int64)
+    fine = finer[finer * SEQUENCE_STEP <= most] * SEQUENCE_STEP
     return max(coarse, _most(base, fixed, fine[fine > 0], tokens=True, unsaid=unsaid))
 
 

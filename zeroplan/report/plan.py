@@ -98,6 +98,7 @@ def _memory(best: Best) -> Iterator[str]:
     yield _row("  the GPU has", best.estimate.capacity_bytes or 0)
     if best.estimate.host_bytes:
         yield _row("  host memory of a rank", best.estimate.host_bytes)
+        yield _row("  host memory of a node, if it has that much", best.estimate.host_bytes_per_node or 0)
     yield f"  at this moment: {best.estimate.peak.name}"
     if best.tight:
         yield "  tight: it fits only while the cache stays small; set PYTORCH_ALLOC_CONF=expandable_segments:True"
@@ -136,7 +137,7 @@ def cost(best: Layout, tokens: int, price_per_gpu_hour: float) -> float:
 def _budget(best: Layout, beside: Beside) -> Iterator[str]:
     price, tokens = beside.price_per_gpu_hour, beside.tokens
     if tokens is not None:
-        money = "" if price is None else f", and costs {cost(best, tokens, price):,.0f} at {price:,.2f} per GPU and hour"
+        money = "" if price is None else f" and cost {cost(best, tokens, price):,.0f} at {price:,.2f} per GPU and hour"
         yield f"{tokens:,} tokens take {days(best, tokens):,.1f} days{money}"
     elif price is not None:
         yield f"a million tokens cost {cost(best, 10**6, price):,.4f} at {price:,.2f} per GPU and hour"
@@ -245,6 +246,7 @@ def _detail(best: Best, beside: Beside) -> dict[str, object]:
         "command": beside.command,
         "launch": beside.launch,
         "tight": best.tight,
+        "host_bytes_per_node": best.estimate.host_bytes_per_node,
         "binding": best.binding,
         "one_more_gb": _more(best.one_more_gb),
         "mfu": float(best.time.mfu),

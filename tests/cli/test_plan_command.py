@@ -1,0 +1,109 @@
+"""``zeroplan plan`` as a person uses it: the answer, its renderings, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Run
+
+ASKED = ("plan", "--model", "llama-3.2-1b", "--gpu", "a10-24gb", "--gpus", "8", "--seq-len", "2048", "--global-batch", "64")
+
+
+def test_the_answer_has_all_that_is_promised(run: Run):
+    code, out, err = run(*ASKED, "--tokens", "1e9", "--price-per-gpu-hour", "2")
+    assert (code, err) == (0, "")
+    for said in ("Best for throughput:", "zeroplan estimate --model llama-3.2-1b", "together, at the peak", "Time of a step",
+                 "matrix multiplications", "tokens/s per GPU", "MFU", "days and cost", "Binding:", "One more GB would buy",
+                 "why they are not the best", "Time against memory", "What fell, and to which rule"):  # fmt: skip
+        assert said in out, said
+
+
+def test_the_command_it_names_says_the_same_memory(run: Run):
+    best = json.loads(run(*ASKED, "--json")[1])["best"]
+    found = json.loads(run(*shlex.split(best["command"])[1:], "--json")[1])
+    outside = found["outside_allocator"]["expected_bytes"]
+    assert found["peak"]["allocated_bytes"] + outside == best["least_bytes"]
+    assert found["fits"] is True
+
+
+def test_json_adds_up(run: Run):
+    found = json.loads(run(*ASKED, "--json", "--tokens", "1e9", "--price-per-gpu-hour", "2")[1])
+    best = found["best"]
+    assert sum(part["seconds"] for part in best["parts"]) == pytest.approx(best["step_s"])
+    rate = best["tokens_per_s_per_gpu"]
+    assert best["micro_batch"] * best["grad_accum"] * 2048 / best["step_s"] == pytest.approx(rate)
+    assert best["micro_batch"] * best["grad_accum"] * 8 == 64
+    assert best["days"] == pytest.approx(1e9 / rate / 8 / 86_400)
+    assert best["cost"] == pytest.approx(best["days"] * 24 * 8 * 2)
+    assert found["front"][0]["tokens_per_s_per_gpu"] == max(one["tokens_per_s_per_gpu"] for one in found["front"])
+
+
+def test_markdown_has_a_heading_and_the_command(run: Run):
+    code, out, _ = run(*ASKED, "--markdown")
+    assert code == 0
+    assert out.startswith("## ")
+    assert "`zeroplan estimate" in out
+
+
+def test_nothing_fits_is_a_no_with_the_closest(run: Run):
+    code, out, err = run("plan", "--model", "llama-3.1-70b", "--gpu", "a10-24gb", "--gpus", "2", "--offload-param", "none",
+                         "--offload-optimizer", "none")  # fmt: skip
+    assert (code, err) == (1, "")
+    assert "Nothing fits" in out
+    assert "more than the GPU has" in out
+    assert "The rule that cut most:" in out
+
+
+def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):
+    code, out, _ = run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path), "--json")
+    assert code == 0
+    best = json.loads(out)["best"]
+    path = str(tmp_path / "ds_config.json")
+    back = run("estimate", *ASKED[1:9], "--deepspeed-config", path, "--recompute", best["recompute"], "--json")
+    found = json.loads(back[1])
+    assert found["peak"]["allocated_bytes"] + found["outside_allocator"]["expected_bytes"] == best["least_bytes"]
+    code, _, err = run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path))
+    assert code == 2
+    assert "--force" in err
+    assert run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path), "--force")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--model", "gpt2"), "needs a GPU"),
+        (("--gpu", "h100", "--gpus", "8"), "one model"),
+        ((*ASKED[1:], "--global-batch", "7"), "not divisible by 8 GPUs"),
+        ((*ASKED[1:], "--global-batch", "many"), "--global-batch 'many'"),
+        ((*ASKED[1:], "--micro-batch", "3"), "does not divide"),
+        ((*ASKED[1:], "--engine", "ddp", "--stage", "3"), "has no ZeRO stage 3"),
+        ((*ASKED[1:], "--engine", "paper"), "ddp, fsdp2 or deepspeed"),
+        ((*ASKED[1:], "--tensor-parallel", "2"), "not part of a plan"),
+        ((*ASKED[1:], "--engine", "ddp", "--offload-param", "cpu"), "no engine offers"),
+        ((*ASKED[1:], "--min-gpus"), "leave one of them out"),
+        ((*ASKED[1:], "--max-seq"), "leave one of them out"),
+        ((*ASKED[1:], "--max-batch"), "leave one of them out"),
+        ((*ASKED[1:], "--mfu", "45"), "share of the peak"),
+        ((*ASKED[1:], "--mfu", "nan"), "share of the peak"),
+        ((*ASKED[1:], "--price-per-gpu-hour", "free"), "not an amount"),
+        ((*ASKED[1:], "--objective", "beauty"), "throughput, headroom"),
+        ((*ASKED[1:], "--emit", "yaml"), "deepspeed, accelerate, fsdp2"),
+        ((*ASKED[1:], "--force"), "--emit is not given"),
+        ((*ASKED[1:], "--emit", "fsdp2", "--out", "nowhere"), "not a folder"),
+        ((*ASKED[1:], "--emit", "deepspeed", "--engine", "fsdp2"), "its engine is fsdp2"),
+        ((*ASKED[1:], "--json", "--markdown"), "choose one"),
+        ((*ASKED[1:], "--replicas", "3"), "not divisible by --replicas 3"),
+    ],
+)
+def test_what_cannot_be_is_one_line(run: Run, arguments: tuple[str, ...], says: str):
+    code, out, err = run("plan", *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1

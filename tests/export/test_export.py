@@ -1,0 +1,147 @@
+"""What is written for DeepSpeed, accelerate and FSDP2: accepted by their own parsers, and read back as the same job."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from zeroplan import JobSpec, Request, SpecError, estimate, job
+from zeroplan.cli.app import main
+from zeroplan.export.command import estimate_command
+from zeroplan.export.files import cannot_say, export, write
+from zeroplan.resolve import resolve
+from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
+
+ASKED = Request(model="llama-3.2-1b", gpus=16, gpu="h100", seq_len=2048)
+
+
+def described(**said: object) -> JobSpec:
+    return job(model="llama-3.2-1b", gpus=16, gpu="h100", seq_len=2048, **said)
+
+
+def as_told(one: JobSpec) -> tuple[int, int, float]:
+    answer = estimate(one)
+    return answer.peak_bytes, int(answer.traffic.total_bytes), answer.host_bytes
+
+
+JOBS = [
+    {"engine": "deepspeed", "stage": 0},
+    {"engine": "deepspeed", "stage": 1, "micro_batch": 2, "deepspeed": DeepSpeedOptions(overlap_comm=True)},
+    {"engine": "deepspeed", "stage": 2, "grad_accum": 4, "offload_optimizer": "cpu"},
+    {"engine": "deepspeed", "stage": 3, "recompute": "full", "offload_optimizer": "cpu", "offload_param": "cpu"},
+    {"engine": "deepspeed", "stage": 3, "optimizer_impl": "foreach", "precision": "fp16-mixed"},
+]
+
+
+@pytest.mark.parametrize("said", JOBS)
+def test_deepspeeds_file_reads_back_as_the_same_job(said: dict, tmp_path: Path):
+    one = described(**said)
+    write(export(one, "deepspeed"), tmp_path, force=False)
+    beside = replace(ASKED, deepspeed_config=str(tmp_path / "ds_config.json"), recompute=said.get("recompute"))
+    back = resolve(beside)
+    assert not back.notes
+    impl = said.get("optimizer_impl", "fused")
+    assert back.job == replace(one, recipe=replace(one.recipe, optimizer_impl=impl))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *JOBS,
+        {"engine": "ddp", "stage": 0, "ddp": DdpOptions(gradient_as_bucket_view=True), "keep_logits": "fp32"},
+        {"replicas": 2, "recompute": "selective", "loss": "chunked", "fsdp2": Fsdp2Options(reshard_after_forward=4)},
+        {"stage": 2, "precision": "bf16", "optimizer": "sgd-momentum", "sync_every_micro_batch": False, "grad_accum": 2},
+        {"offload_optimizer": "cpu", "offload_param": "cpu", "optimizer_impl": "fused"},
+        {"lora_rank": 16, "lora_targets": "attention"},
+    ],
+)
+def test_the_command_is_the_job(said: dict, capsys: pytest.CaptureFixture[str]):
+    one = described(**said)
+    with pytest.raises(SystemExit):
+        main([*shlex.split(estimate_command(one, ASKED))[1:], "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["peak"]["allocated_bytes"], found["communication"]["total_bytes"], found["host_bytes"]) == as_told(one)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"replicas": 2, "recompute": "full"}, {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "use_fsdp": True,
+                                                "fsdp_activation_checkpointing": True, "parallelism_config_dp_replicate_size": 2}),
+        ({"stage": 2, "offload_optimizer": "cpu", "offload_param": "cpu"},
+         {"fsdp_reshard_after_forward": False, "fsdp_offload_params": True, "mixed_precision": "bf16"}),
+        ({"engine": "ddp", "stage": 0, "precision": "fp32"}, {"multi_gpu": True, "mixed_precision": "no"}),
+        ({"engine": "deepspeed", "stage": 3}, {"use_deepspeed": True, "zero3_init_flag": True}),
+    ],
+)  # fmt: skip
+def test_accelerates_own_parser_takes_its_file(said: dict, expected: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("accelerate")
+    from accelerate.commands import launch
+
+    monkeypatch.chdir(tmp_path)
+    made = export(described(**said), "accelerate")
+    write(made, tmp_path, force=False)
+    words = shlex.split(made.launch)
+    args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words[2:]))
+    assert {key: _as_value(getattr(args, key)) for key in expected} == expected
+    assert (args.num_processes, args.num_machines) == (16, 2)
+
+
+def _as_value(value: object) -> object:
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+
+
+@pytest.mark.torch
+def test_the_fsdp2_script_trains(tmp_path: Path):
+    """On one rank and the CPU, with everything that a script can hold but offload, which needs a GPU."""
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one = job(config=str(tmp_path), gpus=1, stage=3, seq_len=16, grad_accum=2, recompute="selective", optimizer_impl="fused",
+              sync_every_micro_batch=False)  # fmt: skip
+    write(export(one, "fsdp2"), tmp_path, force=False)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29517", "STEPS": "2",
+             "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    ran = subprocess.run([sys.executable, "train_fsdp2.py", "."], cwd=tmp_path, env={**os.environ, **alone}, capture_output=True,
+                         text=True, check=False, timeout=300)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "step 2 of 2: loss" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"recompute": "full", "replicas": 2},
+        {"offload_optimizer": "cpu", "offload_param": "cpu", "precision": "fp32"},
+        {"stage": 2, "fsdp2": Fsdp2Options(reduce_dtype="param")},
+    ],
+)
+def test_every_fsdp2_script_is_python(said: dict):
+    text = export(described(**said), "fsdp2").files[0].text
+    compile(text, "<script>", "exec")
+    assert ("CPUOffloadPolicy()" in text) == ("offload_param" in said)
+
+
+def test_what_a_target_cannot_say_is_refused():
+    chunked, partly = described(loss="chunked"), described(recompute="selective")
+    assert cannot_say(partly.recipe, "fsdp2") == ""
+    for one, target in ((chunked, "fsdp2"), (partly, "accelerate"), (partly, "deepspeed")):
+        with pytest.raises(SpecError, match=f"--emit {target} cannot say"):
+            export(one, target)
+
+
+def test_nothing_is_written_over_without_force(tmp_path: Path):
+    made = export(described(), "fsdp2")
+    (tmp_path / "train_fsdp2.py").write_text("mine")
+    with pytest.raises(SpecError, match="--force"):
+        write(made, tmp_path, force=False)
+    assert (tmp_path / "train_fsdp2.py").read_text() == "mine"
+    write(made, tmp_path, force=True)
+    assert "fully_shard" in (tmp_path / "train_fsdp2.py").read_text()
