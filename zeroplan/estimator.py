@@ -220,7 +220,7 @@ def estimate(job: JobSpec) -> Estimate:
     >>> sum(estimate(job).states_by_kind.values()) == 2 * estimate(job).parameters  # 16Ψ/8
     True
     """
-    account = account_of(job)
+    account = account_of(job, job.batch)
     highest = peak(account.moments)
     workspaces = _workspaces(job)
     parameters = parameter_count(job.model)
@@ -268,7 +268,7 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
     True
     """
     workspaces = _workspaces(job)
-    moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in _account(job, batch).moments)
+    moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account_of(job, batch).moments)
     band, beside = reserved(moments, engine=job.recipe.engine), total_band(outside(job.mesh)).expected_bytes
     return Needed(band.low_bytes + beside, band.expected_bytes + beside)
 
@@ -282,12 +282,7 @@ _FLATTENED_IN_HOST_MEMORY = (
 )
 
 
-def account_of(job: JobSpec) -> Account:
-    """The account of a job with its own batch."""
-    return _account(job, job.batch)
-
-
-def _account(job: JobSpec, batch: Batch) -> Account:
+def account_of(job: JobSpec, batch: Batch) -> Account:
     """The engine's account; with DeepSpeed's own way round, where its construction alone would not fit the GPU.
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).

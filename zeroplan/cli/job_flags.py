@@ -91,28 +91,29 @@ def takes_a_job(
     ``gpus_as`` is a flag of the command's own that says how many GPUs, too.
     """
 
-    def resolved(given: dict[str, object]) -> Resolved | None:
+    def resolved(given: dict[str, object], mine: dict[str, object]) -> Resolved | None:
         said = any(given[name] is not None for name in given if name != "catalog")
+        given = _with_gpus(given, gpus_as, mine.get(gpus_as))
         return _resolved(given) if said or not or_none else None
 
-    return _with_flags(command, "resolved", resolved, gpus_as)
+    return _with_flags(command, "resolved", resolved)
 
 
 def takes_a_request(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Give a command ``f(asked, **own)`` the job's flags beside its own, and hand it what was said, not yet completed."""
-    return _with_flags(command, "asked", _asked)
+    return _with_flags(command, "asked", lambda given, _: _asked(given))
 
 
-def _with_flags(
-    command: Callable[..., int | None], name_of_job: str, read: Callable[[dict[str, object]], object], gpus_as: str = ""
-) -> Callable[..., int | None]:
+_Read = Callable[[dict[str, object], dict[str, object]], object]
+
+
+def _with_flags(command: Callable[..., int | None], name_of_job: str, read: _Read) -> Callable[..., int | None]:
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != name_of_job]
     first = [parameter for parameter in own if parameter.default is inspect.Parameter.empty]
 
     def run(**given: object) -> int | None:
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
-        given = _with_gpus(given, gpus_as, mine.get(gpus_as))
-        return command(**{name_of_job: read(given)}, **mine)
+        return command(**{name_of_job: read(given, mine)}, **mine)
 
     parameters = [
         *first,

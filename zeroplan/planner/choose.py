@@ -78,7 +78,7 @@ def _best(
 
 def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:
     """The time of one job's step, part by part. [s]"""
-    account: Account = account_of(job)
+    account: Account = account_of(job, job.batch)
     return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
 
 
