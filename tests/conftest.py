@@ -1,12 +1,17 @@
 """What every test shares."""
 
-import gc
+from collections.abc import Iterator
 
 import pytest
 
+from zeroplan.verify.cycles import collected_when_told
+
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_is_imported_is_no_garbage() -> None:
-    """Runs collect garbage at every phase, and torch's, transformers' and pytest's own objects take long to go through."""
-    gc.collect()
-    gc.freeze()
+def _garbage_is_collected_when_told(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each run collects garbage several times: what was there before a file of runs, torch and all, is gone through once."""
+    if request.node.get_closest_marker("torch") is None:
+        yield
+    else:
+        with collected_when_told():
+            yield

@@ -28,15 +28,15 @@ pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore:.*gradient_c
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "bf16-mixed")
 
 # Peaks lie in the loss, in the last or the first block, at the embedding or in the step, depending on these shapes.
-LLAMA_LOGITS = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=320, vocab=1500, layers=4)
+LLAMA_LOGITS = tiny_spec("llama", heads=4, kv_heads=2, head_dim=16, ffn=160, vocab=750, layers=4)
 LLAMA_WEIGHTS = tiny_spec("llama", heads=4, kv_heads=2, head_dim=32, ffn=512, vocab=160, layers=4)
 LLAMA_TIED = replace(LLAMA_LOGITS, tie_word_embeddings=True)
-LLAMA_TOKENS = tiny_spec("llama", heads=4, kv_heads=4, head_dim=32, ffn=256, vocab=260, layers=3)
-GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=32, ffn=512, vocab=700, layers=4)
+LLAMA_TOKENS = tiny_spec("llama", heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=130, layers=3)
+GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=350, layers=4)
 
 FEW = BatchSpec(micro_batch_size=1, seq_len=16)
 SOME = BatchSpec(micro_batch_size=2, seq_len=48)
-MANY = BatchSpec(micro_batch_size=4, seq_len=128)
+MANY = BatchSpec(micro_batch_size=4, seq_len=64)
 
 #: The state of the CPU's random generator, which checkpointing keeps for each block: in host memory, for a model on a GPU.
 RANDOM_STATE_BYTES = 5056

@@ -24,12 +24,12 @@ pytestmark = pytest.mark.torch
 #: random-number state.
 SCALARS_BYTES = 2048
 
-NARROW = {"heads": 4, "kv_heads": 2, "head_dim": 32, "layers": 5}
+NARROW = {"heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 5}
 TOKENS = BatchSpec(micro_batch_size=2, seq_len=64)
 WEIGHTS = BatchSpec(micro_batch_size=1, seq_len=32)
 
 
-def job(family: str = "llama", *, ffn: int = 352, vocab: int = 500, batch: BatchSpec = TOKENS, n: int = 4, r: int = 1,
+def job(family: str = "llama", *, ffn: int = 176, vocab: int = 250, batch: BatchSpec = TOKENS, n: int = 4, r: int = 1,
         tied: bool = False, **recipe: object) -> JobSpec:  # fmt: skip
     model = tiny_spec(family, ffn=ffn, vocab=vocab, **NARROW)
     said = {"engine": "fsdp2", "zero_stage": 3, "optimizer_impl": "fused", **recipe}
@@ -46,52 +46,52 @@ THRICE = replace(WEIGHTS, grad_accum_steps=3)
 HALF = Fsdp2Options(reduce_dtype="param")
 CASES = {
     "llama": job(),
-    "llama, weights dominate": job(ffn=1024, batch=WEIGHTS),
-    "llama, logits dominate": job(vocab=6000),
-    "llama, logits kept": job(vocab=5000, keep_logits=True),
+    "llama, weights dominate": job(ffn=512, batch=WEIGHTS),
+    "llama, logits dominate": job(vocab=3000),
+    "llama, logits kept": job(vocab=2500, keep_logits=True),
     "llama, recomputed": job(recompute="full"),
-    "llama, recomputed, weights dominate": job(ffn=1024, batch=WEIGHTS, recompute="full"),
+    "llama, recomputed, weights dominate": job(ffn=512, batch=WEIGHTS, recompute="full"),
     "llama, eager attention": job(attention="eager"),
     "llama, fp32": job(precision="fp32"),
     "llama, bf16, foreach": job(precision="bf16", optimizer_impl="foreach"),
-    "llama, foreach": job(ffn=1024, batch=WEIGHTS, optimizer_impl="foreach"),
+    "llama, foreach": job(ffn=512, batch=WEIGHTS, optimizer_impl="foreach"),
     "llama, uneven shards": job(n=3),
-    "llama, more ranks than rows of a norm": job(n=160, ffn=96),
-    "llama, tied head": job(vocab=4000, tied=True),
+    "llama, more ranks than rows of a norm": job(n=80, ffn=48),
+    "llama, tied head": job(vocab=2000, tied=True),
     "llama, stage 2": job(zero_stage=2),
-    "llama, stage 2, weights dominate": job(zero_stage=2, ffn=1024, batch=WEIGHTS),
-    "llama, resharded two ways": job(fsdp2=Fsdp2Options(reshard_after_forward=2), ffn=1024, batch=WEIGHTS),
-    "llama, gradients reduced in bf16": job(fsdp2=HALF, ffn=1024, batch=WEIGHTS),
+    "llama, stage 2, weights dominate": job(zero_stage=2, ffn=512, batch=WEIGHTS),
+    "llama, resharded two ways": job(fsdp2=Fsdp2Options(reshard_after_forward=2), ffn=512, batch=WEIGHTS),
+    "llama, gradients reduced in bf16": job(fsdp2=HALF, ffn=512, batch=WEIGHTS),
     "llama, replicas": job(r=2),
-    "llama, replicas, gradients reduced in bf16": job(r=2, fsdp2=HALF, ffn=1024, batch=WEIGHTS),
-    "llama, accumulation": job(batch=TWICE, ffn=1024),
-    "llama, replicas, accumulation": job(r=2, batch=TWICE, ffn=1024),
-    "llama, replicas, bf16, accumulation": job(r=2, batch=THRICE, ffn=1024, precision="bf16"),
-    "llama, replicas, accumulation, reduced in bf16": job(r=2, batch=TWICE, ffn=1024, fsdp2=HALF),
-    "llama, replicas, accumulation without reduction": job(r=2, batch=TWICE, ffn=1024, sync_every_micro_batch=False),
-    "llama, tied head, accumulation": job(batch=TWICE, vocab=4000, tied=True),
-    "llama, tied head, bf16": job(batch=WEIGHTS, vocab=4000, tied=True, precision="bf16"),
-    "llama, tied head, fp32, accumulation": job(batch=TWICE, vocab=4000, tied=True, precision="fp32"),
-    "llama, tied head, accumulation without reduction": job(batch=TWICE, vocab=4000, tied=True, sync_every_micro_batch=False),
-    "llama, bf16, accumulation without reduction": job(batch=TWICE, vocab=6000, precision="bf16", sync_every_micro_batch=False),
+    "llama, replicas, gradients reduced in bf16": job(r=2, fsdp2=HALF, ffn=512, batch=WEIGHTS),
+    "llama, accumulation": job(batch=TWICE, ffn=512),
+    "llama, replicas, accumulation": job(r=2, batch=TWICE, ffn=512),
+    "llama, replicas, bf16, accumulation": job(r=2, batch=THRICE, ffn=512, precision="bf16"),
+    "llama, replicas, accumulation, reduced in bf16": job(r=2, batch=TWICE, ffn=512, fsdp2=HALF),
+    "llama, replicas, accumulation without reduction": job(r=2, batch=TWICE, ffn=512, sync_every_micro_batch=False),
+    "llama, tied head, accumulation": job(batch=TWICE, vocab=2000, tied=True),
+    "llama, tied head, bf16": job(batch=WEIGHTS, vocab=2000, tied=True, precision="bf16"),
+    "llama, tied head, fp32, accumulation": job(batch=TWICE, vocab=2000, tied=True, precision="fp32"),
+    "llama, tied head, accumulation without reduction": job(batch=TWICE, vocab=2000, tied=True, sync_every_micro_batch=False),
+    "llama, bf16, accumulation without reduction": job(batch=TWICE, vocab=3000, precision="bf16", sync_every_micro_batch=False),
     "llama, tied head, bf16, accumulation without reduction": job(
-        batch=TWICE, vocab=4000, tied=True, precision="bf16", sync_every_micro_batch=False
+        batch=TWICE, vocab=2000, tied=True, precision="bf16", sync_every_micro_batch=False
     ),
     "llama, tied head, bf16, three micro-batches without reduction": job(
-        batch=THRICE, vocab=4000, tied=True, precision="bf16", sync_every_micro_batch=False
+        batch=THRICE, vocab=2000, tied=True, precision="bf16", sync_every_micro_batch=False
     ),
     "llama, tied head, three micro-batches without reduction": job(
-        batch=THRICE, vocab=4000, tied=True, sync_every_micro_batch=False
+        batch=THRICE, vocab=2000, tied=True, sync_every_micro_batch=False
     ),
     "qwen2": job("qwen2"),
     "qwen3": job("qwen3"),
     "gpt2": job("gpt2"),
-    "gpt2, weights dominate": job("gpt2", ffn=1024, batch=WEIGHTS),
+    "gpt2, weights dominate": job("gpt2", ffn=512, batch=WEIGHTS),
     "gpt2, recomputed": job("gpt2", recompute="full"),
-    "mixtral": job("mixtral", ffn=256),
-    "mixtral, weights dominate": job("mixtral", ffn=256, batch=WEIGHTS),
+    "mixtral": job("mixtral", ffn=128),
+    "mixtral, weights dominate": job("mixtral", ffn=128, batch=WEIGHTS),
     "mixtral, recomputed": job("mixtral", ffn=256, recompute="full"),
-    "mixtral, fewer experts than ranks": job("mixtral", ffn=256, n=8, batch=WEIGHTS),
+    "mixtral, fewer experts than ranks": job("mixtral", ffn=128, n=8, batch=WEIGHTS),
 }
 
 

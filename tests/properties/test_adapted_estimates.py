@@ -74,7 +74,7 @@ class Column:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_grid_of_adapted_jobs_is_its_points(engine: str, data: st.DataObject):
     model, recipe = data.draw(adapted()), plain(data.draw(recipes((engine,))))

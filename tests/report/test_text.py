@@ -37,8 +37,9 @@ def answers(**also: object) -> Iterator[Estimate]:
 
 @pytest.mark.parametrize("gpus", [1, 8, 4096])
 def test_every_line_fits_a_wide_terminal(gpus: int):
-    for answer in answers(gpus=gpus, gpu="h100", micro_batch=4):
-        for line in estimate_text(answer, ("a note " * 40,), remedies(answer)).splitlines():
+    for number, answer in enumerate(answers(gpus=gpus, gpu="h100", micro_batch=4)):
+        changes = remedies(answer) if number % 3 == 0 else ()  # of each model and each stage some
+        for line in estimate_text(answer, ("a note " * 40,), changes).splitlines():
             assert len(line) <= 112, line
 
 

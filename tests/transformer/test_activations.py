@@ -50,11 +50,11 @@ SHAPES = {
 
 #: Shapes for peaks: the winning moment moves with the share of tokens and weights.
 PEAKS = {
-    "many tokens": (4, 128, 4, 4, 32, 344, 104, 128),
+    "many tokens": (4, 64, 4, 4, 16, 176, 104, 64),
     "few tokens": (1, 8, 8, 2, 32, 512, 104, 256),
-    "between": (2, 64, 4, 2, 32, 424, 104, 320),
-    "wide MLP": (1, 32, 8, 4, 32, 1024, 64, 128),
-    "long, narrow": (1, 200, 8, 8, 16, 256, 64, 128),
+    "between": (2, 32, 4, 2, 16, 216, 104, 160),
+    "wide MLP": (1, 32, 8, 4, 16, 512, 64, 64),
+    "long, narrow": (1, 200, 4, 4, 16, 128, 64, 64),
 }
 
 
