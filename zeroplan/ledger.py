@@ -5,6 +5,7 @@ same lines, so nothing is added up twice.
 """
 
 from enum import StrEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 from zeroplan.numeric import Int, maximum
@@ -124,10 +125,11 @@ def total_bytes(lines: tuple[Line, ...]) -> Int:
     >>> total_bytes((Line(Kind.PARAMETERS, 2, "a"), Line(Kind.GRADIENTS, 3, "b")))
     5
     """
-    total: Int = 0
-    for line in lines:
-        total = total + line.n_bytes
+    total: Int = sum(map(_n_bytes, lines))
     return total
+
+
+_n_bytes = attrgetter("n_bytes")
 
 
 def bytes_by_kind(lines: tuple[Line, ...]) -> dict[Kind, Int]:

@@ -67,13 +67,15 @@ def _at_the_head(plan: Plan, point: BackwardPoint) -> Line:
 
 def backward(plan: Plan) -> Iterator[Moment]:
     """Each block where memory can peak: while it is unsharded, at each of its points, while it is reduced."""
+    insides = tuple(tuple(_inside(plan, point) for point in one.points) for one in plan.passes)
     for position in reversed(plan.corners):
         common = _whatever_happens(plan, position)
         waiting = (*_waiting_reduce(plan, position), *_own_left_behind(plan, position))
         below = gathered_below(plan, position)
         computing = (*common, *waiting, unsharded(plan, plan.blocks[position.run]), *below, *_checkpoint(plan, position))
         yield _unsharding(plan, position, (*common, *waiting))
-        yield from (_inside(plan, position, point, computing) for point in plan.passes[position.run].points)
+        for point, lines in insides[position.run]:
+            yield Moment(_point_of(position.name, point), Phase.BACKWARD, (*computing, *lines))
         yield _reducing(plan, position, (*common, *below))
 
 
@@ -160,10 +162,11 @@ def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
     return plan.passes[position.run].checkpoint_in_backward if plan.recomputed else ()
 
 
-def _inside(plan: Plan, position: Position, point: BackwardPoint, alive: tuple[Line, ...]) -> Moment:
+def _inside(plan: Plan, point: BackwardPoint) -> tuple[str, tuple[Line, ...]]:
+    """A point of a block and what is alive of it there, wherever among its like the block stands."""
     n_bytes, formula = plan.fresh(point.gradients, point.current_gradient)
     made = Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "this block's, made so far", formula, ACCUMULATE)
-    return Moment(_point_of(position.name, point.name), Phase.BACKWARD, (*alive, *point.lines, made))
+    return point.name, (*point.lines, made)
 
 
 @lru_cache(maxsize=4096)
