@@ -96,6 +96,7 @@ def _child(folder: Path, transport: str, ranks: int, rank: int) -> int:
 def _answer(transport: Any, ranks: int, rank: int, store: Path) -> dict[str, object]:
     from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
+    from zeroplan.verify.cycles import collected_when_told
     from zeroplan.verify.group import join
 
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
@@ -103,7 +104,8 @@ def _answer(transport: Any, ranks: int, rank: int, store: Path) -> dict[str, obj
     met = FileStore(str(store), ranks) if transport == "gloo" else HashStore()
     log = join(transport, met, rank=rank, ranks=ranks, timeout_s=100)
     names = [name for name in CASES if transport == "gloo" or can_be(name, rank)]
-    return {name: _figures(_measured(name, ranks, rank, transport, log)) for name in names}
+    with collected_when_told():  # once for all runs, each of which collects many times
+        return {name: _figures(_measured(name, ranks, rank, transport, log)) for name in names}
 
 
 def _measured(name: str, ranks: int, rank: int, transport: Any, log: Any) -> Measurement:

@@ -85,7 +85,7 @@ def test_grouped_heads_in_fp32_save_what_some_factor_needs(targets: str):
 
 @pytest.fixture(scope="module")
 def under_deepspeed() -> dict[str, dict[str, Any]]:
-    return answers({name: Run(one) for name, one in DEEPSPEED.items()}, "simulated")
+    return answers({name: Run(one) for name, one in DEEPSPEED.items()})
 
 
 @pytest.mark.deepspeed

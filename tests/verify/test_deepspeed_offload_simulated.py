@@ -66,7 +66,7 @@ A_FEW_NUMBERS = 2000
 
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Comparison]:
-    records = answers(RUNS, "simulated")
+    records = answers(RUNS)
     return {name: compare_with_estimate(read(Measurement, record, where="record")) for name, record in records.items()}
 
 

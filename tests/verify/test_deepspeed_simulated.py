@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -30,10 +29,11 @@ pytestmark = [pytest.mark.torch, pytest.mark.deepspeed]
 
 
 class Run(NamedTuple):
-    """A job, and as which rank it is run."""
+    """A job, as which rank it is run, and what is asked of the run: see ``deepspeed_runs.py``."""
 
     job: JobSpec
     rank: int = 0
+    ask: Literal["exact", "simulated", "fails"] = "simulated"
 
 
 def small(name: str) -> JobSpec:
@@ -47,7 +47,7 @@ def small(name: str) -> JobSpec:
 
 
 EXACT = {
-    name: Run(small(name), rank)
+    name: Run(small(name), rank, "exact")
     for name, rank in {
         "stage 0, FusedAdam's wrapper": 1,
         "stage 1, accumulating": 3,
@@ -85,19 +85,19 @@ LARGE = {
 }
 
 
-def answers(runs: dict[str, Run], ask: str) -> dict[str, dict[str, Any]]:
-    """Every run's answer, by two workers side by side."""
+_REFUSED = replace(small("stage 3"), recipe=replace(small("stage 3").recipe, recompute="selective"))
+REFUSED = {"stage 3, recomputed selectively": Run(_REFUSED, ask="fails")}
+
+
+def answers(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+    """Every run's answer, by a process that runs one after the other; importing DeepSpeed takes as long as several runs."""
     pytest.importorskip("torch")
     pytest.importorskip("deepspeed")
-    names = list(runs)
-    halves = names[::2], names[1::2]
-    with ThreadPoolExecutor(2) as workers:
-        found = list(workers.map(lambda half: _asked([runs[name] for name in half], ask), halves))
-    return {name: answer for half, told in zip(halves, found, strict=True) for name, answer in zip(half, told, strict=True)}
+    return dict(zip(runs, _asked(list(runs.values())), strict=True))
 
 
-def _asked(runs: list[Run], ask: str) -> list[dict[str, Any]]:
-    questions = "".join(json.dumps({"ask": ask, "rank": run.rank, "job": asdict(run.job)}) + "\n" for run in runs)
+def _asked(runs: list[Run]) -> list[dict[str, Any]]:
+    questions = "".join(json.dumps({"ask": run.ask, "rank": run.rank, "job": asdict(run.job)}) + "\n" for run in runs)
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name("deepspeed_runs.py")],
         input=questions,
@@ -112,32 +112,27 @@ def _asked(runs: list[Run], ask: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def exact() -> dict[str, dict[str, Any]]:
-    return answers(EXACT, "exact")
+def told() -> dict[str, dict[str, Any]]:
+    return answers(EXACT | LARGE | REFUSED)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_same(name: str, exact: dict[str, dict[str, Any]]):
-    run = exact[name]
+def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_same(name: str, told: dict[str, dict[str, Any]]):
+    run = told[name]
     assert len(run["profiled"]) == 3 * 3
     assert run["real"] == run["profiled"]
     assert run["fake"] == run["profiled"]
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_every_collective_of_the_real_run_is_in_the_fake_one(name: str, exact: dict[str, dict[str, Any]]):
-    assert exact[name]["real calls"]
-    assert exact[name]["fake calls"] == exact[name]["real calls"]
-
-
-@pytest.fixture(scope="module")
-def large() -> dict[str, dict[str, Any]]:
-    return answers(LARGE, "simulated")
+def test_every_collective_of_the_real_run_is_in_the_fake_one(name: str, told: dict[str, dict[str, Any]]):
+    assert told[name]["real calls"]
+    assert told[name]["fake calls"] == told[name]["real calls"]
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_a_large_job_takes_what_is_estimated(name: str, large: dict[str, dict[str, Any]]):
-    measured = read(Measurement, large[name], where="record")
+def test_a_large_job_takes_what_is_estimated(name: str, told: dict[str, dict[str, Any]]):
+    measured = read(Measurement, told[name], where="record")
     compared = compare_with_estimate(measured)
     assert abs(compared.peak.error) < 0.0001, compared
     assert abs(compared.held.error) < 0.0001, compared
@@ -146,15 +141,13 @@ def test_a_large_job_takes_what_is_estimated(name: str, large: dict[str, dict[st
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_all_layers_are_run_where_elements_are_counted(name: str, large: dict[str, dict[str, Any]]):
-    assert not any("extended" in remark for remark in large[name]["remarks"])
+def test_all_layers_are_run_where_elements_are_counted(name: str, told: dict[str, dict[str, Any]]):
+    assert not any("extended" in remark for remark in told[name]["remarks"])
 
 
-def test_stage_3_with_selective_recomputation_fails_in_deepspeed_and_is_refused():
-    asked = small("stage 3")
-    selective = replace(asked, recipe=replace(asked.recipe, recompute="selective"))
-    found = answers({"real": Run(selective)}, "fails")["real"]
-    assert "RuntimeError" in found["error"]
-    assert "size of tensor a (0)" in found["error"]
+def test_stage_3_with_selective_recomputation_fails_in_deepspeed_and_is_refused(told: dict[str, dict[str, Any]]):
+    ((name, asked),) = REFUSED.items()
+    assert "RuntimeError" in told[name]["error"]
+    assert "size of tensor a (0)" in told[name]["error"]
     with pytest.raises(SpecError, match="releases a weight"):
-        estimate(selective)
+        estimate(asked.job)
