@@ -251,7 +251,7 @@ def test_a_rank_that_is_lost_ends_the_run(run: Run, workload: str, said: str):
 
 @pytest.mark.usefixtures("here")
 def test_a_rank_that_hangs_is_waited_for_no_longer_than_was_said(run: Run):
-    code, out, err = run(*CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", "work:hangs", "--timeout", "6")
+    code, out, err = run(*CPU, "--gpus", "2", "--nproc", "2", "--stage", "3", "--workload", "work:hangs", "--timeout", "12")
     assert (code, out) == (4, "")
     assert "Timed out" in err
     assert err.splitlines()[-1].startswith("zeroplan: ")

@@ -205,19 +205,14 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     )
     root = _group((*tree.embeddings, *tree.tail), n, "root")
     blocks = tuple(_group(run.parameters, n, run.kind) for run in tree.runs)
-    trained_root, trained_blocks = root, blocks
-    symbol = "P/N"
-    parameters: tuple[Line, ...] = (_parameter_line(tree, root, blocks, width.stored),)
-    if learning is not tree:
-        trained_root, trained_blocks = _trained_groups(learning, n)
-        frozen = root._replace(shard=root.shard - trained_root.shard)
-        still = tuple(
-            group._replace(shard=group.shard - one.shard) for group, one in zip(blocks, trained_blocks, strict=True)
-        )  # fmt: skip
-        symbol = "P_trained/N"
+    if learning is tree:
+        trained_root, trained_blocks, symbol = root, blocks, "P/N"
+        parameters: tuple[Line, ...] = (_parameter_line(tree, root, blocks, width.stored),)
+    else:
+        trained_root, trained_blocks, symbol = *_trained_groups(learning, n), "P_trained/N"
         parameters = (
-            _parameter_line(
-                tree, frozen, still, width.stored if model.frozen else width.compute, what="frozen", symbol="(P - P_trained)/N"
+            _frozen_line(
+                tree, (root, *blocks), (trained_root, *trained_blocks), width.stored if model.frozen else width.compute
             ),
             _parameter_line(tree, trained_root, trained_blocks, width.stored, what="trained", symbol=symbol),
         )
@@ -306,6 +301,12 @@ def _parameter_line(
         elements = elements + run.layers * group.shard
     every = f"every {what} parameter" if what else "every parameter"
     return Line(Kind.PARAMETERS, stored * elements, f"this rank's chunk of {every}", f"{stored}·{symbol}", SHARD)
+
+
+def _frozen_line(tree: Layout, groups: tuple[Group, ...], trained: tuple[Group, ...], width: int) -> Line:
+    """What is not trained of the root group and of each kind of block."""
+    root, *blocks = (group._replace(shard=group.shard - one.shard) for group, one in zip(groups, trained, strict=True))
+    return _parameter_line(tree, root, tuple(blocks), width, what="frozen", symbol="(P - P_trained)/N")
 
 
 @lru_cache(maxsize=4096)
