@@ -4,6 +4,7 @@ import random
 import shlex
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -147,3 +148,10 @@ def test_suggestions_come_at_once(asked: dict[str, object]):
     started = time.process_time()
     remedies(answer)
     assert time.process_time() - started < 0.3
+
+
+def test_inputs_of_blocks_go_to_host_memory_where_that_is_enough():
+    short = estimate(job(model="llama-3.1-70b", gpus=64, gpu="a100-sxm-80gb", seq_len=32768, recompute="full", loss="fused"))
+    assert "--offload-activations" in [remedy.flags for remedy in remedies(short)]
+    recomputed_not = estimate(replace(short.job, recipe=replace(short.job.recipe, recompute="none")))
+    assert not any(remedy.flags == "--offload-activations" for remedy in remedies(recomputed_not))

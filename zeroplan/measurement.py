@@ -85,7 +85,8 @@ class PhaseMeasured(Spec):
 class StepMeasured(Spec):
     """One optimizer step: its phases in order, and what is held when it ends, by kind.
 
-    ``host_pinned_bytes`` is what torch's allocator of pinned memory has taken by then beyond the tensors in it, by a model of it.
+    ``host_pinned_bytes`` is what torch's allocator of pinned memory has taken by then beyond the tensors in it, by a model of it;
+    ``host_taken_bytes`` the most of host memory that is taken at any moment, free blocks of pinned memory among it.
     """
 
     phases: tuple[PhaseMeasured, ...]
@@ -93,6 +94,7 @@ class StepMeasured(Spec):
     held_kinds: dict[str, int]
     host_held_bytes: CountOrZero | None = None
     host_pinned_bytes: CountOrZero | None = None
+    host_taken_bytes: CountOrZero | None = None
 
     @property
     def peak(self) -> PhaseMeasured:
@@ -108,6 +110,8 @@ class StepMeasured(Spec):
     @property
     def host_bytes(self) -> int | None:
         """The most in host memory during the step, pinned memory with what it takes beyond its tensors; None where unknown."""
+        if self.host_taken_bytes is not None:
+            return self.host_taken_bytes
         seen = [phase.host_bytes for phase in self.phases if phase.host_bytes is not None]
         return max(seen) + (self.host_pinned_bytes or 0) if seen else None
 

@@ -167,6 +167,11 @@ def _recompute(job: JobSpec) -> Iterator[_Candidate]:
         yield _with_recipe("recompute every block", "--recompute full", recompute="full")
 
 
+def _offloaded_activations(job: JobSpec) -> Iterator[_Candidate]:
+    if job.recipe.recompute != "none" and not job.recipe.offload_activations:
+        yield _with_recipe("keep inputs of blocks in host memory", "--offload-activations", offload_activations=True)
+
+
 def _higher_stage(job: JobSpec) -> Iterator[_Candidate]:
     if job.mesh.dp_shard == 1:
         return
@@ -262,12 +267,12 @@ def _smaller_state(job: JobSpec) -> Iterator[_Candidate]:
 
 #: From what costs nothing to what changes the training or the bill.
 _KINDS: tuple[_Kind, ...] = (
-    _lighter_step, _lighter_loss, _recompute, _higher_stage, _fewer_replicas, _even_shards, _fewer_sequences,
-    _shorter_sequences, _more_gpus, _smaller_state,
+    _lighter_step, _lighter_loss, _recompute, _higher_stage, _fewer_replicas, _even_shards, _offloaded_activations,
+    _fewer_sequences, _shorter_sequences, _more_gpus, _smaller_state,
 )  # fmt: skip
 #: In this order they are heaped up: sharding is free on the GPUs there are, shorter sequences train another model. With more
 #: GPUs experts may cease to divide, so that is asked again.
 _HEAPED: tuple[_Kind, ...] = (
-    _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards, _more_gpus,
-    _even_shards, _shorter_sequences,
+    _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _offloaded_activations,
+    _even_shards, _more_gpus, _even_shards, _shorter_sequences,
 )  # fmt: skip

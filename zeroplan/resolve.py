@@ -83,6 +83,7 @@ class Request(Spec):
     offload_optimizer: OffloadDevice | None = None
     offload_param: OffloadDevice | None = None
     recompute: Recompute | None = None
+    offload_activations: bool | None = None
     attention: Attention | None = None
     activations: ActivationModel | None = None
     sequence_parallel: bool | None = None
@@ -130,6 +131,7 @@ def request_of(complete: JobSpec) -> Request:
         optimizer=recipe.optimizer,
         optimizer_impl=recipe.optimizer_impl,
         recompute=recipe.recompute,
+        offload_activations=recipe.offload_activations,
         attention=recipe.attention,
         activations=recipe.activation_model,
         sequence_parallel=recipe.sequence_parallel,
@@ -396,6 +398,7 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "optimizer": request.optimizer,
         "optimizer_impl": request.optimizer_impl,
         "recompute": request.recompute,
+        "offload_activations": request.offload_activations,
         "attention": request.attention,
         "activation_model": request.activations,
         "sequence_parallel": request.sequence_parallel,

@@ -70,6 +70,8 @@ FLAGS = (
           "accelerate's does. (default: no)", _RECIPE),
     _Flag("activations", "NAME", "Count them by the module, or by megatron, its paper's formula (engine paper). "
           "(default: module)", _RECIPE),
+    _Flag("offload_activations", "", "Keep what blocks save for their backward in pinned host memory until then (torch's "
+          "offload_wrapper around every block).", _SWITCHES, switch=True),
     _Flag("sequence_parallel", "", "With --activations megatron: split norms and dropouts over tensor-parallel ranks too.",
           _SWITCHES, switch=True),
     _Flag("sync_every_micro_batch", "", "Reduce gradients after every micro-batch (default), or with "

@@ -55,4 +55,5 @@ def compute_of(recipe: RecipeSpec) -> Compute:
         recipe.kernels,
         recipe.recompute,
         recipe.engine == "deepspeed" and recipe.zero_stage == 3,
+        recipe.offload_activations,
     )

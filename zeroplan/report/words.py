@@ -40,7 +40,8 @@ def model_words(job: JobSpec) -> str:
 
 def recipe_line(recipe: RecipeSpec) -> str:
     """Precision, optimizer, recomputation, attention."""
-    return f"{recipe.precision}, {_optimizer(recipe)}, recomputation {recipe.recompute}, attention {recipe.attention}"
+    away = ", activations offloaded" if recipe.offload_activations else ""
+    return f"{recipe.precision}, {_optimizer(recipe)}, recomputation {recipe.recompute}{away}, attention {recipe.attention}"
 
 
 def batch_line(batch: BatchSpec) -> str:

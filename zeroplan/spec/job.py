@@ -75,6 +75,8 @@ class JobSpec(Spec):
             self._check_adapter()
         if self.model.frozen is not None:
             self._check_frozen()
+        if self.recipe.offload_activations:
+            self._check_offloaded_activations()
         if self.mesh.tp > 1 and engine != "paper":
             raise SpecError(
                 f"tp={self.mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
@@ -101,7 +103,8 @@ class JobSpec(Spec):
             (deepspeed and recipe.zero_stage == 0 and "DeepSpeed stage 0", "engine 'ddp', or a higher stage"),
             (recipe.attention == "eager" and "attention 'eager'", "attention 'sdpa'"),
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
-            (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
+            (recipe.offloads_states and "offload to host memory", "a higher number of GPUs"),
+            (recipe.offload_activations and "offload_activations", "no offload"),
             (deepspeed and recipe.deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
             (recipe.deepspeed.grad_accum_dtype == "fp32" and "grad_accum_dtype 'fp32'", "'param'"),
         ):
@@ -118,9 +121,17 @@ class JobSpec(Spec):
             (recipe.attention == "eager" and "attention 'eager'", "attention 'sdpa'"),
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
+            (recipe.offload_activations and "offload of activations", "recompute 'full'"),
         ):
             if asked:
                 raise SpecError(f"frozen parameters with {asked} are not modelled yet; use {instead}")
+
+    def _check_offloaded_activations(self) -> None:
+        """Refuse what is not modelled with them: GPT-2 hands its mask to a block in a place where it is saved like the input."""
+        if self.model.profile is not None:
+            raise SpecError("offload_activations with a profile is not modelled; leave it out")
+        if self.model.family == "gpt2" and self.recipe.attention == "eager":
+            raise SpecError("offload_activations with gpt2 and attention 'eager' is not modelled; use attention 'sdpa'")
 
     def _check_resharding(self) -> None:
         """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""

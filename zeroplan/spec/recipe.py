@@ -105,6 +105,9 @@ class RecipeSpec(Spec):
     optimizer: Optimizer = "adamw"
     optimizer_impl: OptimizerImpl | None = None
     recompute: Recompute = "none"
+    offload_activations: bool = False
+    """What blocks keep for their backward is in host memory until then: ``offload_wrapper`` around every block, outside its
+    checkpoint."""
     attention: Attention = "sdpa"
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
@@ -124,7 +127,12 @@ class RecipeSpec(Spec):
 
     @property
     def offloads(self) -> bool:
-        """Whether the engine keeps anything in host memory."""
+        """Whether anything is kept in host memory."""
+        return self.offload_activations or self.offloads_states
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether the engine keeps parameters, gradients or optimizer states in host memory."""
         return self.deepspeed.offloads if self.engine == "deepspeed" else self.engine == "fsdp2" and self.fsdp2.cpu_offload
 
     def check_rules(self) -> None:
@@ -133,5 +141,14 @@ class RecipeSpec(Spec):
             raise SpecError(f"keep_logits with loss={self.loss!r} has no logits to keep; use loss 'full', or leave it out")
         if self.activation_model == "megatron" and self.engine != "paper":
             raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")
+        if self.offload_activations:
+            self._check_offloaded_activations()
         if self.sequence_parallel and self.activation_model != "megatron":
             raise SpecError("sequence_parallel=True needs activation_model='megatron' (engine 'paper'); leave it out otherwise")
+
+    def _check_offloaded_activations(self) -> None:
+        """Refuse what is not modelled with them."""
+        if self.engine == "paper":
+            raise SpecError("offload_activations with engine 'paper' is not modelled; use engine 'fsdp2' or 'ddp'")
+        if self.recompute == "none":
+            raise SpecError("offload_activations with recompute 'none' is not modelled; use recompute 'full' or 'selective'")

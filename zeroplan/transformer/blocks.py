@@ -24,11 +24,15 @@ class Compute(NamedTuple):
     """What the backward runs again; formulas answer for each kind at once, a profile for one."""
     keeps_inputs: bool = False
     """A linear layer saves its input, though its weight is frozen, as DeepSpeed's own for stage 3 does."""
+    offloaded: bool = False
+    """What blocks keep for their backward goes to host memory (:mod:`zeroplan.transformer.offloaded`)."""
 
 
 #: Begins the name of a point at which a block that was checkpointed is being recomputed, where that may be higher than its
 #: backward; what has just been made follows.
 RECOMPUTED = "recomputed"
+#: The name of such a point where it does not say what has been made.
+RUN_AGAIN = "forward, run again"
 
 
 class BackwardPoint(NamedTuple):
@@ -61,7 +65,8 @@ class BlockPass(NamedTuple):
     weight casts; ``checkpoint``: what remains of it under full recomputation (its input); ``selective``: what remains under
     per-operation selective recomputation; ``forward``: what is alive beyond ``saved`` at the highest point of its forward;
     ``forward_recompute``: what is alive beyond what is kept then, under recomputation; ``cast_elements``: elements
-    of the weights whose autocast copy is kept until their backward (matrices; the copies of biases die with the forward).
+    of the weights whose autocast copy is kept until their backward (matrices; the copies of biases die with the forward);
+    ``away``: what is in host memory from its forward to its backward, where activations are offloaded.
 
     An engine adds, for block i (counted from 0), beside its own memory and what ``HeadPass`` says:
 
@@ -87,12 +92,20 @@ class BlockPass(NamedTuple):
     points: tuple[BackwardPoint, ...]
     cast_elements: int
     checkpoint_in_backward: tuple[Line, ...] = ()
+    away: tuple[Line, ...] = ()
+
+    @property
+    def entered(self) -> tuple[Line, ...]:
+        """What is alive in the block's own forward beside what it keeps: its input, where that is offloaded."""
+        return self.checkpoint if self.away else ()
 
     def kept(self, recompute: Recompute) -> tuple[Line, ...]:
-        """Return what the block keeps from its forward to its backward under this kind of recomputation."""
+        """Return what the block keeps on the GPU from its forward to its backward under this kind of recomputation."""
         if recompute == "none":
             return self.saved
-        return self.selective if recompute == "selective" else self.checkpoint
+        if recompute == "selective":
+            return self.selective
+        return () if self.away else self.checkpoint
 
 
 class HeadPass(NamedTuple):

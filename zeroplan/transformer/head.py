@@ -65,7 +65,7 @@ def head_pass(
         way = head_in_32_bits(way, x, model.vocab_size, norm.saved)
     if model.family in CAPPED:
         way = capped(way, x, model.vocab_size, loss)
-    (named, first_input), mask = _embedding_by_name(model, x), _mask(model, x)
+    (named, first_input), mask = _embedding_by_name(model, x, input_away=compute.offloaded), _mask(model, x)
     matrix = 0 if frozen else x.hidden * model.vocab_size
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
@@ -77,7 +77,7 @@ def head_pass(
         _wide(x, model.vocab_size) if fp32_output and way.output else way.output,
         x.residual * x.tokens * x.hidden,
         (*named, *(() if recomputed else mask)),
-        () if recomputed else first_input,
+        () if recomputed and not compute.offloaded else first_input,
         way.kept,
         (*way.points, *at_norm),
         with_blocks=(*tables, *masks),
@@ -144,11 +144,12 @@ def _embedding_norm(x: Widths) -> tuple[Line, ...]:
     return layer_norm(x, LAYER_AFTER_EMBEDDING).saved
 
 
-def _embedding_by_name(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+def _embedding_by_name(model: ModelSpec, x: Widths, *, input_away: bool) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     """What the model's forward holds by name of the embedding: tensors of their own, and the one that is block 0's input.
 
     Learned positions are added to the token embeddings, so that block 0's input is another tensor; where block 0's first norm
-    saves its input as it is, it counts there. Before the first adapter nothing is saved.
+    saves its input as it is, it counts there, unless block inputs are offloaded (``input_away``). Before the first adapter nothing
+    is saved.
     """
     embedded = Line(TEMPORARY, x.residual * x.tokens * x.hidden, "token embeddings, held by name", "r·T·h", MODEL)
     if model.family == "bloom":
@@ -161,7 +162,7 @@ def _embedding_by_name(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], t
     if x.fused_projection:
         positions = Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings, held by name", "r·s·h", GPT2)
         return (embedded, positions), ()
-    saved = not _is_frozen(model, "embedding") and (x.residual == 4 or model.family == "gpt_neox")
+    saved = not _is_frozen(model, "embedding") and (x.residual == 4 or model.family == "gpt_neox") and not input_away
     return (), () if saved else (embedded,)
 
 

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
-from zeroplan.verify.recording import STILL_HELD, Block, Call, Recording, Span
+from zeroplan.verify.recording import STILL_HELD, Block, Call, HostSeen, Recording, Span
 
 _NUMBER = re.compile(r"\d+")
 
@@ -44,7 +44,15 @@ def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
             done = end
         writer.repeat(index, done, len(signatures))
         writer.spans.append(Span(span.step, span.phase, start))
-    return Recording(writer.blocks, writer.spans, calls, writer.now)
+    return Recording(writer.blocks, writer.spans, calls, writer.now, _host(shorter.host, longer.host, times))
+
+
+def _host(few: HostSeen | None, more: HostSeen | None, times: int) -> HostSeen | None:
+    """Host memory beside the GPU: each figure as much more as it grows to, layers being alike."""
+    if few is None or more is None:
+        return None
+    columns = zip(few, more, strict=True)
+    return HostSeen(*(tuple(a + times * (b - a) for a, b in zip(one, other, strict=True)) for one, other in columns))
 
 
 def _calls(shorter: Recording, longer: Recording, times: int) -> list[Call]:

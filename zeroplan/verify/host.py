@@ -29,11 +29,12 @@ class HostMemory:
     """Tensors in host memory, part by part of a run.
 
     ``highest`` is the most bytes of each part so far, ``held`` what is there when it ends; ``pinned`` what the allocator of
-    pinned memory has taken by then beyond the tensors in it. [bytes]
+    pinned memory has taken by then beyond the tensors in it; ``taken`` the most that is taken in all, blocks that wait to be used
+    again among it. [bytes]
     """
 
     def __init__(self) -> None:
-        self.highest, self.held, self.pinned = [0], [0], [0]
+        self.highest, self.held, self.pinned, self.taken = [0], [0], [0], [0]
         self._live = self._live_pinned = self._taken = 0
         self._free: Counter[int] = Counter()
         self._watches: dict[int, _Watch] = {}
@@ -42,21 +43,26 @@ class HostMemory:
     @property
     def seen(self) -> HostSeen:
         """What was seen so far."""
-        return HostSeen(tuple(self.highest), tuple(self.held), tuple(self.pinned))
+        return HostSeen(tuple(self.highest), tuple(self.held), tuple(self.pinned), tuple(self.taken))
 
     def enter(self) -> None:
         """Begin another part of the run."""
         for column in (self.highest, self.held):
             column.append(self._live)
         self.pinned.append(self._taken - self._live_pinned)
+        self.taken.append(self._in_all)
 
-    def see(self, tensor: torch.Tensor) -> None:
-        """Look at a tensor in host memory."""
+    @property
+    def _in_all(self) -> int:
+        return self._live - self._live_pinned + self._taken
+
+    def see(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
+        """Look at a tensor in host memory, which may have been asked for as pinned."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._watches or not storage.nbytes():
             return
         watch = _Watch(storage, self._released)
-        watch.key, watch.n_bytes, watch.pinned = storage._cdata, storage.nbytes(), self._pins
+        watch.key, watch.n_bytes, watch.pinned = storage._cdata, storage.nbytes(), pinned or self._pins
         self._watches[watch.key] = watch
         self._count(watch.n_bytes, pinned=watch.pinned)
 
@@ -73,6 +79,7 @@ class HostMemory:
                 self._taken += size
         self.highest[-1] = max(self.highest[-1], self._live)
         self.held[-1], self.pinned[-1] = self._live, self._taken - self._live_pinned
+        self.taken[-1] = max(self.taken[-1], self._in_all)
 
     def _released(self, gone: "weakref.ref[torch.UntypedStorage]") -> None:
         assert isinstance(gone, _Watch)  # noqa: S101  every reference here is one

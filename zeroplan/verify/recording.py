@@ -59,12 +59,14 @@ class Call(NamedTuple):
 class HostSeen(NamedTuple):
     """Host memory beside a GPU, for each part of the run.
 
-    The most in it, what is there at the end, and what the allocator of pinned memory has taken by then beyond its tensors. [bytes]
+    The most in it, what is there at the end, what the allocator of pinned memory has taken by then beyond its tensors, and the most
+    that is taken in all, its free blocks among it. [bytes]
     """
 
     highest: tuple[int, ...]
     held: tuple[int, ...]
     pinned: tuple[int, ...]
+    taken: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.activations_away import moving_from
 from zeroplan.verify.adapters import beside_parameters, unwrapped
 from zeroplan.verify.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.card_autocast import cuda_lists
@@ -54,7 +55,7 @@ def observe(
         watcher.claim(Kind.ACTIVATIONS, work.batch.values())
         engine = _build(job, work, mesh, watcher)
         watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers(), *beside_parameters(work.module)))
-        with engine.labels(watcher):
+        with engine.labels(watcher), moving_from(mesh.device_type, watcher):
             train(engine, watcher, module=work.module, steps=steps, accumulate=job.batch.grad_accum_steps)
         watcher.claim(Kind.PARAMETERS, beside_parameters(work.module))  # biases are cast in the first forward
 

@@ -94,6 +94,7 @@ def _step(timeline: Timeline, step: int) -> StepMeasured:
         held_kinds=timeline.kinds(end),
         host_held_bytes=None if host is None else host.held[indices[-1]],
         host_pinned_bytes=None if host is None else host.pinned[indices[-1]],
+        host_taken_bytes=None if host is None else max(host.taken[index] for index in indices),
     )
 
 

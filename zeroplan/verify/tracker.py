@@ -175,7 +175,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         run = self._watched_inside(func) if func in INSIDE else func
         result = run(*args, **kwargs) if kwargs else run(*args)
         if isinstance(result, torch.Tensor):
-            self._see_one(func, result, args, in_place=in_place)
+            self._see_one(func, result, args, in_place=in_place, pinned=kwargs and kwargs.get("pin_memory"))
         elif isinstance(result, (tuple, list)):
             for one in result:
                 if isinstance(one, torch.Tensor):
@@ -196,7 +196,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
         return run
 
-    def _see_one(self, func: OpOverload, result: torch.Tensor, args: tuple[object, ...], *, in_place: bool) -> None:
+    def _see_one(
+        self, func: OpOverload, result: torch.Tensor, args: tuple[object, ...], *, in_place: bool, pinned: object = None
+    ) -> None:
+        if pinned and self._host is not None:
+            self._host.see(result, pinned=True)
         if in_place:
             self._take_over(args[0], result)  # type: ignore[arg-type]  # these operators begin with a tensor
         else:

@@ -24,6 +24,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention, RecipeSpec
 from zeroplan.transformer.families.widths import is_quantised
+from zeroplan.verify.activations_away import offload_blocks
 from zeroplan.verify.losses import chunked_loss
 from zeroplan.verify.recomputation import checkpoint_options, recompute_blocks
 
@@ -54,6 +55,8 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu", batch_dev
     """
     _refuse_what_cannot_run(job.recipe)
     module = _causal_model(job.model, job.recipe, dtype, device)
+    if job.recipe.offload_activations:
+        offload_blocks(module, find_blocks(module))
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
     with torch.device(batch_device or device):
         ids = torch.randint(0, job.model.vocab_size, shape)
@@ -83,6 +86,8 @@ def user_workload(where: str, job: JobSpec) -> Callable[[], Workload]:
             store_as(work.module, torch.bfloat16)
             work = work._replace(batch=in_16_bits(work.batch))
         recompute_blocks(work.blocks, job.recipe.recompute)
+        if job.recipe.offload_activations:
+            raise MeasurementError("offload_activations is not run around the blocks of a workload; leave it out")
         return work
 
     return make

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
+from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.ddp.step import Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.optimizers import LocalTensor, counted, implementation, state_lines, step_temporary_lines
@@ -71,7 +72,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, (parameters, *frozen)))
     kept = tuple(kept_casts(recipe, block) for block in blocks)
     symbols = (*_of_frozen(model), *_symbols(step, kept), *counted(*held, *temporary))
-    return Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols)
+    answer = Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols)
+    if not recipe.offload_activations:
+        return answer
+    return with_activations_away(answer, ((block, run.layers) for block, run in zip(blocks, weights.runs, strict=True)))
 
 
 def _symbols(step: Step, kept: tuple[int, ...]) -> tuple[Symbol, ...]:

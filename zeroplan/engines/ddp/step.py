@@ -221,7 +221,7 @@ def _made_above(weights: Weights, counts: tuple[int, ...]) -> _Sum:
 def _forward(step: Step, head: HeadPass, stacks: list[_Stack], place: _Place) -> Moment:
     stack = stacks[place.run]
     beside = (*head.forward, *head.first_input) if any(place.before) else head.forward
-    extra = stack.block.forward if step.recipe.recompute == "none" else stack.block.forward_recompute
+    extra = (*stack.block.entered, *(stack.block.forward if step.recipe.recompute == "none" else stack.block.forward_recompute))
     so_far = _with_this(place)
     lines = (
         *step.base,

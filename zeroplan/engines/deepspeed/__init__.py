@@ -3,8 +3,10 @@
 from collections.abc import Callable
 
 from zeroplan.engines.account import Account
+from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.deepspeed.infinity import refuse_swapping
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, refuse
+from zeroplan.engines.deepspeed.passes import passes
 from zeroplan.engines.deepspeed.secondary import refuse_second
 from zeroplan.engines.deepspeed.stage3 import sharded_account
 from zeroplan.engines.deepspeed.stage12 import partitioned_account
@@ -40,7 +42,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     impl = optimizer_impl(recipe)
     _refuse(recipe)
     refuse_second(recipe, mesh)
-    return _answer(recipe)(model, recipe, mesh, batch, impl)
+    answer = _answer(recipe)(model, recipe, mesh, batch, impl)
+    if not recipe.offload_activations:
+        return answer
+    return with_activations_away(answer, ((run.block, run.n_blocks) for run in passes(model, recipe, batch).runs))
 
 
 def _refuse(recipe: RecipeSpec) -> None:
@@ -48,6 +53,10 @@ def _refuse(recipe: RecipeSpec) -> None:
     refuse(recipe)
     refuse_swapping(recipe)
     sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32" and recipe.precision != "fp32"
+    if recipe.offload_activations and recipe.offloads_states:
+        raise SpecError(
+            "offload_activations beside DeepSpeed's offload of optimizer or parameters is not modelled; use one of them"
+        )
     if recipe.zero_stage == 3 and recipe.recompute == "selective":
         raise SpecError(_SELECTIVE)
     if recipe.zero_stage == 0 and recipe.precision == "bf16":

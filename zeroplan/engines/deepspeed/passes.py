@@ -192,7 +192,7 @@ def kept_by_all(these: Passes) -> tuple[Line, ...]:
 
 def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
     """Return the highest moment in the forward of a block."""
-    own = (*run.kept, *(run.block.forward if these.recompute == "none" else run.block.forward_recompute))
+    own = (*run.block.entered, *run.kept, *(run.block.forward if these.recompute == "none" else run.block.forward_recompute))
     lines = (*these.head.shared, *these.head.forward, *these.head.first_input, kept_before(these, block), *own)
     return Instant("forward of a block", Phase.FORWARD, lines, block, _NOWHERE)
 

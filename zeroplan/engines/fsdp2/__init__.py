@@ -11,6 +11,7 @@ group itself.
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Account, Symbol
+from zeroplan.engines.activations_away import NOTE, NOTHING, Away, away
 from zeroplan.engines.fsdp2.backward import after_the_loss, backward, end_of_backward
 from zeroplan.engines.fsdp2.buffers import smaller_shard
 from zeroplan.engines.fsdp2.forward import forward, loss_forward
@@ -41,6 +42,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=f"{plan.trained_symbol}/N"
     )
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
+    activations = _activations_away(plan)
     moments = (
         *forward(plan),
         loss_forward(plan),
@@ -53,8 +55,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         states=states,
         moments=moments,
         collectives=collectives(plan, mesh, batch),
-        host=(*_in_host_memory(plan), *there),
-        symbols=(*_symbols(plan, model), *counted(*plan.persistent, *temporaries)),
+        host=(*_in_host_memory(plan, activations), *there),
+        symbols=(*_symbols(plan, model, activations), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
         kept=tuple(
             (f"one {run.kind} block", one.kept(recipe.recompute)) for run, one in zip(plan.runs, plan.passes, strict=True)
@@ -62,18 +64,25 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     )
 
 
-def _in_host_memory(plan: Plan) -> tuple[Line, ...]:
-    """What CPU offload keeps there, per rank; the optimizer's step takes its temporaries there, too."""
-    if not plan.offloaded:
+def _activations_away(plan: Plan) -> Away:
+    return away(zip(plan.passes, plan.every_layer, strict=True)) if plan.recipe.offload_activations else NOTHING
+
+
+def _in_host_memory(plan: Plan, activations: Away) -> tuple[Line, ...]:
+    """What offload keeps there, per rank; the optimizer's step takes its temporaries there, too."""
+    if not plan.recipe.offloads:
         return ()
+    pinned = beyond(_beyond_pinned(plan) + activations.beyond_bytes)
+    if not plan.offloaded:
+        return (*activations.lines, pinned)
     gradients = plan.reduced_gradients(plan.every_layer, "after backward", root=True)
-    return (*plan.in_host_memory, gradients, beyond(_beyond_pinned(plan)))
+    return (*plan.in_host_memory, gradients, *activations.lines, pinned)
 
 
 def _beyond_pinned(plan: Plan) -> Int:
     """Bytes that pinned memory takes beyond the shards of the parameters, each pinned by itself; gradients are not pinned."""
     n_bytes: Int = 0
-    for tensor in plan.local_tensors:
+    for tensor in plan.local_tensors if plan.offloaded else ():
         n_bytes = n_bytes + tensor.repeat * rounding(plan.width.stored * tensor.numel)
     return n_bytes
 
@@ -83,7 +92,7 @@ def _excess(parameter: Parameter, ranks: int) -> int:
     return -(-parameter.shape[0] // ranks) * (parameter.numel // parameter.shape[0]) - parameter.numel // ranks
 
 
-def _symbols(plan: Plan, model: ModelSpec) -> tuple[Symbol, ...]:
+def _symbols(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, ...]:
     return (
         Symbol("N", plan.n, "ranks that share one copy"),
         Symbol("M", plan.several, "1 where earlier micro-batches of the step left gradients, else 0"),
@@ -102,7 +111,7 @@ def _symbols(plan: Plan, model: ModelSpec) -> tuple[Symbol, ...]:
             )
         ),
         *_smaller_shards(plan),
-        *((beyond_symbol(_beyond_pinned(plan)),) if plan.offloaded else ()),
+        *((beyond_symbol(_beyond_pinned(plan) + activations.beyond_bytes),) if plan.recipe.offloads else ()),
         *(_of_trained(plan) if plan.trained_root is not plan.root else ()),
         *_of_quantised(model),
     )
@@ -137,6 +146,8 @@ def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
 
 def _notes(plan: Plan) -> Iterator[str]:
     """Say what is on the host, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
+    if plan.recipe.offload_activations:
+        yield NOTE
     if plan.offloaded:
         yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
     shards, even = plan.padded // plan.n, plan.numel // plan.n

@@ -185,7 +185,7 @@ def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment
         reduce_input(plan, group, "reduce-scatter input of this block"),
         _copied_in_or_reduced(plan, group),
         flowing(plan, "gradient that flows out of this block"),
-        *(plan.passes[position.run].checkpoint if plan.recomputed else ()),
+        *(plan.passes[position.run].checkpoint if plan.recomputed and not plan.recipe.offload_activations else ()),
     )
     return Moment(f"backward: reducing {position.name}", Phase.BACKWARD, lines)
 

@@ -36,7 +36,7 @@ def forward(plan: Plan) -> Iterator[Moment]:
         entering = gathered(plan, below, "the one before, freed at the end of the copy-out", PARKED)
         yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))
         inside = (*one.kept(plan.recipe.recompute), *one.forward_recompute) if recomputed else (*one.saved, *one.forward)
-        yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *inside))
+        yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *one.entered, *inside))
 
 
 def loss_forward(plan: Plan) -> Moment:

@@ -8,7 +8,7 @@ from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Kernels, Recompute
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass
+from zeroplan.transformer.blocks import RUN_AGAIN, BackwardPoint, BlockPass
 from zeroplan.transformer.families import bloom, gemma, gpt_neox, gpt_oss, mistral, opt, phi3
 from zeroplan.transformer.families.attend import (
     Attention,
@@ -266,7 +266,7 @@ def _run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str,
     """
     beside = [
         one._replace(
-            name="forward, run again",
+            name=RUN_AGAIN,
             stores=(*(store for store in one.stores if store is not given or given in tape.saved), *tape.before_saved),
         )
         for one in moments

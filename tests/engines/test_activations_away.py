@@ -1,0 +1,60 @@
+"""Activation offload in the estimate: what leaves the GPU is in host memory, to the byte, and what is not modelled is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zeroplan import Estimate, SpecError, estimate, job
+from zeroplan.ledger import Kind
+from zeroplan.spec.recipe import Recompute
+from zeroplan.units import GIB
+
+INPUT = 2 * 4096 * 4096
+LAYERS = 32
+
+
+def answers(recompute: Recompute, **said: object) -> tuple[Estimate, Estimate]:
+    asked = job(model="llama-2-7b", gpus=8, seq_len=4096, recompute=recompute, **said)
+    return estimate(asked), estimate(replace(asked, recipe=replace(asked.recipe, offload_activations=True)))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_inputs_of_all_blocks_are_in_host_memory_instead(recompute: Recompute):
+    here, away = answers(recompute)
+    assert away.host_bytes == LAYERS * INPUT == GIB
+    at_loss = [next(one for one in answer.moments if one.name == "loss, forward").total_bytes for answer in (here, away)]
+    assert at_loss[0] - at_loss[1] == LAYERS * INPUT
+    assert here.traffic.collectives == away.traffic.collectives
+
+
+@pytest.mark.parametrize(("stage", "engine"), [(0, "ddp"), (0, "deepspeed"), (2, "deepspeed"), (3, "deepspeed")])
+def test_other_engines_have_as_much_there(stage: int, engine: str):
+    _, away = answers("full", stage=stage, engine=engine, precision="bf16-mixed")
+    residual = 2 if engine == "ddp" else 1  # fp32 under autocast
+    assert sum(line.n_bytes for line in away.host if line.kind is Kind.ACTIVATIONS) == residual * LAYERS * INPUT
+
+
+def test_each_pinned_tensor_is_rounded_up_by_itself():
+    asked = job(model="llama-2-7b", gpus=8, seq_len=4000, recompute="full", offload_activations=True)
+    tensors, beyond = (line.n_bytes for line in estimate(asked).host)
+    assert (tensors, tensors + beyond) == (LAYERS * 2 * 4000 * 4096, GIB)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"model": "llama-2-7b"}, "recompute 'none'"),
+        ({"model": "llama-2-7b", "recompute": "full", "engine": "paper"}, "engine 'paper'"),
+        ({"model": "gpt2", "recompute": "full", "attention": "eager"}, "attention 'eager'"),
+        ({"model": "llama-2-7b", "recompute": "full", "lora_rank": 8}, "LoRA"),
+        (
+            {"model": "llama-2-7b", "recompute": "full", "engine": "deepspeed", "offload_optimizer": "cpu"},
+            "DeepSpeed's offload",
+        ),
+    ],
+)
+def test_what_is_not_modelled_is_refused(said: dict[str, object], why: str):
+    with pytest.raises(SpecError, match=why):
+        estimate(job(gpus=8, offload_activations=True, **said))
