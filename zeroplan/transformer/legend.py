@@ -4,7 +4,7 @@ from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.widths import widths
+from zeroplan.transformer.families.widths import symbols, widths
 
 #: Symbol to meaning, in the order a report prints them.
 SYMBOLS: dict[str, str] = {
@@ -41,27 +41,11 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         return {"b": x.micro_batch, "s": x.seq_len, "T": x.tokens, "e": x.element, "r": x.residual}
     moe, mla = model.moe, model.mla
     return {
-        "b": x.micro_batch,
-        "s": x.seq_len,
-        "T": x.tokens,
-        "h": x.hidden,
-        "a": x.heads,
-        "d": x.head_dim,
-        "q": x.query,
-        "k": x.key,
-        "v": x.value,
-        "c": x.context,
+        **symbols(x, model.intermediate_size, moe),
         "u": (mla.q_lora_rank or 0) if mla else 0,
         "w": mla.kv_lora_rank if mla else 0,
         "o": mla.qk_rope_head_dim if mla else 0,
-        "f": model.intermediate_size,
-        "m": moe.moe_intermediate_size if moe else 0,
-        "E": moe.num_experts if moe else 0,
         "n": moe.num_shared_experts if moe else 0,
-        "t": moe.num_experts_per_tok if moe else 0,
         "V": model.vocab_size,
         "p": tp,
-        "e": x.element,
-        "r": x.residual,
-        "z": x.rank,
     }

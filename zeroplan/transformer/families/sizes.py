@@ -9,7 +9,7 @@ from functools import cache
 
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.model import MoeSpec
-from zeroplan.transformer.families.widths import Widths
+from zeroplan.transformer.families.widths import Widths, symbols
 
 Factor = int | str | tuple[tuple["Factor", ...], ...]
 Terms = tuple[tuple[Factor, ...], ...]
@@ -18,23 +18,7 @@ Terms = tuple[tuple[Factor, ...], ...]
 def quantities(x: Widths, intermediate_size: int, moe: MoeSpec | None = None) -> dict[str, Int]:
     """Return what a formula's symbols and the functions in it stand for."""
     return {
-        "b": x.micro_batch,
-        "s": x.seq_len,
-        "T": x.tokens,
-        "h": x.hidden,
-        "a": x.heads,
-        "d": x.head_dim,
-        "q": x.query,
-        "k": x.key,
-        "v": x.value,
-        "c": x.context,
-        "f": intermediate_size,
-        "m": moe.moe_intermediate_size if moe else 0,
-        "E": moe.num_experts if moe else 0,
-        "t": moe.num_experts_per_tok if moe else 0,
-        "e": x.element,
-        "r": x.residual,
-        "z": x.rank,
+        **symbols(x, intermediate_size, moe),
         "q/4": x.heads * (x.head_dim // 4),
         "k/4": x.key // x.head_dim * (x.head_dim // 4),
         "k/d": x.key // x.head_dim,

@@ -4,7 +4,7 @@ from typing import Literal, NamedTuple
 
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Kernels
 from zeroplan.transformer.blocks import Compute
 
@@ -107,3 +107,26 @@ def beyond_the_window(model: ModelSpec, x: Widths) -> Bool:
     if x.attention != "sdpa" or model.family not in WINDOWED or model.sliding_window is None:
         return False
     return x.seq_len >= model.sliding_window
+
+
+def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str, Int]:
+    """Return the value of every symbol that formulas of blocks have in common; experts count 0 in a dense model."""
+    return {
+        "b": x.micro_batch,
+        "s": x.seq_len,
+        "T": x.tokens,
+        "h": x.hidden,
+        "a": x.heads,
+        "d": x.head_dim,
+        "q": x.query,
+        "k": x.key,
+        "v": x.value,
+        "c": x.context,
+        "f": intermediate_size,
+        "m": moe.moe_intermediate_size if moe else 0,
+        "E": moe.num_experts if moe else 0,
+        "t": moe.num_experts_per_tok if moe else 0,
+        "e": x.element,
+        "r": x.residual,
+        "z": x.rank,
+    }
