@@ -76,6 +76,11 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
 
         recompute = "full" if recomputed else compute.recompute
         return traced_block(model, widths(model, compute, batch), windowed=kind != "global", recompute=recompute)
+    return _by_formulas(model, kind, compute, batch, recomputed=recomputed)
+
+
+def _by_formulas(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool) -> BlockPass:
+    """A block whose family's formulas stand written out; one with a mask comes from its program."""
     treatment, x = TREATMENTS[model.family], widths(model, compute, batch, recomputed=recomputed)
     block = treatment.moe if kind == "moe" else treatment.dense
     is_masked = beyond_the_window(model, x)
