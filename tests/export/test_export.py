@@ -58,6 +58,8 @@ def test_deepspeeds_file_reads_back_as_the_same_job(said: dict, tmp_path: Path):
         {"stage": 2, "precision": "bf16", "optimizer": "sgd-momentum", "sync_every_micro_batch": False, "grad_accum": 2},
         {"offload_optimizer": "cpu", "offload_param": "cpu", "optimizer_impl": "fused"},
         {"lora_rank": 16, "lora_targets": "attention"},
+        {"lora_rank": 16, "quantize": "nf4-double"},
+        {"freeze": "embedding,head", "freeze_layers": 4},
     ],
 )
 def test_the_command_is_the_job(said: dict, capsys: pytest.CaptureFixture[str]):

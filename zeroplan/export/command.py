@@ -31,6 +31,12 @@ def _model(job: JobSpec, asked: Request) -> Iterator[str]:
     adapter = job.model.adapter
     if adapter is not None:
         yield from ("--lora-rank", str(adapter.rank), "--lora-targets", str(adapter.targets))
+        if adapter.quantize != "none":
+            yield from ("--quantize", adapter.quantize)
+    frozen = job.model.frozen
+    if frozen is not None:
+        yield from ("--freeze", frozen.parts) if frozen.parts else ()
+        yield from ("--freeze-layers", str(frozen.layers)) if frozen.layers else ()
 
 
 def _cluster(job: JobSpec) -> Iterator[str]:

@@ -63,14 +63,13 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
         from zeroplan.transformer.profiled import profile_of, profiled_block  # noqa: PLC0415  only a profile pays for it
 
         return profiled_block(profile_of(model), kind, compute, batch)
-    if model.adapter is not None:
+    if model.adapter is not None or _is_beside_frozen(model, kind, compute):
         from zeroplan.transformer.families.adapted import adapted_block  # noqa: PLC0415  the others' answers need not wait for it
+        from zeroplan.transformer.families.frozen import frozen_block  # noqa: PLC0415
 
-        return adapted_block(model, kind, compute, widths(model, compute, batch))
-    if kind in ("frozen", "through") or (kind == "first" and model.frozen is not None and compute.recompute == "none"):
-        from zeroplan.transformer.families.frozen import frozen_block  # noqa: PLC0415  the others' answers need not wait for it
-
-        return frozen_block(model, kind, compute, widths(model, compute, batch))
+        return (adapted_block if model.adapter is not None else frozen_block)(
+            model, kind, compute, widths(model, compute, batch)
+        )
     if model.family in PROGRAMMED:
         from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  the others' answers need not wait for it
 
@@ -90,6 +89,13 @@ def _by_formulas(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *,
 
     masked = masked_block(model, x, "full" if recomputed else compute.recompute)
     return masked if is_masked is True else either(is_masked, masked, block(model, x))
+
+
+def _is_beside_frozen(model: ModelSpec, kind: str, compute: Compute) -> bool:
+    """Whether a block is frozen, or the first that is trained and has an input without a gradient."""
+    if model.frozen is None:
+        return False
+    return kind in ("frozen", "through") or (kind == "first" and compute.recompute == "none")
 
 
 def approximation(model: ModelSpec, compute: Compute) -> str:

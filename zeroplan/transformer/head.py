@@ -58,7 +58,7 @@ def head_pass(
     x = widths(model, compute, batch)
     norm = _final_norm(model, x)
     frozen = _is_frozen(model, "head")
-    way = _LOSSES[loss](x._replace(autocast=x.autocast and not frozen), model.vocab_size, norm.saved)
+    way = _LOSSES[loss](x._replace(autocast=False) if frozen else x, model.vocab_size, norm.saved)
     if frozen:
         way = frozen_head(way, keeps_input=compute.keeps_inputs)
     if frozen and x.element != x.residual:

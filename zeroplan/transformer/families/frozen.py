@@ -13,7 +13,7 @@ from zeroplan.transformer.families import traced
 from zeroplan.transformer.families.adapted import Structure, plan_of
 from zeroplan.transformer.families.llama import has_head_norms
 from zeroplan.transformer.families.sizes import quantities
-from zeroplan.transformer.families.widths import Widths
+from zeroplan.transformer.families.widths import Widths, beyond_the_window
 
 
 def frozen_block(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> BlockPass:
@@ -21,11 +21,20 @@ def frozen_block(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> Bl
 
     Where blocks are recomputed, transformers makes the embedding's output require a gradient, which then reaches all of them.
     """
-    plan = plan_of(_structure(model, kind, compute, x))
-    made = traced.pass_of(plan, traced.Sizes(plan, quantities(x, model.intermediate_size)), autocast=compute.autocast)
+    structure, is_masked = _structure(model, kind, compute, x), beyond_the_window(model, x)
+    made = _pass(model, structure, x)
+    if is_masked is not False:
+        masked = _pass(model, structure._replace(block=structure.block._replace(masked=True)), x)
+        made = masked if is_masked is True else traced.either(is_masked, masked, made)
     if kind != "frozen" or compute.recompute != "none":
         return made
     return BlockPass((), (), (), made.forward, made.forward, (), 0)
+
+
+def _pass(model: ModelSpec, structure: Structure, x: Widths) -> BlockPass:
+    plan = plan_of(structure)
+    values = quantities(x, model.intermediate_size)
+    return traced.pass_of(plan, traced.Sizes(plan, values), autocast=structure.block.autocast)
 
 
 def _structure(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> Structure:
