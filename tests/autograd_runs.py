@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,10 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.causal_models import causal_model  # noqa: E402
+from tests.verify.unwatched import plain_kernels  # noqa: E402
 from zeroplan.verify.allocations import Timeline, mark, recorded  # noqa: E402
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from transformers import PreTrainedModel
 
@@ -65,7 +65,7 @@ def step_timeline(
     if recompute:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     _mark_blocks(model)
-    with _plain_kernels():
+    with plain_kernels():
         _step(model, ids, compute, keep_logits=keep_logits)
         model.zero_grad(set_to_none=True)
         with recorded() as timeline:
@@ -132,16 +132,3 @@ def _after(index: int) -> Hook:
         return _Passage.apply(output, f"backward {index}")
 
     return hook
-
-
-@contextmanager
-def _plain_kernels() -> Iterator[None]:
-    """One thread and no oneDNN, whose reordered copies a GPU does not have."""
-    threads, one_dnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.backends.mkldnn.enabled = one_dnn
