@@ -31,6 +31,8 @@ def _model(job: JobSpec, asked: Request) -> Iterator[str]:
     adapter = job.model.adapter
     if adapter is not None:
         yield from ("--lora-rank", str(adapter.rank), "--lora-targets", str(adapter.targets))
+        if adapter.quantize != "none":
+            yield from ("--quantize", adapter.quantize)
 
 
 def _cluster(job: JobSpec) -> Iterator[str]:
