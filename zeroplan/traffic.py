@@ -54,14 +54,17 @@ class WireTime(NamedTuple):
 def wire_time(sent_bytes: int, cluster: ClusterSpec, *, gpus: int) -> WireTime | None:
     """Time to send the step's bytes at the full rate of the slowest link a ring crosses. [s]
 
-    A lower bound: no latency, no protocol overhead, nothing else on the wire. ``None`` without a GPU, or where no rate between
-    nodes is known.
+    Between nodes a ring is as quick as the network cards of all GPUs of a node together, one a GPU, since it is cut into as many
+    rings. A lower bound for rings: no latency, no protocol overhead, nothing else on the wire. ``None`` without a GPU, or where no
+    rate between nodes is known.
     """
     gpu = cluster.gpu
     if gpu is None or gpus == 1:
         return None
-    if gpus <= (cluster.gpus_per_node or gpu.gpus_per_node):
-        return WireTime(sent_bytes / gpu.node_link_bytes_per_s.value, gpu.node_link)
+    per_node, inside = cluster.gpus_per_node or gpu.gpus_per_node, gpu.node_link_bytes_per_s.value
+    if gpus <= per_node:
+        return WireTime(sent_bytes / inside, gpu.node_link)
     if gpu.network_link_bytes_per_s is None:
         return None
-    return WireTime(sent_bytes / gpu.network_link_bytes_per_s.value, gpu.network_link)
+    across = per_node * gpu.network_link_bytes_per_s.value
+    return WireTime(sent_bytes / min(across, inside), gpu.network_link if across < inside else gpu.node_link)

@@ -49,6 +49,21 @@ def test_deepspeeds_file_reads_back_as_the_same_job(said: dict, tmp_path: Path):
     assert back.job == replace(one, recipe=replace(one.recipe, optimizer_impl=impl))
 
 
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("said", JOBS)
+def test_deepspeeds_own_parser_takes_its_file(said: dict, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    one = described(**said)
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    taken = DeepSpeedConfig(json.loads(export(one, "deepspeed").files[0].text))
+    assert taken.zero_optimization_stage == one.recipe.zero_stage
+    assert taken.gradient_accumulation_steps == one.batch.grad_accum_steps
+    assert taken.train_micro_batch_size_per_gpu == one.batch.micro_batch_size
+    assert (taken.zero_config.offload_optimizer is not None) == (one.recipe.deepspeed.offload_optimizer != "none")
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -137,6 +152,13 @@ def test_what_a_target_cannot_say_is_refused():
     for one, target in ((chunked, "fsdp2"), (partly, "accelerate"), (partly, "deepspeed")):
         with pytest.raises(SpecError, match=f"--emit {target} cannot say"):
             export(one, target)
+
+
+def test_adapters_are_the_scripts_own():
+    adapted = described(lora_rank=8)
+    assert any("peft" in note for note in export(adapted, "accelerate").notes)
+    with pytest.raises(SpecError, match="no adapters"):
+        export(adapted, "fsdp2")
 
 
 def test_nothing_is_written_over_without_force(tmp_path: Path):

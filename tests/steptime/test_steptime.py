@@ -134,6 +134,16 @@ def test_offload_puts_the_step_on_the_host():
     assert any(one.name.startswith("copies") for one in away.parts)
 
 
+def test_frozen_weights_take_no_gradients_and_four_bits_multiply_alike():
+    """Forward and backward of adapters take two thirds of the multiplications of everything, give or take the adapters' own."""
+    whole, adapted, packed = (
+        timed(job(**SAID, **said)) for said in ({}, {"lora_rank": 8}, {"lora_rank": 8, "quantize": "nf4"})
+    )
+    name = "matrix multiplications"
+    assert part(adapted, name) == pytest.approx(part(whole, name) * 2 / 3, rel=0.01)
+    assert part(packed, name) == pytest.approx(part(adapted, name))
+
+
 def test_a_step_without_a_gpu_has_no_time():
     with pytest.raises(SpecError, match="--gpu"):
         timed(job(model="gpt2"))

@@ -71,7 +71,16 @@ def export(job: JobSpec, target: Target) -> Export:
     missing = cannot_say(job.recipe, target)
     if missing:
         raise SpecError(f"--emit {target} cannot say this layout: {missing}")
-    return _WRITERS[target](job)
+    if job.model.adapter is None:
+        return _WRITERS[target](job)
+    if target == "fsdp2":
+        raise SpecError(
+            "--emit fsdp2 writes no adapters; use --emit accelerate, and put them into the model in your own script"
+        )
+    made = _WRITERS[target](job)
+    return made._replace(
+        notes=(*made.notes, "the training script puts the adapters into the model, as peft's get_peft_model does")
+    )
 
 
 def _deepspeed(job: JobSpec) -> Export:

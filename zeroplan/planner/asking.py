@@ -18,6 +18,9 @@ from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 _SEARCHED = ("engine", "stage", "replicas", "micro_batch", "grad_accum", "optimizer_impl", "recompute", "loss",
              "offload_optimizer", "offload_param")  # fmt: skip
 
+#: Options of one engine, which stay with it whatever else is tried.
+_OPTIONS = ("ddp", "fsdp2", "deepspeed")
+
 
 class Question(NamedTuple):
     """What is asked for beside the job: an objective, or the largest or smallest of something."""
@@ -33,8 +36,10 @@ class Question(NamedTuple):
 def ask(request: Request, question: Question, *, extra: Path | None = None, unsaid: Unsaid | None = None) -> Plan:
     """Answer a question on a request; raises SpecError in one line where it contradicts itself or asks for the impossible."""
     _refuse(request, question)
-    bare = replace(request, **dict.fromkeys(_SEARCHED))
+    bare = replace(request, **dict.fromkeys((*_SEARCHED, *_OPTIONS)))
     base, notes = resolve(replace(bare, seq_len=SEQUENCE_STEP) if question.max_seq else bare, extra=extra)
+    options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
+    base = replace(base, recipe=replace(base.recipe, **options))
     fixed = _fixed(request, question)
     if base.cluster.gpu is None:
         raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")

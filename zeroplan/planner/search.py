@@ -90,7 +90,9 @@ def _of_structure(base: JobSpec, recipe: RecipeSpec, fixed: Fixed, tally: Tally,
 
 def _weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec) -> bool:
     """Whether one copy of the weights, which every stage below 3 gathers or holds, is more than the GPU has."""
-    gpu = base.cluster.gpu
+    gpu, adapter = base.cluster.gpu, base.model.adapter
+    if adapter is not None and adapter.quantize != "none":
+        return False
     whole = widths(recipe.precision).compute * parameter_count(base.model)
     return gpu is not None and recipe.zero_stage < 3 and whole > gpu.memory_bytes.value
 

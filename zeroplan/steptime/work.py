@@ -1,5 +1,6 @@
 """How much does one micro-batch ask of a GPU: operations in matrix multiplications and attention, bytes moved by the rest?"""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.engines.precisions import compute_of
@@ -42,9 +43,10 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
     """Count one micro-batch. [FLOPs, bytes]
 
     Experts count as often as tokens choose them, evenly spread. Leaves out: sliding windows, which only some kernels skip;
-    weights that are frozen, whose gradients nobody takes.
+    weights that are frozen, whose gradients nobody takes; writing
+    out weights in four bits.
     """
-    whole, compute = layout(model), compute_of(recipe)
+    whole, compute = layout(_multiplied(model)), compute_of(recipe)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len
     in_blocks = block_matrices(whole)
     outside = matmul_parameters(model, whole) - in_blocks
@@ -62,3 +64,10 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
         head_bytes=1.0 * total_bytes((*head.saved, *head.loss_forward)),
         weights_bytes=1.0 * compute.element_bytes * (in_blocks + outside),
     )
+
+
+def _multiplied(model: ModelSpec) -> ModelSpec:
+    """The model as it is multiplied with: weights in four bits are first written out."""
+    if model.adapter is None or model.adapter.quantize == "none":
+        return model
+    return replace(model, adapter=replace(model.adapter, quantize="none"))
