@@ -101,6 +101,8 @@ class JobSpec(Spec):
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
             (deepspeed and recipe.deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
+            (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
+            (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
             (recipe.deepspeed.grad_accum_dtype == "fp32" and "grad_accum_dtype 'fp32'", "'param'"),
         ):
             if asked:

@@ -37,7 +37,7 @@ _HOLDS = (
 def configuration(job: JobSpec) -> dict[str, object]:
     """Return the DeepSpeed configuration that a job describes."""
     recipe = job.recipe
-    ours = {"grad_accum_dtype", "zero_init", "flatten_on_accelerator"}
+    ours = {"grad_accum_dtype", "zero_init", "flatten_on_accelerator", "gpus_per_node"}
     said = {key: value for key, value in asdict(recipe.deepspeed).items() if key not in ours}
     zero = {key: value for key, value in said.items() if not key.startswith(_OFFLOADED)} | _offloaded(said)
     config: dict[str, object] = {

@@ -217,6 +217,12 @@ def checkpoint_beside(these: Passes, run: RunPass) -> tuple[Line, ...]:
     return run.block.checkpoint_in_backward if these.recompute != "none" else ()
 
 
+def head_gathering_instant(these: Passes) -> Instant:
+    """Return the instant before the head's multiplication, forward: its input is there, the logits are not."""
+    lines = (*these.head.shared, *kept_by_all(these), *these.head.saved)
+    return Instant("gathered for the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
+
+
 def head_forward_instant(these: Passes) -> Instant:
     """Return the instant of the head's multiplication, forward: its input and the logits."""
     lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.output)

@@ -9,10 +9,11 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, permutations
 from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.flat import Row, Sizes
+from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
 from zeroplan.engines.deepspeed.modules import (
     LEAF_FAMILIES,
     backward_order,
@@ -27,6 +28,9 @@ from zeroplan.transformer.params import layout
 
 _FORWARD, _BACKWARD = "forward", "backward"
 _NEVER = 10**18
+_AS_THEY_ARE = Sharing()
+_FEW = 4
+"""A module has no more parameters of its own, nor a leaf module those in it, in any family."""
 
 
 class Freed(NamedTuple):
@@ -63,6 +67,11 @@ class Step(NamedTuple):
     """It is gathered and released with all modules in it, and owns what they own."""
     name: str = ""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether it gathers the experts of its block."""
+        return self.leaf or self.name.endswith(".experts")
+
 
 class Note(NamedTuple):
     """Elements held around one module's backward."""
@@ -77,15 +86,25 @@ class Note(NamedTuple):
     """When its gradients are handed on, and autograd has let go of what its operators saved."""
 
 
+class Sent(NamedTuple):
+    """What is all-gathered in one direction of a pass, in so many calls; with scales, of all ranks, where it is in 8 bits."""
+
+    sizes: Sizes
+    calls: int
+    scales: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Gathered:
     """Elements gathered in the course of one pass, copies and all; one object per model and options."""
 
     forward: tuple[int, ...]
-    """Most during the forward of each block."""
+    """Most during the forward of each block; where it has experts, less what gathering them takes for a moment."""
+    before_experts: tuple[int, ...]
+    """Most until the experts of each block are gathered and have made nothing yet; 0 where it has none."""
+    head_gathering: int
+    """Most while what the final norm and the head need is gathered, before either has made anything."""
     head_forward: int
-    """Most while the final norm or the head is gathered for the forward."""
-    head_running: int
     """While the head runs forward."""
     loss: int
     head: tuple[int, ...]
@@ -97,11 +116,8 @@ class Gathered:
     embedding: int
     end: int
     """Most while the embedding is gathered for its backward, and from then on."""
-    forward_sent: Sizes
-    backward_sent: Sizes
-    """What is all-gathered in each direction."""
-    forward_calls: int
-    backward_calls: int
+    sent_forward: Sent
+    sent_backward: Sent
     persistent: int
     n_persistent: int
     """Elements and number of the parameters that are never released between steps."""
@@ -116,22 +132,25 @@ class Gathered:
 
 @lru_cache(maxsize=64)
 def gathered(
-    whole: Row, options: DeepSpeedOptions, recompute: Recompute, copied_for: int = 0, on_nvme: frozenset[int] = frozenset()
-) -> tuple[Gathered, ...]:  # fmt: skip
+    whole: Row,
+    options: DeepSpeedOptions,
+    recompute: Recompute,
+    sharing: Sharing = _AS_THEY_ARE,
+    on_nvme: frozenset[int] = frozenset(),
+) -> tuple[Gathered, ...]:
     """Replay one pass of the model: with one micro-batch per step, and with several where that differs.
 
-    Where shares come from host memory, ``copied_for`` is the number of ranks: each is copied to the GPU to be gathered, and a
-    single rank's copies are the parameters themselves. Those ``on_nvme`` are gathered ahead only once they have been read.
+    Those ``on_nvme`` are gathered ahead only once they have been read.
 
     The coordinator decides once, in the first pass with a complete trace, which parameters to release where
     (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
     step, before the first step has gathered the persistent parameters.
     """
     steps = trace(whole, again=recompute == "full")
-    single = _Replay(whole, options, steps, copied_for=copied_for, on_nvme=on_nvme).run()
-    first = _Replay(whole, options, steps, persistent_missing=True, copied_for=copied_for, on_nvme=on_nvme)
+    single = _Replay(whole, options, steps, sharing=sharing, on_nvme=on_nvme).run()
+    first = _Replay(whole, options, steps, persistent_missing=True, sharing=sharing, on_nvme=on_nvme)
     first.run()
-    several = _Replay(whole, options, steps, decided=first.decided, copied_for=copied_for, on_nvme=on_nvme, later=True).run()
+    several = _Replay(whole, options, steps, decided=first.decided, sharing=sharing, on_nvme=on_nvme, later=True).run()
     return (single,) if astuple(single) == astuple(several) else (single, several)
 
 
@@ -322,10 +341,10 @@ def _constants(whole: Row, modules: tuple[_Module, ...], block: int, *, again: b
 class _Handle:
     """One all-gather: its parameters, those not yet used, and whether it has been waited for."""
 
-    def __init__(self, parameters: tuple[int, ...], *, in_place: bool) -> None:
+    def __init__(self, parameters: tuple[int, ...], takes: Taken) -> None:
         self.parameters = parameters
         self.waiting = set(parameters)
-        self.in_place = in_place
+        self.takes = takes
         self.arrived = False
 
 
@@ -340,8 +359,8 @@ class _Replay:
         *,
         persistent_missing: bool = False,
         decided: set[tuple[int, int]] | None = None,
-        copied_for: int = 0,
-        on_nvme: frozenset[int] = frozenset(),
+        sharing: Sharing,
+        on_nvme: frozenset[int],
         later: bool = False,
     ) -> None:
         self.numel = [each.end - each.start for each in whole.placed]
@@ -353,7 +372,7 @@ class _Replay:
         self.resident = frozenset() if persistent_missing else self.persistent
         self.decided = set() if decided is None else decided
         self.decides = decided is None
-        self.copied_for = copied_for
+        self.sharing = sharing
         self.on_nvme = on_nvme
         self.read: set[int] = set()
         self.most_read, self.read_twice = 0, False
@@ -377,12 +396,13 @@ class _Replay:
         self.peak = 0
         self.sent: dict[str, Counter[int]] = {_FORWARD: Counter(), _BACKWARD: Counter()}
         self.calls = {_FORWARD: 0, _BACKWARD: 0}
+        self.scales = {_FORWARD: 0, _BACKWARD: 0}
 
     def run(self) -> Gathered:
         """Go through all steps and note what is held."""
-        forward, head = [0] * self.n_blocks, list[int]()
+        forward, before, head = [0] * self.n_blocks, [0] * self.n_blocks, list[int]()
         backward: dict[int, list[tuple[Step, Note]]] = {block: [] for block in range(self.n_blocks)}
-        head_forward, head_running, loss, embedding, turned, past_head = 0, 0, 0, 0, False, 0
+        head_gathering, head_forward, loss, embedding, turned, past_head = 0, 0, 0, 0, False, 0
         for at, step in enumerate(self.steps):
             if step.direction == _BACKWARD and not turned:
                 loss, turned = self.elements, True
@@ -390,9 +410,11 @@ class _Replay:
             during, handing = self.elements, self.elements - self._saved_of(step)
             self._release(at, step)
             if not turned and 0 <= step.block < self.n_blocks:
+                if step.has_experts:
+                    before[step.block], gathering = max(forward[step.block], gathering), during
                 forward[step.block] = max(forward[step.block], gathering)
             elif not turned and step.block == self.n_blocks:
-                head_forward, head_running = max(head_forward, gathering), during
+                head_gathering, head_forward = max(head_gathering, gathering), during
             elif turned and step.block == self.n_blocks:
                 head.append(gathering)
                 past_head = during if len(head) > 2 else 0
@@ -402,12 +424,15 @@ class _Replay:
                 embedding = max(embedding, gathering)
         notes, modules = self._of_blocks(backward)
         return Gathered(
-            tuple(forward), head_forward, head_running, loss, (max(head[:-3]), head[-3], max(head[-2:])), past_head, notes,
-            embedding, self.elements,
-            _sizes(self.sent[_FORWARD]), _sizes(self.sent[_BACKWARD]), self.calls[_FORWARD], self.calls[_BACKWARD],
+            tuple(forward), tuple(before), head_gathering, head_forward, loss,
+            (max(head[:-3]), head[-3], max(head[-2:])), past_head, notes, embedding, self.elements,
+            self._sent(_FORWARD), self._sent(_BACKWARD),
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
             _sizes(Counter(self.numel[index] for index in self.persistent)), self.most_read, self.read_twice, modules,
         )  # fmt: skip
+
+    def _sent(self, direction: str) -> Sent:
+        return Sent(_sizes(self.sent[direction]), self.calls[direction], self.scales[direction])
 
     def _of_blocks(
         self, backward: dict[int, list[tuple[Step, Note]]]
@@ -427,7 +452,7 @@ class _Replay:
         direction = _BACKWARD if turned else _FORWARD
         self.peak = self.elements
         self._gather([index for index in step.parameters if self._missing(index)], direction)
-        for index in step.parameters:
+        for index in self._costliest(step.parameters):
             self._wait(index)
         needed = {index for index in step.parameters if self.fetched_for.get(index, -1) < at}
         dropped: set[int] = set()
@@ -445,34 +470,58 @@ class _Replay:
         if not indices:
             return
         numel = sum(self.numel[index] for index in indices)
-        in_place = len(indices) == 1 or self.options.stage3_allgather_sequential or self.copied_for == 1
-        handle = _Handle(tuple(indices), in_place=in_place)
+        one_by_one = len(indices) == 1 or self.options.stage3_allgather_sequential
+        takes = taken(tuple(self._piece(index) for index in sorted(indices)), self.sharing, one_by_one=one_by_one)
         self._read(indices)
         self.read -= self.persistent  # which are never released, so their buffers are
-        self.in_flight.update(dict.fromkeys(indices, handle))
+        self.in_flight.update(dict.fromkeys(indices, _Handle(tuple(indices), takes)))
         self.counted += numel
         self.sent[direction].update(self.numel[index] for index in indices)
-        self.calls[direction] += len(indices) if in_place else 1
-        self._hold(numel)
-        if self.copied_for > 1:
-            each = (self.numel[index] for index in indices)
-            copies = (-(-one // self.copied_for) for one in each)
-            copied = max(copies) if in_place else sum(copies)
-            self._hold(copied)
-            self._hold(-copied)
+        self.calls[direction] += len(indices) if one_by_one else 1
+        self.scales[direction] += takes.scales
+        for change in takes.asked:
+            self._hold(change)
+
+    def _piece(self, index: int) -> Piece:
+        """A parameter as it is gathered: from all ranks, or within the group that has a second partition of it."""
+        numel, ranks, group = self.numel[index], self.sharing.ranks or 1, self.options.zero_hpz_partition_size
+        if group == 1 or index in self.second:
+            return Piece(numel, -(-numel // ranks), ranks)
+        return Piece(numel, -(-numel // ranks) * ranks // group, group)
 
     def _wait(self, index: int) -> None:
-        """Copy everything of a flat gather out on first use; the flat tensor goes with its last parameter's use."""
+        """Copy everything of a gather out on first use; what it was gathered in goes with its last parameter's use."""
         handle = self.in_flight.pop(index, None)
         if handle is None:
             return
         if not handle.arrived:
             handle.arrived = True
             self.available.update(handle.parameters)
-            self._hold(0 if handle.in_place else sum(self.numel[each] for each in handle.parameters))
+            for change in handle.takes.arrived:
+                self._hold(change)
         handle.waiting.discard(index)
-        if not handle.waiting and not handle.in_place:
-            self._hold(-sum(self.numel[each] for each in handle.parameters))
+        if not handle.waiting:
+            self._hold(handle.takes.done)
+
+    def _costliest(self, parameters: tuple[int, ...]) -> tuple[int, ...]:
+        """Of all orders in which parameters may be waited for, since they are in a set, the one that takes most at once."""
+        handles = {id(self.in_flight[index]) for index in parameters if index in self.in_flight}
+        if len(handles) < 2 or len(parameters) > _FEW:
+            return parameters
+        return max(permutations(parameters), key=self._most_of)
+
+    def _most_of(self, order: tuple[int, ...]) -> int:
+        held = most = 0
+        waiting: dict[_Handle, set[int]] = {}
+        for index in order:
+            if (handle := self.in_flight.get(index)) is None:
+                continue
+            for change in () if handle.arrived or handle in waiting else handle.takes.arrived:
+                held += change
+                most = max(most, held)
+            left = waiting[handle] = waiting.get(handle, handle.waiting) - {index}
+            held += 0 if left else handle.takes.done
+        return most
 
     def _prefetch(self, direction: str) -> None:
         bucket = 1 if self.options.stage3_allgather_sequential else self.options.stage3_prefetch_bucket_size
