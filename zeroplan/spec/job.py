@@ -81,8 +81,12 @@ class JobSpec(Spec):
     def _check_what_a_profile_tells(self) -> None:
         """Refuse what the trace of a module with its own loss says nothing of."""
         recipe = self.recipe
-        if recipe.engine not in ("fsdp2", "ddp"):
-            raise SpecError(f"engine {recipe.engine!r} does not take a profile; use fsdp2 or ddp")
+        if recipe.engine == "paper":
+            raise SpecError("engine 'paper' does not take a profile; use fsdp2, ddp or deepspeed")
+        if recipe.engine == "deepspeed" and recipe.zero_stage == 3:
+            raise SpecError("engine 'deepspeed' does not take a profile at stage 3; use a lower stage, fsdp2 or ddp")
+        if recipe.engine == "deepspeed" and recipe.offloads:
+            raise SpecError("offload with engine 'deepspeed' and a profile is not modelled; leave one of them out")
         if recipe.loss != "full":
             raise SpecError(
                 f"loss={recipe.loss!r} with a profile is not modelled: the module was traced with its own loss; leave it out"
