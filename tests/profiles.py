@@ -1,6 +1,19 @@
 """A small profile by hand, for what needs no torch."""
 
-from zeroplan.spec.profile import Amount, Flash, Handed, Part, Point, Profile, ProfiledBlock, ProfiledPass, Run, Tensor, Variant
+from zeroplan.spec.profile import (
+    Amount,
+    Flash,
+    Handed,
+    Modules,
+    Part,
+    Point,
+    Profile,
+    ProfiledBlock,
+    ProfiledPass,
+    Run,
+    Tensor,
+    Variant,
+)
 
 
 def handed(*names: str, width: int) -> tuple[Handed, ...]:
@@ -37,7 +50,7 @@ def traced(width: int = 64) -> ProfiledPass:
         head=(Point(name="loss", saved=Amount(tokens=400), working=Amount(tokens=800)),),
         head_handed=handed("head.weight", width=width),
         last=(Amount(tokens=2 * width, constant=64),),
-        last_handed=handed("table", width=width),
+        last_handed=handed("table.weight", width=width),
     )
 
 
@@ -55,11 +68,18 @@ def by_hand() -> Profile:
         name="by hand",
         source="nothing",
         packages={},
-        embeddings=(Tensor(name="table", shape=(100, 64)),),
+        embeddings=(Tensor(name="table.weight", shape=(100, 64)),),
         runs=(Run(kind="Odd", layers=2), Run(kind="Even", layers=1), Run(kind="Odd", layers=2)),
         kinds=kinds,
         tail=(Tensor(name="head.weight", shape=(100, 64)),),
-        order=("table", "", "head.weight"),
+        order=("table.weight", "", "head.weight"),
+        modules=Modules(
+            holding=("",),
+            before=("table",),
+            after=("head",),
+            kinds={"Odd": ("mix", "norm"), "Even": ("mix",)},
+            unnoticed=("table",),
+        ),
         buffer_bytes=96,
         variants=variants,
     )

@@ -91,8 +91,11 @@ def test_the_profile_of_a_family_is_its_formulas_to_the_byte(family: str, recipe
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_deepspeed_takes_as_much_of_a_family_as_of_its_profile(accumulated: int, gpt2: Profile) -> None:
     """Buckets are smaller than the largest gradients, so that they are reduced in the course of the backward."""
-    spec, small = tiny("gpt2"), DeepSpeedOptions(reduce_bucket_size=20_000)
-    for stage in (0, 1, 2):
+    spec, small = tiny("gpt2"), DeepSpeedOptions(
+        reduce_bucket_size=20_000, stage3_max_live_parameters=50_000, stage3_max_reuse_distance=50_000,
+        stage3_prefetch_bucket_size=20_000, stage3_param_persistence_threshold=100,
+    )  # fmt: skip
+    for stage in (0, 1, 2, 3):
         recipe = RecipeSpec(engine="deepspeed", zero_stage=stage, precision="fp32", deepspeed=small)
         for batch in (replace(one, grad_accum_steps=accumulated) for one in BATCHES):
             asked = JobSpec(model=spec, recipe=recipe, mesh=MeshSpec(dp_shard=4), batch=batch)
@@ -212,13 +215,16 @@ def test_the_engine_takes_what_the_profile_says(odd: Profile, odd_under_ddp: Pro
 
 
 @pytest.mark.deepspeed
-def test_deepspeed_takes_what_the_profile_says(odd: Profile, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_deepspeed_takes_what_the_profile_says(stage: str, odd: Profile, tmp_path: Path) -> None:
     """In a process of its own, which it patches for good."""
     pytest.importorskip("deepspeed")
     (tmp_path / "odd.json").write_text(json.dumps(said(odd)), encoding="utf-8")
     asked = (
-        "--profile", str(tmp_path / "odd.json"), "--workload", ODD, "--engine", "deepspeed", "--stage", "2", "--gpus", "4",
+        "--profile", str(tmp_path / "odd.json"), "--workload", ODD, "--engine", "deepspeed", "--stage", stage, "--gpus", "4",
         "--micro-batch", "3", "--seq-len", "300", "--grad-accum", "2", "--set", "deepspeed.reduce_bucket_size=20000",
+        "--set", "deepspeed.stage3_max_live_parameters=60000", "--set", "deepspeed.stage3_prefetch_bucket_size=30000",
+        "--set", "deepspeed.stage3_param_persistence_threshold=100",
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "zeroplan", "verify", *asked, "--json"], capture_output=True, text=True, check=False,

@@ -83,8 +83,6 @@ class JobSpec(Spec):
         recipe = self.recipe
         if recipe.engine == "paper":
             raise SpecError("engine 'paper' does not take a profile; use fsdp2, ddp or deepspeed")
-        if recipe.engine == "deepspeed" and recipe.zero_stage == 3:
-            raise SpecError("engine 'deepspeed' does not take a profile at stage 3; use a lower stage, fsdp2 or ddp")
         if recipe.engine == "deepspeed" and recipe.offloads:
             raise SpecError("offload with engine 'deepspeed' and a profile is not modelled; leave one of them out")
         if recipe.loss != "full":

@@ -145,6 +145,23 @@ class Run(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Modules(Spec):
+    """Modules in the order in which they run forward: those that hold the blocks, those before and after, those in each kind.
+
+    Gradients do not flow to what the ``unfollowed`` return, nor to what the ``unnoticed`` take. ``tied`` is the one after the
+    blocks that has an embedding's weight for its own.
+    """
+
+    holding: tuple[str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    kinds: dict[str, tuple[str, ...]]
+    unfollowed: tuple[str, ...] = ()
+    unnoticed: tuple[str, ...] = ()
+    tied: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Profiled):
     """A module, traced.
 
@@ -164,6 +181,7 @@ class Profile(Profiled):
     kinds: dict[str, tuple[Tensor, ...]]
     tail: tuple[Tensor, ...]
     order: tuple[str, ...]
+    modules: Modules
     tied_head: str | None = None
     buffer_bytes: CountOrZero = 0
     seq_len: Count | None = None
@@ -196,6 +214,8 @@ class Profile(Profiled):
 
 def _check_order(profile: Profile) -> None:
     """Refuse a profile that leaves out when a parameter comes, or when its gradient is handed on."""
+    if set(profile.modules.kinds) != set(profile.kinds):
+        raise SpecError("the profile does not name the modules of each kind of block")
     outside = [tensor.name for tensor in (*profile.embeddings, *profile.tail)]
     if sorted(profile.order) != sorted(["", *outside]):
         raise SpecError("the profile's order does not name each parameter outside the blocks once, and the blocks")

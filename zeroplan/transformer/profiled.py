@@ -6,7 +6,7 @@ from math import prod
 from typing import cast
 
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, round_up
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -74,19 +74,11 @@ def profiled_block(profile: Profile, kind: str, compute: Compute, batch: Batch) 
         kept if recompute == "full" else block_input,
         kept if recompute == "selective" else (),
         (forward,),
-        (_beyond_input(forward, kept, block_input[0]),) if recompute == "selective" else (forward,),
+        (forward,),
         tuple(scale.point(point, compute) for point in block.points),
         block.cast_elements,
         handed=scale.handed(block.handed, profile.kinds[kind]),
     )
-
-
-def _beyond_input(forward: Line, kept: tuple[Line, ...], block_input: Line) -> Line:
-    """What is alive beyond the block's input, where more than that is kept."""
-    more = " + ".join(line.formula for line in kept) or "0"
-    n_bytes: Int = forward.n_bytes + total_bytes(kept) - block_input.n_bytes
-    formula = f"{forward.formula} + {more} - ({block_input.formula})" if forward.formula else ""
-    return forward._replace(n_bytes=n_bytes, formula=formula)
 
 
 def profiled_head(profile: Profile, compute: Compute, batch: Batch) -> HeadPass:

@@ -80,6 +80,18 @@ class HandedOn(NamedTuple):
     working: int
 
 
+class Called(NamedTuple):
+    """A module that runs forward: whether it holds the blocks, and whether gradients flow to what it returns and what it takes."""
+
+    name: str
+    holds_blocks: bool
+    after_blocks: bool
+    follows: bool
+    noticed: bool
+    shares: bool
+    """A weight of its own is another module's too, which has been called before."""
+
+
 class BlockAnatomy(NamedTuple):
     """One block. [bytes, and elements of casts]"""
 
@@ -118,6 +130,8 @@ class Anatomy(NamedTuple):
     last_handed: tuple[HandedOn, ...]
     cast: frozenset[str]
     """Parameters that autocast copied."""
+    called: tuple[Called, ...]
+    """Every module in the order in which they are called, the first time."""
     tail: frozenset[str]
     """Parameters outside the blocks whose gradients are there before the blocks' backward begins."""
 
@@ -157,6 +171,10 @@ class _Watcher(Tracker):
         self.returned: list[Block] = []
         self.casts: dict[int, str] = {}
         self.flash: dict[int, tuple[int, int, int]] = {}
+        self.called: dict[str, tuple[int, bool]] = {}
+        """When each module was called first, and whether gradients flow to what it takes."""
+        self.returning: dict[str, tuple[int, bool]] = {}
+        """When it returned, and whether they flow to that."""
         self.handed: dict[str, int] = {}
         """When each weight's gradient was handed on."""
         self.shapes: dict[int, torch.Size] = {}
@@ -172,6 +190,7 @@ class _Watcher(Tracker):
         handles += [
             self._noted(name, parameter) for name, parameter in work.module.named_parameters() if parameter.requires_grad
         ]
+        handles += [handle for name, module in work.module.named_modules() for handle in self._watched(name, module)]
         gc.collect()
         self.began = self.now
         with autocast:
@@ -191,6 +210,16 @@ class _Watcher(Tracker):
     def memory(self, tensor: torch.Tensor | None) -> Block | None:
         """The request that a tensor lies in."""
         return None if tensor is None else self._block_of(tensor)
+
+    def _watched(self, name: str, module: nn.Module) -> Iterator["torch.utils.hooks.RemovableHandle"]:
+        def called(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            self.called.setdefault(name, (len(self.called) + len(self.returning), _has_gradient((args, kwargs))))
+
+        def returned(_module: nn.Module, _args: object, output: object) -> None:
+            self.returning.setdefault(name, (len(self.called) + len(self.returning), _has_gradient(output)))
+
+        yield module.register_forward_pre_hook(called, with_kwargs=True)
+        yield module.register_forward_hook(returned)
 
     def _noted(self, name: str, parameter: nn.Parameter) -> "torch.utils.hooks.RemovableHandle":
         def handed(_parameter: torch.Tensor) -> None:
@@ -232,6 +261,10 @@ def _computing(work: Workload) -> dict[str, torch.Tensor]:
     dtypes = {parameter.dtype for parameter in work.module.parameters() if parameter.is_floating_point()}
     narrow = dtypes == {torch.bfloat16}
     return in_16_bits(work.batch) if narrow else dict(work.batch)
+
+
+def _has_gradient(held: object) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors(held))
 
 
 def _tensors(held: object) -> Iterator[torch.Tensor]:
@@ -293,6 +326,7 @@ class _Cut:
             last_handed=self._handed(_OUTSIDE, lambda name: not self._inside(name) and seen.handed[name] > self._starts[-1]),
             last=tuple(n_bytes for _, n_bytes in self._curve(self._of(_OUTSIDE), self._ends(), seen.end)),
             cast=frozenset(seen.casts.values()),
+            called=self._called(),
             tail=frozenset(
                 name for name, one in self._gradients.values() if not self._inside(name) and one.born < self._starts[-1]
             ),
@@ -436,6 +470,17 @@ class _Cut:
             self._instant(one, mine, (n_bytes, saved, cast), made)
             for (one, n_bytes), (_, saved), (_, cast) in zip(*curves, strict=True)
         )
+
+    def _called(self) -> tuple[Called, ...]:
+        seen = self._seen
+        begun, ended = seen.called[self._names[0][:-1]][0], seen.returning[self._names[-1][:-1]][0]
+        first = {name.rpartition(".")[0] for name, _ in self._work.module.named_parameters()}
+        shared = {name.rpartition(".")[0] for name, _ in self._work.module.named_parameters(remove_duplicate=False)} - first
+        found = []
+        for name, (time, noticed) in sorted(seen.called.items(), key=lambda pair: pair[1][0]):
+            until, follows = seen.returning[name]
+            found.append(Called(name, time < begun and until > ended, time > ended, follows, noticed, name in shared))
+        return tuple(found)
 
     def _handed(self, at: int, is_its: Callable[[str], bool]) -> tuple[HandedOn, ...]:
         """What is alive when each gradient of a part is handed on, in that order."""

@@ -9,7 +9,20 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from zeroplan.errors import MeasurementError, ZeroplanError
-from zeroplan.spec.profile import Amount, Flash, Handed, Part, Point, Profile, ProfiledBlock, ProfiledPass, Run, Tensor, Variant
+from zeroplan.spec.profile import (
+    Amount,
+    Flash,
+    Handed,
+    Modules,
+    Part,
+    Point,
+    Profile,
+    ProfiledBlock,
+    ProfiledPass,
+    Run,
+    Tensor,
+    Variant,
+)
 from zeroplan.spec.recipe import Engine, Precision, Recompute
 from zeroplan.verify.anatomy import Anatomy, BlockAnatomy, HandedOn, Instant, Manner, Piece, anatomy
 from zeroplan.verify.cycles import collected_when_told
@@ -92,11 +105,30 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
         },
         tail=tuple(_tensor(name, one, cast) for name, one in whole.outside if name in tail),
         order=whole.order,
+        modules=_modules(next(iter(tracer.first.values())), whole),
         tied_head=whole.tied,
         buffer_bytes=whole.buffer_bytes,
         seq_len=tracer.fixed_length,
         shortest=1 if tracer.fixed_length is not None else tracer.shortest,
         variants=variants,
+    )
+
+
+def _modules(seen: Anatomy, whole: "_Structure") -> Modules:
+    inside = [one for one in seen.called if any(f"{one.name}.".startswith(prefix) for prefix in whole.names)]
+    outside = [one for one in seen.called if one not in inside]
+    before = [one for one in outside if not one.holds_blocks and not one.after_blocks]
+    return Modules(
+        holding=tuple(one.name for one in outside if one.holds_blocks),
+        before=tuple(one.name for one in before),
+        after=tuple(one.name for one in outside if one.after_blocks),
+        kinds={
+            kind: tuple(one.name.removeprefix(whole.names[at]) for one in inside if one.name.startswith(whole.names[at]))
+            for kind, at in whole.traced.items()
+        },
+        unfollowed=tuple(one.name for one in before if not one.follows),
+        unnoticed=tuple(one.name for one in before if not one.noticed),
+        tied=next((one.name for one in outside if one.after_blocks and one.shares), None),
     )
 
 

@@ -15,6 +15,7 @@ from zeroplan.engines.deepspeed.flat import (
     Row,
     Sizes,
     embedding_elements,
+    embedding_symbol,
     has_tied_head,
     largest_parameter,
     row,
@@ -91,6 +92,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.params import layout
 
 _STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
 _GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
@@ -146,7 +148,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     """
     job = _job(model, recipe, mesh)
     everything = _states(job, impl)
-    states = states_on_gpu(recipe, everything)
+    states = (*states_on_gpu(recipe, everything), *layout(model).buffers)
     refuse_few_pipelined(recipe, _groups(job))
     persistent = (*states, _bucket(job), _persistent(job))
     these = passes(model, recipe, batch)
@@ -332,7 +334,7 @@ def _tied_head(job: _Job) -> tuple[Line, ...]:
     if not has_tied_head(job.whole):
         return ()
     elements = embedding_elements(job.whole)
-    return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's", "h·V"),)
+    return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's", embedding_symbol(job.whole)),)
 
 
 def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
@@ -350,14 +352,22 @@ def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
 def _head(job: _Job, these: Passes) -> Iterator[Moment]:
     for at in head_instants(these):
         first = at.point.gradients == at.point.current_gradient
-        held = job.trace.head[
-            _OF_HEAD[at.point.name] if job.trace.modules else 0 if not at.point.gradients else 1 if first else 2
-        ]
+        held = (
+            _held_at_head(job.trace, at.point)
+            if job.trace.head_notes
+            else job.trace.head[
+                _OF_HEAD[at.point.name] if job.trace.modules else 0 if not at.point.gradients else 1 if first else 2
+            ]
+        )
         tied = _tied_head(job) if at.point.gradients and not first else ()
         made = _gradient(job, at.point.current_gradient, "gradient just made")
         yield Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held), made, *tied))
-        if first and at.point.gradients:
+        if first and at.point.gradients and not job.trace.head_notes:
             yield _past_head(job, these, at.point.gradients)
+
+
+def _held_at_head(trace: Gathered, point: BackwardPoint) -> int:
+    return _held(trace.head_notes, point.gradients, point.current_gradient, ahead=False, apart=False)
 
 
 def _past_head(job: _Job, these: Passes, made: int) -> Moment:
@@ -504,10 +514,12 @@ def _staying(job: _Job, *at: int) -> tuple[Line, ...]:
 def _gathered_at(trace: Gathered, flush: Flush) -> int:
     if flush.block < 0:
         return trace.end
-    if flush.block >= len(trace.backward):
+    notes = trace.head_notes if flush.block >= len(trace.backward) else trace.backward[flush.block]
+    if not notes:
         return trace.past_head
-    note = next((note for note in trace.backward[flush.block] if note.made >= flush.made), trace.backward[flush.block][-1])
-    return note.handing if note.made == flush.made else note.during
+    made = flush.made + (trace.tied_head if notes is trace.head_notes else 0)
+    note = next((note for note in notes if note.made >= made), notes[-1])
+    return note.handing if note.made == made else note.during
 
 
 def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
@@ -561,7 +573,7 @@ def _running(job: _Job, these: Passes, flush: Flush) -> tuple[Line, Line]:
     saved, flowing = running_lines(these, flush.block, flush.made)
     if flush.made != leaf_elements(job.whole, flush.block):
         return saved, flowing
-    formula = f"{flowing.formula} - r·T·h"
+    formula = f"{flowing.formula} - {these.head.hidden_formula}"
     return saved, flowing._replace(n_bytes=flowing.n_bytes - these.head.hidden_bytes, formula=formula)
 
 
@@ -570,7 +582,7 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     at: Instant = embedding_instant(these)
     last = job.buckets.flushes[0]
     elements = embedding_elements(job.whole)
-    embedding = _gradient(job, elements, "gradient of the embedding", "h·V" if elements else "")
+    embedding = _gradient(job, elements, "gradient of the embedding", embedding_symbol(job.whole) if elements else "")
     held = _gathered_line(job, job.trace.end)
     around = (*these.head.at_embedding, *these.output, held, *_staying(job, -1, -1))
     gathering = _gathered_line(job, job.trace.embedding)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate, permutations
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Row, Sizes
+from zeroplan.engines.deepspeed.flat import Row, Sizes, embedding_elements, has_tied_head
 from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
 from zeroplan.engines.deepspeed.modules import (
     LEAF_FAMILIES,
@@ -22,9 +22,13 @@ from zeroplan.engines.deepspeed.modules import (
     reading_constants,
     rotary_calls,
 )
+from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 from zeroplan.transformer.blocks import RECOMPUTED
 from zeroplan.transformer.params import layout
+
+if TYPE_CHECKING:
+    from zeroplan.spec.profile import Profile
 
 _FORWARD, _BACKWARD = "forward", "backward"
 _NEVER = 10**18
@@ -128,6 +132,10 @@ class Gathered:
     """One is read ahead twice at a time."""
     modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
     """Of each block with frozen weights, by the name of the module; and of its recomputation."""
+    head_notes: tuple[Note, ...] = ()
+    """Of what is after the blocks, in the order of its gradients; of a profile."""
+    tied_head: int = 0
+    """Elements of a gradient among those that waits for the embedding's; of a profile."""
 
 
 @lru_cache(maxsize=64)
@@ -175,6 +183,8 @@ class _Module(NamedTuple):
 @lru_cache(maxsize=64)
 def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
     """Modules in the order in which they run; with ``again``, each block is recomputed in its backward."""
+    if whole.model.profile is not None:
+        return _trace_of_profile(whole, again=again)
     first, norm, head = _around(whole)
     blocks = [_modules(whole, block) for block in range(whole.n_blocks)]
     n_blocks, every = whole.n_blocks, len(whole.placed)
@@ -194,6 +204,75 @@ def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
         return tuple(steps)  # nobody follows the embedding's output
     steps += [_begun(_BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
     return (*steps, *(_begun(_BACKWARD, module, -1) for module in reversed(first)))
+
+
+def _trace_of_profile(whole: Row, *, again: bool) -> tuple[Step, ...]:
+    """The same of a module that was traced, whose profile says which modules run in which order."""
+    from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
+
+    profile, n_blocks = profile_of(whole.model), whole.n_blocks
+    if any(name.endswith("experts") for names in profile.modules.kinds.values() for name in names):
+        raise SpecError("a profile with experts is not modelled at stage 3 of engine 'deepspeed'; use a lower stage, or fsdp2")
+    _refuse_homeless(profile)
+    seen, blocks = profile.modules, [_modules(whole, block) for block in range(n_blocks)]
+    before, after = (_outside(whole, names) for names in (seen.before, seen.after))
+    tied = tuple(
+        index for index, each in enumerate(whole.placed) if each.parameter.name == profile.tied_head and each.block < 0
+    )
+    after = tuple(module._replace(parameters=tied) if module.name == seen.tied else module for module in after)
+    steps = [_begun(_FORWARD, _Module(name), -1) for name in seen.holding] + _forward(before, -1)
+    for block, modules in enumerate(blocks):
+        steps += _forward(modules, block, again=again)
+    steps += _forward(after, n_blocks)
+    steps += _back(whole, tuple(_after(seen.holding, after)), n_blocks)
+    for block in range(n_blocks - 1, -1, -1):
+        steps += _backward(whole, blocks[block], block, again=again)
+    below = tuple(module for module in reversed(before) if module.name not in seen.unfollowed)
+    return (*steps, *_back(whole, below, -1, unnoticed=seen.unnoticed))
+
+
+def _refuse_homeless(profile: "Profile") -> None:
+    """Refuse parameters that no module of their own runs with: DeepSpeed gathers them with another, or not at all."""
+    seen = profile.modules
+    outside = {*seen.before, *seen.after}
+    named = [(tensor.name, outside) for tensor in (*profile.embeddings, *profile.tail)]
+    named += [(tensor.name, {*seen.kinds[kind]}) for kind, tensors in profile.kinds.items() for tensor in tensors]
+    for name, modules in named:
+        if name.rpartition(".")[0] not in modules:
+            raise SpecError(
+                f"parameter {name!r} of the profile belongs to no module that runs by itself, which is not modelled at stage 3 of "
+                "engine 'deepspeed'; use a lower stage, or fsdp2"
+            )
+
+
+def _outside(whole: Row, names: tuple[str, ...]) -> tuple[_Module, ...]:
+    """Modules around the blocks with the parameters that they own."""
+    owned: dict[str, list[int]] = {}
+    for index, each in enumerate(whole.placed):
+        if not 0 <= each.block < whole.n_blocks:
+            owned.setdefault(each.parameter.name.rpartition(".")[0], []).append(index)
+    return tuple(_Module(name, tuple(owned.get(name, ()))) for name in names)
+
+
+def _after(holding: tuple[str, ...], after: tuple[_Module, ...]) -> Iterator[_Module]:
+    """What is after the blocks as its backward begins: what holds them first, and what is in that, from the last on."""
+    for at, name in enumerate(holding):
+        yield _Module(name)
+        inner = tuple(f"{one}." for one in holding[at + 1 :])
+        mine = [
+            one for one in after if one.name.startswith(f"{name}." if name else "") and not f"{one.name}.".startswith(inner)
+        ]
+        yield from reversed(mine)
+
+
+def _back(whole: Row, modules: tuple[_Module, ...], block: int, *, unnoticed: tuple[str, ...] = ()) -> list[Step]:
+    """Modules as their backward begins, with the elements made when each is done."""
+    steps, made = list[Step](), 0
+    for module in modules:
+        made += sum(whole.trained[index] for index in module.parameters)
+        frees = (_freed(module),) if module.parameters and module.name not in unnoticed else ()
+        steps.append(_begun(_BACKWARD, module, block)._replace(made=made, frees=frees))
+    return steps
 
 
 def _without_parameters(whole: Row) -> int:
@@ -302,7 +381,7 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
     owners: dict[str, list[int]] = {}
     for index, name in inside:
         owners.setdefault(name.rpartition(".")[0], []).append(index)
-    names = block_modules(whole.model, tuple(owners))
+    names = _names(whole, block, tuple(owners))
     leaf = whole.model.family in LEAF_FAMILIES and any(name.endswith("experts") for name in owners)
     modules = [_Module("", inside=(inside[0][0], inside[-1][0] + 1))]
     for name in names:
@@ -316,6 +395,16 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         lent = name.endswith(".lora_A.default")
         modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent))
     return tuple(modules)
+
+
+def _names(whole: Row, block: int, owners: tuple[str, ...]) -> tuple[str, ...]:
+    if whole.model.profile is None:
+        return block_modules(whole.model, owners)
+    from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
+
+    profile = profile_of(whole.model)
+    kinds = [run.kind for run in profile.runs for _ in range(run.layers)]
+    return profile.modules.kinds[kinds[block]]
 
 
 class _Constants(NamedTuple):
@@ -365,6 +454,8 @@ class _Replay:
     ) -> None:
         self.numel = [each.end - each.start for each in whole.placed]
         self.frozen = [each.parameter.frozen for each in whole.placed]
+        self.profiled = whole.model.profile is not None
+        self.tied_head = embedding_elements(whole) if self.profiled and has_tied_head(whole) else 0
         self.options = options
         self.n_blocks = whole.n_blocks
         self.steps = steps
@@ -401,6 +492,7 @@ class _Replay:
     def run(self) -> Gathered:
         """Go through all steps and note what is held."""
         forward, before, head = [0] * self.n_blocks, [0] * self.n_blocks, list[int]()
+        of_head = list[tuple[Step, Note]]()
         backward: dict[int, list[tuple[Step, Note]]] = {block: [] for block in range(self.n_blocks)}
         head_gathering, head_forward, loss, embedding, turned, past_head = 0, 0, 0, 0, False, 0
         for at, step in enumerate(self.steps):
@@ -416,6 +508,7 @@ class _Replay:
             elif not turned and step.block == self.n_blocks:
                 head_gathering, head_forward = max(head_gathering, gathering), during
             elif turned and step.block == self.n_blocks:
+                of_head.append((step, Note(step.made, gathering, during, self.elements, handing)))
                 head.append(gathering)
                 past_head = during if len(head) > 2 else 0
             elif turned and step.block >= 0:
@@ -423,12 +516,14 @@ class _Replay:
             elif turned:
                 embedding = max(embedding, gathering)
         notes, modules = self._of_blocks(backward)
+        head_notes = _per_gradient(of_head) if self.profiled else ()
         return Gathered(
             tuple(forward), tuple(before), head_gathering, head_forward, loss,
-            (max(head[:-3]), head[-3], max(head[-2:])), past_head, notes, embedding, self.elements,
+            (max(head[:-3], default=0), head[-min(3, len(head))], max(head[-2:])), past_head, notes, embedding, self.elements,
             self._sent(_FORWARD), self._sent(_BACKWARD),
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
             _sizes(Counter(self.numel[index] for index in self.persistent)), self.most_read, self.read_twice, modules,
+            head_notes, self.tied_head,
         )  # fmt: skip
 
     def _sent(self, direction: str) -> Sent:
