@@ -204,6 +204,7 @@ def _by_kind(lines: tuple[Line, ...], measured: dict[str, int]) -> list[Compared
 
 
 def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
+    """What is sent and received: calls that an engine issues among a single rank, as DeepSpeed does, move nothing."""
     predicted: dict[str, int] = {}
     for call in answer.traffic.collectives:
         if call.sent_bytes:
@@ -211,6 +212,8 @@ def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
             predicted[name] = predicted.get(name, 0) + int(call.payload_bytes)
     found: dict[str, int] = {}
     for seen in measured.collectives:
+        if seen.group == 1:
+            continue
         name = _plain(seen.operation)
         found[name] = found.get(name, 0) + seen.n_bytes
     return [Compared(name, predicted.get(name, 0), found.get(name, 0)) for name in {**predicted, **found}]

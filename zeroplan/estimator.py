@@ -164,12 +164,9 @@ class Estimate:
 
     @property
     def bytes_on_slowest_link(self) -> int:
-        """What one GPU sends per step without what stays inside a group that hpZ forms, whose ranks may share a node."""
-        recipe, sent = self.job.recipe, int(self.traffic.total_bytes)
-        size = recipe.deepspeed.zero_hpz_partition_size if recipe.engine == "deepspeed" else 1
-        if size in (1, self.job.mesh.dp_shard):
-            return sent
-        return sent - sum(int(call.sent_bytes) for call in self.traffic.collectives if call.group == size)
+        """What one GPU sends per step without what stays inside a group that ZeRO++ forms, whose ranks may share a node."""
+        ranks, calls = self.job.mesh.dp_shard, self.traffic.collectives
+        return int(self.traffic.total_bytes) - sum(int(call.sent_bytes) for call in calls if call.near and call.group != ranks)
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -99,7 +99,7 @@ class Collective(NamedTuple):
     or the reduced tensor), of an average one where calls are not alike; ``calls`` how often it happens per step;
     ``sent_bytes`` what one GPU sends in the whole step with a ring, (group - 1)/group of the payload per pass; ``elements``
     the payload in elements times calls and passes, the ZeRO paper's unit of volume. ``of_all`` is the payload of all calls, to
-    the byte, where they are not alike.
+    the byte, where they are not alike. ``near`` says that the group is of ranks that may share a node, among others that do not.
     """
 
     operation: str
@@ -112,6 +112,7 @@ class Collective(NamedTuple):
     volume_elements: Int
     source: str = ""
     of_all: Int | None = None
+    near: bool = False
 
     @property
     def payload_bytes(self) -> Int:

@@ -171,10 +171,11 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     gpus = request.gpus or 1
     stage: Stage = request.stage if request.stage is not None else (3 if gpus > 1 else 0)
     seq_len, seq_note = _seq_len(request, model)
+    cluster = _cluster(request, extra)
     complete = JobSpec(
         model=model,
-        cluster=_cluster(request, extra),
-        recipe=_recipe(request, stage),
+        cluster=cluster,
+        recipe=_on_nodes(_recipe(request, stage), cluster),
         mesh=_mesh(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
@@ -380,6 +381,14 @@ def _contradiction(mine: str, path: Path, stated: object) -> str:
 def _cluster(request: Request, extra: Path | None) -> ClusterSpec:
     gpu = find_gpu(request.gpu, extra=own_folder(extra, "gpus")) if isinstance(request.gpu, str) else request.gpu
     return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node)
+
+
+def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec) -> RecipeSpec:
+    """Tell DeepSpeed's quantized gradients, which alone ask, how many GPUs share a node."""
+    known = cluster.gpus_per_node or (None if cluster.gpu is None else cluster.gpu.gpus_per_node)
+    if known is None or not recipe.deepspeed.zero_quantized_gradients:
+        return recipe
+    return replace(recipe, deepspeed=replace(recipe.deepspeed, gpus_per_node=known))
 
 
 def _mesh(request: Request, gpus: int) -> MeshSpec:

@@ -199,8 +199,8 @@ REFUSED: dict[str, Any] = {
     "aio.use_gds": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}, "aio": {"use_gds": True}},
     "cpu_offload": {"zero_optimization": {"stage": 2, "cpu_offload": True}},
     "zero_hpz_partition_size": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "node"}},
-    "zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-    "zero_quantized_gradients": {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+    "zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": "int8"}},
+    "zero_quantized_nontrainable_weights": {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
     "memory_efficient_linear": {"zero_optimization": {"stage": 3, "memory_efficient_linear": False}},
     "round_robin_gradients": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
     "mics_shard_size": {"zero_optimization": {"stage": 3, "mics_shard_size": 4}},
@@ -274,6 +274,12 @@ def test_what_is_not_modelled_or_makes_no_sense_is_refused_in_one_line(resolved:
 )
 def test_what_is_off_is_left_alone(resolved: Callable[..., Resolved], harmless: dict[str, Any]):
     assert resolved(harmless, seq_len=128).notes == ()
+
+
+def test_zero_plus_plus_is_read(resolved: Callable[..., Resolved]):
+    said = {"zero_hpz_partition_size": 4, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    options = resolved({"zero_optimization": {"stage": 3, **said}}).job.recipe.deepspeed
+    assert {key: getattr(options, key) for key in said} == said
 
 
 def test_what_goes_to_host_memory_is_read(resolved: Callable[..., Resolved]):

@@ -18,7 +18,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.profile import model_of
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 
 Run = Callable[..., tuple[int, str, str]]
 WORKLOAD = "tests.odd_transformer"
@@ -31,10 +31,17 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_every_line_of_its_estimate_has_a_formula_that_is_true(recompute: str, stage: int):
-    recipe = RecipeSpec(recompute=recompute, zero_stage=stage)
+BUCKET = DeepSpeedOptions(reduce_bucket_size=15_000)
+RECIPES = [
+    RecipeSpec(engine=engine, zero_stage=stage, recompute=recompute, deepspeed=BUCKET)
+    for engine, stage in (("fsdp2", 2), ("fsdp2", 3), *(("deepspeed", stage) for stage in (0, 1, 2, 3)))
+    for recompute in ("none", "selective", "full")
+    if (engine, stage, recompute) != ("deepspeed", 3, "selective")
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"{recipe.engine}-{recipe.zero_stage}-{recipe.recompute}")
+def test_every_line_of_its_estimate_has_a_formula_that_is_true(recipe: RecipeSpec):
     for batch in (BatchSpec(micro_batch_size=3, seq_len=75), BatchSpec(seq_len=4096)):
         assert_explained(estimate(JobSpec(model=model_of(by_hand()), recipe=recipe, mesh=MeshSpec(dp_shard=4), batch=batch)))
 
@@ -64,7 +71,7 @@ def test_no_torch_is_needed(file: Path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"schema_version": 2}, "schema version 2, and this zeroplan reads 1"),
+        ({"schema_version": 1}, "schema version 1, and this zeroplan reads 2"),
         ({"variants": []}, "at least one block and one variant"),
         ({"runs": [{"kind": "Odd", "layers": 0}]}, "layers"),
         ({"runs": [{"kind": "Odd", "layers": 3}]}, "the profile's runs are of Odd"),
@@ -101,7 +108,8 @@ def test_whatever_is_changed_it_is_an_answer_or_one_line(file: Path, run: Run):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--engine", "deepspeed"), "does not take a profile"),
+        (("--engine", "paper"), "does not take a profile"),
+        (("--engine", "deepspeed", "--stage", "2", "--offload-optimizer", "cpu"), "offload with engine 'deepspeed'"),
         (("--precision", "fp32"), "says nothing of 32 bits with recomputation none; it has 16 bits"),
         (("--attention", "eager"), "was made with attention 'sdpa'"),
         (("--loss", "fused"), "traced with its own loss"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,15 +15,19 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import tiny_spec
+from zeroplan.cli.profile import said
 from zeroplan.comparison import compare_with_estimate, cpu_bytes
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import MeasurementError, SpecError
-from zeroplan.ledger import Line
+from zeroplan.estimator import Estimate, estimate
+from zeroplan.ledger import Line, Phase
+from zeroplan.measurement import Measurement
+from zeroplan.spec.base import read
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.profile import Profile, model_of
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.attention import FLASH_SCRATCH
@@ -34,7 +41,6 @@ from zeroplan.verify.workload import config, user_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from zeroplan.spec.model import ModelSpec
 
@@ -80,6 +86,30 @@ def test_the_profile_of_a_family_is_its_formulas_to_the_byte(family: str, recipe
         if not spec.positions:  # rotary families' position ids, which the formulas leave out
             formulas["shared" if recipe.recompute != "none" else "beside"] += 8 * batch.seq_len
         assert _amounts(traced, compute, batch, recipe) == formulas
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_deepspeed_takes_as_much_of_a_family_as_of_its_profile(accumulated: int, gpt2: Profile) -> None:
+    """Buckets are smaller than the largest gradients, so that they are reduced in the course of the backward."""
+    spec, small = tiny("gpt2"), DeepSpeedOptions(
+        reduce_bucket_size=20_000, stage3_max_live_parameters=50_000, stage3_max_reuse_distance=50_000,
+        stage3_prefetch_bucket_size=20_000, stage3_param_persistence_threshold=100,
+    )  # fmt: skip
+    for stage in (0, 1, 2, 3):
+        recipe = RecipeSpec(engine="deepspeed", zero_stage=stage, precision="fp32", deepspeed=small)
+        for batch in (replace(one, grad_accum_steps=accumulated) for one in BATCHES):
+            asked = JobSpec(model=spec, recipe=recipe, mesh=MeshSpec(dp_shard=4), batch=batch)
+            answers = estimate(asked), estimate(replace(asked, model=model_of(gpt2)))
+            assert [_highest(answer) for answer in answers] == [_highest(answers[0])] * 2
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return profiled(tiny("gpt2"), RecipeSpec(precision="fp32"), tmp_path_factory.mktemp("gpt2"))
+
+
+def _highest(answer: Estimate) -> dict[Phase, int]:
+    return {phase: max(int(moment.total_bytes) for moment in answer.engine_moments if moment.phase is phase) for phase in Phase}
 
 
 def _amounts(model: ModelSpec, compute: Compute, batch: BatchSpec, recipe: RecipeSpec) -> dict[str, int | list[int]]:
@@ -184,19 +214,40 @@ def test_the_engine_takes_what_the_profile_says(odd: Profile, odd_under_ddp: Pro
     assert all(abs(row.error) < 0.001 for row in found.phases if row.what in ("forward", "backward"))
 
 
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_deepspeed_takes_what_the_profile_says(stage: str, odd: Profile, tmp_path: Path) -> None:
+    """In a process of its own, which it patches for good."""
+    pytest.importorskip("deepspeed")
+    (tmp_path / "odd.json").write_text(json.dumps(said(odd)), encoding="utf-8")
+    asked = (
+        "--profile", str(tmp_path / "odd.json"), "--workload", ODD, "--engine", "deepspeed", "--stage", stage, "--gpus", "4",
+        "--micro-batch", "3", "--seq-len", "300", "--grad-accum", "2", "--set", "deepspeed.reduce_bucket_size=20000",
+        "--set", "deepspeed.stage3_max_live_parameters=60000", "--set", "deepspeed.stage3_prefetch_bucket_size=30000",
+        "--set", "deepspeed.stage3_param_persistence_threshold=100",
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "zeroplan", "verify", *asked, "--json"], capture_output=True, text=True, check=False,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = compare_with_estimate(read(Measurement, json.loads(done.stdout)["comparisons"][0]["measurement"], where="record"))
+    assert abs(found.peak.error) < 0.0005
+    assert all(abs(row.error) < 0.001 for row in found.phases if row.what in ("forward", "backward"))
+    assert not [row for row in found.collectives if row.difference]
+
+
 def test_a_batch_of_its_own_is_made_larger_and_smaller() -> None:
     made = of_workload("tests.odd_transformer:fixed").make(Shape(3, 7))
     assert {name: tuple(one.shape) for name, one in made.batch.items()} == {"ids": (3, 7)}
 
 
 def test_what_a_profile_says_nothing_of_is_refused(odd: Profile) -> None:
-    from zeroplan.estimator import estimate
-
     model = model_of(odd)
     with pytest.raises(SpecError, match="says nothing of 16 bits with recomputation selective; it has 16 bits with"):
         estimate(JobSpec(model=model, recipe=RecipeSpec(recompute="selective")))
     with pytest.raises(SpecError, match="does not take a profile"):
-        JobSpec(model=model, recipe=RecipeSpec(engine="deepspeed"))
+        JobSpec(model=model, recipe=RecipeSpec(engine="paper"))
     with pytest.raises(SpecError, match="own loss"):
         JobSpec(model=model, recipe=RecipeSpec(loss="chunked"))
 

@@ -358,9 +358,8 @@ def _is_off(value: object, harmless: object) -> bool:
 def _option_keys() -> Iterator[tuple[str, str]]:
     """Keys of ``zero_optimization`` and their options; DeepSpeed takes ``stage3_`` keys without their prefix too."""
     for field in fields(DeepSpeedOptions):
-        if field.name not in ("grad_accum_dtype", "zero_init", "flatten_on_accelerator") and not field.name.startswith(
-            "offload_"
-        ):
+        ours = ("grad_accum_dtype", "zero_init", "flatten_on_accelerator", "gpus_per_node")
+        if field.name not in ours and not field.name.startswith("offload_"):
             yield field.name, field.name
             if field.name.startswith("stage3_"):
                 yield field.name.removeprefix("stage3_"), field.name
@@ -386,8 +385,8 @@ _NVME_KEYS = {
 #: Keys that change memory and have no field in a job, and the value at which they do not.
 _ZERO_REFUSED: dict[str, object] = {
     "cpu_offload": None, "cpu_offload_param": None, "zenflow": None,
-    "zero_quantized_weights": None, "zero_quantized_nontrainable_weights": None,
-    "zero_quantized_gradients": None, "mics_shard_size": -1, "mics_hierarchical_params_gather": None, "leaf_module": None,
+    "zero_quantized_nontrainable_weights": None,
+    "mics_shard_size": -1, "mics_hierarchical_params_gather": None, "leaf_module": None,
     "parameter_alignment": None, "round_robin_gradients": None, "legacy_stage1": None, "memory_efficient_linear": True,
     "allgather_partitions": True, "use_multi_rank_bucket_allreduce": True, "stage3_module_granularity_threshold": 0,
     "module_granularity_threshold": 0, "stage3_use_all_reduce_for_fetch_params": None, "use_all_reduce_for_fetch_params": None,

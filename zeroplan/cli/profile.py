@@ -17,7 +17,7 @@ from zeroplan.units import parse_count
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
 
-_ENGINES = ("fsdp2", "ddp")
+_ENGINES = ("fsdp2", "ddp", "deepspeed")
 _PRECISIONS = ("bf16-mixed", "bf16", "fp32")
 _RECOMPUTE = ("none", "selective", "full")
 _ATTENTION = ("sdpa", "eager")
@@ -36,7 +36,7 @@ _Config = Annotated[str | None, _flag("--config", "PATH", "A config.json of tran
 _Attention = Annotated[
     str, _flag("--attention", "|".join(_ATTENTION), "How the class of a config.json computes it.", shown=True)
 ]
-_Engine = Annotated[str | None, _flag("--engine", "|".join(_ENGINES), "For this engine only. (default: for both)")]
+_Engine = Annotated[str | None, _flag("--engine", "|".join(_ENGINES), "For this engine only. (default: for all)")]
 _Precision = Annotated[str | None, _flag("--precision", "|".join(_PRECISIONS), "In this precision only. (default: in all)")]
 _Recompute = Annotated[
     str | None, _flag("--recompute", "|".join(_RECOMPUTE), "With this recomputation only. (default: with each)")

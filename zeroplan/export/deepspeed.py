@@ -7,7 +7,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 _OFFLOADED = ("offload_optimizer", "offload_param")
 #: Options of a job that are no keys of ``zero_optimization``.
-_OURS = ("grad_accum_dtype", "zero_init", "flatten_on_accelerator")
+_OURS = ("grad_accum_dtype", "zero_init", "flatten_on_accelerator", "gpus_per_node")
 
 _PRECISIONS: dict[str, dict[str, object]] = {
     "bf16-mixed": {"bf16": {"enabled": True}},

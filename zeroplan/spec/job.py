@@ -85,8 +85,10 @@ class JobSpec(Spec):
     def _check_what_a_profile_tells(self) -> None:
         """Refuse what the trace of a module with its own loss says nothing of."""
         recipe = self.recipe
-        if recipe.engine not in ("fsdp2", "ddp"):
-            raise SpecError(f"engine {recipe.engine!r} does not take a profile; use fsdp2 or ddp")
+        if recipe.engine == "paper":
+            raise SpecError("engine 'paper' does not take a profile; use fsdp2, ddp or deepspeed")
+        if recipe.engine == "deepspeed" and recipe.offloads:
+            raise SpecError("offload with engine 'deepspeed' and a profile is not modelled; leave one of them out")
         if recipe.loss != "full":
             raise SpecError(
                 f"loss={recipe.loss!r} with a profile is not modelled: the module was traced with its own loss; leave it out"
@@ -106,6 +108,8 @@ class JobSpec(Spec):
             (recipe.offloads_states and "offload to host memory", "a higher number of GPUs"),
             (recipe.offload_activations and "offload_activations", "no offload"),
             (deepspeed and recipe.deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
+            (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
+            (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
             (recipe.deepspeed.grad_accum_dtype == "fp32" and "grad_accum_dtype 'fp32'", "'param'"),
         ):
             if asked:

@@ -8,7 +8,7 @@ from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec
 from zeroplan.spec.model import ModelSpec, Profiled
 from zeroplan.spec.recipe import Attention, Kernels, Recompute
 
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 
 Coefficient = Annotated[int, Range(-(10**15), 10**15)]
 
@@ -75,6 +75,15 @@ class Point(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Handed(Spec):
+    """A weight whose gradient autograd hands on, in the order in which it does, and what is alive then as in :class:`Point`."""
+
+    name: str
+    saved: Amount
+    working: Amount
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledBlock(Spec):
     """One kind of block in one manner of execution: its input, what it keeps, and the moments it can peak at.
 
@@ -85,6 +94,7 @@ class ProfiledBlock(Spec):
     kept: tuple[Part, ...]
     forward: tuple[Amount, ...]
     points: tuple[Point, ...]
+    handed: tuple[Handed, ...]
     cast_elements: CountOrZero = 0
 
 
@@ -109,7 +119,9 @@ class ProfiledPass(Spec):
     loss: tuple[Amount, ...]
     output: Amount
     head: tuple[Point, ...]
+    head_handed: tuple[Handed, ...]
     last: tuple[Amount, ...]
+    last_handed: tuple[Handed, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,15 +145,33 @@ class Run(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Modules(Spec):
+    """Modules in the order in which they run forward: those that hold the blocks, those before and after, those in each kind.
+
+    Gradients do not flow to what the ``unfollowed`` return, nor to what the ``unnoticed`` take. ``tied`` is the one after the
+    blocks that has an embedding's weight for its own.
+    """
+
+    holding: tuple[str, ...]
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    kinds: dict[str, tuple[str, ...]]
+    unfollowed: tuple[str, ...] = ()
+    unnoticed: tuple[str, ...] = ()
+    tied: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(Profiled):
     """A module, traced.
 
     ``source`` says what was traced; ``embeddings`` are the parameters outside the blocks whose gradients come last, ``tail`` the
-    others, ``tied_head`` names one of the embeddings that is the head, too; ``kinds`` are the parameters of one block of each
-    kind. ``seq_len`` is set where sequences cannot be made longer or shorter, ``shortest`` where shorter ones were not looked at.
+    others, ``tied_head`` names one of the embeddings that is the head, too; ``order`` has both as the module registers them, and
+    an empty name where the blocks are; ``kinds`` are the parameters of one block of each kind. ``seq_len`` is set where
+    sequences cannot be made longer or shorter, ``shortest`` where shorter ones were not looked at.
     """
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     name: str
     source: str
     packages: dict[str, str]
@@ -150,6 +180,8 @@ class Profile(Profiled):
     runs: tuple[Run, ...]
     kinds: dict[str, tuple[Tensor, ...]]
     tail: tuple[Tensor, ...]
+    order: tuple[str, ...]
+    modules: Modules
     tied_head: str | None = None
     buffer_bytes: CountOrZero = 0
     seq_len: Count | None = None
@@ -175,8 +207,26 @@ class Profile(Profiled):
                 raise SpecError(
                     "a variant of the profile lacks a kind of block, its loss, its head or what is below the blocks"
                 )
+        _check_order(self)
         if self.tied_head is not None and self.tied_head not in {tensor.name for tensor in self.embeddings}:
             raise SpecError(f"tied_head {self.tied_head!r} is none of the profile's embeddings")
+
+
+def _check_order(profile: Profile) -> None:
+    """Refuse a profile that leaves out when a parameter comes, or when its gradient is handed on."""
+    if set(profile.modules.kinds) != set(profile.kinds):
+        raise SpecError("the profile does not name the modules of each kind of block")
+    outside = [tensor.name for tensor in (*profile.embeddings, *profile.tail)]
+    if sorted(profile.order) != sorted(["", *outside]):
+        raise SpecError("the profile's order does not name each parameter outside the blocks once, and the blocks")
+    for one in (part for variant in profile.variants for part in (variant.one, variant.more)):
+        for named, handed in (
+            (profile.embeddings, one.last_handed),
+            (profile.tail, one.head_handed),
+            *((profile.kinds[kind], block.handed) for kind, block in one.blocks.items()),
+        ):
+            if sorted(each.name for each in handed) != sorted(tensor.name for tensor in named):
+                raise SpecError("the profile does not say of each parameter when its gradient is handed on")
 
 
 def model_of(profile: Profile) -> ModelSpec:

@@ -64,6 +64,12 @@ class DeepSpeedOptions(Spec):
     stage3_allgather_sequential: bool = False
     zero_hpz_partition_size: Degree = 1
     """ZeRO++: ranks, as a rule those of a node, that hold a second copy of the weights from the forward to the optimizer's step."""
+    zero_quantized_weights: bool = False
+    """ZeRO++: what a pass gathers is sent in 8 bits."""
+    zero_quantized_gradients: bool = False
+    """ZeRO++: gradients are reduced in 4 bits, within nodes and then across."""
+    gpus_per_node: Degree = 8
+    """GPUs that one process sees; no key, and asked for by ``zero_quantized_gradients`` alone."""
     grad_accum_dtype: Literal["fp32", "param"] = "param"
     zero_init: bool = True
     """Stage 3: the model is built under ``deepspeed.zero.Init``, sharded from the start."""

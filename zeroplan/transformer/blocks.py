@@ -58,6 +58,16 @@ class BackwardPoint(NamedTuple):
     between: tuple[Line, ...] = ()
 
 
+class HandedOn(NamedTuple):
+    """When autograd hands on the gradients of an operator's weights: those made so far, and what is alive beside them.
+
+    Only a profile says so by itself; of families the points' ``handed_on`` and ``between`` tell it.
+    """
+
+    gradients: int
+    lines: tuple[Line, ...]
+
+
 class BlockPass(NamedTuple):
     """What one block costs in one forward and backward pass.
 
@@ -93,6 +103,7 @@ class BlockPass(NamedTuple):
     cast_elements: int
     checkpoint_in_backward: tuple[Line, ...] = ()
     away: tuple[Line, ...] = ()
+    handed: tuple[HandedOn, ...] = ()
 
     @property
     def entered(self) -> tuple[Line, ...]:
@@ -140,6 +151,10 @@ class HeadPass(NamedTuple):
     hidden_formula: str = "r·T·h"
     with_blocks: tuple[Line, ...] = ()
     """The last ones of ``shared``, which blocks alone need, so that they go with the first block's backward."""
+    handed: tuple[HandedOn, ...] = ()
+    """Of the weights after the blocks."""
+    handed_below: tuple[HandedOn, ...] = ()
+    """Of those before them."""
 
     @property
     def at_embedding(self) -> tuple[Line, ...]:

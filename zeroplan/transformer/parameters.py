@@ -37,6 +37,16 @@ class Parameter(NamedTuple):
         return self.numel * top_k // experts
 
 
+def operator_of(name: str) -> str:
+    """The module whose weight and bias get their gradients from one operator; any other parameter is by itself.
+
+    >>> operator_of("mlp.up.bias"), operator_of("mlp.experts.down_proj")
+    ('mlp.up', 'mlp.experts.down_proj')
+    """
+    module, _, own = name.rpartition(".")
+    return module if own in ("weight", "bias") else name
+
+
 class BlockRun(NamedTuple):
     """Consecutive layers of one kind: ``layers`` of them with the same parameters."""
 

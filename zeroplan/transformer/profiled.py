@@ -1,17 +1,19 @@
 """A profile in the place of a family's formulas: the parameters, blocks and head of a module that was traced."""
 
 from functools import lru_cache
+from itertools import groupby
+from math import prod
 from typing import cast
 
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, round_up
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.profile import Amount, Flash, Part, Point, Profile, ProfiledPass, Tensor, Variant
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.spec.profile import Amount, Flash, Handed, Part, Point, Profile, ProfiledPass, Tensor, Variant
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HandedOn, HeadPass
 from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH
-from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, operator_of
 
 TRACE = "a trace of the module, in its profile"
 BUFFERS = "torch 2.13, torch/nn/modules/module.py, Module.buffers"
@@ -72,18 +74,11 @@ def profiled_block(profile: Profile, kind: str, compute: Compute, batch: Batch) 
         kept if recompute == "full" else block_input,
         kept if recompute == "selective" else (),
         (forward,),
-        (_beyond_input(forward, kept, block_input[0]),) if recompute == "selective" else (forward,),
+        (forward,),
         tuple(scale.point(point, compute) for point in block.points),
         block.cast_elements,
+        handed=scale.handed(block.handed, profile.kinds[kind]),
     )
-
-
-def _beyond_input(forward: Line, kept: tuple[Line, ...], block_input: Line) -> Line:
-    """What is alive beyond the block's input, where more than that is kept."""
-    more = " + ".join(line.formula for line in kept) or "0"
-    n_bytes: Int = forward.n_bytes + total_bytes(kept) - block_input.n_bytes
-    formula = f"{forward.formula} + {more} - ({block_input.formula})" if forward.formula else ""
-    return forward._replace(n_bytes=n_bytes, formula=formula)
 
 
 def profiled_head(profile: Profile, compute: Compute, batch: Batch) -> HeadPass:
@@ -102,6 +97,8 @@ def profiled_head(profile: Profile, compute: Compute, batch: Batch) -> HeadPass:
         points=tuple(scale.point(point, compute, Kind.LOGITS) for point in one.head),
         hidden_formula=hidden.formula,
         below_blocks=(_below(scale.most(Kind.TEMPORARY, one.last, ""), hidden),),
+        handed=scale.handed(one.head_handed, profile.tail),
+        handed_below=scale.handed(one.last_handed, profile.embeddings),
     )
 
 
@@ -205,6 +202,18 @@ class _Scale:
             *(() if point.flash is None or compute.kernels == "cpu" else (self._scratch(point.flash, compute),)),
         )
         return BackwardPoint(point.name, lines, point.gradients, point.current, point.casts)
+
+    def handed(self, handed: tuple[Handed, ...], tensors: tuple[Tensor, ...]) -> tuple[HandedOn, ...]:
+        """What is alive as gradients are handed on: those of one module, a weight and its bias, are made at once."""
+        numel = {tensor.name: prod(tensor.shape) for tensor in tensors}
+        found, made = list[HandedOn](), 0
+        for _, together in groupby(handed, key=lambda one: operator_of(one.name)):
+            first, *others = together
+            made += sum(numel[one.name] for one in (first, *others))
+            saved = self.line(Kind.ACTIVATIONS, first.saved, "saved, not yet given back")
+            working = self.line(Kind.ACTIVATION_GRADIENTS, first.working, "gradients that flow")
+            found.append(HandedOn(made, (saved, working)))
+        return tuple(found)
 
     def _scratch(self, flash: Flash, compute: Compute) -> Line:
         """As :mod:`zeroplan.transformer.families.attention` has it."""

@@ -72,6 +72,26 @@ class Instant(NamedTuple):
     flash: tuple[int, int, int] | None = None
 
 
+class HandedOn(NamedTuple):
+    """A weight's gradient as it is handed on, its operator done, and what is alive then as in :class:`Instant`. [bytes]"""
+
+    name: str
+    saved: int
+    working: int
+
+
+class Called(NamedTuple):
+    """A module that runs forward: whether it holds the blocks, and whether gradients flow to what it returns and what it takes."""
+
+    name: str
+    holds_blocks: bool
+    after_blocks: bool
+    follows: bool
+    noticed: bool
+    shares: bool
+    """A weight of its own is another module's too, which has been called before."""
+
+
 class BlockAnatomy(NamedTuple):
     """One block. [bytes, and elements of casts]"""
 
@@ -80,6 +100,7 @@ class BlockAnatomy(NamedTuple):
     forward: tuple[int, ...]
     """What is alive at each request of its forward, beyond what was kept before it."""
     backward: tuple[Instant, ...]
+    handed: tuple[HandedOn, ...]
     cast_elements: int
 
     @property
@@ -103,10 +124,14 @@ class Anatomy(NamedTuple):
     output_bytes: int
     """Of what the module returns: what is given back when the training loop lets go of it."""
     head: tuple[Instant, ...]
+    head_handed: tuple[HandedOn, ...]
     last: tuple[int, ...]
     """What is alive at each request of the backward before the first block, beyond what is shared."""
+    last_handed: tuple[HandedOn, ...]
     cast: frozenset[str]
     """Parameters that autocast copied."""
+    called: tuple[Called, ...]
+    """Every module in the order in which they are called, the first time."""
     tail: frozenset[str]
     """Parameters outside the blocks whose gradients are there before the blocks' backward begins."""
 
@@ -146,6 +171,12 @@ class _Watcher(Tracker):
         self.returned: list[Block] = []
         self.casts: dict[int, str] = {}
         self.flash: dict[int, tuple[int, int, int]] = {}
+        self.called: dict[str, tuple[int, bool]] = {}
+        """When each module was called first, and whether gradients flow to what it takes."""
+        self.returning: dict[str, tuple[int, bool]] = {}
+        """When it returned, and whether they flow to that."""
+        self.handed: dict[str, int] = {}
+        """When each weight's gradient was handed on."""
         self.shapes: dict[int, torch.Size] = {}
         """Of what a backward makes."""
         self.began = self.backward = self.end = 0
@@ -156,6 +187,10 @@ class _Watcher(Tracker):
         """Run one forward and backward pass."""
         self._parameters = {id(parameter): name for name, parameter in work.module.named_parameters()}
         handles = [handle for at, block in enumerate(work.blocks) for handle in self._hooked(at, block)]
+        handles += [
+            self._noted(name, parameter) for name, parameter in work.module.named_parameters() if parameter.requires_grad
+        ]
+        handles += [handle for name, module in work.module.named_modules() for handle in self._watched(name, module)]
         gc.collect()
         self.began = self.now
         with autocast:
@@ -175,6 +210,23 @@ class _Watcher(Tracker):
     def memory(self, tensor: torch.Tensor | None) -> Block | None:
         """The request that a tensor lies in."""
         return None if tensor is None else self._block_of(tensor)
+
+    def _watched(self, name: str, module: nn.Module) -> Iterator["torch.utils.hooks.RemovableHandle"]:
+        def called(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            self.called.setdefault(name, (len(self.called) + len(self.returning), _has_gradient((args, kwargs))))
+
+        def returned(_module: nn.Module, _args: object, output: object) -> None:
+            self.returning.setdefault(name, (len(self.called) + len(self.returning), _has_gradient(output)))
+
+        yield module.register_forward_pre_hook(called, with_kwargs=True)
+        yield module.register_forward_hook(returned)
+
+    def _noted(self, name: str, parameter: nn.Parameter) -> "torch.utils.hooks.RemovableHandle":
+        def handed(_parameter: torch.Tensor) -> None:
+            self.handed[name] = self.now
+
+        hook: torch.utils.hooks.RemovableHandle = parameter.register_post_accumulate_grad_hook(handed)  # type: ignore[no-untyped-call]
+        return hook
 
     def _hooked(self, at: int, block: nn.Module) -> Iterator["torch.utils.hooks.RemovableHandle"]:
         def entered(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
@@ -209,6 +261,10 @@ def _computing(work: Workload) -> dict[str, torch.Tensor]:
     dtypes = {parameter.dtype for parameter in work.module.parameters() if parameter.is_floating_point()}
     narrow = dtypes == {torch.bfloat16}
     return in_16_bits(work.batch) if narrow else dict(work.batch)
+
+
+def _has_gradient(held: object) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors(held))
 
 
 def _tensors(held: object) -> Iterator[torch.Tensor]:
@@ -266,8 +322,11 @@ class _Cut:
             loss=tuple(n_bytes for _, n_bytes in self._curve(self._of(self._head), last, seen.backward)),
             output_bytes=sum(one.n_bytes for one in returned if not self._is_kept(one)),
             head=self._instants(self._head, seen.backward, self._starts[-1] - 1),
+            head_handed=self._handed(self._head, lambda name: seen.handed[name] < self._starts[-1]),
+            last_handed=self._handed(_OUTSIDE, lambda name: not self._inside(name) and seen.handed[name] > self._starts[-1]),
             last=tuple(n_bytes for _, n_bytes in self._curve(self._of(_OUTSIDE), self._ends(), seen.end)),
             cast=frozenset(seen.casts.values()),
+            called=self._called(),
             tail=frozenset(
                 name for name, one in self._gradients.values() if not self._inside(name) and one.born < self._starts[-1]
             ),
@@ -284,6 +343,7 @@ class _Cut:
             kept=_pieces(kept, self._names[at]),
             forward=tuple(n_bytes for _, n_bytes in self._curve(self._of(at), seen.before[at], end)),
             backward=self._instants(at, self._starts[at] - 1, below),
+            handed=self._handed(at, lambda name: name.startswith(self._names[at])),
             cast_elements=sum(one.n_bytes for one in casts) // 2,
         )
 
@@ -411,12 +471,37 @@ class _Cut:
             for (one, n_bytes), (_, saved), (_, cast) in zip(*curves, strict=True)
         )
 
+    def _called(self) -> tuple[Called, ...]:
+        seen = self._seen
+        begun, ended = seen.called[self._names[0][:-1]][0], seen.returning[self._names[-1][:-1]][0]
+        first = {name.rpartition(".")[0] for name, _ in self._work.module.named_parameters()}
+        shared = {name.rpartition(".")[0] for name, _ in self._work.module.named_parameters(remove_duplicate=False)} - first
+        found = []
+        for name, (time, noticed) in sorted(seen.called.items(), key=lambda pair: pair[1][0]):
+            until, follows = seen.returning[name]
+            found.append(Called(name, time < begun and until > ended, time > ended, follows, noticed, name in shared))
+        return tuple(found)
+
+    def _handed(self, at: int, is_its: Callable[[str], bool]) -> tuple[HandedOn, ...]:
+        """What is alive when each gradient of a part is handed on, in that order."""
+        alive = self._of(at)
+        kept = [one for one in alive if self._is_kept(one) and self._owner[id(one)] == at]
+        mine = self._names[at] if 0 <= at < self._count else ""
+        found = list[HandedOn]()
+        for name, time in sorted(self._seen.handed.items(), key=lambda pair: pair[1]):  # of equals the first to come
+            if is_its(name):
+                saved = _alive_at(time, kept)
+                found.append(HandedOn(name.removeprefix(mine), saved, _alive_at(time, alive) - saved))
+        return tuple(found)
+
     def _made(self, mine: str) -> "_Made":
         """The weight gradients of a part in the order they are made."""
         own = [one for name, one in self._gradients.values() if (name.startswith(mine) if mine else not self._inside(name))]
         own += [] if mine else [one for one in self._requests if id(one) in self._waiting]
         own.sort(key=lambda one: one.born)
-        return _Made([one.born for one in own], [0, *accumulate(one.n_bytes for one in own)], {id(one) for one in own})
+        names = {key: name for key, (name, _) in self._gradients.items()}
+        until = {id(one): self._seen.handed.get(names.get(id(one), ""), one.born) for one in own}
+        return _Made([one.born for one in own], [0, *accumulate(one.n_bytes for one in own)], own, until)
 
     def _instant(self, one: Block, mine: str, sizes: tuple[int, int, int], made: "_Made") -> Instant:
         n_bytes, saved, casts = sizes
@@ -425,7 +510,7 @@ class _Cut:
             saved=saved,
             working=n_bytes - saved,
             gradients=made.n_bytes[bisect_right(made.born, one.born)] // self._weight_bytes,
-            current=one.n_bytes // self._weight_bytes if id(one) in made.which else 0,
+            current=made.not_handed_on(one) // self._weight_bytes,
             casts=casts // 2,
             flash=self._seen.flash.get(id(one)),
         )
@@ -436,11 +521,21 @@ class _Cut:
 
 
 class _Made(NamedTuple):
-    """Weight gradients: when each is made, the bytes of so many of them, and which requests they are."""
+    """Weight gradients: when each is made, the bytes of so many of them, which requests they are, and until when they wait."""
 
     born: list[int]
     n_bytes: list[int]
-    which: set[int]
+    which: list[Block]
+    until: dict[int, int]
+
+    def not_handed_on(self, asked: Block) -> int:
+        """Of those made by a request, itself among them, the bytes that their operator has yet to hand on."""
+        made = self.which[: bisect_right(self.born, asked.born)]
+        return sum(one.n_bytes for one in made if one is asked or self.until[id(one)] > asked.born)
+
+
+def _alive_at(time: int, blocks: Sequence[Block]) -> int:
+    return sum(one.n_bytes for one in blocks if one.born <= time and (one.died == STILL_HELD or one.died > time))
 
 
 def _is_number(one: Block) -> bool:

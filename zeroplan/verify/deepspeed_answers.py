@@ -4,18 +4,20 @@ DeepSpeed's own code runs unmodified. Here, from outside, stand the answers to t
 
 - a number of a fake tensor (overflow flags, norms, checks for infinity) is that of a healthy step: nothing overflows, norms are 1;
 - what rank 0 says of its modules is what this rank says: all run the same program;
+- kernels that quantize make the tensors that they make, and nothing in them;
 - there is room on the GPU for flat buffers, or not, as the recipe has it (:class:`~zeroplan.spec.recipe.DeepSpeedOptions`);
 - a module of fake tensors is where it is to be moved to.
 """
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.comm import comm
+from deepspeed.ops import op_builder
 from deepspeed.runtime.zero import partition_parameters, utils
 from deepspeed.utils import groups
 from torch import nn
@@ -23,6 +25,7 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from zeroplan.spec.recipe import DeepSpeedOptions
+from zeroplan.verify.deepspeed_quantizer import QuantizerBuilder
 from zeroplan.verify.replaced import replaced
 
 _NUMBER = torch.ops.aten._local_scalar_dense.default
@@ -43,11 +46,20 @@ def answers(options: DeepSpeedOptions) -> Iterator[None]:
             replaced(utils, "get_lst_from_rank0", _among_equals(utils.get_lst_from_rank0)),
             replaced(get_accelerator(), "available_memory", lambda _index=None: room),
             replaced(get_accelerator(), "is_fp16_supported", lambda: True),
+            replaced(op_builder, "QuantizerBuilder", QuantizerBuilder),
+            *_nodes(options),
             replaced(nn.Module, "to", _to(nn.Module.to)),
             *(_forgotten(owner) for owner in (groups, comm, partition_parameters.Init)),
         ):
             stack.enter_context(answer)
         yield
+
+
+def _nodes(options: DeepSpeedOptions) -> list[AbstractContextManager[None]]:
+    """Say how many GPUs a process sees where anybody asks: so many ranks share a node."""
+    if not options.zero_quantized_gradients:
+        return []
+    return [replaced(get_accelerator(), "device_count", lambda: options.gpus_per_node)]
 
 
 @contextmanager

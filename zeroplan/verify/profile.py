@@ -9,9 +9,22 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from zeroplan.errors import MeasurementError, ZeroplanError
-from zeroplan.spec.profile import Amount, Flash, Part, Point, Profile, ProfiledBlock, ProfiledPass, Run, Tensor, Variant
+from zeroplan.spec.profile import (
+    Amount,
+    Flash,
+    Handed,
+    Modules,
+    Part,
+    Point,
+    Profile,
+    ProfiledBlock,
+    ProfiledPass,
+    Run,
+    Tensor,
+    Variant,
+)
 from zeroplan.spec.recipe import Engine, Precision, Recompute
-from zeroplan.verify.anatomy import Anatomy, BlockAnatomy, Instant, Manner, Piece, anatomy
+from zeroplan.verify.anatomy import Anatomy, BlockAnatomy, HandedOn, Instant, Manner, Piece, anatomy
 from zeroplan.verify.cycles import collected_when_told
 from zeroplan.verify.environment import environment
 from zeroplan.verify.polynomials import (
@@ -91,11 +104,31 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
             for kind, at in kinds.items()
         },
         tail=tuple(_tensor(name, one, cast) for name, one in whole.outside if name in tail),
+        order=whole.order,
+        modules=_modules(next(iter(tracer.first.values())), whole),
         tied_head=whole.tied,
         buffer_bytes=whole.buffer_bytes,
         seq_len=tracer.fixed_length,
         shortest=1 if tracer.fixed_length is not None else tracer.shortest,
         variants=variants,
+    )
+
+
+def _modules(seen: Anatomy, whole: "_Structure") -> Modules:
+    inside = [one for one in seen.called if any(f"{one.name}.".startswith(prefix) for prefix in whole.names)]
+    outside = [one for one in seen.called if one not in inside]
+    before = [one for one in outside if not one.holds_blocks and not one.after_blocks]
+    return Modules(
+        holding=tuple(one.name for one in outside if one.holds_blocks),
+        before=tuple(one.name for one in before),
+        after=tuple(one.name for one in outside if one.after_blocks),
+        kinds={
+            kind: tuple(one.name.removeprefix(whole.names[at]) for one in inside if one.name.startswith(whole.names[at]))
+            for kind, at in whole.traced.items()
+        },
+        unfollowed=tuple(one.name for one in before if not one.follows),
+        unnoticed=tuple(one.name for one in before if not one.noticed),
+        tied=next((one.name for one in outside if one.after_blocks and one.shares), None),
     )
 
 
@@ -121,6 +154,13 @@ class _Structure(NamedTuple):
     @property
     def outside(self) -> list[tuple[str, tuple[int, ...]]]:
         return [(name, shape) for name, shape in self.parameters if not any(name.startswith(prefix) for prefix in self.names)]
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Parameters outside the blocks as they are registered, and an empty name where the blocks are."""
+        inside = [any(name.startswith(prefix) for prefix in self.names) for name, _ in self.parameters]
+        names = ["" if within else name for within, (name, _) in zip(inside, self.parameters, strict=True)]
+        return tuple(dict.fromkeys(names))
 
     def prefix(self, at: int) -> str:
         return self.names[at]
@@ -347,7 +387,9 @@ class _Derived:
             loss=self._most("loss", [self._seen[shape].loss for shape in every]),
             output=self._amount("output", [self._seen[shape].output_bytes for shape in every]),
             head=self._points("head", [self._seen[shape].head for shape in every]),
+            head_handed=self._handed("head", [self._seen[shape].head_handed for shape in every]),
             last=self._most("below the blocks", [self._seen[shape].last for shape in every]),
+            last_handed=self._handed("below the blocks", [self._seen[shape].last_handed for shape in every]),
         )
 
     def _block(self, kind: str, seen: Sequence[BlockAnatomy]) -> ProfiledBlock:
@@ -359,6 +401,7 @@ class _Derived:
             kept=kept,
             forward=tuple(less(one, held) for one in forward),
             points=self._points(f"{kind}, backward", [one.backward for one in seen]),
+            handed=self._handed(f"{kind}, gradients", [one.handed for one in seen]),
             cast_elements=seen[0].cast_elements,
         )
 
@@ -382,6 +425,17 @@ class _Derived:
         self._same_program(what, [[one.name for one in instants] for instants in seen])
         points = [self._point(what, column) for column in zip(*seen, strict=True)]
         return tuple(_undominated(list(dict.fromkeys(points)), _point_covers))
+
+    def _handed(self, what: str, seen: Sequence[Sequence[HandedOn]]) -> tuple[Handed, ...]:
+        self._same_program(what, [[one.name for one in handed] for handed in seen])
+        return tuple(
+            Handed(
+                name=column[0].name,
+                saved=self._amount(f"{what}: {column[0].name}, saved", [one.saved for one in column]),
+                working=self._amount(f"{what}: {column[0].name}", [one.working for one in column]),
+            )
+            for column in zip(*seen, strict=True)
+        )
 
     def _point(self, what: str, column: Sequence[Instant]) -> Point:
         first = column[0]

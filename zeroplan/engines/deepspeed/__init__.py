@@ -7,6 +7,8 @@ from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.deepspeed.infinity import refuse_swapping
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, refuse
 from zeroplan.engines.deepspeed.passes import passes
+from zeroplan.engines.deepspeed.quantized import refuse_quantized
+from zeroplan.engines.deepspeed.quantized_gradients import refuse_quantized_gradients
 from zeroplan.engines.deepspeed.secondary import refuse_second
 from zeroplan.engines.deepspeed.stage3 import sharded_account
 from zeroplan.engines.deepspeed.stage12 import partitioned_account
@@ -36,12 +38,15 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     gradients in 16 bits, an fp32 copy of the weights for the optimizer); ``bf16`` adds ``bf16_master_weights_and_grads`` and
     ``bf16_optimizer_states``; ``fp32`` enables neither. The model comes to the GPU in that dtype, by module, not by parameter.
 
-    Leaves out: ZeRO++'s quantization, groups of experts of DeepSpeed's own, tensor and pipeline parallelism,
-    ``torch_autocast``, ``communication_data_type``, scalars in memory. fp16 was read, not run.
+    Leaves out: weights stored in 8 bits (``zero_quantized_nontrainable_weights``), groups of experts of
+    DeepSpeed's own, tensor and pipeline parallelism, ``torch_autocast``, ``communication_data_type``, scalars in memory. fp16
+    was read, not run.
     """
     impl = optimizer_impl(recipe)
     _refuse(recipe)
     refuse_second(recipe, mesh)
+    refuse_quantized(recipe)
+    refuse_quantized_gradients(model, recipe, mesh)
     answer = _answer(recipe)(model, recipe, mesh, batch, impl)
     if not recipe.offload_activations:
         return answer

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from zeroplan.engines.deepspeed.flat import Placed, Row, Sizes, count_below
 from zeroplan.engines.deepspeed.modules import LEAF_FAMILIES
 from zeroplan.numeric import Int
+from zeroplan.transformer.parameters import operator_of
 
 
 class Flush(NamedTuple):
@@ -112,13 +113,9 @@ def _made_at_once(whole: Row, *, leaves: bool) -> Iterator[tuple[Placed, ...]]:
 
     A product makes its weight's and its bias's, and a norm its two; the one waits while the other goes into the bucket.
     """
-    for _, groups in groupby(handed_on(whole, leaves=leaves), key=lambda group: _operator(group[0])):
+    in_order = handed_on(whole, leaves=leaves)
+    for _, groups in groupby(in_order, key=lambda group: (group[0].block, operator_of(group[0].parameter.name))):
         yield tuple(each for group in groups for each in group)
-
-
-def _operator(each: Placed) -> tuple[int, str]:
-    module, _, own = each.parameter.name.rpartition(".")
-    return each.block, module if own in ("weight", "bias") else each.parameter.name
 
 
 def _leaf(whole: Row, each: Placed) -> bool:

@@ -70,12 +70,27 @@ def trained_row(model: ModelSpec) -> Row:
 
 
 def embedding_elements(whole: Row) -> int:
-    """Elements of the token embedding's gradient; none where it is frozen."""
+    """Elements of the token embedding's gradient; none where it is frozen. Of a profile, the tied one or the largest."""
+    if whole.model.profile is not None:
+        return max(_of_embeddings(whole))
     return whole.model.vocab_size * whole.model.hidden_size if whole.model.adapter is None else 0
+
+
+def embedding_symbol(whole: Row) -> str:
+    """How formulas write :func:`embedding_elements`."""
+    return "h·V" if whole.model.profile is None else str(embedding_elements(whole))
+
+
+def _of_embeddings(whole: Row) -> list[int]:
+    tied = layout(whole.model).tied_head
+    below = [each for each in whole.placed if each.block < 0]
+    return [each.end - each.start for each in below if tied is None or each.parameter.name == tied.name]
 
 
 def has_tied_head(whole: Row) -> bool:
     """Whether the embedding gets two gradients, since it is the head too."""
+    if whole.model.profile is not None:
+        return layout(whole.model).tied_head is not None
     return whole.model.tie_word_embeddings and whole.model.adapter is None
 
 
@@ -87,13 +102,37 @@ def frozen_elements(model: ModelSpec) -> int:
 def _row(model: ModelSpec, parts: Layout) -> Row:
     blocks = [run.parameters for run in parts.runs for _ in range(run.layers)]
     groups = ((-1, parts.embeddings), *enumerate(blocks), (len(blocks), parts.tail))
-    flat = [(block, parameter) for block, parameters in groups for parameter in parameters]
+    flat = _as_registered(model, [(block, parameter) for block, parameters in groups for parameter in parameters])
     ends = tuple(accumulate(parameter.numel for _, parameter in flat))
     starts = (0, *ends[:-1])
     placed = tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, starts, ends, strict=True))
     trained = tuple(0 if parameter.frozen else parameter.numel for _, parameter in flat)
-    executed, records = _executed(model, placed, len(blocks)), _records(placed)
+    executed = _executed(model, placed, len(blocks)) if model.profile is None else _as_handed_on(model, placed)
+    records = _records(placed)
     return Row(model, placed, starts, ends, executed, records, ends[-1], len(blocks), trained)
+
+
+def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]]) -> list[tuple[int, Parameter]]:
+    """Put parameters in the order of the module; layouts of families are in it."""
+    if model.profile is None:
+        return flat
+    from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
+
+    n_blocks = max(block for block, _ in flat)
+    place = {name: at for at, name in enumerate(profile_of(model).order)}
+    return sorted(flat, key=lambda each: place[each[1].name if each[0] in (-1, n_blocks) else ""])
+
+
+def _as_handed_on(model: ModelSpec, placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
+    """The reverse of the order in which gradients are handed on, as its trace saw it."""
+    from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
+
+    profile = profile_of(model)
+    seen = profile.variants[0].more
+    kinds = [run.kind for run in profile.runs for _ in range(run.layers)]
+    handed = (seen.last_handed, *(seen.blocks[kind].handed for kind in kinds), seen.head_handed)
+    named = {(each.block, each.parameter.name): each for each in placed}
+    return tuple(named[block, one.name] for block, of_it in enumerate(handed, start=-1) for one in reversed(of_it))
 
 
 def _executed(model: ModelSpec, placed: tuple[Placed, ...], n_blocks: int) -> tuple[Placed, ...]:

@@ -217,6 +217,12 @@ def checkpoint_beside(these: Passes, run: RunPass) -> tuple[Line, ...]:
     return run.block.checkpoint_in_backward if these.recompute != "none" else ()
 
 
+def head_gathering_instant(these: Passes) -> Instant:
+    """Return the instant before the head's multiplication, forward: its input is there, the logits are not."""
+    lines = (*these.head.shared, *kept_by_all(these), *these.head.saved)
+    return Instant("gathered for the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
+
+
 def head_forward_instant(these: Passes) -> Instant:
     """Return the instant of the head's multiplication, forward: its input and the logits."""
     lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.output)
@@ -271,7 +277,7 @@ _NORMALISED = "normalised input"
 
 
 def _flow(head: HeadPass) -> Line:
-    return Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, "gradient of a hidden state", _FLOW, FLOWING)
+    return Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, "gradient of a hidden state", head.hidden_formula, FLOWING)
 
 
 def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
@@ -295,7 +301,16 @@ def running_bytes(these: Passes, block: int, made: int) -> Int:
     return _running_now(these, block, made).n_bytes
 
 
+def _handed_at(these: Passes, block: int, made: int) -> tuple[Line, ...]:
+    """What a profile says is alive when the last of so many gradients is handed on; nothing of a family, whose points say it."""
+    head = these.head
+    handed = head.handed_below if block < 0 else head.handed if block >= these.n_blocks else _run_of(these, block).block.handed
+    return next((one.lines for one in handed if made <= one.gradients), handed[-1].lines if handed else ())
+
+
 def _running_now(these: Passes, block: int, made: int) -> Running:
+    if lines := _handed_at(these, block, made):
+        return _running(lines)
     if block < 0:
         return Running(0, these.head.hidden_bytes if made < these.below else 0)
     if block >= these.n_blocks:
@@ -323,7 +338,10 @@ GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
 
 def gradient_counts(these: Passes) -> GradientCounts:
     """Return what says at which point of its backward a block is when so many gradients are made."""
-    return tuple((run.first + run.n_blocks, tuple([point.gradients for point in run.block.points])) for run in these.runs)
+    return tuple(
+        (run.first + run.n_blocks, tuple([point.gradients for point in run.block.handed or run.block.points]))
+        for run in these.runs
+    )
 
 
 def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, ...]:
@@ -337,6 +355,8 @@ def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, 
 
 def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
     """Write ``_running_now`` in symbols."""
+    if lines := _handed_at(these, block, made):
+        return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(_flowing(lines))
     if block < 0:
         return "0", _FLOW if made < these.below else "0"
     if block >= these.n_blocks:
@@ -363,7 +383,23 @@ def _point_after(run: RunPass, made: int) -> int:
     return next((index for index, point in enumerate(points) if made <= point.gradients), len(points) - 1)
 
 
+def _handed_anywhere(these: Passes, block: Int, made: Int) -> Running:
+    """:func:`_handed_at` for columns."""
+    head, end = these.head, these.n_blocks
+    found = Running(0, 0)
+    places = [(block < 0, head.handed_below), (block >= end, head.handed)]
+    places += [((block >= run.first) & (block < run.first + run.n_blocks), run.block.handed) for run in these.runs]
+    for here, handed in places:
+        at = Running(0, 0)
+        for last, one in enumerate(reversed(handed)):
+            at = _either(made <= one.gradients, _running(one.lines), at) if last else _running(one.lines)
+        found = _either(here, at, found)
+    return found
+
+
 def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
+    if these.runs[0].block.handed:
+        return _handed_anywhere(these, block, made)
     after_head, after_norm = (total_bytes(_left_of_head(these, with_norm=with_norm)) for with_norm in (False, True))
     activations = where(block < these.n_blocks, 0, where(made == these.table, after_head, after_norm))
     flow = these.head.hidden_bytes
@@ -410,6 +446,7 @@ def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
 
 def embedding_instant(these: Passes) -> Instant:
     """Return the instant of the embedding's backward: the gradient of its output, all blocks done."""
-    gradient = Line(Kind.ACTIVATION_GRADIENTS, these.head.hidden_bytes, "gradient of the embedding's output", _FLOW, FLOWING)
-    lines = (*these.head.at_embedding, *these.output, gradient)
+    head, reason = these.head, "gradient of the embedding's output"
+    gradient = Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, reason, head.hidden_formula, FLOWING)
+    lines = (*head.at_embedding, *these.output, gradient, *head.below_blocks)
     return Instant("backward of the embedding", Phase.BACKWARD, lines, -1, _NOWHERE)

@@ -50,7 +50,7 @@ def within_group(recipe: RecipeSpec, call: Collective, micro: Int, *, forward: b
         return (call,)
     elements, payload = call.volume_elements, call.payload_bytes
     sent = (size - 1) * payload // size
-    inside = call._replace(group=size, sent_bytes=sent, what=f"{call.what}, within {size} ranks")
+    inside = call._replace(group=size, sent_bytes=sent, what=f"{call.what}, within {size} ranks", near=True)
     if not forward:
         return (inside,)
     first = call._replace(

@@ -29,6 +29,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.transformer.params import layout
 
 _FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
 _SHARE = "2·ceil(Ψ/(2·N))"
@@ -55,7 +56,7 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=_SHARE)
     these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
     here = tuple(map(on_host, updated)) if away else updated
-    persistent = (flat, *frozen, *here, *way_back(job))
+    persistent = (flat, *frozen, *here, *way_back(job), *layout(model).buffers)
     step = _step_away(job) if away else _step(job, temporary)
     training = (*_forward(job, these), *_backward(job, these), *offloading_moments(job, these), *step)
     alive = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)

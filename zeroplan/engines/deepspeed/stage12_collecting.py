@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Front, from_the_front
-from zeroplan.engines.deepspeed.flat import embedding_elements, has_tied_head
+from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
@@ -87,7 +87,7 @@ def reduced_after_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     psi, around = job.whole.n_elements, (*these.head.at_embedding, *these.output, *bucket_lines(job))
     embedding = embedding_elements(job.whole)
     made = where(job.accumulates, psi + embedding, psi)
-    formula = "(Ψ + M·h·V)" if embedding else "Ψ"
+    formula = f"(Ψ + M·{embedding_symbol(job.whole)})" if embedding else "Ψ"
     all_made = gradient_line(job, made, "all gradients, and the embedding's before it is added", formula)
     first, later = from_the_front(job.buckets)[0], _highest_later(job)
     return (

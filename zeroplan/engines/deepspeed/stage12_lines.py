@@ -9,6 +9,7 @@ from zeroplan.engines.deepspeed.buckets import Schedule, schedule, waiting_eleme
 from zeroplan.engines.deepspeed.flat import (
     Row,
     embedding_elements,
+    embedding_symbol,
     frozen_elements,
     has_tied_head,
     largest_slice,
@@ -197,7 +198,7 @@ def whole_gradients(job: Job) -> Kind:
 def embedding_gradient(job: Job) -> Line:
     """Return the whole gradient of the token embedding. [bytes]"""
     elements = embedding_elements(job.whole)
-    return gradient_line(job, elements, "gradient of the embedding", "h·V" if elements else "")
+    return gradient_line(job, elements, "gradient of the embedding", embedding_symbol(job.whole) if elements else "")
 
 
 def copy_line(job: Job, elements: Int) -> Line:
@@ -211,7 +212,9 @@ def tied_head(job: Job) -> tuple[Line, ...]:
     if not has_tied_head(job.whole):
         return ()
     elements = embedding_elements(job.whole)
-    return (gradient_line(job, elements, "gradient of the tied head, waiting for the embedding's", "h·V"),)
+    return (
+        gradient_line(job, elements, "gradient of the tied head, waiting for the embedding's", embedding_symbol(job.whole)),
+    )
 
 
 def at_the_embedding(job: Job, these: Passes, beside: tuple[Line, ...]) -> Iterator[Moment]:
@@ -224,7 +227,7 @@ def at_the_embedding(job: Job, these: Passes, beside: tuple[Line, ...]) -> Itera
     yield Moment(at.name, at.phase, (*at.lines, *both))
     if has_tied_head(job.whole) and job.recipe.loss == "full":
         elements = embedding_elements(job.whole)
-        reason, formula = "sum of the embedding's and the tied head's", times(job.element, "h·V")
+        reason, formula = "sum of the embedding's and the tied head's", times(job.element, embedding_symbol(job.whole))
         total = Line(whole_gradients(job), job.element * elements, reason, formula, INPUT_BUFFER)
         lines = (*these.head.at_embedding, *these.output, *both, total)
         yield Moment("sum of the embedding's and the tied head's gradient", at.phase, lines)

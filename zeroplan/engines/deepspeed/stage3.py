@@ -15,6 +15,7 @@ from zeroplan.engines.deepspeed.flat import (
     Row,
     Sizes,
     embedding_elements,
+    embedding_symbol,
     has_tied_head,
     largest_parameter,
     row,
@@ -52,6 +53,7 @@ from zeroplan.engines.deepspeed.passes import (
     forward_instant,
     gradient_counts,
     head_forward_instant,
+    head_gathering_instant,
     head_instants,
     kept_before,
     kept_in_a_block,
@@ -62,10 +64,17 @@ from zeroplan.engines.deepspeed.passes import (
     running_lines,
     shared_at,
 )
+from zeroplan.engines.deepspeed.quantized import sharing_of
+from zeroplan.engines.deepspeed.quantized_gradients import (
+    Split,
+    beside_quantized,
+    quantized_collectives,
+    quantized_line,
+    unless_quantized,
+)
 from zeroplan.engines.deepspeed.secondary import second_partition, within_group
 from zeroplan.engines.deepspeed.stage3_offload import (
     beside_flushes,
-    copied_for,
     host_lines,
     host_symbols,
     on_the_way,
@@ -83,6 +92,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.params import layout
 
 _STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
 _GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
@@ -94,11 +104,15 @@ _PERSISTENT = f"{_STAGE3}, _post_step"
 _SCATTER = "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced"
 _CAST = f"{_STAGE3}, __avg_scatter_grads"
 _FP64 = 8
+_SCALE = 4
+"""Bytes of the scale of a group of weights in 8 bits."""
 
 
 #: The point in the backward of experts before any of their gradients is made.
 _BEFORE_GRADIENTS = "weighting of the expert outputs"
 _MADE_FIRST = ("gradients of the weighted outputs", "gradient of the expert outputs", "gradient of the routing weights")
+#: How the lines begin that experts make forward.
+_MADE_BY_EXPERTS = ("experts: ", "tokens sorted by expert", "weighted expert outputs")
 _GATHERING = -1
 """Stands, in place of the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
 
@@ -130,12 +144,11 @@ class _Job(NamedTuple):
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
     """Answer for stage 3.
 
-    Leaves out: ZeRO++'s quantized weights and gradients, leaf modules, the padding of a
-    gathered parameter (fewer than N elements each).
+    Leaves out: leaf modules, the padding of a gathered parameter (fewer than N elements each).
     """
     job = _job(model, recipe, mesh)
     everything = _states(job, impl)
-    states = states_on_gpu(recipe, everything)
+    states = (*states_on_gpu(recipe, everything), *layout(model).buffers)
     refuse_few_pipelined(recipe, _groups(job))
     persistent = (*states, _bucket(job), _persistent(job))
     these = passes(model, recipe, batch)
@@ -201,7 +214,7 @@ def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
 def _traces(whole: Row, recipe: RecipeSpec, n_ranks: Int) -> tuple[Gathered, ...]:
     """What is gathered with a single micro-batch per step, and with several where it differs."""
     options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
-    traces = gathered(whole, options, recipe.recompute, copied_for(recipe, n_ranks), disk)
+    traces = gathered(whole, options, recipe.recompute, sharing_of(recipe, n_ranks), disk)
     if disk:
         refuse_few_buffers(options, max(trace.most_read for trace in traces))
         refuse_twice(any(trace.read_twice for trace in traces))
@@ -279,25 +292,34 @@ def _forward(job: _Job, these: Passes) -> tuple[Moment, ...]:
     """Return the moments of the forward: of each kind of block the last one, and earlier ones where more is gathered."""
     moments: list[Moment] = []
     for run in these.runs:
-        for block, held in _highest_forward(job.trace, run.first, run.n_blocks):
+        for block, held in _highest_forward(job.trace.forward, run.first, run.n_blocks):
             at = forward_instant(these, run, block)
             moments.append(Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held))))
-    head, loss = head_forward_instant(these), loss_instant(these)
-    before = head.lines[: -len(these.head.output)] if these.head.output else head.lines
+        if job.trace.before_experts[run.first]:
+            moments += _experts_first_gathered(job, these, run)
+    before, head, loss = head_gathering_instant(these), head_forward_instant(these), loss_instant(these)
     return (
         *moments,
-        Moment("head gathered for its forward", head.phase, (*before, _gathered_line(job, job.trace.head_forward))),
-        Moment(head.name, head.phase, (*head.lines, _gathered_line(job, job.trace.head_running))),
+        Moment(before.name, before.phase, (*before.lines, _gathered_line(job, job.trace.head_gathering))),
+        Moment(head.name, head.phase, (*head.lines, _gathered_line(job, job.trace.head_forward))),
         Moment(loss.name, loss.phase, (*loss.lines, _gathered_line(job, job.trace.loss))),
     )
 
 
+def _experts_first_gathered(job: _Job, these: Passes, run: RunPass) -> Iterator[Moment]:
+    """Return the moments at which experts are gathered for their forward, before they have made anything."""
+    for block, held in _highest_forward(job.trace.before_experts, run.first, run.n_blocks):
+        at = forward_instant(these, run, block)
+        lines = tuple(line for line in at.lines if not line.reason.startswith(_MADE_BY_EXPERTS))
+        yield Moment("experts gathered for their forward", at.phase, (*lines, _gathered_line(job, held)))
+
+
 @lru_cache(maxsize=256)
-def _highest_forward(trace: Gathered, first: int, n_blocks: int) -> tuple[tuple[int, int], ...]:
+def _highest_forward(most: tuple[int, ...], first: int, n_blocks: int) -> tuple[tuple[int, int], ...]:
     """Return the last block, and earlier ones where more is gathered in the forward; with the elements gathered."""
     chosen: list[tuple[int, int]] = []
     for block in range(first + n_blocks - 1, first - 1, -1):
-        held = trace.forward[block]
+        held = most[block]
         if not chosen or held > chosen[-1][1]:
             chosen.append((block, held))
     return tuple(chosen)
@@ -312,7 +334,7 @@ def _tied_head(job: _Job) -> tuple[Line, ...]:
     if not has_tied_head(job.whole):
         return ()
     elements = embedding_elements(job.whole)
-    return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's", "h·V"),)
+    return (_gradient(job, elements, "gradient of the tied head, waiting for the embedding's", embedding_symbol(job.whole)),)
 
 
 def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
@@ -330,14 +352,22 @@ def _backward(job: _Job, these: Passes) -> tuple[Moment, ...]:
 def _head(job: _Job, these: Passes) -> Iterator[Moment]:
     for at in head_instants(these):
         first = at.point.gradients == at.point.current_gradient
-        held = job.trace.head[
-            _OF_HEAD[at.point.name] if job.trace.modules else 0 if not at.point.gradients else 1 if first else 2
-        ]
+        held = (
+            _held_at_head(job.trace, at.point)
+            if job.trace.head_notes
+            else job.trace.head[
+                _OF_HEAD[at.point.name] if job.trace.modules else 0 if not at.point.gradients else 1 if first else 2
+            ]
+        )
         tied = _tied_head(job) if at.point.gradients and not first else ()
         made = _gradient(job, at.point.current_gradient, "gradient just made")
         yield Moment(at.name, at.phase, (*at.lines, _gathered_line(job, held), made, *tied))
-        if first and at.point.gradients:
+        if first and at.point.gradients and not job.trace.head_notes:
             yield _past_head(job, these, at.point.gradients)
+
+
+def _held_at_head(trace: Gathered, point: BackwardPoint) -> int:
+    return _held(trace.head_notes, point.gradients, point.current_gradient, ahead=False, apart=False)
 
 
 def _past_head(job: _Job, these: Passes, made: int) -> Moment:
@@ -463,7 +493,13 @@ def _highest_flushes(
 def _beside(job: _Job) -> tuple[tuple[int, ...], ...]:
     if swaps_optimizer(job.recipe):
         return beside_swapped(job.buckets, job.element, job.kept, job.master)
-    return beside_flushes(job.buckets, job.element) if offloads_optimizer(job.recipe) else ()
+    if offloads_optimizer(job.recipe):
+        return beside_flushes(job.buckets, job.element)
+    if not job.recipe.deepspeed.zero_quantized_gradients:
+        return ()
+    ranks = job.n_ranks if isinstance(job.n_ranks, int) else int(job.n_ranks.min())
+    split = Split(ranks, job.recipe.deepspeed.gpus_per_node, job.element, job.kept)
+    return beside_quantized(job.buckets, split) if split.nodes > 1 else ()
 
 
 def _staying(job: _Job, *at: int) -> tuple[Line, ...]:
@@ -478,10 +514,12 @@ def _staying(job: _Job, *at: int) -> tuple[Line, ...]:
 def _gathered_at(trace: Gathered, flush: Flush) -> int:
     if flush.block < 0:
         return trace.end
-    if flush.block >= len(trace.backward):
+    notes = trace.head_notes if flush.block >= len(trace.backward) else trace.backward[flush.block]
+    if not notes:
         return trace.past_head
-    note = next((note for note in trace.backward[flush.block] if note.made >= flush.made), trace.backward[flush.block][-1])
-    return note.handing if note.made == flush.made else note.during
+    made = flush.made + (trace.tied_head if notes is trace.head_notes else 0)
+    note = next((note for note in notes if note.made >= made), notes[-1])
+    return note.handing if note.made == made else note.during
 
 
 def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
@@ -494,13 +532,22 @@ def _reduce_lines(job: _Job, flush: Flush) -> tuple[Line, ...]:
         copied = 0
     copy_formula, cast_formula = _reduce_formulas(job.element, job.kept, flush.sizes)
     cast = job.kept * share if job.kept != job.element else 0
+    quantized = job.recipe.deepspeed.zero_quantized_gradients
+    if quantized:
+        copied, cast = (unless_quantized(job.recipe, job.n_ranks, n_bytes) for n_bytes in (copied, cast))
     return (
         _gradient(job, held + flush.arriving, "gradient that does not fit into the bucket"),
         Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered",
              unless_zero(copied, copy_formula), _SCATTER),
         Line(Kind.TEMPORARY, cast, "reduced gradients cast to fp32", unless_zero(cast, cast_formula), _CAST),
+        *((_quantized(job, flush),) if quantized else ()),
         *on_the_way(job.recipe, job.buckets, flush, job.n_ranks, kept=job.kept, master=job.master),
     )  # fmt: skip
+
+
+def _quantized(job: _Job, flush: Flush) -> Line:
+    at = job.buckets.flushes.index(flush)
+    return quantized_line(job.recipe, job.buckets, at, job.n_ranks, element=job.element, kept=job.kept)
 
 
 @lru_cache(maxsize=4096)
@@ -526,7 +573,7 @@ def _running(job: _Job, these: Passes, flush: Flush) -> tuple[Line, Line]:
     saved, flowing = running_lines(these, flush.block, flush.made)
     if flush.made != leaf_elements(job.whole, flush.block):
         return saved, flowing
-    formula = f"{flowing.formula} - r·T·h"
+    formula = f"{flowing.formula} - {these.head.hidden_formula}"
     return saved, flowing._replace(n_bytes=flowing.n_bytes - these.head.hidden_bytes, formula=formula)
 
 
@@ -535,7 +582,7 @@ def _end(job: _Job, these: Passes) -> tuple[Moment, ...]:
     at: Instant = embedding_instant(these)
     last = job.buckets.flushes[0]
     elements = embedding_elements(job.whole)
-    embedding = _gradient(job, elements, "gradient of the embedding", "h·V" if elements else "")
+    embedding = _gradient(job, elements, "gradient of the embedding", embedding_symbol(job.whole) if elements else "")
     held = _gathered_line(job, job.trace.end)
     around = (*these.head.at_embedding, *these.output, held, *_staying(job, -1, -1))
     gathering = _gathered_line(job, job.trace.embedding)
@@ -638,25 +685,17 @@ def _init(job: _Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
 
 def _collectives(job: _Job, batch: Batch) -> tuple[Collective, ...]:
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
-    several = _traces(job.every, job.recipe, job.n_ranks)[-1]
-    forward = where(micro > 1, _padded(several.forward_sent, n), _padded(trace.forward_sent, n))
-    backward = where(micro > 1, _padded(several.backward_sent, n), _padded(trace.backward_sent, n))
     flushes = len(job.buckets.flushes)
     reduced = n * job.partition
-    passes_on = (
-        _all_gather(job, ("parameters", "in every forward"), forward, trace.forward_calls, micro),
-        _all_gather(job, ("parameters", "in every backward"), backward, trace.backward_calls, micro),
-    )
     return (
-        *within_group(job.recipe, passes_on[0], micro, forward=True),
-        *within_group(job.recipe, passes_on[1], micro, forward=False),
+        *_gathered_in_passes(job, micro),
         _all_gather(job, ("persistent parameters", "after the optimizer step"), _padded(trace.persistent_sent, n),
-                    trace.n_persistent, 1),
-        Collective(
+                    trace.n_persistent, 1, element),
+        *quantized_collectives(job.recipe, job.whole, Collective(
             "reduce_scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
             element * ceil_div(reduced, flushes), (n - 1) * element * job.partition * micro, reduced * micro,
             f"{_STAGE3}, __avg_scatter_grads", element * reduced * micro,
-        ),
+        ), micro, element=element),
         *numbers_sharded(job.recipe, n, _groups(job)),
     )  # fmt: skip
 
@@ -666,8 +705,29 @@ def _padded(sizes: Sizes, n_ranks: Int) -> Int:
     return n_ranks * shares(sizes, n_ranks)
 
 
-def _all_gather(job: _Job, names: tuple[str, str], elements: Int, calls: int, times: Int) -> Collective:
-    n, payload = job.n_ranks, job.element * elements * times
-    each = job.element * ceil_div(elements, max(calls, 1))
-    sent = (n - 1) * job.element * elements // n * times
+def _gathered_in_passes(job: _Job, micro: Int) -> Iterator[Collective]:
+    """All-gathers of every forward and backward: weights as they are or in 8 bits, and then their scales."""
+    n, one, quantized = job.n_ranks, job.trace, job.recipe.deepspeed.zero_quantized_weights
+    several = _traces(job.every, job.recipe, n)[-1]
+    what, width = ("parameters in 8 bits", 1) if quantized else ("parameters", job.element)
+    for direction, single, later in (
+        ("forward", one.sent_forward, several.sent_forward),
+        ("backward", one.sent_backward, several.sent_backward),
+    ):
+        when, forward = f"in every {direction}", direction == "forward"
+        elements = where(micro > 1, _padded(later.sizes, n), _padded(single.sizes, n))
+        gather = _all_gather(job, (what, when), elements, single.calls, micro, width)
+        yield from within_group(job.recipe, gather, micro, forward=forward)
+        if quantized:
+            scales = where(micro > 1, later.scales, single.scales)
+            beside = _all_gather(job, ("scales of the parameters", when), scales, single.calls, micro, _SCALE)
+            yield from within_group(job.recipe, beside._replace(volume_elements=0), micro, forward=forward)
+
+
+def _all_gather(
+    job: _Job, names: tuple[str, str], elements: Int, calls: int, times: Int, width: int
+) -> Collective:  # fmt: skip
+    n, payload = job.n_ranks, width * elements * times
+    each = width * ceil_div(elements, max(calls, 1))
+    sent = (n - 1) * width * elements // n * times
     return Collective("all_gather", *names, n, calls * times, each, sent, elements * times, _COORDINATOR, payload)

@@ -43,16 +43,6 @@ def states_on_gpu(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, .
     )
 
 
-def copied_for(recipe: RecipeSpec, n_ranks: Int) -> int:
-    """Ranks whose shares are copied to the GPU before they are gathered; 0 where they are there.
-
-    In a grid the fewest, whose shares are the largest.
-    """
-    if not offloads_parameters(recipe):
-        return 0
-    return n_ranks if isinstance(n_ranks, int) else int(n_ranks.min())
-
-
 @lru_cache(maxsize=256)
 def _largest(buckets: Schedule) -> tuple[int, ...]:
     """Of each bucket, the elements of the largest parameter."""

@@ -9,10 +9,11 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, permutations
+from typing import TYPE_CHECKING, NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Row, Sizes
+from zeroplan.engines.deepspeed.flat import Row, Sizes, embedding_elements, has_tied_head
+from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
 from zeroplan.engines.deepspeed.modules import (
     LEAF_FAMILIES,
     backward_order,
@@ -21,12 +22,19 @@ from zeroplan.engines.deepspeed.modules import (
     reading_constants,
     rotary_calls,
 )
+from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 from zeroplan.transformer.blocks import RECOMPUTED
 from zeroplan.transformer.params import layout
 
+if TYPE_CHECKING:
+    from zeroplan.spec.profile import Profile
+
 _FORWARD, _BACKWARD = "forward", "backward"
 _NEVER = 10**18
+_AS_THEY_ARE = Sharing()
+_FEW = 4
+"""A module has no more parameters of its own, nor a leaf module those in it, in any family."""
 
 
 class Freed(NamedTuple):
@@ -63,6 +71,11 @@ class Step(NamedTuple):
     """It is gathered and released with all modules in it, and owns what they own."""
     name: str = ""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether it gathers the experts of its block."""
+        return self.leaf or self.name.endswith(".experts")
+
 
 class Note(NamedTuple):
     """Elements held around one module's backward."""
@@ -77,15 +90,25 @@ class Note(NamedTuple):
     """When its gradients are handed on, and autograd has let go of what its operators saved."""
 
 
+class Sent(NamedTuple):
+    """What is all-gathered in one direction of a pass, in so many calls; with scales, of all ranks, where it is in 8 bits."""
+
+    sizes: Sizes
+    calls: int
+    scales: int
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Gathered:
     """Elements gathered in the course of one pass, copies and all; one object per model and options."""
 
     forward: tuple[int, ...]
-    """Most during the forward of each block."""
+    """Most during the forward of each block; where it has experts, less what gathering them takes for a moment."""
+    before_experts: tuple[int, ...]
+    """Most until the experts of each block are gathered and have made nothing yet; 0 where it has none."""
+    head_gathering: int
+    """Most while what the final norm and the head need is gathered, before either has made anything."""
     head_forward: int
-    """Most while the final norm or the head is gathered for the forward."""
-    head_running: int
     """While the head runs forward."""
     loss: int
     head: tuple[int, ...]
@@ -97,11 +120,8 @@ class Gathered:
     embedding: int
     end: int
     """Most while the embedding is gathered for its backward, and from then on."""
-    forward_sent: Sizes
-    backward_sent: Sizes
-    """What is all-gathered in each direction."""
-    forward_calls: int
-    backward_calls: int
+    sent_forward: Sent
+    sent_backward: Sent
     persistent: int
     n_persistent: int
     """Elements and number of the parameters that are never released between steps."""
@@ -112,26 +132,33 @@ class Gathered:
     """One is read ahead twice at a time."""
     modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
     """Of each block with frozen weights, by the name of the module; and of its recomputation."""
+    head_notes: tuple[Note, ...] = ()
+    """Of what is after the blocks, in the order of its gradients; of a profile."""
+    tied_head: int = 0
+    """Elements of a gradient among those that waits for the embedding's; of a profile."""
 
 
 @lru_cache(maxsize=64)
 def gathered(
-    whole: Row, options: DeepSpeedOptions, recompute: Recompute, copied_for: int = 0, on_nvme: frozenset[int] = frozenset()
-) -> tuple[Gathered, ...]:  # fmt: skip
+    whole: Row,
+    options: DeepSpeedOptions,
+    recompute: Recompute,
+    sharing: Sharing = _AS_THEY_ARE,
+    on_nvme: frozenset[int] = frozenset(),
+) -> tuple[Gathered, ...]:
     """Replay one pass of the model: with one micro-batch per step, and with several where that differs.
 
-    Where shares come from host memory, ``copied_for`` is the number of ranks: each is copied to the GPU to be gathered, and a
-    single rank's copies are the parameters themselves. Those ``on_nvme`` are gathered ahead only once they have been read.
+    Those ``on_nvme`` are gathered ahead only once they have been read.
 
     The coordinator decides once, in the first pass with a complete trace, which parameters to release where
     (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
     step, before the first step has gathered the persistent parameters.
     """
     steps = trace(whole, again=recompute == "full")
-    single = _Replay(whole, options, steps, copied_for=copied_for, on_nvme=on_nvme).run()
-    first = _Replay(whole, options, steps, persistent_missing=True, copied_for=copied_for, on_nvme=on_nvme)
+    single = _Replay(whole, options, steps, sharing=sharing, on_nvme=on_nvme).run()
+    first = _Replay(whole, options, steps, persistent_missing=True, sharing=sharing, on_nvme=on_nvme)
     first.run()
-    several = _Replay(whole, options, steps, decided=first.decided, copied_for=copied_for, on_nvme=on_nvme, later=True).run()
+    several = _Replay(whole, options, steps, decided=first.decided, sharing=sharing, on_nvme=on_nvme, later=True).run()
     return (single,) if astuple(single) == astuple(several) else (single, several)
 
 
@@ -156,6 +183,8 @@ class _Module(NamedTuple):
 @lru_cache(maxsize=64)
 def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
     """Modules in the order in which they run; with ``again``, each block is recomputed in its backward."""
+    if whole.model.profile is not None:
+        return _trace_of_profile(whole, again=again)
     first, norm, head = _around(whole)
     blocks = [_modules(whole, block) for block in range(whole.n_blocks)]
     n_blocks, every = whole.n_blocks, len(whole.placed)
@@ -175,6 +204,75 @@ def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
         return tuple(steps)  # nobody follows the embedding's output
     steps += [_begun(_BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
     return (*steps, *(_begun(_BACKWARD, module, -1) for module in reversed(first)))
+
+
+def _trace_of_profile(whole: Row, *, again: bool) -> tuple[Step, ...]:
+    """The same of a module that was traced, whose profile says which modules run in which order."""
+    from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
+
+    profile, n_blocks = profile_of(whole.model), whole.n_blocks
+    if any(name.endswith("experts") for names in profile.modules.kinds.values() for name in names):
+        raise SpecError("a profile with experts is not modelled at stage 3 of engine 'deepspeed'; use a lower stage, or fsdp2")
+    _refuse_homeless(profile)
+    seen, blocks = profile.modules, [_modules(whole, block) for block in range(n_blocks)]
+    before, after = (_outside(whole, names) for names in (seen.before, seen.after))
+    tied = tuple(
+        index for index, each in enumerate(whole.placed) if each.parameter.name == profile.tied_head and each.block < 0
+    )
+    after = tuple(module._replace(parameters=tied) if module.name == seen.tied else module for module in after)
+    steps = [_begun(_FORWARD, _Module(name), -1) for name in seen.holding] + _forward(before, -1)
+    for block, modules in enumerate(blocks):
+        steps += _forward(modules, block, again=again)
+    steps += _forward(after, n_blocks)
+    steps += _back(whole, tuple(_after(seen.holding, after)), n_blocks)
+    for block in range(n_blocks - 1, -1, -1):
+        steps += _backward(whole, blocks[block], block, again=again)
+    below = tuple(module for module in reversed(before) if module.name not in seen.unfollowed)
+    return (*steps, *_back(whole, below, -1, unnoticed=seen.unnoticed))
+
+
+def _refuse_homeless(profile: "Profile") -> None:
+    """Refuse parameters that no module of their own runs with: DeepSpeed gathers them with another, or not at all."""
+    seen = profile.modules
+    outside = {*seen.before, *seen.after}
+    named = [(tensor.name, outside) for tensor in (*profile.embeddings, *profile.tail)]
+    named += [(tensor.name, {*seen.kinds[kind]}) for kind, tensors in profile.kinds.items() for tensor in tensors]
+    for name, modules in named:
+        if name.rpartition(".")[0] not in modules:
+            raise SpecError(
+                f"parameter {name!r} of the profile belongs to no module that runs by itself, which is not modelled at stage 3 of "
+                "engine 'deepspeed'; use a lower stage, or fsdp2"
+            )
+
+
+def _outside(whole: Row, names: tuple[str, ...]) -> tuple[_Module, ...]:
+    """Modules around the blocks with the parameters that they own."""
+    owned: dict[str, list[int]] = {}
+    for index, each in enumerate(whole.placed):
+        if not 0 <= each.block < whole.n_blocks:
+            owned.setdefault(each.parameter.name.rpartition(".")[0], []).append(index)
+    return tuple(_Module(name, tuple(owned.get(name, ()))) for name in names)
+
+
+def _after(holding: tuple[str, ...], after: tuple[_Module, ...]) -> Iterator[_Module]:
+    """What is after the blocks as its backward begins: what holds them first, and what is in that, from the last on."""
+    for at, name in enumerate(holding):
+        yield _Module(name)
+        inner = tuple(f"{one}." for one in holding[at + 1 :])
+        mine = [
+            one for one in after if one.name.startswith(f"{name}." if name else "") and not f"{one.name}.".startswith(inner)
+        ]
+        yield from reversed(mine)
+
+
+def _back(whole: Row, modules: tuple[_Module, ...], block: int, *, unnoticed: tuple[str, ...] = ()) -> list[Step]:
+    """Modules as their backward begins, with the elements made when each is done."""
+    steps, made = list[Step](), 0
+    for module in modules:
+        made += sum(whole.trained[index] for index in module.parameters)
+        frees = (_freed(module),) if module.parameters and module.name not in unnoticed else ()
+        steps.append(_begun(_BACKWARD, module, block)._replace(made=made, frees=frees))
+    return steps
 
 
 def _without_parameters(whole: Row) -> int:
@@ -283,7 +381,7 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
     owners: dict[str, list[int]] = {}
     for index, name in inside:
         owners.setdefault(name.rpartition(".")[0], []).append(index)
-    names = block_modules(whole.model, tuple(owners))
+    names = _names(whole, block, tuple(owners))
     leaf = whole.model.family in LEAF_FAMILIES and any(name.endswith("experts") for name in owners)
     modules = [_Module("", inside=(inside[0][0], inside[-1][0] + 1))]
     for name in names:
@@ -297,6 +395,16 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         lent = name.endswith(".lora_A.default")
         modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent))
     return tuple(modules)
+
+
+def _names(whole: Row, block: int, owners: tuple[str, ...]) -> tuple[str, ...]:
+    if whole.model.profile is None:
+        return block_modules(whole.model, owners)
+    from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
+
+    profile = profile_of(whole.model)
+    kinds = [run.kind for run in profile.runs for _ in range(run.layers)]
+    return profile.modules.kinds[kinds[block]]
 
 
 class _Constants(NamedTuple):
@@ -322,10 +430,10 @@ def _constants(whole: Row, modules: tuple[_Module, ...], block: int, *, again: b
 class _Handle:
     """One all-gather: its parameters, those not yet used, and whether it has been waited for."""
 
-    def __init__(self, parameters: tuple[int, ...], *, in_place: bool) -> None:
+    def __init__(self, parameters: tuple[int, ...], takes: Taken) -> None:
         self.parameters = parameters
         self.waiting = set(parameters)
-        self.in_place = in_place
+        self.takes = takes
         self.arrived = False
 
 
@@ -340,12 +448,14 @@ class _Replay:
         *,
         persistent_missing: bool = False,
         decided: set[tuple[int, int]] | None = None,
-        copied_for: int = 0,
-        on_nvme: frozenset[int] = frozenset(),
+        sharing: Sharing,
+        on_nvme: frozenset[int],
         later: bool = False,
     ) -> None:
         self.numel = [each.end - each.start for each in whole.placed]
         self.frozen = [each.parameter.frozen for each in whole.placed]
+        self.profiled = whole.model.profile is not None
+        self.tied_head = embedding_elements(whole) if self.profiled and has_tied_head(whole) else 0
         self.options = options
         self.n_blocks = whole.n_blocks
         self.steps = steps
@@ -353,7 +463,7 @@ class _Replay:
         self.resident = frozenset() if persistent_missing else self.persistent
         self.decided = set() if decided is None else decided
         self.decides = decided is None
-        self.copied_for = copied_for
+        self.sharing = sharing
         self.on_nvme = on_nvme
         self.read: set[int] = set()
         self.most_read, self.read_twice = 0, False
@@ -377,12 +487,14 @@ class _Replay:
         self.peak = 0
         self.sent: dict[str, Counter[int]] = {_FORWARD: Counter(), _BACKWARD: Counter()}
         self.calls = {_FORWARD: 0, _BACKWARD: 0}
+        self.scales = {_FORWARD: 0, _BACKWARD: 0}
 
     def run(self) -> Gathered:
         """Go through all steps and note what is held."""
-        forward, head = [0] * self.n_blocks, list[int]()
+        forward, before, head = [0] * self.n_blocks, [0] * self.n_blocks, list[int]()
+        of_head = list[tuple[Step, Note]]()
         backward: dict[int, list[tuple[Step, Note]]] = {block: [] for block in range(self.n_blocks)}
-        head_forward, head_running, loss, embedding, turned, past_head = 0, 0, 0, 0, False, 0
+        head_gathering, head_forward, loss, embedding, turned, past_head = 0, 0, 0, 0, False, 0
         for at, step in enumerate(self.steps):
             if step.direction == _BACKWARD and not turned:
                 loss, turned = self.elements, True
@@ -390,10 +502,13 @@ class _Replay:
             during, handing = self.elements, self.elements - self._saved_of(step)
             self._release(at, step)
             if not turned and 0 <= step.block < self.n_blocks:
+                if step.has_experts:
+                    before[step.block], gathering = max(forward[step.block], gathering), during
                 forward[step.block] = max(forward[step.block], gathering)
             elif not turned and step.block == self.n_blocks:
-                head_forward, head_running = max(head_forward, gathering), during
+                head_gathering, head_forward = max(head_gathering, gathering), during
             elif turned and step.block == self.n_blocks:
+                of_head.append((step, Note(step.made, gathering, during, self.elements, handing)))
                 head.append(gathering)
                 past_head = during if len(head) > 2 else 0
             elif turned and step.block >= 0:
@@ -401,13 +516,18 @@ class _Replay:
             elif turned:
                 embedding = max(embedding, gathering)
         notes, modules = self._of_blocks(backward)
+        head_notes = _per_gradient(of_head) if self.profiled else ()
         return Gathered(
-            tuple(forward), head_forward, head_running, loss, (max(head[:-3]), head[-3], max(head[-2:])), past_head, notes,
-            embedding, self.elements,
-            _sizes(self.sent[_FORWARD]), _sizes(self.sent[_BACKWARD]), self.calls[_FORWARD], self.calls[_BACKWARD],
+            tuple(forward), tuple(before), head_gathering, head_forward, loss,
+            (max(head[:-3], default=0), head[-min(3, len(head))], max(head[-2:])), past_head, notes, embedding, self.elements,
+            self._sent(_FORWARD), self._sent(_BACKWARD),
             sum(self.numel[index] for index in self.persistent), len(self.persistent),
             _sizes(Counter(self.numel[index] for index in self.persistent)), self.most_read, self.read_twice, modules,
+            head_notes, self.tied_head,
         )  # fmt: skip
+
+    def _sent(self, direction: str) -> Sent:
+        return Sent(_sizes(self.sent[direction]), self.calls[direction], self.scales[direction])
 
     def _of_blocks(
         self, backward: dict[int, list[tuple[Step, Note]]]
@@ -427,7 +547,7 @@ class _Replay:
         direction = _BACKWARD if turned else _FORWARD
         self.peak = self.elements
         self._gather([index for index in step.parameters if self._missing(index)], direction)
-        for index in step.parameters:
+        for index in self._costliest(step.parameters):
             self._wait(index)
         needed = {index for index in step.parameters if self.fetched_for.get(index, -1) < at}
         dropped: set[int] = set()
@@ -445,34 +565,58 @@ class _Replay:
         if not indices:
             return
         numel = sum(self.numel[index] for index in indices)
-        in_place = len(indices) == 1 or self.options.stage3_allgather_sequential or self.copied_for == 1
-        handle = _Handle(tuple(indices), in_place=in_place)
+        one_by_one = len(indices) == 1 or self.options.stage3_allgather_sequential
+        takes = taken(tuple(self._piece(index) for index in sorted(indices)), self.sharing, one_by_one=one_by_one)
         self._read(indices)
         self.read -= self.persistent  # which are never released, so their buffers are
-        self.in_flight.update(dict.fromkeys(indices, handle))
+        self.in_flight.update(dict.fromkeys(indices, _Handle(tuple(indices), takes)))
         self.counted += numel
         self.sent[direction].update(self.numel[index] for index in indices)
-        self.calls[direction] += len(indices) if in_place else 1
-        self._hold(numel)
-        if self.copied_for > 1:
-            each = (self.numel[index] for index in indices)
-            copies = (-(-one // self.copied_for) for one in each)
-            copied = max(copies) if in_place else sum(copies)
-            self._hold(copied)
-            self._hold(-copied)
+        self.calls[direction] += len(indices) if one_by_one else 1
+        self.scales[direction] += takes.scales
+        for change in takes.asked:
+            self._hold(change)
+
+    def _piece(self, index: int) -> Piece:
+        """A parameter as it is gathered: from all ranks, or within the group that has a second partition of it."""
+        numel, ranks, group = self.numel[index], self.sharing.ranks or 1, self.options.zero_hpz_partition_size
+        if group == 1 or index in self.second:
+            return Piece(numel, -(-numel // ranks), ranks)
+        return Piece(numel, -(-numel // ranks) * ranks // group, group)
 
     def _wait(self, index: int) -> None:
-        """Copy everything of a flat gather out on first use; the flat tensor goes with its last parameter's use."""
+        """Copy everything of a gather out on first use; what it was gathered in goes with its last parameter's use."""
         handle = self.in_flight.pop(index, None)
         if handle is None:
             return
         if not handle.arrived:
             handle.arrived = True
             self.available.update(handle.parameters)
-            self._hold(0 if handle.in_place else sum(self.numel[each] for each in handle.parameters))
+            for change in handle.takes.arrived:
+                self._hold(change)
         handle.waiting.discard(index)
-        if not handle.waiting and not handle.in_place:
-            self._hold(-sum(self.numel[each] for each in handle.parameters))
+        if not handle.waiting:
+            self._hold(handle.takes.done)
+
+    def _costliest(self, parameters: tuple[int, ...]) -> tuple[int, ...]:
+        """Of all orders in which parameters may be waited for, since they are in a set, the one that takes most at once."""
+        handles = {id(self.in_flight[index]) for index in parameters if index in self.in_flight}
+        if len(handles) < 2 or len(parameters) > _FEW:
+            return parameters
+        return max(permutations(parameters), key=self._most_of)
+
+    def _most_of(self, order: tuple[int, ...]) -> int:
+        held = most = 0
+        waiting: dict[_Handle, set[int]] = {}
+        for index in order:
+            if (handle := self.in_flight.get(index)) is None:
+                continue
+            for change in () if handle.arrived or handle in waiting else handle.takes.arrived:
+                held += change
+                most = max(most, held)
+            left = waiting[handle] = waiting.get(handle, handle.waiting) - {index}
+            held += 0 if left else handle.takes.done
+        return most
 
     def _prefetch(self, direction: str) -> None:
         bucket = 1 if self.options.stage3_allgather_sequential else self.options.stage3_prefetch_bucket_size

@@ -6,7 +6,7 @@ That is stage 0 in any precision, and stage 1 with 16-bit weights and fp32 gradi
 from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.deepspeed.flat import Row, largest_parameter
+from zeroplan.engines.deepspeed.flat import Row, embedding_elements, embedding_symbol, largest_parameter
 from zeroplan.engines.deepspeed.numbers import numbers_unpartitioned
 from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
@@ -47,7 +47,7 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     end = _all_reduced(job, gradients)
     these = passes(model, recipe, batch)
     training = (*_forward_and_backward(job, these), *end, *step)
-    persistent = (*weights, *state)
+    persistent = (*weights, *state, *layout(model).buffers)
     moments = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
     return Account(
         (*persistent, gradients),
@@ -76,7 +76,8 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
         Line(Kind.OPTIMIZER_STATE, 4 * job.partition, "weights of this rank's share, fp32", f"4·{_SHARE}", _BF16),
         Line(Kind.GRADIENTS, 4 * whole, "all gradients added up in fp32, flat and padded", f"4·N·{_SHARE}", _BF16),
     )
-    persistent = (*weights, *state_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE))
+    state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE)
+    persistent = (*weights, *state, *layout(model).buffers)
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE)
     made = _all(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", _BF16)
     cast = Line(
@@ -145,9 +146,9 @@ def _mixed_step(job: Job, gradients: Line, temporary: tuple[Line, ...], *, wrapp
 def _forward_and_backward(job: Job, these: Passes) -> tuple[Moment, ...]:
     instants = (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these))
     forward = tuple(Moment(at.name, at.phase, at.lines + window(job)) for at in instants)
-    vocabulary, psi = job.whole.model.vocab_size * job.whole.model.hidden_size, job.whole.n_elements
+    vocabulary, psi = embedding_elements(job.whole), job.whole.n_elements
     made = job.element * where(job.accumulates, psi + vocabulary, psi)
-    formula = times(job.element, "(Ψ + M·h·V)")
+    formula = times(job.element, f"(Ψ + M·{embedding_symbol(job.whole)})")
     line = Line(whole_gradients(job), made, "all gradients, and the embedding's before it is added", formula, _ENGINE)
     return (*forward, *collecting_moments(job, these), *at_the_embedding(job, these, (line,)))
 

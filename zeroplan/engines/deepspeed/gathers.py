@@ -1,0 +1,124 @@
+"""What does one all-gather of DeepSpeed's ZeRO-3 take, from its call until the last of its parameters is used?
+
+A parameter by itself is gathered where it will be; several are gathered flat and copied out on first use. With ZeRO++'s quantized
+weights (qwZ) shares are gathered in 8 bits and come out of that in fp16, to be cast to their dtype. Source: DeepSpeed 0.19.8,
+``runtime/zero/partition_parameters.py``, ``_all_gather_sequential``, ``_all_gather_coalesced`` and the handles' ``wait``.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.errors import SpecError
+
+_HALF, _SCALE = 2, 4
+"""Bytes of what the quantizer reads and writes back, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
+_TARGET_GROUP, _LARGEST_GROUP = 8000, 16000
+"""``CUDAQuantizer.target_group_size``, and what a group must be below."""
+
+
+class Sharing(NamedTuple):
+    """What of the ranks a gather depends on; nothing where shares are gathered as they are, from the GPU."""
+
+    ranks: int = 0
+    copied: bool = False
+    """Each share is copied to the GPU first."""
+    width: int = 0
+    """Bytes of an element of a weight that is gathered in 8 bits; 0 where none is."""
+    half: bool = False
+    """Weights are fp16, as the quantizer has them."""
+
+
+class Piece(NamedTuple):
+    """A parameter to be gathered: its elements, one rank's share of them, and the ranks among which it is gathered."""
+
+    numel: int
+    share: int
+    ranks: int
+
+
+class Taken(NamedTuple):
+    """What an all-gather takes (and, negative, gives back), change by change. [elements of a weight]"""
+
+    asked: tuple[int, ...]
+    """When it is called."""
+    arrived: tuple[int, ...] = ()
+    """When the first of its parameters is waited for."""
+    done: int = 0
+    """When the last has been."""
+    scales: int = 0
+    """Numbers in fp32 that are gathered beside it, of all ranks."""
+
+
+@lru_cache(maxsize=4096)
+def taken(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> Taken:
+    """What the all-gather of these parameters takes; ``one_by_one`` where each is gathered by itself. [elements]
+
+    >>> two = (Piece(80, 10, 8), Piece(160, 20, 8))
+    >>> taken(two, Sharing(), one_by_one=False)
+    Taken(asked=(240, 0, 0), arrived=(240,), done=-240, scales=0)
+    """
+    if sharing.width:
+        return _quantized_one_by_one(pieces, sharing) if one_by_one else _quantized_flat(pieces, sharing)
+    numel = sum(piece.numel for piece in pieces)
+    one_by_one = one_by_one or (sharing.copied and sharing.ranks == 1)  # a single rank's copies are the parameters themselves
+    copies = [-(-piece.numel // sharing.ranks) for piece in pieces] if sharing.copied and sharing.ranks > 1 else [0]
+    copied = max(copies) if one_by_one else sum(copies)
+    asked = (numel, copied, -copied)
+    return Taken(asked) if one_by_one else Taken(asked, (numel,), -numel)
+
+
+def _quantized_one_by_one(pieces: tuple[Piece, ...], sharing: Sharing) -> Taken:
+    """The names of one parameter's payload and scales stand until the next one's are there."""
+    asked, arrived, held, scales, before = list[int](), list[int](), 0, 0, 0
+    for piece in pieces:
+        groups = groups_of(piece.share)
+        copy, made = 0 if sharing.half else _HALF * piece.share, piece.share + _SCALE * groups
+        payload, beside = piece.share * piece.ranks, _SCALE * groups * piece.ranks
+        asked += [payload, copy, made, -copy, -before, beside]
+        arrived += _restored(piece.numel, sharing)
+        before, held, scales = made, held + payload + beside, scales + groups * piece.ranks
+    return _in_elements([*asked, -before], arrived, -held, scales, sharing.width)
+
+
+def _quantized_flat(pieces: tuple[Piece, ...], sharing: Sharing) -> Taken:
+    share, ranks = sum(piece.share for piece in pieces), pieces[0].ranks
+    groups = groups_of(share)
+    laid_flat, made = sharing.width * share, share + _SCALE * groups
+    payload, beside = share * ranks, _SCALE * groups * ranks
+    asked = [payload, laid_flat]
+    asked += [made, -laid_flat] if sharing.half else [_HALF * share, -laid_flat, made, -_HALF * share]
+    asked += [beside, -made]
+    arrived = [_HALF * payload]
+    for piece in pieces:
+        arrived += _restored(piece.numel, sharing)
+    return _in_elements(asked, arrived, -payload - beside - _HALF * payload, groups * ranks, sharing.width)
+
+
+def _restored(numel: int, sharing: Sharing) -> list[int]:
+    """A parameter in fp16, and cast to its own dtype."""
+    return [_HALF * numel] if sharing.half else [_HALF * numel, sharing.width * numel, -_HALF * numel]
+
+
+def _in_elements(asked: list[int], arrived: list[int], done: int, scales: int, width: int) -> Taken:
+    """From bytes, all of which are multiples of eight or scales in fp32."""
+    return Taken(tuple(one // width for one in asked), tuple(one // width for one in arrived), done // width, scales)
+
+
+@lru_cache(maxsize=4096)
+def groups_of(share: int) -> int:
+    """How many groups, each with a scale of its own, a share is quantized in (``CUDAQuantizer.quantize``).
+
+    >>> groups_of(4096), groups_of(16_777_216 // 8)
+    (1, 512)
+    """
+    groups = -(-share // _TARGET_GROUP)
+    while groups < share and share % (8 * groups):
+        groups += 1
+    while share % (16 * groups) == 0 and share / groups > _TARGET_GROUP:
+        groups *= 2
+    if share % (8 * groups) or share / groups >= _LARGEST_GROUP or share <= groups:
+        raise SpecError(
+            f"zero_quantized_weights: DeepSpeed cannot split a rank's share of {share:,} elements into groups of a multiple of 8; "
+            "use another number of ranks, or leave it out"
+        )
+    return groups

@@ -1,0 +1,234 @@
+"""What do ZeRO++'s quantized gradients (qgZ) take and send at stage 3 of DeepSpeed?
+
+In place of one reduce-scatter each gradient goes through two all-to-alls in 4 bits, within a node and then across nodes. Vectors,
+and what the ranks do not divide, are reduce-scattered one by one. Source: Wang et al. 2023 (arXiv:2306.10209), section 3.3;
+DeepSpeed 0.19.8, ``runtime/comm/coalesced_collectives.py``, ``all_to_all_quant_reduce``.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from zeroplan.engines.deepspeed.buckets import Schedule
+from zeroplan.engines.deepspeed.flat import Row, row
+from zeroplan.engines.deepspeed.offload import members
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Collective, Kind, Line
+from zeroplan.numeric import Bool, Int, ceil_div, for_each_value, maximum, where
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+QGZ = "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, all_to_all_quant_reduce"
+_HALF, _SCALE = 2, 4
+"""Bytes of an element that is dequantized, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
+_IN_4_BITS = 2
+"""Elements in a byte."""
+
+
+class Split(NamedTuple):
+    """How a reduction goes over nodes, and the bytes of an element: of a gradient, and of one kept for the step."""
+
+    ranks: int
+    local: int
+    element: int
+    kept: int
+
+    @property
+    def nodes(self) -> int:
+        """Groups of ``local`` ranks."""
+        return self.ranks // self.local
+
+
+Shape = tuple[int, ...]
+
+
+def applies(recipe: RecipeSpec, n_ranks: Int) -> Bool:
+    """Whether gradients are quantized: only where there is more than one node."""
+    options = recipe.deepspeed
+    return (n_ranks > options.gpus_per_node) if options.zero_quantized_gradients else False
+
+
+def refuse_quantized_gradients(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> None:
+    """Refuse what DeepSpeed leaves unheeded or fails at, and what is not modelled."""
+    options, ranks = recipe.deepspeed, mesh.dp_shard
+    if not options.zero_quantized_gradients:
+        return
+    if recipe.zero_stage != 3:
+        raise SpecError(f"zero_quantized_gradients needs ZeRO stage 3; leave it out at stage {recipe.zero_stage}")
+    if options.offloads:
+        raise SpecError("zero_quantized_gradients with offload is not modelled; leave one of them out")
+    if not options.reduce_scatter:
+        raise SpecError("zero_quantized_gradients needs reduce_scatter; leave one of them out")
+    if isinstance(ranks, int) and ranks > options.gpus_per_node and ranks % options.gpus_per_node:
+        raise SpecError(f"zero_quantized_gradients needs whole nodes of {options.gpus_per_node} GPUs; {ranks} ranks are none")
+    if isinstance(ranks, int) and ranks > options.gpus_per_node:
+        _refuse_uneven(row(model), ranks)
+
+
+def _refuse_uneven(whole: Row, ranks: int) -> None:
+    """Scales are shared out as evenly as what they are of, or the all-to-all fails (torch 2.13, ``checkSplitSizes``)."""
+    for shape in {each.parameter.shape for each in whole.placed}:
+        if _is_quantized(shape, ranks) and (groups := _groups(shape, ranks)) % ranks:
+            raise SpecError(
+                f"zero_quantized_gradients: the {groups:,} scales of a gradient of {shape[0]:,} x {shape[1]:,} cannot be shared "
+                f"out over {ranks} ranks, and DeepSpeed fails; use another number of ranks, or leave it out"
+            )
+
+
+def _is_quantized(shape: Shape, ranks: int) -> bool:
+    return len(shape) > 1 and prod(shape) % (2 * ranks) == 0
+
+
+def _groups(shape: Shape, ranks: int) -> int:
+    """Groups in which a gradient is quantized, each with a scale."""
+    return max(shape[0], shape[1], ranks)
+
+
+class _Memory:
+    """What is held, and the most of it. [bytes]"""
+
+    def __init__(self) -> None:
+        self.held = self.most = 0
+        self._names: dict[str, int] = {}
+
+    def name(self, **made: int) -> None:
+        """Give names to what has been made at once; what had them goes then."""
+        self.hold(sum(made.values()))
+        self.held -= sum(self._names.get(name, 0) for name in made)
+        self._names |= made
+
+    def hold(self, n_bytes: int) -> None:
+        self.held += n_bytes
+        self.most = max(self.most, self.held)
+
+    def forget(self) -> None:
+        """The function returns."""
+        self.held -= sum(self._names.values())
+        self._names.clear()
+
+
+@lru_cache(maxsize=4096)
+def reduction_bytes(shapes: tuple[Shape, ...], split: Split) -> int:
+    """The most that reducing these gradients takes beside them, one after the other. [bytes]
+
+    The names of one gradient's tensors stand until the next one's are there.
+    """
+    memory = _Memory()
+    for shape in shapes:
+        if _is_quantized(shape, split.ranks):
+            _quantized(memory, shape, split)
+        elif (numel := prod(shape)) % split.ranks:
+            memory.hold(split.element * -(-numel // split.ranks) * split.ranks)
+    memory.forget()
+    if split.kept != split.element:
+        memory.hold(split.kept * sum(-(-prod(shape) // split.ranks) for shape in shapes))
+    return memory.most
+
+
+def _quantized(memory: _Memory, shape: Shape, split: Split) -> None:
+    numel, groups = prod(shape), _groups(shape, split.ranks)
+    payload, scales = numel // _IN_4_BITS, _SCALE * groups
+    memory.name(payload=payload, scales=scales)
+    memory.name(received=payload)
+    memory.name(received_scales=scales)
+    memory.name(reduced=payload // split.local, reduced_scales=scales // split.local)
+    memory.name(across=payload // split.local)
+    memory.name(across_scales=scales // split.local)
+    memory.name(restored=_HALF * numel // split.local)
+    share = _HALF * numel // split.ranks
+    memory.hold(2 * share)  # a sum over nodes, and the one before it
+    memory.hold(-share)
+    memory.hold(share)  # their mean, which stays
+    memory.hold(-share)
+
+
+@lru_cache(maxsize=256)
+def _shapes(buckets: Schedule) -> tuple[tuple[Shape, ...], ...]:
+    """Of each bucket the shapes of its gradients, in the order of the parameters."""
+    return tuple(
+        tuple(each.parameter.shape for each in sorted(inside, key=lambda each: each.start)) for inside in members(buckets)
+    )
+
+
+def quantized_line(recipe: RecipeSpec, buckets: Schedule, index: int, n_ranks: Int, *, element: int, kept: int) -> Line:
+    """What reducing a bucket takes where its gradients are quantized. [bytes]"""
+    shapes, local = _shapes(buckets)[index], recipe.deepspeed.gpus_per_node
+
+    def of(ranks: int) -> int:
+        return reduction_bytes(shapes, Split(ranks, local, element, kept)) if ranks > local else 0
+
+    n_bytes = for_each_value(of, n_ranks)
+    formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
+    return Line(Kind.REDUCE, n_bytes, "gradients in 4 bits, their scales, and what comes of them (qgZ)", formula, QGZ)
+
+
+@lru_cache(maxsize=256)
+def beside_quantized(buckets: Schedule, split: Split) -> tuple[tuple[int, ...], ...]:
+    """Of each bucket, what reducing it takes beyond a copy of it, in elements of a weight."""
+    return tuple(
+        (reduction_bytes(shapes, split) // split.element - flush.fill,)
+        for shapes, flush in zip(_shapes(buckets), buckets.flushes, strict=True)
+    )
+
+
+class _Sent(NamedTuple):
+    """What one pass sends: bytes within a node and across nodes, in so many calls, and elements that are reduced as they are."""
+
+    within: int
+    across: int
+    calls: int
+    elements: int
+    plain: int
+    plain_calls: int
+
+
+@lru_cache(maxsize=4096)
+def _sent(whole: Row, ranks: int, local: int) -> _Sent:
+    within = across = calls = elements = plain = plain_calls = 0
+    for each in whole.placed if ranks > local else ():
+        shape, numel = each.parameter.shape, each.end - each.start
+        if not _is_quantized(shape, ranks):
+            plain, plain_calls = plain + -(-numel // ranks) * ranks, plain_calls + 1
+            continue
+        payload, scales = numel // _IN_4_BITS, _SCALE * _groups(shape, ranks)
+        within, across = within + payload + scales, across + payload // local + scales // local
+        calls, elements = calls + 2, elements + numel
+    return _Sent(within, across, calls, elements, plain, plain_calls)
+
+
+def quantized_collectives(
+    recipe: RecipeSpec, whole: Row, plain: Collective, micro: Int, *, element: int
+) -> Iterator[Collective]:  # fmt: skip
+    """In place of the reduce-scatters, ``plain``: all-to-alls within nodes and across, and what is reduced as it is."""
+    if not recipe.deepspeed.zero_quantized_gradients or (quantized := applies(recipe, plain.group)) is False:
+        yield plain
+        return
+    n, local = plain.group, recipe.deepspeed.gpus_per_node
+    within, across, calls, elements, left, left_calls = (
+        for_each_value(lambda ranks, at=at: _sent(whole, ranks, local)[at], n)  # type: ignore[misc]  # bound at once
+        for at in range(len(_Sent._fields))
+    )
+    nodes = maximum(n // local, 1)
+    for place, near, group, payload, moved in (
+        ("within a node", True, local, within, elements),
+        ("across nodes", False, nodes, across, elements // local),
+    ):
+        yield Collective(
+            "all_to_all", f"gradients in 4 bits and their scales, {place}", plain.when, group, calls * micro,
+            ceil_div(payload, maximum(calls, 1)), (group - 1) * payload // group * micro, moved * micro, QGZ, payload * micro, near,
+        )  # fmt: skip
+    yield plain._replace(
+        what="gradients that are not quantized",
+        calls=where(quantized, left_calls * micro, plain.calls),
+        n_bytes=where(quantized, element * ceil_div(left, maximum(left_calls, 1)), plain.n_bytes),
+        sent_bytes=where(quantized, (n - 1) * element * left // n * micro, plain.sent_bytes),
+        volume_elements=where(quantized, left * micro, plain.volume_elements),
+        of_all=where(quantized, element * left * micro, plain.payload_bytes),
+    )
+
+
+def unless_quantized(recipe: RecipeSpec, n_ranks: Int, n_bytes: Int) -> Int:
+    """What a bucket takes that is reduced as it is. [bytes]"""
+    return where(applies(recipe, n_ranks), 0, n_bytes)
