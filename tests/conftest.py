@@ -1,5 +1,6 @@
 """What every test shares."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,12 @@ def _garbage_is_collected_when_told(request: pytest.FixtureRequest) -> Iterator[
     else:
         with collected_when_told():
             yield
+
+
+@pytest.fixture(autouse=True)
+def _a_test_leaves_no_garbage() -> Iterator[None]:
+    """Models in reference cycles, of which a file of runs makes hundreds."""
+    yield
+    if not gc.isenabled():
+        gc.collect()
+        gc.freeze()  # what it has imported is gone through once, too; the file's end takes this back
