@@ -273,6 +273,6 @@ _KINDS: tuple[_Kind, ...] = (
 #: In this order they are heaped up: sharding is free on the GPUs there are, shorter sequences train another model. With more
 #: GPUs experts may cease to divide, so that is asked again.
 _HEAPED: tuple[_Kind, ...] = (
-    _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _offloaded_activations,
-    _even_shards, _more_gpus, _even_shards, _shorter_sequences,
+    _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards, _more_gpus,
+    _even_shards, _shorter_sequences,
 )  # fmt: skip
