@@ -130,6 +130,8 @@ class JobSpec(Spec):
         """Refuse what is not modelled with them: GPT-2 hands its mask to a block in a place where it is saved like the input."""
         if self.model.profile is not None:
             raise SpecError("offload_activations with a profile is not modelled; leave it out")
+        if self.model.frozen is not None:
+            raise SpecError("offload_activations with frozen parameters is not modelled; leave it out")
         if self.model.family == "gpt2" and self.recipe.attention == "eager":
             raise SpecError("offload_activations with gpt2 and attention 'eager' is not modelled; use attention 'sdpa'")
 

@@ -55,10 +55,16 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
     Leaves out: dropout (off, as in pre-training); padding, which brings an explicit mask and repeated keys; compiled graphs and
     fused kernels, which change every number.
     """
-    if compute.offloaded:
-        from zeroplan.transformer.offloaded import input_away  # noqa: PLC0415  the others' answers need not wait for it
+    one = _kept_on_the_gpu(model, kind, compute, batch, recomputed=recomputed)
+    if not compute.offloaded:
+        return one
+    from zeroplan.transformer.offloaded import input_away  # noqa: PLC0415  the others' answers need not wait for it
 
-        return input_away(block_pass(model, kind, compute._replace(offloaded=False), batch, recomputed=recomputed))
+    return input_away(one)
+
+
+def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool) -> BlockPass:
+    """Do so for a block that has nothing in host memory."""
     if model.profile is not None:
         from zeroplan.transformer.profiled import profile_of, profiled_block  # noqa: PLC0415  only a profile pays for it
 
