@@ -2,7 +2,8 @@
 
 Every job of the sample is simulated (real engine, fake tensors) in a process of its own and leaves one line. Jobs that have a
 line are skipped, so it may be stopped at any time and goes on where it was. ``--sample`` names another sample: ``fresh`` has
-jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for. ``--table`` prints
+jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for, ``options`` those
+with fine-tuning, offload and ZeRO++. ``--table`` prints
 how far the estimate is off. At the end the validation page is written anew (:mod:`tests.measured.page`).
 """
 
@@ -17,7 +18,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from tests.measured import peers, stored
+from tests.measured import options, peers, stored
 from tests.measured.drawn import FRESH_SEED, drawn
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def main() -> None:
     page.write()
 
 
-_PATHS = {"matrix": stored.RECORDS, "fresh": stored.FRESH, "peers": stored.PEERS}
+_PATHS = {"matrix": stored.RECORDS, "fresh": stored.FRESH, "peers": stored.PEERS, "options": stored.OPTIONS}
 
 
 def _jobs(asked: argparse.Namespace) -> list[JobSpec]:
@@ -60,6 +61,8 @@ def _jobs(asked: argparse.Namespace) -> list[JobSpec]:
             return drawn(asked.cases or 100, seed=FRESH_SEED)
         case "peers":
             return peers.jobs()
+        case "options":
+            return options.drawn(asked.cases or 110)
     return drawn(asked.cases or 600)
 
 
@@ -77,7 +80,7 @@ def _measure_what_is_left(asked: argparse.Namespace) -> None:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", choices=_PATHS, default="matrix", help="which jobs")
-    parser.add_argument("--cases", type=int, help="how many of the sample's jobs (600 of the matrix, 100 fresh ones)")
+    parser.add_argument("--cases", type=int, help="how many of its jobs (600, 100 fresh ones, 110 with options)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other case after so long")
     parser.add_argument("--timeout", type=float, default=180.0, help="give a case up after so many seconds")
     parser.add_argument("--retry", action="store_true", help="try again what could not be measured")

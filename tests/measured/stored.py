@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 RECORDS, REFUSED = FOLDER / "matrix.jsonl", FOLDER / "refused.jsonl"
-FRESH, PEERS = FOLDER / "fresh.jsonl", FOLDER / "peers.jsonl"
+FRESH, PEERS, OPTIONS = FOLDER / "fresh.jsonl", FOLDER / "peers.jsonl", FOLDER / "options.jsonl"
 
 Json = dict[str, object]
 #: Texts without a default, left empty where they would name a machine.
