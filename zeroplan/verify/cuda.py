@@ -29,7 +29,7 @@ from zeroplan.verify.nccl import calls_of, flown
 from zeroplan.verify.profiled import Ledger, Profiled
 from zeroplan.verify.run import answered, mesh_of, observe
 from zeroplan.verify.sizes import sizes_of_one_kind
-from zeroplan.verify.workload import Workload, workload
+from zeroplan.verify.workload import Workload, with_weights, workload
 
 _REMARKS = (
     ("the last step ran unwatched, and its peaks and times are the allocator's and the clock's own; what was held at its peaks is "
@@ -81,15 +81,6 @@ def model_for(job: JobSpec, device: str) -> Workload:
     where = "meta" if job.recipe.engine == "fsdp2" else device
     made = workload(job, dtype=weights_dtype(job), device=where, batch_device=device)
     return made if where == "meta" else with_weights(made)
-
-
-def with_weights(made: Workload) -> Workload:
-    """Numbers instead of what the allocator left: denormal and infinite ones would cost time, or make an engine skip steps."""
-    with torch.no_grad():
-        for parameter in made.module.parameters():
-            if parameter.is_floating_point():
-                parameter.normal_(0, 0.02)
-    return made
 
 
 def on_device(make: Callable[[], Workload], device: str) -> Workload:

@@ -92,9 +92,9 @@ def _on_cpu(
     from zeroplan.verify.cpu import measured  # noqa: PLC0415
     from zeroplan.verify.engines import stored_dtype  # noqa: PLC0415
     from zeroplan.verify.group import join  # noqa: PLC0415
-    from zeroplan.verify.workload import workload  # noqa: PLC0415
+    from zeroplan.verify.workload import with_weights, workload  # noqa: PLC0415
 
-    build = made or (lambda: _with_weights(workload(task.job, dtype=stored_dtype(task.job.recipe))))
+    build = made or (lambda: with_weights(workload(task.job, dtype=stored_dtype(task.job.recipe))))
     log = join(task.transport, store, rank=rank, ranks=task.job.mesh.world_size, timeout_s=task.timeout_s)
     return measured(task.job, build, rank=rank, transport=task.transport, log=log, steps=task.steps, say=say)
 
@@ -102,21 +102,8 @@ def _on_cpu(
 def _on_cuda(
     task: Task, rank: int, store: "Store", made: "Callable[[], Workload] | None", say: Callable[[str], None]
 ) -> Measurement:
-    from zeroplan.verify.cuda import measured_on_gpu  # type: ignore[import-not-found, unused-ignore]  # noqa: PLC0415
+    from zeroplan.verify.cuda import measured_on_gpu  # noqa: PLC0415
     from zeroplan.verify.group import join  # noqa: PLC0415
 
     log = join(task.transport, store, rank=rank, ranks=task.job.mesh.world_size, timeout_s=task.timeout_s)
-    found: Measurement = measured_on_gpu(
-        task.job, made, rank=rank, transport=task.transport, log=log, steps=task.steps, say=say
-    )
-    return found
-
-
-def _with_weights(made: "Workload") -> "Workload":
-    """Numbers instead of what the allocator left: on real tensors denormal and infinite ones would cost time."""
-    import torch  # noqa: PLC0415
-
-    with torch.no_grad():
-        for parameter in made.module.parameters():
-            parameter.normal_(0, 0.02)
-    return made
+    return measured_on_gpu(task.job, made, rank=rank, transport=task.transport, log=log, steps=task.steps, say=say)

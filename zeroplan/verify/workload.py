@@ -67,6 +67,15 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu", batch_dev
     return Workload(module, {"input_ids": ids, "labels": ids}, loss_of_output, find_blocks(module))
 
 
+def with_weights(made: Workload) -> Workload:
+    """Numbers instead of what the allocator left: denormal and infinite ones would cost time, or make an engine skip steps."""
+    with torch.no_grad():
+        for parameter in made.module.parameters():
+            if parameter.is_floating_point():
+                parameter.normal_(0, 0.02)
+    return made
+
+
 def _refuse_what_cannot_run(recipe: RecipeSpec) -> None:
     if recipe.attention == "flash":
         raise MeasurementError("attention 'flash' runs on GPUs only; verify sdpa or eager")
