@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -172,3 +173,16 @@ def test_other_engines_are_built_on_the_device_with_numbers_in_their_weights(eng
     case = replace(job(), recipe=RecipeSpec(engine=engine, zero_stage=0), mesh=MeshSpec(dp_shard=2))  # type: ignore[arg-type]
     weights = list(model_for(case, "cpu").module.parameters())
     assert all(not weight.is_meta and weight.abs().max() < 1 for weight in weights)
+
+
+def test_a_snapshot_is_written_however_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from zeroplan.verify.gpu import Gpu
+
+    said: list[tuple[object, ...]] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: said.append(tuple(options.items())))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: said.append((path,)))
+    path = tmp_path / "new" / "it.snapshot.pickle"
+    with pytest.raises(torch.OutOfMemoryError), Gpu().remembered(path):
+        raise torch.OutOfMemoryError
+    assert said == [(("stacks", "python"), ("max_entries", 1_000_000)), (str(path),), (("enabled", None),)]
+    assert path.parent.is_dir()

@@ -77,6 +77,10 @@ _Tolerance = Annotated[
     _flag("--tolerance", "FRACTION", "How far peak, held bytes and collectives may be apart.", panel=_OUTPUT, shown=True),
 ]
 _Out = Annotated[str | None, _flag("--record-dir", "DIR", "Write the records here; --out too.", panel=_OUTPUT, short="--out")]
+_Snapshot = Annotated[
+    str | None,
+    _flag("--snapshot", "DIR", "cuda: write what the allocator remembers here, for `zeroplan diagnose`.", panel=_OUTPUT),
+]
 _Json = Annotated[bool, _flag("--json", None, "Versioned JSON.", panel=_OUTPUT)]
 
 
@@ -100,12 +104,13 @@ def _verify(
     resume: _Resume = None,
     tolerance: _Tolerance = TOLERANCE,
     out: _Out = None,
+    snapshot: _Snapshot = None,
     as_json: _Json = False,
 ) -> int:
     """Run the job's real engine, on real GPUs or without, and hold what it took against the estimate; 3 beyond the tolerance."""
     limit, folder = parse_tolerance(tolerance), None if out is None else Path(out)
     run = {"a job": resolved, "--of": of, "--nproc": nproc, "--steps": steps, "--workload": workload, "--slurm": slurm or None,
-           "--as-rank": None if rank == "0" else rank, "--all-layers": all_layers or None}  # fmt: skip
+           "--as-rank": None if rank == "0" else rank, "--all-layers": all_layers or None, "--snapshot": snapshot}  # fmt: skip
     of_slurm = {
         "--partition": partition,
         "--account": account,
@@ -125,7 +130,7 @@ def _verify(
         _refuse_beside("resume", run)
         return taken_up(Path(resume), tolerance=limit, as_json=as_json)
     job, notes = resolved or resolve(Request())  # which says what is missing
-    flags = _Flags(backend, nproc, rank, steps, all_layers, workload or "", timeout, every=slurm)
+    flags = _Flags(backend, nproc, rank, steps, all_layers, workload or "", timeout, slurm, snapshot)
     task = _task(job, flags)
     for note in notes:
         say(f"note: {note}")
@@ -171,7 +176,8 @@ class _Flags(NamedTuple):
     all_layers: bool
     workload: str
     timeout: str
-    every: bool = False
+    every: bool
+    snapshot: str | None
 
 
 class _Keeper:
@@ -235,10 +241,21 @@ def _task(job: "JobSpec", flags: _Flags) -> "Task":
         steps=_number(flags.steps or _steps(backend, job), "--steps", 1, 1000),
         workload=flags.workload,
         timeout_s=_seconds(flags.timeout),
+        snapshots=_snapshots(flags.snapshot, backend),
     )
     _refuse_what_is_no_run(task)
     require(job)
     return task
+
+
+def _snapshots(folder: str | None, backend: str) -> str:
+    if folder is None:
+        return ""
+    if backend != "cuda" or not folder:
+        raise SpecError(
+            f"--snapshot {folder!r} names a folder for what CUDA's allocator remembers; it goes with --backend cuda"
+        )
+    return str(Path(folder).absolute())
 
 
 def _refuse_what_is_no_run(task: "Task") -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -42,17 +43,19 @@ _MANY = 4096
 
 
 def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: int, transport: Transport, log: Log, steps: int,
-                    say: Callable[[str], None], gpu: Gpu | None = None) -> Measurement:  # fmt: skip
+                    say: Callable[[str], None], gpu: Gpu | None = None, snapshot: Path | None = None) -> Measurement:  # fmt: skip
     """Take ``steps`` optimizer steps that are watched and one that is not, and return what they took on this rank.
 
-    ``make`` builds another workload than the job's own model. The process group is there already. Raises
-    ``torch.OutOfMemoryError`` where the GPU has not got what the job takes.
+    ``make`` builds another workload than the job's own model. The process group is there already. ``snapshot`` is where to write
+    what the allocator remembers of the run, also of one that fails. Raises ``torch.OutOfMemoryError`` where the GPU has not got
+    what the job takes.
     """
     gpu = gpu or Gpu.current()
     began = time.monotonic()
     seen = OnGpu(log, say, gpu, watched=steps)
     build = (lambda: on_device(make, gpu.device)) if make is not None else lambda: model_for(job, gpu.device)
-    with answered(job.recipe, gpu.device) if transport == "fake" else nullcontext():
+    answers = answered(job.recipe, gpu.device) if transport == "fake" else nullcontext()
+    with answers, nullcontext() if snapshot is None else gpu.remembered(snapshot):
         observe(job, seen, mesh_of(job, gpu.device), steps=steps + 1, make=build)
     if transport == "nccl":
         log.calls += calls_of(flown(), log)

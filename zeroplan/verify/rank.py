@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zeroplan.errors import MeasurementError
@@ -104,6 +105,11 @@ def _on_cuda(
 ) -> Measurement:
     from zeroplan.verify.cuda import measured_on_gpu  # noqa: PLC0415
     from zeroplan.verify.group import join  # noqa: PLC0415
+    from zeroplan.verify.record import run_name  # noqa: PLC0415
 
     log = join(task.transport, store, rank=rank, ranks=task.job.mesh.world_size, timeout_s=task.timeout_s)
-    return measured_on_gpu(task.job, made, rank=rank, transport=task.transport, log=log, steps=task.steps, say=say)
+    name = run_name(task.job, task.workload, rank)
+    snapshot = Path(task.snapshots) / f"{name}.snapshot.pickle" if task.snapshots else None
+    return measured_on_gpu(
+        task.job, made, rank=rank, transport=task.transport, log=log, steps=task.steps, say=say, snapshot=snapshot
+    )

@@ -8,17 +8,19 @@ from pathlib import Path
 
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
+from zeroplan.spec.job import JobSpec
 
 
 def record_name(measured: Measurement) -> str:
     """The file name that says what was run: ``gpt2-ddp-stage1-n4-rank0-cpu.json``."""
-    job = measured.job
-    model = (
-        re.sub(r"[^a-z0-9.]+", "-", (measured.workload or job.model.name or job.model.family).lower()).strip("-.")
-        or job.model.family
-    )
-    how = f"{job.recipe.engine}-stage{job.recipe.zero_stage}-n{job.mesh.world_size}-rank{measured.rank}"
-    return f"{model[:80]}-{how}-{measured.backend}.json"
+    return f"{run_name(measured.job, measured.workload, measured.rank)}-{measured.backend}.json"
+
+
+def run_name(job: JobSpec, workload: str, rank: int) -> str:
+    """What a rank ran, in letters that every file system takes: ``gpt2-ddp-stage1-n4-rank0``."""
+    named = (workload or job.model.name or job.model.family).lower()
+    model = re.sub(r"[^a-z0-9.]+", "-", named).strip("-.") or job.model.family
+    return f"{model[:80]}-{job.recipe.engine}-stage{job.recipe.zero_stage}-n{job.mesh.world_size}-rank{rank}"
 
 
 def write_record(measured: Measurement, folder: Path) -> Path:

@@ -34,3 +34,5 @@ class Task(Spec):
     """File over which the ranks find each other; no port is needed for it."""
     folder: str = ""
     """Where the ranks leave their records."""
+    snapshots: str = ""
+    """Where, on GPUs, they leave what the allocator remembers; nowhere if empty."""
