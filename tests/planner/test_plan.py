@@ -133,6 +133,23 @@ def test_nothing_fits_and_the_closest_are_named():
     assert any(one.rule is Rule.WEIGHTS for one in answer.fallen)
 
 
+def test_how_far_off_is_said_where_the_weights_alone_are_too_large():
+    answer = plan(job(model="llama-3.1-70b", gpu="h100", gpus=8, seq_len=1024), Fixed(engine="ddp"))
+    assert answer.best is None
+    assert answer.rivals
+    assert all(rival.layout.least_bytes > 4 * 70e9 for rival in answer.rivals)
+
+
+def test_no_number_is_larger_than_a_column_holds():
+    """The largest of what is taken: memory and traffic stay positive and in order."""
+    base = job(model="llama-3.1-405b", gpu="h100", gpus=8, seq_len=8192, attention="eager")
+    searched = search(base, Fixed(global_batch_size=8 * 2**19, grad_accum_steps=2**19))
+    more = search(base, Fixed(global_batch_size=8 * 2**19, micro_batch_size=2**11))
+    for found in (*searched.found, *more.found):
+        assert (found.least_bytes > 0).all()
+        assert (found.seconds > 1e6).all()
+
+
 def test_fewest_gpus_are_fewest():
     base = job(model="llama-3.1-8b", gpu="h100", seq_len=4096)
     fixed = Fixed(offload_optimizer="none", offload_param="none")
@@ -171,6 +188,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
         (Fixed(global_batch_size=64, micro_batch_size=3), "does not divide"),
         (Fixed(global_batch_size=64, micro_batch_size=2, grad_accum_steps=2), "leave one out"),
         (Fixed(engine="ddp", offload_optimizer="cpu"), "no engine offers"),
+        (Fixed(global_batch_size=8 * 10**9), "sequences per GPU"),
+        (Fixed(micro_batch_size=10**9), "tokens on a GPU at once"),
     ],
 )
 def test_contradictions_are_refused(fixed: Fixed, says: str):

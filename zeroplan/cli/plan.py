@@ -61,14 +61,9 @@ def plan_command(
     if as_json and as_markdown:
         raise SpecError("--json and --markdown are two renderings; choose one")
     target = _target(emit, out, force=force)
-    question = Question(
-        objective=_objective(objective),
-        global_batch=None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k"),
-        mfu=None if mfu is None else _share(mfu),
-        min_gpus=min_gpus,
-        max_seq=max_seq,
-        max_batch=max_batch,
-    )
+    batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k")
+    share = None if mfu is None else _share(mfu)
+    question = Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     unsaid = None if target is None else lambda recipe: cannot_say(recipe, target)

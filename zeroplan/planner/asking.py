@@ -79,6 +79,10 @@ def _refuse(request: Request, question: Question) -> None:
     ):
         if said:
             raise SpecError(f"{flag}: {instead}")
+    _refuse_values(request, question)
+
+
+def _refuse_values(request: Request, question: Question) -> None:
     if question.mfu is not None and not 0 < question.mfu <= 1:
         raise SpecError(f"--mfu {question.mfu} is no share of the peak; give a number above 0 and up to 1, as 0.45")
     if request.engine is not None and request.stage is not None and request.stage not in ENGINE_STAGES[request.engine]:

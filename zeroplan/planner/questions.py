@@ -10,7 +10,7 @@ from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid, evaluated
-from zeroplan.planner.space import Column, Fixed, Grid, structures
+from zeroplan.planner.space import MOST_TOKENS, Column, Fixed, Grid, structures
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 
@@ -70,10 +70,11 @@ def longest_sequence(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) 
 
 def largest_batch(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
     """The most sequences per GPU at once with which some layout fits; 0 where none does."""
-    sizes = np.unique(np.geomspace(1, _MOST_SEQUENCES, 64).astype(np.int64))
+    most = max(1, min(_MOST_SEQUENCES, MOST_TOKENS // base.batch.seq_len))
+    sizes = np.unique(np.geomspace(1, most, 64).astype(np.int64))
     coarse = _most(base, fixed, sizes, tokens=False, unsaid=unsaid)
     finer = coarse + np.arange(0, 1 + max(1, coarse // 4), dtype=np.int64)
-    return max(coarse, _most(base, fixed, finer[finer > 0], tokens=False, unsaid=unsaid))
+    return max(coarse, _most(base, fixed, finer[(finer > 0) & (finer <= most)], tokens=False, unsaid=unsaid))
 
 
 def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: Unsaid | None) -> int:
