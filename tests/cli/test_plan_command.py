@@ -75,6 +75,16 @@ def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):
     assert run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path), "--force")[0] == 0
 
 
+def test_logits_that_accelerate_hands_on_are_counted(run: Run, tmp_path: Path):
+    held, let_go = (
+        json.loads(run(*ASKED, "--emit", "accelerate", "--out", str(tmp_path), "--force", "--json", *more)[1])
+        for more in ((), ("--keep-logits", "no"))
+    )
+    assert "--keep-logits fp32" in held["best"]["command"]
+    assert "--keep-logits" not in let_go["best"]["command"]
+    assert any("in fp32" in note for note in held["notes"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -1,5 +1,6 @@
 """``zeroplan plan``: what should be run on these GPUs, how quick is it, and the file that runs it?"""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -7,6 +8,7 @@ import typer
 
 from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.errors import SpecError
+from zeroplan.resolve import Request
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 
 _PLAN, _OUTPUT = "Plan", "Output"
 NO = 1
+_HELD = (
+    "accelerate hands on logits in fp32, and a loop holds them while it goes backward: they are counted; --keep-logits no, where "
+    "yours lets go of them"
+)
 _OBJECTIVES = ("throughput", "headroom")
 
 
@@ -67,20 +73,29 @@ def plan_command(
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     unsaid = None if target is None else lambda recipe: cannot_say(recipe, target)
-    answer = ask(asked.request, question, extra=asked.extra, unsaid=unsaid)
+    request = _with_output_held(asked.request) if target == "accelerate" else asked.request
+    answer = ask(request, question, extra=asked.extra, unsaid=unsaid)
     if answer.best is None:
         _show(answer, Beside("", budget, price), as_json=as_json, as_markdown=as_markdown)
         return NO
-    command = estimate_command(answer.best.layout.job, asked.request)
+    command = estimate_command(answer.best.layout.job, request)
     beside = Beside(command, budget, price)
     if target is not None:
         from zeroplan.export.files import export, write  # noqa: PLC0415
 
         made = export(answer.best.layout.job, target)
         paths = write(made, Path(out or "."), force=force)
-        beside = beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=made.notes)
+        held = (_HELD,) if request is not asked.request else ()
+        beside = beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=(*made.notes, *held))
     _show(answer, beside, as_json=as_json, as_markdown=as_markdown)
     return 0
+
+
+def _with_output_held(request: Request) -> Request:
+    """Accelerate hands on logits in fp32, which a loop that says nothing holds while it goes backward."""
+    if request.keep_logits is not None or request.precision == "fp32":
+        return request
+    return replace(request, keep_logits="fp32")
 
 
 def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:
