@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zeroplan import JobSpec, MeshSpec, SpecError, estimate, job
-from zeroplan.planner import Fixed, Plan, fewest_gpus, largest_batch, longest_sequence, plan, time_of
+from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, longest_sequence, plan, time_of
 from zeroplan.planner.objectives import TIE, complexity, field, pareto
 from zeroplan.planner.rules import Rule
 from zeroplan.planner.search import job_at, search
@@ -157,6 +157,17 @@ def test_fewest_gpus_are_fewest():
     gpus = best_job(answer).mesh.world_size
     assert gpus == 2
     assert plan(replace(base, mesh=MeshSpec(dp_shard=1)), fixed).best is None
+
+
+def test_the_cheapest_does_most_per_gpu():
+    base, fixed = job(model="llama-3.1-8b", gpu="a100", gpus=32, seq_len=2048), Fixed(global_batch_size=128, engine="fsdp2")
+    answer = cheapest(base, fixed, mfu=None)
+    assert answer.best is not None
+    counts = (1, 2, 4, 8, 16, 32)
+    each = [plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed).best for gpus in counts]
+    rates = [0.0 if one is None or one.tight else one.layout.tokens_per_s for one in each]
+    assert answer.best.layout.tokens_per_s >= max(rates) * (1 - TIE)
+    assert answer.objective == "cost"
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])

@@ -23,7 +23,6 @@ _HELD = (
     "accelerate hands on logits in fp32, and a loop holds them while it goes backward: they are counted; --keep-logits no, where "
     "yours lets go of them"
 )
-_OBJECTIVES = ("throughput", "headroom")
 
 
 def _text(help_text: str, metavar: str, panel: str = _PLAN) -> typer.models.OptionInfo:
@@ -39,7 +38,9 @@ def plan_command(
     global_batch: Annotated[
         str | None, _text("Sequences of all GPUs per step; micro-batch and accumulation follow.", "N")
     ] = None,
-    objective: Annotated[str | None, _text("throughput or headroom. (default: throughput)", "NAME")] = None,
+    objective: Annotated[
+        str | None, _text("throughput, headroom, or cost, on --gpus or fewer. (default: throughput)", "NAME")
+    ] = None,
     min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Find the fewest GPUs that fit.", rich_help_panel=_PLAN)] = False,
     max_seq: Annotated[
         bool, typer.Option("--max-seq", help="Find the longest sequence that fits.", rich_help_panel=_PLAN)
@@ -122,9 +123,12 @@ def _target(emit: str | None, out: str | None, *, force: bool) -> "Target | None
 
 
 def _objective(text: str | None) -> "Objective":
-    if text is not None and text not in _OBJECTIVES:
-        raise SpecError(f"--objective {text!r} is none of {', '.join(_OBJECTIVES)}")
-    return cast("Objective", text or "throughput")
+    from zeroplan.planner.objectives import OBJECTIVES  # noqa: PLC0415  see plan_command
+
+    for objective in OBJECTIVES:
+        if text in (None, objective):
+            return objective
+    raise SpecError(f"--objective {text!r} is none of {', '.join(OBJECTIVES)}")
 
 
 def _share(text: str) -> float:
