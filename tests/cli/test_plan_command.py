@@ -75,6 +75,16 @@ def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):
     assert run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path), "--force")[0] == 0
 
 
+def test_logits_that_accelerate_hands_on_are_counted(run: Run, tmp_path: Path):
+    held, let_go = (
+        json.loads(run(*ASKED, "--emit", "accelerate", "--out", str(tmp_path), "--force", "--json", *more)[1])
+        for more in ((), ("--keep-logits", "no"))
+    )
+    assert "--keep-logits fp32" in held["best"]["command"]
+    assert "--keep-logits" not in let_go["best"]["command"]
+    assert any("in fp32" in note for note in held["notes"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -90,10 +100,11 @@ def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):
         ((*ASKED[1:], "--min-gpus"), "leave one of them out"),
         ((*ASKED[1:], "--max-seq"), "leave one of them out"),
         ((*ASKED[1:], "--max-batch"), "leave one of them out"),
+        ((*ASKED[1:-4], "--max-seq", "--objective", "cost"), "one at a time"),
         ((*ASKED[1:], "--mfu", "45"), "share of the peak"),
         ((*ASKED[1:], "--mfu", "nan"), "share of the peak"),
         ((*ASKED[1:], "--price-per-gpu-hour", "free"), "not an amount"),
-        ((*ASKED[1:], "--objective", "beauty"), "throughput, headroom"),
+        ((*ASKED[1:], "--objective", "beauty"), "throughput, headroom, cost"),
         ((*ASKED[1:], "--emit", "yaml"), "deepspeed, accelerate, fsdp2"),
         ((*ASKED[1:], "--force"), "--emit is not given"),
         ((*ASKED[1:], "--emit", "fsdp2", "--out", "nowhere"), "not a folder"),

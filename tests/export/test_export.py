@@ -149,9 +149,19 @@ def test_every_fsdp2_script_is_python(said: dict):
 def test_what_a_target_cannot_say_is_refused():
     chunked, partly = described(loss="chunked"), described(recompute="selective")
     assert cannot_say(partly.recipe, "fsdp2") == ""
-    for one, target in ((chunked, "fsdp2"), (partly, "accelerate"), (partly, "deepspeed")):
+    deepspeed = described(engine="deepspeed", stage=2, recompute="selective")
+    for one, target in ((chunked, "fsdp2"), (partly, "accelerate"), (partly, "deepspeed"), (deepspeed, "deepspeed")):
         with pytest.raises(SpecError, match=f"--emit {target} cannot say"):
             export(one, target)
+
+
+def test_accelerate_is_told_when_to_reduce():
+    """Left alone it keeps whole gradients of every micro-batch until the last one, which the estimate of this job does not."""
+    each, last = (
+        export(described(grad_accum=4, sync_every_micro_batch=every), "accelerate").notes[0] for every in (True, False)
+    )
+    assert "num_steps=4, sync_each_batch=True" in each
+    assert "sync_each_batch=False" in last
 
 
 def test_adapters_are_the_scripts_own():

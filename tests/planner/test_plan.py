@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zeroplan import JobSpec, MeshSpec, SpecError, estimate, job
-from zeroplan.planner import Fixed, Plan, fewest_gpus, largest_batch, longest_sequence, plan, time_of
+from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, longest_sequence, plan, time_of
 from zeroplan.planner.objectives import TIE, complexity, field, pareto
 from zeroplan.planner.rules import Rule
 from zeroplan.planner.search import job_at, search
@@ -133,6 +133,23 @@ def test_nothing_fits_and_the_closest_are_named():
     assert any(one.rule is Rule.WEIGHTS for one in answer.fallen)
 
 
+def test_how_far_off_is_said_where_the_weights_alone_are_too_large():
+    answer = plan(job(model="llama-3.1-70b", gpu="h100", gpus=8, seq_len=1024), Fixed(engine="ddp"))
+    assert answer.best is None
+    assert answer.rivals
+    assert all(rival.layout.least_bytes > 4 * 70e9 for rival in answer.rivals)
+
+
+def test_no_number_is_larger_than_a_column_holds():
+    """The largest of what is taken: memory and traffic stay positive and in order."""
+    base = job(model="llama-3.1-405b", gpu="h100", gpus=8, seq_len=8192, attention="eager")
+    searched = search(base, Fixed(global_batch_size=8 * 2**19, grad_accum_steps=2**19))
+    more = search(base, Fixed(global_batch_size=8 * 2**19, micro_batch_size=2**11))
+    for found in (*searched.found, *more.found):
+        assert (found.least_bytes > 0).all()
+        assert (found.seconds > 1e6).all()
+
+
 def test_fewest_gpus_are_fewest():
     base = job(model="llama-3.1-8b", gpu="h100", seq_len=4096)
     fixed = Fixed(offload_optimizer="none", offload_param="none")
@@ -140,6 +157,17 @@ def test_fewest_gpus_are_fewest():
     gpus = best_job(answer).mesh.world_size
     assert gpus == 2
     assert plan(replace(base, mesh=MeshSpec(dp_shard=1)), fixed).best is None
+
+
+def test_the_cheapest_does_most_per_gpu():
+    base, fixed = job(model="llama-3.1-8b", gpu="a100", gpus=32, seq_len=2048), Fixed(global_batch_size=128, engine="fsdp2")
+    answer = cheapest(base, fixed, mfu=None)
+    assert answer.best is not None
+    counts = (1, 2, 4, 8, 16, 32)
+    each = [plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed).best for gpus in counts]
+    rates = [0.0 if one is None or one.tight else one.layout.tokens_per_s for one in each]
+    assert answer.best.layout.tokens_per_s >= max(rates) * (1 - TIE)
+    assert answer.objective == "cost"
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "deepspeed"])
@@ -171,6 +199,8 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
         (Fixed(global_batch_size=64, micro_batch_size=3), "does not divide"),
         (Fixed(global_batch_size=64, micro_batch_size=2, grad_accum_steps=2), "leave one out"),
         (Fixed(engine="ddp", offload_optimizer="cpu"), "no engine offers"),
+        (Fixed(global_batch_size=8 * 10**9), "sequences per GPU"),
+        (Fixed(micro_batch_size=10**9), "tokens on a GPU at once"),
     ],
 )
 def test_contradictions_are_refused(fixed: Fixed, says: str):

@@ -1,5 +1,6 @@
 """``zeroplan plan``: what should be run on these GPUs, how quick is it, and the file that runs it?"""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -7,6 +8,7 @@ import typer
 
 from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.errors import SpecError
+from zeroplan.resolve import Request
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 
 _PLAN, _OUTPUT = "Plan", "Output"
 NO = 1
-_OBJECTIVES = ("throughput", "headroom")
+_HELD = (
+    "accelerate hands on logits in fp32, and a loop holds them while it goes backward: they are counted; --keep-logits no, where "
+    "yours lets go of them"
+)
 
 
 def _text(help_text: str, metavar: str, panel: str = _PLAN) -> typer.models.OptionInfo:
@@ -33,7 +38,9 @@ def plan_command(
     global_batch: Annotated[
         str | None, _text("Sequences of all GPUs per step; micro-batch and accumulation follow.", "N")
     ] = None,
-    objective: Annotated[str | None, _text("throughput or headroom. (default: throughput)", "NAME")] = None,
+    objective: Annotated[
+        str | None, _text("throughput, headroom, or cost, on --gpus or fewer. (default: throughput)", "NAME")
+    ] = None,
     min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Find the fewest GPUs that fit.", rich_help_panel=_PLAN)] = False,
     max_seq: Annotated[
         bool, typer.Option("--max-seq", help="Find the longest sequence that fits.", rich_help_panel=_PLAN)
@@ -61,31 +68,35 @@ def plan_command(
     if as_json and as_markdown:
         raise SpecError("--json and --markdown are two renderings; choose one")
     target = _target(emit, out, force=force)
-    question = Question(
-        objective=_objective(objective),
-        global_batch=None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k"),
-        mfu=None if mfu is None else _share(mfu),
-        min_gpus=min_gpus,
-        max_seq=max_seq,
-        max_batch=max_batch,
-    )
+    batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k")
+    share = None if mfu is None else _share(mfu)
+    question = Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     unsaid = None if target is None else lambda recipe: cannot_say(recipe, target)
-    answer = ask(asked.request, question, extra=asked.extra, unsaid=unsaid)
+    request = _with_output_held(asked.request) if target == "accelerate" else asked.request
+    answer = ask(request, question, extra=asked.extra, unsaid=unsaid)
     if answer.best is None:
         _show(answer, Beside("", budget, price), as_json=as_json, as_markdown=as_markdown)
         return NO
-    command = estimate_command(answer.best.layout.job, asked.request)
+    command = estimate_command(answer.best.layout.job, request)
     beside = Beside(command, budget, price)
     if target is not None:
         from zeroplan.export.files import export, write  # noqa: PLC0415
 
         made = export(answer.best.layout.job, target)
         paths = write(made, Path(out or "."), force=force)
-        beside = beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=made.notes)
+        held = (_HELD,) if request is not asked.request else ()
+        beside = beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=(*made.notes, *held))
     _show(answer, beside, as_json=as_json, as_markdown=as_markdown)
     return 0
+
+
+def _with_output_held(request: Request) -> Request:
+    """Accelerate hands on logits in fp32, which a loop that says nothing holds while it goes backward."""
+    if request.keep_logits is not None or request.precision == "fp32":
+        return request
+    return replace(request, keep_logits="fp32")
 
 
 def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:
@@ -112,9 +123,12 @@ def _target(emit: str | None, out: str | None, *, force: bool) -> "Target | None
 
 
 def _objective(text: str | None) -> "Objective":
-    if text is not None and text not in _OBJECTIVES:
-        raise SpecError(f"--objective {text!r} is none of {', '.join(_OBJECTIVES)}")
-    return cast("Objective", text or "throughput")
+    from zeroplan.planner.objectives import OBJECTIVES  # noqa: PLC0415  see plan_command
+
+    for objective in OBJECTIVES:
+        if text in (None, objective):
+            return objective
+    raise SpecError(f"--objective {text!r} is none of {', '.join(OBJECTIVES)}")
 
 
 def _share(text: str) -> float:

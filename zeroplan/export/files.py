@@ -52,8 +52,7 @@ _MISSING_FROM_ALL: tuple[Missing, ...] = (
      "under FSDP2 and DDP only the precisions bf16-mixed and fp32 are written"),
 )  # fmt: skip
 _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
-    (lambda recipe: recipe.engine != "deepspeed" and recipe.recompute == "selective",
-     "accelerate recomputes whole blocks or nothing"),
+    (lambda recipe: recipe.recompute == "selective", "accelerate recomputes whole blocks or nothing"),
     (lambda recipe: recipe.engine == "ddp" and recipe.zero_stage == 1, "accelerate has no ZeroRedundancyOptimizer"),
     (lambda recipe: recipe.engine == "ddp" and recipe.recompute != "none", "accelerate does not recompute under DDP"),
     (lambda recipe: recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view,
@@ -62,6 +61,8 @@ _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
      "accelerate's reshard_after_forward is true or false"),
 )  # fmt: skip
 _MISSING_FROM_OTHERS: tuple[Missing, ...] = (
+    (lambda recipe: recipe.engine == "deepspeed" and recipe.recompute == "selective",
+     "no switch of transformers recomputes selectively; the training script would have to"),
     (lambda recipe: recipe.engine == "fsdp2" and recipe.optimizer != "adamw", "the script is written for adamw"),
 )  # fmt: skip
 
@@ -96,12 +97,16 @@ def _accelerate(job: JobSpec) -> Export:
         files.append(File(DEEPSPEED_FILE, _json(job)))
         notes = (*_script_recomputes(job), _LEARNING_RATE)
     else:
-        steps, size = job.batch.grad_accum_steps, job.batch.micro_batch_size
-        notes = (
-            f"the training script says Accelerator(gradient_accumulation_steps={steps}) and takes {size} sequences at a time",
-            f"the training script makes the optimizer: torch.optim.AdamW(..., {_step(job)})",
-        )
+        notes = (_accumulates(job), f"the training script makes the optimizer: torch.optim.AdamW(..., {_step(job)})")
     return Export(tuple(files), f"accelerate launch --config_file {ACCELERATE_FILE} train.py", notes)
+
+
+def _accumulates(job: JobSpec) -> str:
+    """Accelerate keeps whole gradients until the last micro-batch unless it is told to reduce after each."""
+    steps, each = job.batch.grad_accum_steps, job.recipe.sync_every_micro_batch
+    plugin = f"GradientAccumulationPlugin(num_steps={steps}, sync_each_batch={each})"
+    said = f"says Accelerator(gradient_accumulation_plugin={plugin}) and " if steps > 1 else ""
+    return f"the training script {said}takes {job.batch.micro_batch_size} sequences at a time"
 
 
 def _fsdp2(job: JobSpec) -> Export:
@@ -120,7 +125,7 @@ _LEARNING_RATE = "the learning rate is DeepSpeed's default until optimizer.param
 def _script_recomputes(job: JobSpec) -> tuple[str, ...]:
     if job.recipe.recompute == "none":
         return ()
-    return (f"recomputation {job.recipe.recompute} is the training script's: model.gradient_checkpointing_enable(), for full",)
+    return ("recomputation is the training script's: model.gradient_checkpointing_enable()",)
 
 
 def _step(job: JobSpec) -> str:

@@ -5,7 +5,7 @@ the loss in chunks, offload. Tensor, context, pipeline and expert parallelism ar
 """
 
 from zeroplan.planner.choose import plan, time_of
-from zeroplan.planner.questions import fewest_gpus, largest_batch, longest_sequence
+from zeroplan.planner.questions import cheapest, fewest_gpus, largest_batch, longest_sequence
 from zeroplan.planner.result import Best, Layout, More, Plan, Rival
 from zeroplan.planner.space import Fixed
 
@@ -16,6 +16,7 @@ __all__ = [
     "More",
     "Plan",
     "Rival",
+    "cheapest",
     "fewest_gpus",
     "largest_batch",
     "longest_sequence",

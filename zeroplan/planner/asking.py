@@ -7,7 +7,7 @@ from typing import NamedTuple
 from zeroplan.errors import SpecError
 from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import Objective
-from zeroplan.planner.questions import SEQUENCE_STEP, fewest_gpus, largest_batch, longest_sequence
+from zeroplan.planner.questions import SEQUENCE_STEP, cheapest, fewest_gpus, largest_batch, longest_sequence
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid
 from zeroplan.planner.space import Fixed
@@ -45,6 +45,8 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
         raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
     if question.min_gpus:
         answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
+    elif question.objective == "cost":
+        answer = cheapest(base, fixed, mfu=question.mfu, unsaid=unsaid)
     else:
         base, fixed, found = _extreme(base, fixed, question, unsaid)
         answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
@@ -53,8 +55,8 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
 
 
 def _refuse(request: Request, question: Question) -> None:
-    if sum((question.min_gpus, question.max_seq, question.max_batch)) > 1:
-        raise SpecError("--min-gpus, --max-seq and --max-batch are three questions; ask one at a time")
+    if sum((question.min_gpus, question.max_seq, question.max_batch, question.objective == "cost")) > 1:
+        raise SpecError("--min-gpus, --max-seq, --max-batch and --objective cost are four questions; ask one at a time")
     for flag, said, instead in (
         ("--tensor-parallel", (request.tensor_parallel or 1) > 1, "tensor parallelism is not part of a plan yet; leave it out"),
         ("--engine paper", request.engine == "paper", "nobody runs the paper; use ddp, fsdp2 or deepspeed"),
@@ -79,6 +81,10 @@ def _refuse(request: Request, question: Question) -> None:
     ):
         if said:
             raise SpecError(f"{flag}: {instead}")
+    _refuse_values(request, question)
+
+
+def _refuse_values(request: Request, question: Question) -> None:
     if question.mfu is not None and not 0 < question.mfu <= 1:
         raise SpecError(f"--mfu {question.mfu} is no share of the peak; give a number above 0 and up to 1, as 0.45")
     if request.engine is not None and request.stage is not None and request.stage not in ENGINE_STAGES[request.engine]:

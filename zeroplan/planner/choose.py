@@ -1,6 +1,7 @@
 """From everything that was evaluated to an answer."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,45 @@ from zeroplan.units import GB
 _MOST_RIVALS = 5
 
 
+class _Field(NamedTuple):
+    """Everything that was evaluated, in order, and what of it fits."""
+
+    base: JobSpec
+    found: tuple[Found, ...]
+    layouts: Field
+    order: Column
+    """Positions, the best first."""
+    fits: NDArray[np.bool_]
+    easy: NDArray[np.bool_]
+    """Fits with what the allocator caches."""
+    room_bytes: int
+    mfu: float | None
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        """What is chosen from: the tight ones only where there are no others."""
+        return self.easy if self.easy.any() else self.fits
+
+    def layout(self, at: np.int64) -> Layout:
+        """One layout with its figures."""
+        one, layouts = self.found[int(self.layouts.structure[at])], self.layouts
+        return Layout(
+            job_at(self.base, one.recipe, one.grid, int(layouts.at[at])),
+            int(layouts.least_bytes[at]),
+            int(layouts.comfortable_bytes[at]),
+            float(layouts.seconds[at]),
+            float(layouts.tokens_per_s[at]),
+        )
+
+    def firsts(self, order: Column) -> tuple[np.int64, ...]:
+        """The first layout of every engine and stage, in this order."""
+        firsts: dict[tuple[str, int], np.int64] = {}
+        for structure in dict.fromkeys(self.layouts.structure[order].tolist()):
+            recipe = self.found[structure].recipe
+            firsts.setdefault((recipe.engine, recipe.zero_stage), order[self.layouts.structure[order] == structure][0])
+        return tuple(firsts.values())
+
+
 def plan(
     base: JobSpec,
     fixed: Fixed,
@@ -38,42 +78,36 @@ def plan(
         raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
     if base.model.profile is not None:
         raise SpecError("a plan needs to know a model's operations, which a profile does not tell; use --model or --config")
-    check_batch(base.mesh.world_size, fixed)
+    check_batch(base, fixed)
     found, tally = search(base, fixed, mfu=mfu, unsaid=unsaid)
     if not found:
         raise SpecError(_nothing_starts(tally.fallen))
     layouts, room = field(found), int(gpu.memory_bytes.value)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= room
+    considered = layouts.layouts + sum(one.layouts for one in tally.fallen)
     tally.cut(Rule.MEMORY, int((~fits).sum()))
-    if easy.any():
-        tally.cut(Rule.TIGHT, int((fits & ~easy).sum()))
-    kept, order = easy if easy.any() else fits, ordered(layouts, objective)
-    fits_at_all = bool(kept.any())
-    best = _best(base, found, layouts, order, kept, mfu=mfu) if fits_at_all else None
+    tally.cut(Rule.TIGHT, int((fits & ~easy).sum()) if easy.any() else 0)
+    answers = _Field(base, found, layouts, ordered(layouts, objective), fits, easy, room, mfu)
+    best = _best(answers) if fits.any() else None
     return Plan(
         base=base,
         objective=objective,
         best=best,
-        rivals=_closest(base, found, layouts, room)
-        if best is None
-        else _rivals(base, found, layouts, order, kept, best, mfu=mfu),
-        front=tuple(_layout(base, found, layouts, at) for at in pareto(layouts, kept)),
-        considered=layouts.layouts + sum(one.layouts for one in tally.fallen if one.rule not in (Rule.MEMORY, Rule.TIGHT)),
+        rivals=_closest(answers) if best is None else _rivals(answers, best),
+        front=tuple(answers.layout(at) for at in pareto(layouts, answers.kept)),
+        considered=considered,
         evaluated=layouts.layouts,
         fallen=tally.fallen,
     )
 
 
-def _best(
-    base: JobSpec, found: Sequence[Found], layouts: Field, order: Column, kept: NDArray[np.bool_], *, mfu: float | None
-) -> Best:
+def _best(answers: _Field) -> Best:
     """The first of those that fit, computed once more as a job of its own."""
-    gpu = base.cluster.gpu
-    room = 0 if gpu is None else int(gpu.memory_bytes.value)
-    layout = _layout(base, found, layouts, order[kept[order]][0])
-    time = time_of(layout.job, mfu=mfu)
-    one_more, further = _bought(base, found, layouts, order, layout, room)
-    return Best(layout, estimate(layout.job), time, layout.comfortable_bytes > room, binding(time, further), one_more)
+    layout = answers.layout(answers.order[answers.kept[answers.order]][0])
+    time = time_of(layout.job, mfu=answers.mfu)
+    one_more, further = _bought(answers, layout)
+    tight = layout.comfortable_bytes > answers.room_bytes
+    return Best(layout, estimate(layout.job), time, tight, binding(time, further), one_more)
 
 
 def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:
@@ -91,73 +125,36 @@ def _nothing_starts(fallen: Sequence[Fallen]) -> str:
     return f"no layout can be tried: {largest.example or largest.rule.value}"
 
 
-def _layout(base: JobSpec, found: Sequence[Found], layouts: Field, at: np.int64) -> Layout:
-    one = found[int(layouts.structure[at])]
-    return Layout(
-        job_at(base, one.recipe, one.grid, int(layouts.at[at])),
-        int(layouts.least_bytes[at]),
-        int(layouts.comfortable_bytes[at]),
-        float(layouts.seconds[at]),
-        float(layouts.tokens_per_s[at]),
-    )
-
-
-def _family(found: Sequence[Found], layouts: Field, at: np.int64) -> tuple[str, int]:
-    recipe = found[int(layouts.structure[at])].recipe
-    return recipe.engine, recipe.zero_stage
-
-
-def _firsts(found: Sequence[Found], layouts: Field, order: Column) -> dict[tuple[str, int], np.int64]:
-    """The first layout of every engine and stage, in order."""
-    firsts: dict[tuple[str, int], np.int64] = {}
-    for structure in dict.fromkeys(layouts.structure[order].tolist()):
-        at = order[layouts.structure[order] == structure][0]
-        firsts.setdefault(_family(found, layouts, at), at)
-    return firsts
-
-
-def _rivals(
-    base: JobSpec,
-    found: Sequence[Found],
-    layouts: Field,
-    order: Column,
-    kept: NDArray[np.bool_],
-    best: Best,
-    *,
-    mfu: float | None,
-) -> tuple[Rival, ...]:
+def _rivals(answers: _Field, best: Best) -> tuple[Rival, ...]:
     """The second best, and the best of the other engines and stages."""
-    fitting = order[kept[order]]
-    chosen = [*fitting[1:2], *(at for at in _firsts(found, layouts, fitting).values() if at not in fitting[:2])]
-    rivals = []
-    for at in chosen[:_MOST_RIVALS]:
-        layout = _layout(base, found, layouts, at)
-        rivals.append(Rival(layout, why_not(layout, time_of(layout.job, mfu=mfu), best.layout, best.time)))
-    return tuple(rivals)
+    fitting = answers.order[answers.kept[answers.order]]
+    chosen = [*fitting[1:2], *(at for at in answers.firsts(fitting) if at not in fitting[:2])]
+    rivals = (answers.layout(at) for at in chosen[:_MOST_RIVALS])
+    return tuple(Rival(one, why_not(one, time_of(one.job, mfu=answers.mfu), best.layout, best.time)) for one in rivals)
 
 
-def _closest(base: JobSpec, found: Sequence[Found], layouts: Field, room: int) -> tuple[Rival, ...]:
+def _closest(answers: _Field) -> tuple[Rival, ...]:
     """Where nothing fits: of every engine and stage what needs least."""
-    order = np.argsort(layouts.least_bytes, kind="stable")
-    near = [_layout(base, found, layouts, at) for at in _firsts(found, layouts, order).values()]
-    near.sort(key=lambda one: one.least_bytes)
-    return tuple(
-        Rival(one, f"needs {(one.least_bytes - room) / GB:,.2f} GB more than the GPU has") for one in near[:_MOST_RIVALS]
-    )
+    order = np.argsort(answers.layouts.least_bytes, kind="stable")
+    near = sorted((answers.layout(at) for at in answers.firsts(order)), key=lambda one: one.least_bytes)
+    return tuple(Rival(one, _too_much(one.least_bytes - answers.room_bytes)) for one in near[:_MOST_RIVALS])
 
 
-def _bought(
-    base: JobSpec, found: Sequence[Found], layouts: Field, order: Column, best: Layout, room: int
-) -> tuple[More | None, More | None]:
+def _too_much(n_bytes: int) -> str:
+    return f"needs {n_bytes / GB:,.2f} GB more than the GPU has"
+
+
+def _bought(answers: _Field, best: Layout) -> tuple[More | None, More | None]:
     """What one more GB would buy, and the least memory that buys anything, up to twice the GPU's: both in tokens/s."""
-    missing = layouts.comfortable_bytes - room
-    gains = layouts.tokens_per_s / best.tokens_per_s - 1
-    better = order[(missing[order] > 0) & (missing[order] <= room) & (gains[order] > _WORTH)]
+    layouts, room = answers.layouts, answers.room_bytes
+    missing, gains = layouts.comfortable_bytes - room, layouts.tokens_per_s / best.tokens_per_s - 1
+    worth = (missing > 0) & (missing <= room) & (gains > _WORTH)
+    better = answers.order[worth[answers.order]]
     if not len(better):
         return None, None
 
     def more(at: np.int64) -> More:
-        return More(_layout(base, found, layouts, at), int(missing[at]), float(gains[at]))
+        return More(answers.layout(at), int(missing[at]), float(gains[at]))
 
     within = better[missing[better] <= GB]
     nearest = better[np.argmin(missing[better])]

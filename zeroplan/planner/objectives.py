@@ -1,7 +1,7 @@
 """Which layout is better? Order by what is asked for; what the model cannot tell apart goes to the simpler recipe."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,8 @@ from zeroplan.planner.search import Found
 from zeroplan.planner.space import ENGINES, Column
 from zeroplan.spec.recipe import RecipeSpec
 
-Objective = Literal["throughput", "headroom"]
+Objective = Literal["throughput", "headroom", "cost"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 #: Rates that differ by less count as equal: a step's time is not known any better.
 TIE = 0.005
@@ -73,7 +74,7 @@ def complexity(recipe: RecipeSpec) -> int:
 
 
 def ordered(layouts: Field, objective: Objective) -> Column:
-    """Positions, the best first."""
+    """Positions, the best first. On a number of GPUs that is given, what is quickest costs least."""
     rates = -np.round(np.log(layouts.tokens_per_s) / TIE)
     if objective == "headroom":
         return np.lexsort((layouts.complexity, rates, layouts.least_bytes))

@@ -1,5 +1,6 @@
 """What is the smallest or largest number with which something fits: GPUs, sequence length, sequences per GPU?"""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,10 +8,10 @@ import numpy as np
 
 from zeroplan.errors import SpecError
 from zeroplan.planner.choose import plan
-from zeroplan.planner.objectives import Objective
+from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid, evaluated
-from zeroplan.planner.space import Column, Fixed, Grid, structures
+from zeroplan.planner.space import MOST_TOKENS, Column, Fixed, Grid, structures
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 
@@ -22,18 +23,16 @@ SEQUENCE_STEP = 128
 
 def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
     """The plan on the fewest GPUs on which anything fits: powers of two up to a node, then whole nodes."""
-    per_node = base.cluster.gpus_per_node or (base.cluster.gpu.gpus_per_node if base.cluster.gpu else 8)
+    per_node = _per_node(base)
 
     def on(gpus: int) -> Plan | None:
         if fixed.global_batch_size is not None and fixed.global_batch_size % gpus:
             return None
         return plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, unsaid=unsaid)
 
-    tried = [n for n in (1, 2, 4, 8, 16) if n < per_node]
-    nodes = [per_node << doublings for doublings in range(13) if per_node << doublings <= _MOST_GPUS]
     last: Plan | None = None
     below = 0
-    for gpus in (*tried, *nodes):
+    for gpus in _counts(per_node, _MOST_GPUS):
         answer = on(gpus)
         if answer is None:
             continue
@@ -43,6 +42,34 @@ def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float
     if last is None:
         raise SpecError(f"--global-batch {fixed.global_batch_size} is not divisible by any number of GPUs that is tried")
     return last
+
+
+def _per_node(base: JobSpec) -> int:
+    gpu = base.cluster.gpu
+    return base.cluster.gpus_per_node or (8 if gpu is None else gpu.gpus_per_node)
+
+
+def _counts(per_node: int, most: int) -> list[int]:
+    """Powers of two up to a node, then nodes in powers of two."""
+    below = [n for n in (1, 2, 4, 8, 16) if n < per_node]
+    nodes = [per_node << doublings for doublings in range(13)]
+    return [gpus for gpus in (*below, *nodes) if gpus <= most]
+
+
+def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
+    """The plan that does most tokens per GPU and second, on as many GPUs as there are or fewer; of equals the one on most GPUs."""
+    most = base.mesh.world_size
+    fewer = (
+        gpus
+        for gpus in reversed(_counts(_per_node(base), most - 1))
+        if (fixed.global_batch_size or gpus) % gpus == 0 and gpus % (fixed.dp_replicate or 1) == 0
+    )
+    answers = [
+        plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective="cost", mfu=mfu, unsaid=unsaid)
+        for gpus in (most, *fewer)
+    ]
+    fitting = [answer for answer in answers if answer.best is not None and not answer.best.tight] or answers
+    return max(fitting, key=lambda answer: 0 if answer.best is None else round(math.log(answer.best.layout.tokens_per_s) / TIE))
 
 
 def _between(on: Callable[[int], Plan | None], below: int, above: int, per_node: int) -> Plan | None:
@@ -70,10 +97,11 @@ def longest_sequence(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) 
 
 def largest_batch(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
     """The most sequences per GPU at once with which some layout fits; 0 where none does."""
-    sizes = np.unique(np.geomspace(1, _MOST_SEQUENCES, 64).astype(np.int64))
+    most = max(1, min(_MOST_SEQUENCES, MOST_TOKENS // base.batch.seq_len))
+    sizes = np.unique(np.geomspace(1, most, 64).astype(np.int64))
     coarse = _most(base, fixed, sizes, tokens=False, unsaid=unsaid)
     finer = coarse + np.arange(0, 1 + max(1, coarse // 4), dtype=np.int64)
-    return max(coarse, _most(base, fixed, finer[finer > 0], tokens=False, unsaid=unsaid))
+    return max(coarse, _most(base, fixed, finer[(finer > 0) & (finer <= most)], tokens=False, unsaid=unsaid))
 
 
 def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: Unsaid | None) -> int:

@@ -58,28 +58,42 @@ def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Uns
     Offload, which costs time, is looked at where nothing fits without it, or where it is asked for.
     """
     tally = Tally()
-
-    def searched(*, offload: bool) -> Iterator[Found]:
-        for recipe in structures(base, fixed, offload=offload):
-            missing = "" if unsaid is None else unsaid(recipe)
-            if missing:
-                tally.cut(Rule.EMITTED, numbers(recipe, base, fixed).grid.layouts, missing)
-            else:
-                yield from _of_structure(base, recipe, fixed, tally, mfu)
-
-    found = list(searched(offload=False))
+    found = list(_searched(base, fixed, tally, offload=False, mfu=mfu, unsaid=unsaid))
     if not any(bool(one.fits(base).any()) for one in found):
-        found += searched(offload=True)
+        found += _searched(base, fixed, tally, offload=True, mfu=mfu, unsaid=unsaid)
+    if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # how far off is the closest?
+        tally = Tally()
+        found += _searched(base, fixed, tally, offload=False, mfu=mfu, unsaid=unsaid, whatever_weighs=True)
     return Searched(tuple(found), tally)
 
 
-def _of_structure(base: JobSpec, recipe: RecipeSpec, fixed: Fixed, tally: Tally, mfu: float | None) -> Iterator[Found]:
+def _searched(
+    base: JobSpec,
+    fixed: Fixed,
+    tally: Tally,
+    *,
+    offload: bool,
+    mfu: float | None,
+    unsaid: Unsaid | None,
+    whatever_weighs: bool = False,
+) -> Iterator[Found]:
+    for recipe in structures(base, fixed, offload=offload):
+        missing = "" if unsaid is None else unsaid(recipe)
+        if missing:
+            tally.cut(Rule.EMITTED, numbers(recipe, base, fixed).grid.layouts, missing)
+        else:
+            yield from _of_structure(base, recipe, fixed, tally, mfu=mfu, whatever_weighs=whatever_weighs)
+
+
+def _of_structure(
+    base: JobSpec, recipe: RecipeSpec, fixed: Fixed, tally: Tally, *, mfu: float | None, whatever_weighs: bool
+) -> Iterator[Found]:
     grid, indivisible = numbers(recipe, base, fixed)
     tally.cut(Rule.DIVISIBILITY, indivisible)
     fitting = _resharded(recipe, grid)
     tally.cut(Rule.RESHARDING, grid.layouts - int(fitting.sum()))
     grid = grid.only(fitting)
-    if _weights_alone_are_too_large(base, recipe):
+    if not whatever_weighs and _weights_alone_are_too_large(base, recipe):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
         try:

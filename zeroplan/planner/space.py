@@ -35,6 +35,9 @@ _IMPLEMENTATIONS: tuple[OptimizerImpl, ...] = ("foreach", "fused")
 #: Micro-batches that are tried where no global batch is asked for.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 
+#: More tokens than any GPU holds at once, and more sequences per GPU than any step has.
+MOST_TOKENS, _MOST_OF_A_GPU = 1 << 24, 1 << 19
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed(Spec):
@@ -167,7 +170,7 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Numbers:
     """Every arrangement of the GPUs and of the batch under this recipe."""
     gpus = base.mesh.world_size
     replicas = _replicas(recipe, gpus, fixed)
-    sequences, steps, indivisible = _batches(gpus, fixed)
+    sequences, steps, indivisible = _batches(base, fixed)
     each = len(sequences)
     over = np.repeat(replicas, each)
     grid = Grid(over, gpus // over, np.tile(sequences, len(replicas)), base.batch.seq_len, np.tile(steps, len(replicas)))
@@ -182,30 +185,37 @@ def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed) -> Column:
     return np.array([1, *(n for n in range(2, gpus // 2 + 1) if several and gpus % n == 0)], dtype=np.int64)
 
 
-def _batches(gpus: int, fixed: Fixed) -> tuple[Column, Column, int]:
+def _batches(base: JobSpec, fixed: Fixed) -> tuple[Column, Column, int]:
     """Sequences per GPU and micro-batch, how many micro-batches, and how many sizes do not divide the batch of a GPU."""
-    total, size, steps = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps
+    total, size, steps, gpus = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps, base.mesh.world_size
+    most = max(1, MOST_TOKENS // base.batch.seq_len)
     if total is None:
-        sizes = _SEQUENCES if size is None else (size,)
+        sizes = [one for one in _SEQUENCES if one <= most] if size is None else [size]
         return np.array(sizes, dtype=np.int64), np.full(len(sizes), steps or 1, dtype=np.int64), 0
-    check_batch(gpus, fixed)
     of_gpu = total // gpus
-    every = range(1, of_gpu + 1) if size is None else (size,)
     if steps is not None:
-        every = (of_gpu // steps,)
-    fitting = [one for one in every if of_gpu % one == 0]
-    return (
-        np.array(fitting, dtype=np.int64),
-        np.array([of_gpu // one for one in fitting], dtype=np.int64),
-        len(every) - len(fitting),
-    )
+        size = of_gpu // steps
+    tried = range(1, min(of_gpu, most) + 1) if size is None else (size,)
+    fitting = [one for one in tried if of_gpu % one == 0]
+    taken = [of_gpu // one for one in fitting]
+    return np.array(fitting, dtype=np.int64), np.array(taken, dtype=np.int64), len(tried) - len(fitting)
 
 
-def check_batch(gpus: int, fixed: Fixed) -> None:
-    """Refuse a global batch that the GPUs, or what else is said of the batch, do not make."""
-    total, size, steps = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps
-    if total is None:
-        return
+def check_batch(base: JobSpec, fixed: Fixed) -> None:
+    """Refuse a batch that contradicts itself, or that no GPU holds: columns are exact only up to 2^63."""
+    gpus, tokens = base.mesh.world_size, base.batch.seq_len * (fixed.micro_batch_size or 1)
+    if tokens > MOST_TOKENS:
+        raise SpecError(
+            f"{tokens:,} tokens on a GPU at once are more than the {MOST_TOKENS:,} that a plan goes up to; use fewer"
+        )
+    if (fixed.global_batch_size or 1) // gpus > _MOST_OF_A_GPU or (fixed.grad_accum_steps or 1) > _MOST_OF_A_GPU:
+        raise SpecError(f"a step of more than {_MOST_OF_A_GPU:,} sequences per GPU is beyond what a plan goes up to; use fewer")
+    if fixed.global_batch_size is not None:
+        _check_product(gpus, fixed, fixed.global_batch_size)
+
+
+def _check_product(gpus: int, fixed: Fixed, total: int) -> None:
+    size, steps = fixed.micro_batch_size, fixed.grad_accum_steps
     if total % gpus:
         raise SpecError(
             f"--global-batch {total:,} sequences are not divisible by {gpus:,} GPUs; use {gpus * max(1, total // gpus):,}, say"
