@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ def part(found: StepTime, name: str) -> float:
     return next(float(one.seconds) for one in found.parts if one.name.startswith(name))
 
 
+PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 SAID = {"model": "llama-3.1-8b", "gpu": "h100", "gpus": 16, "seq_len": 4096}
 
 
@@ -36,13 +38,25 @@ def error(run: Run) -> float:
     return abs(float(predicted(run).tokens_per_s) / run.tokens_per_s - 1)
 
 
-def test_the_half_that_nothing_was_fitted_on_is_met_as_well_as_docs_say():
-    """The aim is a median of 15 %; docs/plan.md has the figures."""
-    errors = {built: [error(run) for run in runs() if (run.group in built_on()) == built] for built in (True, False)}
-    assert len(errors[True]) == 146
-    assert len(errors[False]) == 87
-    assert median(errors[True]) < 0.04
-    assert median(errors[False]) < 0.07
+def row(name: str, errors: list[float]) -> str:
+    """A row of docs/plan.md: runs, median, mean, nine of ten within, worst."""
+    ordered = sorted(errors)
+    figures = (median(ordered), sum(ordered) / len(ordered), ordered[int(0.9 * len(ordered))], ordered[-1])
+    return f"| {name} | {len(ordered)} | {' | '.join(f'{100 * figure:.1f} %' for figure in figures)} |"
+
+
+def test_the_page_has_the_errors_of_both_halves():
+    """The aim is a median of 15 % on the half that nothing was fitted on."""
+    held = [run for run in runs() if run.group not in built_on()]
+    parts = {
+        "fitted on": [run for run in runs() if run.group in built_on()],
+        "held back": held,
+        "of these on A100": [run for run in held if "a100" in run.group],
+        "of these on H100": [run for run in held if "h100" in run.group],
+    }
+    assert median(error(run) for run in held) < 0.15
+    for name, part_of_them in parts.items():
+        assert row(name, [error(run) for run in part_of_them]) in PAGE
 
 
 def test_of_two_layouts_the_quicker_one_is_told_in_nine_of_ten_pairs():
@@ -50,7 +64,8 @@ def test_of_two_layouts_the_quicker_one_is_told_in_nine_of_ten_pairs():
     rates = [(run.group, run.tokens_per_s, float(predicted(run).tokens_per_s)) for run in runs() if run.group not in built_on()]
     pairs = [(a, b) for a, b in combinations(rates, 2) if a[0] == b[0] and max(a[1], b[1]) > 1.05 * min(a[1], b[1])]
     right = [(a, b) for a, b in pairs if (a[1] > b[1]) == (a[2] > b[2])]
-    assert len(right) > 0.9 * len(pairs) > 400
+    assert len(right) > 0.9 * len(pairs)
+    assert f"in {len(right)} of {len(pairs)} pairs held back" in PAGE
 
 
 # Links
