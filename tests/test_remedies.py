@@ -11,6 +11,7 @@ import pytest
 
 from zeroplan import Estimate, JobSpec, SpecError, estimate, job
 from zeroplan.cli.app import main
+from zeroplan.engines.deepspeed import trace
 from zeroplan.remedies import Remedy, remedies
 
 MODELS = ("gpt2-xl", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-14b", "yi-34b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b",
@@ -144,10 +145,17 @@ def test_what_fits_or_names_no_gpu_needs_no_remedy():
     ],
 )
 def test_suggestions_come_at_once(asked: dict[str, object]):
+    """The quickest of three, each from nothing: other programs on the machine lengthen a process's own time too."""
     answer = estimate(job(**asked))
+    assert min(_seconds(answer) for _ in range(3)) < 0.3
+
+
+def _seconds(answer: Estimate) -> float:
+    for kept in (trace.gathered, trace.gathered_by_several, trace.trace):
+        kept.cache_clear()
     started = time.process_time()
     remedies(answer)
-    assert time.process_time() - started < 0.3
+    return time.process_time() - started
 
 
 def test_inputs_of_blocks_go_to_host_memory_where_that_is_enough():

@@ -144,6 +144,24 @@ KINDS: tuple[Callable[[_Dice], JobSpec], ...] = (
 )
 
 
+def name_of(job: JobSpec) -> str:
+    """Which of the options a job has."""
+    recipe, zero = job.recipe, job.recipe.deepspeed
+    if job.model.adapter is not None:
+        return "LoRA" if job.model.adapter.quantize == "none" else "QLoRA"
+    named = {
+        "frozen parts": job.model.frozen is not None,
+        "activation offload": recipe.offload_activations,
+        "FSDP2's CPU offload": recipe.fsdp2.cpu_offload,
+        "ZeRO-Infinity, NVMe": "nvme" in (zero.offload_optimizer, zero.offload_param),
+        "ZeRO-Offload, CPU": zero.offloads,
+        "ZeRO++, quantized gradients": zero.zero_quantized_gradients,
+        "ZeRO++, quantized weights": zero.zero_quantized_weights,
+        "ZeRO++, hierarchical partitioning": zero.zero_hpz_partition_size > 1,
+    }
+    return next((name for name, has in named.items() if has), "none of them")
+
+
 def _with(job: JobSpec, **recipe: object) -> JobSpec:
     return replace(job, recipe=replace(job.recipe, **recipe))  # type: ignore[arg-type]  # each is a field of it
 

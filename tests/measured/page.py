@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from tests.measured import peers, stored
+from tests.measured import options, peers, stored
 from tests.measured.errors import EVERY, MOST, Held, engine_of, held, share_of, what
 from tests.measured.figure import draw
 from tests.measured.formulas import FORMULAS
@@ -38,7 +38,18 @@ def write() -> None:
 
 def page(all_held: list[Held]) -> str:
     """The page, in Markdown."""
-    return "\n".join([*_top(all_held), *_by_side(all_held), *_worst(all_held), *_formulas(all_held), *_peers(), *_how()])
+    return "\n".join(
+        [
+            *_top(all_held),
+            *_by_side(all_held),
+            *_options(),
+            *_fresh(),
+            *_worst(all_held),
+            *_formulas(all_held),
+            *_peers(),
+            *_how(),
+        ]
+    )
 
 
 def _top(all_held: list[Held]) -> Iterator[str]:
@@ -82,20 +93,36 @@ def _by_side(all_held: list[Held]) -> Iterator[str]:
     for name, side in _SIDES.items():
         values = sorted({side(one.measured.job) for one in all_held}, key=_natural)
         rows = [_errors(str(value), [one for one in all_held if side(one.measured.job) == value]) for value in values]
-        head = (
-            name,
-            "jobs",
-            "median",
-            "95 in 100 within",
-            "lowest",
-            "highest",
-            f"within {MOST:.2%}",
-            "phase",
-            "kinds",
-            "traffic",
-        )
         yield f"## By {name.lower()}\n"
-        yield _table(head, rows)
+        yield _table((name, *_HEAD), rows)
+
+
+_HEAD = "jobs", "median", "95 in 100 within", "lowest", "highest", f"within {MOST:.2%}", "phase", "kinds", "traffic"
+
+
+def _options() -> Iterator[str]:
+    """The jobs with fine-tuning, offload and ZeRO++, by what they have of these."""
+    found = held(stored.records(stored.OPTIONS))
+    names = sorted({options.name_of(one.measured.job) for one in found})
+    rows = [_errors(name, [one for one in found if options.name_of(one.measured.job) == name]) for name in names]
+    yield "## Fine-tuning, offload, ZeRO++\n"
+    yield f"{len(found)} jobs drawn at random among these, as many of each kind; they are not among those above.\n"
+    yield _table(("what", *_HEAD), rows)
+    host = [abs(one.found.host.error) for one in found if one.found.host is not None]
+    yield f"Host memory per rank, of the {len(host)} that offload to it: median error {median(host):.3%}, most {max(host):.3%}.\n"
+
+
+def _fresh() -> Iterator[str]:
+    """The jobs that were drawn and run when the estimate was done."""
+    found = held(stored.records(stored.FRESH))
+    engines = sorted({engine_of(one.measured.job) for one in found})
+    rows = [_errors(name, [one for one in found if engine_of(one.measured.job) == name]) for name in engines]
+    yield "## Jobs that nobody had looked at\n"
+    yield (
+        f"{len(found)} jobs of another sample, run once the estimate was done. Their errors stand here as they came; they are not "
+        "among those above.\n"
+    )
+    yield _table(("engine", *_HEAD), [_errors("all", found), *rows])
 
 
 def _natural(value: object) -> tuple[bool, object]:

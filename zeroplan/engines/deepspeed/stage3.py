@@ -4,9 +4,10 @@ Every parameter is split on its own, each rank holding ``ceil(numel/N)`` element
 it runs. Gradients go through one bucket that is reduce-scattered in a copy of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.adapted import before_its_gradient, highest_places
@@ -81,7 +82,7 @@ from zeroplan.engines.deepspeed.stage3_offload import (
     states_on_gpu,
 )
 from zeroplan.engines.deepspeed.stage12_lines import waiting
-from zeroplan.engines.deepspeed.trace import Gathered, Note, gathered
+from zeroplan.engines.deepspeed.trace import Gathered, Note, gathered, gathered_by_several
 from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.engines.precisions import widths
@@ -206,28 +207,38 @@ def _job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> _Job:
         4 if sums_in_fp32 else width.compute,
         shares(_numels(whole), mesh.dp_shard),
         schedule(whole, recipe.deepspeed.reduce_bucket_size, leaves=True),
-        _traces(every, recipe, mesh.dp_shard)[0],
+        _trace(every, recipe, mesh.dp_shard, of=gathered),
         applies=True,
     )
 
 
-def _traces(whole: Row, recipe: RecipeSpec, n_ranks: Int) -> tuple[Gathered, ...]:
-    """What is gathered with a single micro-batch per step, and with several where it differs."""
+_Replayed: TypeAlias = Callable[..., Gathered]
+
+
+def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: _Replayed) -> Gathered:
+    """What is gathered with a single micro-batch per step, or with several."""
     options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
-    traces = gathered(whole, options, recipe.recompute, sharing_of(recipe, n_ranks), disk)
+    found = of(whole, options, recipe.recompute, sharing_of(recipe, n_ranks), disk)
     if disk:
-        refuse_few_buffers(options, max(trace.most_read for trace in traces))
-        refuse_twice(any(trace.read_twice for trace in traces))
-    return traces
+        refuse_few_buffers(options, found.most_read)
+        refuse_twice(found.read_twice)
+    return found
+
+
+def _several(job: _Job, micro: Int) -> Gathered:
+    """What is gathered with several micro-batches per step, which takes twice as long to find; the single one's for one."""
+    if isinstance(micro, int) and micro == 1:
+        return job.trace
+    return _trace(job.every, job.recipe, job.n_ranks, of=gathered_by_several)
 
 
 def _by_micro_batches(job: _Job, batch: Batch) -> tuple[_Job, ...]:
     """Return the job with the trace of a single micro-batch per step, and that of several where it differs."""
-    traces = _traces(job.every, job.recipe, job.n_ranks)
-    if len(traces) == 1:
+    several = _several(job, batch.grad_accum_steps)
+    if several is job.trace or astuple(several) == astuple(job.trace):
         return (job,)
-    several = batch.grad_accum_steps > 1
-    return job._replace(applies=batch.grad_accum_steps == 1), job._replace(trace=traces[1], applies=several)
+    more = batch.grad_accum_steps > 1
+    return job._replace(applies=batch.grad_accum_steps == 1), job._replace(trace=several, applies=more)
 
 
 @lru_cache(maxsize=256)
@@ -708,7 +719,7 @@ def _padded(sizes: Sizes, n_ranks: Int) -> Int:
 def _gathered_in_passes(job: _Job, micro: Int) -> Iterator[Collective]:
     """All-gathers of every forward and backward: weights as they are or in 8 bits, and then their scales."""
     n, one, quantized = job.n_ranks, job.trace, job.recipe.deepspeed.zero_quantized_weights
-    several = _traces(job.every, job.recipe, n)[-1]
+    several = _several(job, micro)
     what, width = ("parameters in 8 bits", 1) if quantized else ("parameters", job.element)
     for direction, single, later in (
         ("forward", one.sent_forward, several.sent_forward),

@@ -7,7 +7,7 @@ the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``run
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, permutations
 from typing import TYPE_CHECKING, NamedTuple
@@ -145,21 +145,32 @@ def gathered(
     recompute: Recompute,
     sharing: Sharing = _AS_THEY_ARE,
     on_nvme: frozenset[int] = frozenset(),
-) -> tuple[Gathered, ...]:
-    """Replay one pass of the model: with one micro-batch per step, and with several where that differs.
+) -> Gathered:
+    """Replay one pass of the model, with one micro-batch per step.
 
     Those ``on_nvme`` are gathered ahead only once they have been read.
+    """
+    return _Replay(whole, options, trace(whole, again=recompute == "full"), sharing=sharing, on_nvme=on_nvme).run()
+
+
+@lru_cache(maxsize=64)
+def gathered_by_several(
+    whole: Row,
+    options: DeepSpeedOptions,
+    recompute: Recompute,
+    sharing: Sharing = _AS_THEY_ARE,
+    on_nvme: frozenset[int] = frozenset(),
+) -> Gathered:
+    """The same with several micro-batches per step.
 
     The coordinator decides once, in the first pass with a complete trace, which parameters to release where
     (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
     step, before the first step has gathered the persistent parameters.
     """
     steps = trace(whole, again=recompute == "full")
-    single = _Replay(whole, options, steps, sharing=sharing, on_nvme=on_nvme).run()
     first = _Replay(whole, options, steps, persistent_missing=True, sharing=sharing, on_nvme=on_nvme)
     first.run()
-    several = _Replay(whole, options, steps, decided=first.decided, sharing=sharing, on_nvme=on_nvme, later=True).run()
-    return (single,) if astuple(single) == astuple(several) else (single, several)
+    return _Replay(whole, options, steps, decided=first.decided, sharing=sharing, on_nvme=on_nvme, later=True).run()
 
 
 class _Module(NamedTuple):
