@@ -13,7 +13,6 @@ import sys
 import tempfile
 import traceback
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,45 +23,18 @@ os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 import torch
 
 from tests.causal_models import causal_model
+from zeroplan.export.deepspeed import configuration
 from zeroplan.spec.base import read
-from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.blocks import Compute
 from zeroplan.verify.allocations import Timeline, mark, recorded
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+    from zeroplan.spec.recipe import RecipeSpec
+
 STEPS = 3
-
-
-def zero_optimization(recipe: RecipeSpec) -> dict[str, object]:
-    """Return the ``zero_optimization`` section that a recipe describes."""
-    options = {key: value for key, value in asdict(recipe.deepspeed).items() if not key.startswith(("offload_", *_NOT_OF_ZERO))}
-    return {"stage": recipe.zero_stage, **options}
-
-
-_NOT_OF_ZERO = ("grad_accum_dtype", "zero_init", "flatten_on_accelerator")
-"""Options that stand elsewhere; nothing is offloaded here."""
-
-
-def configuration(recipe: RecipeSpec, grad_accum_steps: int) -> dict[str, object]:
-    """Return the DeepSpeed configuration that a recipe describes."""
-    config: dict[str, object] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": grad_accum_steps,
-        "zero_optimization": zero_optimization(recipe),
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-        "gradient_clipping": 1.0 if recipe.deepspeed.compute_grad_norm else 0.0,
-    }
-    if recipe.deepspeed.grad_accum_dtype == "fp32":
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if recipe.precision == "bf16-mixed":
-        config["bf16"] = {"enabled": True}
-    if recipe.precision == "bf16":
-        config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    return config
 
 
 def optimizer(recipe: RecipeSpec, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -82,17 +54,18 @@ def join_fake_group(n_ranks: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=n_ranks, store=FakeStore())
 
 
-def engine_of(spec: ModelSpec, recipe: RecipeSpec, grad_accum_steps: int) -> DeepSpeedEngine:
+def engine_of(job: JobSpec) -> DeepSpeedEngine:
     """Return the engine around the model; the moment at which the model stands is marked."""
     import deepspeed
 
+    spec, recipe = job.model, job.recipe
     compute = Compute(4 if recipe.precision == "fp32" else 2, autocast=False, attention=recipe.attention)
     model = causal_model(spec, compute)
     if recipe.recompute == "full":
         # The random state that checkpointing keeps is host memory on a GPU machine.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
     mark("init start")
-    config = configuration(recipe, grad_accum_steps)
+    config = {**configuration(job), "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
     if recipe.zero_stage == 0 and recipe.optimizer_impl in (None, "fused"):
         deepspeed.runtime.engine.FusedAdam = torch.optim.AdamW  # so that its wrapper is taken
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer(recipe, list(model.parameters())), config=config)
@@ -119,14 +92,14 @@ def train(engine: DeepSpeedEngine, recipe: RecipeSpec, ids: torch.Tensor, steps:
 
 def measure(case: dict[str, object]) -> dict[str, object]:
     """Bytes alive: after construction, and at the peaks of the last training step."""
-    spec, recipe = read(ModelSpec, case["model"], where="case"), read(RecipeSpec, case["recipe"], where="case")
-    join_fake_group(int(case["n_ranks"]))
-    accumulate = int(case["grad_accum_steps"])
+    job = read(JobSpec, case["job"], where="case")
+    join_fake_group(job.mesh.world_size)
+    recipe, batch, accumulate = job.recipe, job.batch, job.batch.grad_accum_steps
     torch.manual_seed(0)
-    ids = torch.randint(0, spec.vocab_size, (int(case["micro_batch_size"]), int(case["seq_len"])))
+    ids = torch.randint(0, job.model.vocab_size, (batch.micro_batch_size, batch.seq_len))
     with recorded() as timeline:
         mark("start")
-        engine = engine_of(spec, recipe, accumulate)
+        engine = engine_of(job)
         mark("init end")
         train(engine, recipe, ids, STEPS, accumulate)
     return summary(timeline, accumulate, top=int(case.get("top", 0)))

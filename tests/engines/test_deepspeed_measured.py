@@ -25,6 +25,7 @@ from zeroplan.engines.deepspeed import account
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Line, Phase
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
@@ -151,6 +152,7 @@ CASES = {
         recipe(3, STREAMING | {"reduce_bucket_size": 100_000}, recompute="full"),
         n_ranks=16,
         batch=BatchSpec(seq_len=8),
+        excess=0.06,  # a layer's experts are waited for in the order of a Python set, which two runs do not share: the costliest
     ),
     "stage 3, streaming": Case(LLAMA, recipe(3, STREAMING)),
     "stage 3, streaming, few tokens": Case(LLAMA, recipe(3, STREAMING), batch=BatchSpec(seq_len=8), excess=0.02),
@@ -193,12 +195,8 @@ def _measure(names: list[str]) -> list[dict[str, Any]]:
 
 
 def _question(case: Case) -> dict[str, Any]:
-    return {
-        "model": asdict(case.model),
-        "recipe": asdict(case.recipe),
-        "n_ranks": case.n_ranks,
-        **asdict(case.batch),
-    }
+    job = JobSpec(model=case.model, recipe=case.recipe, mesh=MeshSpec(dp_shard=case.n_ranks), batch=case.batch)
+    return {"job": asdict(job)}
 
 
 def _bytes(lines: tuple[Line, ...]) -> int:
