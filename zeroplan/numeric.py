@@ -60,7 +60,10 @@ def maximum(first: Int, *others: Int) -> Int:
     """
     largest = first
     for other in others:
-        largest = _pairwise(largest, other, larger=True)
+        if isinstance(largest, int) and isinstance(other, int):
+            largest = max(largest, other)
+        else:
+            largest = _pairwise(largest, other, larger=True)
     return largest
 
 

@@ -1,8 +1,9 @@
 """What the page asks, answered as plain data by the functions that answer the command line. Nothing is kept between questions."""
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import fields
 from functools import cache
+from typing import cast
 
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
@@ -50,8 +51,8 @@ def answer_of(resolved: Resolved, command: str) -> dict[str, object]:
         "headline": headline(answer),
         "verdict": verdict_sentence(answer),
         "estimate": estimate_payload(answer, resolved.notes),
-        "stages": plain(stages(resolved.job)),
-        "timeline": plain(timeline(resolved.job)),
+        "stages": plain(stages(resolved.job, answer)),
+        "timeline": plain(timeline(resolved.job, own=answer)),
     }
 
 
@@ -68,9 +69,16 @@ def changes_of(resolved: Resolved) -> dict[str, object]:
 
 def plain(value: object) -> object:
     """A series as dicts and lists; ``dataclasses.asdict`` copies every text besides, which takes longer than the answer."""
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    return [plain(one) for one in value] if isinstance(value, (tuple, list)) else value
+    if isinstance(value, (str, int, float)) or value is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        return [plain(one) for one in value]
+    return {name: plain(getattr(value, name)) for name in _names(cast("Hashable", type(value)))}
+
+
+@cache
+def _names(series: Hashable) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(series))  # type: ignore[arg-type]  # one of the series
 
 
 def resolved_of(said: Mapping[str, str]) -> Resolved:

@@ -28,9 +28,14 @@ def numbers_partitioned(recipe: RecipeSpec, ranks: Int) -> tuple[Collective, ...
 
 
 def numbers_sharded(recipe: RecipeSpec, ranks: Int, groups: Int) -> tuple[Collective, ...]:
-    """Stage 3: a flag in fp16 alone, and a norm in fp64 of every one of ``groups`` sub-groups, wanted or not."""
+    """Stage 3: a flag in fp16 alone, and a norm of every one of ``groups`` sub-groups, wanted or not.
+
+    The norm is in fp64, and in fp32 where the host has the gradients.
+    """
     flag = _reduced(_FLAG, ranks, 1, 1, f"{_ZERO}/stage3.py, has_overflow")
-    norm = _reduced("gradient norm of a sub-group, one number", ranks, groups, 8, f"{_ZERO}/stage3.py, get_grad_norm_direct")
+    on_host = recipe.deepspeed.offload_optimizer != "none"
+    how = "complete_grad_norm_calculation_for_cpu_offload" if on_host else "get_grad_norm_direct"
+    norm = _reduced("gradient norm of a sub-group, one number", ranks, groups, 4 if on_host else 8, f"{_ZERO}/stage3.py, {how}")
     return (flag, norm) if recipe.precision == "fp16-mixed" else (norm,)
 
 

@@ -40,17 +40,19 @@ class StagesSeries:
     capacity_bytes: int | None
 
 
-def stages(job: JobSpec) -> StagesSeries:
+def stages(job: JobSpec, own: Estimate | None = None) -> StagesSeries:
     """Estimate the job under stages 0 to 3; where its engine has no such stage, under the one a PyTorch user would run.
+
+    ``own`` is the job's own estimate, where there is one already.
 
     >>> from zeroplan import job
     >>> [column.engine for column in stages(job(model="gpt2", gpus=8, stage=3, seq_len=128)).columns]
     ['DDP', 'DDP + ZeroRedundancyOptimizer', 'FSDP2, reshard_after_forward=False', 'FSDP2']
     """
-    answer = estimate(job)
+    answer = own or estimate(job)
     return StagesSeries(
         caption=caption(answer, "Memory of one GPU at its peak, by ZeRO stage", *left_behind(job)),
-        columns=tuple(_column(job, stage) for stage in STAGES),
+        columns=tuple(_column(job, stage, answer) for stage in STAGES),
         capacity_bytes=answer.capacity_bytes,
     )
 
@@ -92,10 +94,10 @@ def left_behind(job: JobSpec) -> tuple[str, ...]:
     return (f"DeepSpeed offloads {' and '.join(what for what, one in zip(only, asked, strict=True) if one)}".rstrip(","),)
 
 
-def _column(job: JobSpec, stage: Stage) -> StageColumn:
+def _column(job: JobSpec, stage: Stage, own: Estimate) -> StageColumn:
     try:
         there = at_stage(job, stage)
-        answer = estimate(there)
+        answer = own if there is job else estimate(there)
     except SpecError as error:
         engine = ENGINE_STAGES[engine_at(stage, job.recipe.engine)][stage]
         return StageColumn(stage=stage, engine=engine, refusal=str(error))

@@ -57,11 +57,14 @@ class TimelineSeries:
     measured: tuple[Measured, ...] = ()
 
 
-def timeline(job: JobSpec, record: Measurement | None = None, *, where: str = "the record") -> TimelineSeries:
+def timeline(
+    job: JobSpec, record: Measurement | None = None, *, where: str = "the record", own: Estimate | None = None
+) -> TimelineSeries:
     """The moments of a step as the estimate has them; with a record, as that run has them, and what it took.
 
     A run on other tensors than CUDA's has no library workspaces and no scratch inside kernels: they are left out then.
-    Raises :class:`~zeroplan.errors.SpecError` where the record is of another job.
+    ``own`` is the job's own estimate, where there is one already. Raises :class:`~zeroplan.errors.SpecError` where the record is
+    of another job.
 
     >>> from zeroplan import job
     >>> found = timeline(job(model="gpt2", gpus=8, stage=3, seq_len=128))
@@ -69,7 +72,7 @@ def timeline(job: JobSpec, record: Measurement | None = None, *, where: str = "t
     True
     """
     if record is None:
-        answer = estimate(job)
+        answer = own or estimate(job)
         return _series(answer, answer.moments)
     _demand_same(job, record, where)
     answer = estimate(replace(job, recipe=replace(job.recipe, kernels=record.kernels)))
