@@ -7,7 +7,7 @@ the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``run
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate, permutations
 from typing import TYPE_CHECKING, NamedTuple
@@ -161,7 +161,7 @@ def gathered_by_several(
     sharing: Sharing = _AS_THEY_ARE,
     on_nvme: frozenset[int] = frozenset(),
 ) -> Gathered:
-    """The same with several micro-batches per step.
+    """The same with several micro-batches per step: that of a single one itself where nothing differs.
 
     The coordinator decides once, in the first pass with a complete trace, which parameters to release where
     (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
@@ -169,8 +169,10 @@ def gathered_by_several(
     """
     steps = trace(whole, again=recompute == "full")
     first = _Replay(whole, options, steps, persistent_missing=True, sharing=sharing, on_nvme=on_nvme)
-    first.run()
-    return _Replay(whole, options, steps, decided=first.decided, sharing=sharing, on_nvme=on_nvme, later=True).run()
+    first.decide()
+    single = gathered(whole, options, recompute, sharing, on_nvme)
+    several = _Replay(whole, options, steps, decided=first.decided, sharing=sharing, on_nvme=on_nvme, later=True).run()
+    return single if astuple(single) == astuple(several) else several
 
 
 class _Module(NamedTuple):
@@ -499,6 +501,14 @@ class _Replay:
         self.sent: dict[str, Counter[int]] = {_FORWARD: Counter(), _BACKWARD: Counter()}
         self.calls = {_FORWARD: 0, _BACKWARD: 0}
         self.scales = {_FORWARD: 0, _BACKWARD: 0}
+
+    def decide(self) -> None:
+        """Go through all steps for what is released where, and note nothing else."""
+        turned = False
+        for at, step in enumerate(self.steps):
+            turned = turned or step.direction == _BACKWARD
+            self._fetch(at, step, turned=turned)
+            self._release(at, step)
 
     def run(self) -> Gathered:
         """Go through all steps and note what is held."""
