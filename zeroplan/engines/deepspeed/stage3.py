@@ -224,14 +224,16 @@ def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: _Replayed) -> Ga
     return found
 
 
-def _several(job: _Job) -> Gathered:
-    """What is gathered with several micro-batches per step."""
+def _several(job: _Job, micro: Int) -> Gathered:
+    """What is gathered with several micro-batches per step, which takes twice as long to find; the single one's for one."""
+    if isinstance(micro, int) and micro == 1:
+        return job.trace
     return _trace(job.every, job.recipe, job.n_ranks, of=gathered_by_several)
 
 
 def _by_micro_batches(job: _Job, batch: Batch) -> tuple[_Job, ...]:
     """Return the job with the trace of a single micro-batch per step, and that of several where it differs."""
-    several = _several(job)
+    several = _several(job, batch.grad_accum_steps)
     if several is job.trace:
         return (job,)
     more = batch.grad_accum_steps > 1
@@ -716,7 +718,7 @@ def _padded(sizes: Sizes, n_ranks: Int) -> Int:
 def _gathered_in_passes(job: _Job, micro: Int) -> Iterator[Collective]:
     """All-gathers of every forward and backward: weights as they are or in 8 bits, and then their scales."""
     n, one, quantized = job.n_ranks, job.trace, job.recipe.deepspeed.zero_quantized_weights
-    several = _several(job)
+    several = _several(job, micro)
     what, width = ("parameters in 8 bits", 1) if quantized else ("parameters", job.element)
     for direction, single, later in (
         ("forward", one.sent_forward, several.sent_forward),
