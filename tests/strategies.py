@@ -1,5 +1,7 @@
 """Random jobs: every engine and stage, every family whose activations have formulas, every choice of the recipe."""
 
+from collections.abc import Iterable
+
 from hypothesis import strategies as st
 
 from zeroplan import BatchSpec, DdpOptions, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec
@@ -88,3 +90,11 @@ def batches(draw: st.DrawFn) -> BatchSpec:
         seq_len=draw(st.integers(1, 1024)),
         grad_accum_steps=draw(st.integers(1, 4)),
     )
+
+
+def highest(moments: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The highest moment of each name: a grid has that of one micro-batch and that of several, of which one holds."""
+    found: dict[str, int] = {}
+    for name, total in moments:
+        found[name] = max(total, found.get(name, 0))
+    return found

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
-from tests.strategies import batches, models, recipes
+from tests.strategies import batches, highest, models, recipes
 from zeroplan import JobSpec, MeshSpec, ModelSpec, RecipeSpec, estimate
 from zeroplan.errors import SpecError
 from zeroplan.estimator import engine_module
@@ -102,6 +102,7 @@ def test_a_grid_of_adapted_jobs_is_its_points(engine: str, data: st.DataObject):
     ranks, one = np.array([n for n, _ in points], dtype=np.int64), np.ones(len(points), dtype=np.int64)
     columns = {name: np.array([getattr(batch, name) for _, batch in points], dtype=np.int64) for name in names}
     grid = account(model, recipe, Column(dp_shard=ranks, dp_replicate=one, tp=1), Column(**columns))
-    for at, moment in enumerate(grid.moments):
-        column = np.broadcast_to(moment.total_bytes, len(points)).tolist()
-        assert column == [point.moments[at].total_bytes for point in each], moment.name
+    totals = [(moment.name, np.broadcast_to(moment.total_bytes, len(points))) for moment in grid.moments]
+    for at, point in enumerate(each):
+        found = highest((name, int(column[at])) for name, column in totals)
+        assert found == highest((moment.name, int(moment.total_bytes)) for moment in point.moments)

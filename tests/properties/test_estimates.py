@@ -1,6 +1,5 @@
 """What holds for every job: lines sum, grids are their points, formulas say what is computed, more never costs less."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.formulas import WITHOUT_FORMULA, assert_symbols_mean_one_thing, evaluate
-from tests.strategies import batches, jobs, models, recipes
+from tests.strategies import batches, highest, jobs, models, recipes
 from zeroplan import JobSpec, Kind, MeshSpec, estimate
 from zeroplan.errors import SpecError
 from zeroplan.estimator import engine_module
@@ -108,20 +107,12 @@ def test_a_grid_is_its_points(engine: str, data: st.DataObject):
     grid = engine_module(engine).account(model, recipe, mesh, batch)
     totals = [(moment.name, np.broadcast_to(moment.total_bytes, len(points))) for moment in grid.moments]
     for at, account in enumerate(accounts):
-        assert _highest((name, int(column[at])) for name, column in totals) == _highest(
+        assert highest((name, int(column[at])) for name, column in totals) == highest(
             (moment.name, int(moment.total_bytes)) for moment in account.moments
         )
     for at, call in enumerate(grid.collectives):
         column = np.broadcast_to(call.sent_bytes, len(points)).tolist()
         assert column == [account.collectives[at].sent_bytes for account in accounts], call.what
-
-
-def _highest(moments: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The moments in order, one per name: a grid has that of one micro-batch and that of several, of which one holds."""
-    highest: dict[str, int] = {}
-    for name, total in moments:
-        highest[name] = max(total, highest.get(name, 0))
-    return highest
 
 
 @thorough
