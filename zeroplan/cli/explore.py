@@ -1,15 +1,16 @@
 """``zeroplan explore``: a local page to move a job's numbers and watch."""
 
 import os
-import socket
-import webbrowser
 from importlib.util import find_spec
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroplan.cli.verify import say
 from zeroplan.errors import MeasurementError, SpecError
+
+if TYPE_CHECKING:
+    import socket
 
 HOST, PORT = "127.0.0.1", 8642
 
@@ -29,6 +30,8 @@ def explore_command(
     address = f"http://{HOST}:{listening.getsockname()[1]}/"
     say(f"{address} (Ctrl-C ends it)")
     if browser:
+        import webbrowser  # noqa: PLC0415  start-up is part of every command's time
+
         webbrowser.open(address)
     _serve(listening)
 
@@ -39,7 +42,9 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _listening(port: int) -> socket.socket:
+def _listening(port: int) -> "socket.socket":
+    import socket  # noqa: PLC0415  start-up is part of every command's time
+
     # Named as TCP's, or asyncio would not send small answers at once, and each would wait 40 ms for the reader's receipt.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
@@ -52,7 +57,7 @@ def _listening(port: int) -> socket.socket:
     return listening
 
 
-def _serve(listening: socket.socket) -> None:
+def _serve(listening: "socket.socket") -> None:
     import uvicorn  # noqa: PLC0415  only this command needs it
 
     from zeroplan.explore.server import LONGEST_QUERY, explore_app  # noqa: PLC0415
