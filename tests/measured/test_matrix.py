@@ -96,7 +96,11 @@ class Columns(NamedTuple):
     tp: int = 1
 
 
-@pytest.mark.parametrize("job", drawn.drawn(600)[::10], ids=what)
+#: Every tenth, and two whose column has batches on both sides of a mask, where blocks are of two kinds.
+_IN_COLUMNS = [*drawn.drawn(600)[::10], drawn.drawn(600)[376], drawn.drawn(600)[383]]
+
+
+@pytest.mark.parametrize("job", _IN_COLUMNS, ids=what)
 def test_a_column_is_its_jobs(job: JobSpec):
     """Of real models, as tests/properties has it of small ones; another number of ranks and another batch beside the job's."""
     mesh, batch, account = job.mesh, job.batch, engine_module(job.recipe.engine).account

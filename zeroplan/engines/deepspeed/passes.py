@@ -316,8 +316,10 @@ def _running_now(these: Passes, block: int, made: int) -> Running:
     if block >= these.n_blocks:
         return Running(total_bytes(_left_of_head(these, with_norm=made != these.table)), these.head.hidden_bytes)
     run = _run_of(these, block)
-    index = _point_after(run, made)
-    return (run.settled if made == run.block.points[index].gradients else run.between)[index]
+    points = run.block.points
+    return _highest([
+        (run.settled if made == points[at].gradients else run.between)[at] for at in _points_after(run, made)
+    ])  # fmt: skip
 
 
 def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
@@ -349,8 +351,8 @@ def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, 
     if not 0 <= block < counts[-1][0]:
         return (block,)
     run, gradients = next((at, points) for at, (end, points) in enumerate(counts) if block < end)
-    point = next((at for at, count in enumerate(gradients) if made <= count), len(gradients) - 1)
-    return run, point, made == gradients[point]
+    points = _first_after(gradients, made)
+    return run, *points, *(made == gradients[point] for point in points)
 
 
 def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
@@ -362,7 +364,7 @@ def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
     if block >= these.n_blocks:
         return _sum_of(_left_of_head(these, with_norm=made != these.table)), _FLOW
     run = _run_of(these, block)
-    index = _point_after(run, made)
+    index = _points_after(run, made)[0]
     point = run.block.points[index]
     alive = _settled(run.block, index, _flow(these.head)) if made == point.gradients else _between(run.block, index)
     lines = (*checkpoint_beside(these, run), *alive)
@@ -377,10 +379,25 @@ def _run_of(these: Passes, block: int) -> RunPass:
     return next(run for run in these.runs if block < run.first + run.n_blocks)
 
 
-def _point_after(run: RunPass, made: int) -> int:
+def _points_after(run: RunPass, made: int) -> tuple[int, ...]:
     """Index of the first point of a block that comes after so many gradients; the last where none does."""
-    points = run.block.points
-    return next((index for index, point in enumerate(points) if made <= point.gradients), len(points) - 1)
+    return _first_after(tuple([point.gradients for point in run.block.points]), made)
+
+
+@lru_cache(maxsize=4096)
+def _first_after(gradients: tuple[int, ...], made: int) -> tuple[int, ...]:
+    """That index, one for each kind of block (:func:`_kinds`)."""
+    return tuple(next((at for at in kind if made <= gradients[at]), kind[-1]) for kind in _kinds(gradients))
+
+
+@lru_cache(maxsize=256)
+def _kinds(gradients: tuple[int, ...]) -> tuple[range, ...]:
+    """Which points are of one kind of block: a column of batches may have two, with and without a mask.
+
+    Their points follow each other, and where a batch is of one kind the lines of the other are nothing.
+    """
+    starts = [at for at in range(len(gradients)) if not at or gradients[at] < gradients[at - 1]]
+    return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], len(gradients)], strict=True))
 
 
 def _handed_anywhere(these: Passes, block: Int, made: Int) -> Running:
@@ -414,13 +431,25 @@ def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
 
 def _at_point(run: RunPass, made: Int) -> Running:
     """Return the activations at the first point of a block that comes after so many gradients."""
+    kinds = _kinds(tuple([point.gradients for point in run.block.points]))
+    return _highest([_at_point_of(run, kind, made) for kind in kinds])
+
+
+def _at_point_of(run: RunPass, kind: range, made: Int) -> Running:
     found = Running(0, 0)
-    last = True
-    for point, settled, between in zip(reversed(run.block.points), reversed(run.settled), reversed(run.between), strict=True):
-        here = _either(made == point.gradients, settled, between)
-        found = here if last else _either(made <= point.gradients, here, found)
-        last = False
+    for at in reversed(kind):
+        gradients = run.block.points[at].gradients
+        here = _either(made == gradients, run.settled[at], run.between[at])
+        found = here if at == kind[-1] else _either(made <= gradients, here, found)
     return found
+
+
+def _highest(found: list[Running]) -> Running:
+    """What is there, of kinds of blocks of which all but one are nothing but what all have."""
+    first, *others = found
+    for other in others:
+        first = Running(maximum(first.activations, other.activations), maximum(first.gradients, other.gradients))
+    return first
 
 
 def _either(condition: Bool, yes: Running, no: Running) -> Running:
