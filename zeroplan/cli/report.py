@@ -39,6 +39,6 @@ def _command() -> str:
     for word in words:
         if word in ("--out", "-o"):
             next(words, None)
-        elif word != "--force" and not word.startswith("--out="):
+        elif word != "--force" and not word.startswith(("--out=", "-o")):
             kept.append(word)
     return shlex.join(["zeroplan", "estimate", *kept])

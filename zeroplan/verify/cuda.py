@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
-from torch import nn
 
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
@@ -153,9 +152,6 @@ class OnGpu(Profiled):
         """Note whose memory stands at these addresses now, where anybody is watching."""
         if self._watching:
             super().claim(kind, tensors)
-
-    def name_modules(self, root: nn.Module) -> None:
-        """Leave modules alone: operators say enough."""
 
     def with_counts(self, watched: tuple[StepMeasured, ...]) -> tuple[StepMeasured, ...]:
         """The watched steps and the unwatched ones, by the allocator's own counts; kinds are those of the step that has some."""
