@@ -189,9 +189,10 @@ def _at_stage(recipe: RecipeSpec, stage: Stage) -> _Candidate:
 
 def _arranged(job: JobSpec, *, gpus: int, replicas: int) -> JobSpec:
     """The job on so many GPUs in so many replicas, as the command line arranges them."""
-    if gpus % (replicas * job.mesh.tp):
-        raise SpecError(f"{gpus} GPUs are not divisible by {replicas} replicas of {job.mesh.tp} tensor-parallel ranks")
-    return replace(job, mesh=replace(job.mesh, dp_replicate=replicas, dp_shard=gpus // (replicas * job.mesh.tp)))
+    each = replicas * job.mesh.model_ranks
+    if gpus % each:
+        raise SpecError(f"{gpus} GPUs are not divisible by {replicas} replicas on {job.mesh.model_ranks} ranks each")
+    return replace(job, mesh=replace(job.mesh, dp_replicate=replicas, dp_shard=gpus // each))
 
 
 def _fewer_replicas(job: JobSpec) -> Iterator[_Candidate]:

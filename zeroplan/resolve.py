@@ -75,6 +75,9 @@ class Request(Spec):
     gpus_per_node: Count | None = None
     replicas: Degree | None = None
     tensor_parallel: Degree | None = None
+    context_parallel: Degree | None = None
+    pipeline_parallel: Degree | None = None
+    expert_parallel: Degree | None = None
     stage: Stage | None = None
     engine: Engine | None = None
     precision: Precision | None = None
@@ -125,6 +128,9 @@ def request_of(complete: JobSpec) -> Request:
         gpus_per_node=complete.cluster.gpus_per_node,
         replicas=mesh.dp_replicate,
         tensor_parallel=mesh.tp,
+        context_parallel=mesh.cp,
+        pipeline_parallel=mesh.pp,
+        expert_parallel=mesh.ep,
         stage=recipe.zero_stage,
         engine=recipe.engine,
         precision=recipe.precision,
@@ -392,11 +398,18 @@ def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec) -> RecipeSpec:
 
 
 def _mesh(request: Request, gpus: int) -> MeshSpec:
-    replicas, tp = request.replicas or 1, request.tensor_parallel or 1
-    if gpus % (replicas * tp):
-        flag = f"--replicas {replicas}" if tp == 1 else f"--replicas {replicas} x --tensor-parallel {tp}"
-        raise SpecError(f"--gpus {gpus} is not divisible by {flag}; every replica has the same number of GPUs")
-    return MeshSpec(dp_replicate=replicas, dp_shard=gpus // (replicas * tp), tp=tp)
+    ways = {
+        "--replicas": request.replicas or 1,
+        "--tensor-parallel": request.tensor_parallel or 1,
+        "--context-parallel": request.context_parallel or 1,
+        "--pipeline-parallel": request.pipeline_parallel or 1,
+    }
+    together = math.prod(ways.values())
+    if gpus % together:
+        said = " x ".join(f"{flag} {number}" for flag, number in ways.items() if number > 1)
+        raise SpecError(f"--gpus {gpus} is not divisible by {said}; every replica has the same number of GPUs")
+    replicas, tp, cp, pp = ways.values()
+    return MeshSpec(dp_replicate=replicas, dp_shard=gpus // together, tp=tp, cp=cp, pp=pp, ep=request.expert_parallel or 1)
 
 
 def _recipe(request: Request, stage: Stage) -> RecipeSpec:

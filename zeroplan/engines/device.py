@@ -68,13 +68,13 @@ def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
 def outside(mesh: MeshSpec) -> tuple[Outside, ...]:
     """What the card gives outside the caching allocator: the context, and a communicator per process group. [bytes]
 
-    One group for the shards, one more for replicas, one more for tensor parallelism; none with a single rank. The figures are
-    third-party reports; ``zeroplan`` has no measurement of its own behind them yet.
+    One group for the shards, one more for replicas, one for each way of splitting the model; none with a single rank. The
+    figures are third-party reports; ``zeroplan`` has no measurement of its own behind them yet.
 
     >>> [len(outside(MeshSpec(dp_shard=ranks))) for ranks in (1, 8)]
     [1, 2]
     """
-    groups = sum(degree > 1 for degree in (mesh.dp_shard, mesh.dp_replicate, mesh.tp))
+    groups = sum(degree > 1 for degree in (mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep))
     if not groups:
         return (_CONTEXT,)
     band = Band(*(groups * n_bytes for n_bytes in _COMMUNICATOR.band))

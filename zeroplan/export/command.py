@@ -46,6 +46,10 @@ def _cluster(job: JobSpec) -> Iterator[str]:
     for flag, value, default in (
         ("gpus-per-node", job.cluster.gpus_per_node, None),
         ("replicas", job.mesh.dp_replicate, 1),
+        ("tensor-parallel", job.mesh.tp, 1),
+        ("context-parallel", job.mesh.cp, 1),
+        ("pipeline-parallel", job.mesh.pp, 1),
+        ("expert-parallel", job.mesh.ep, 1),
     ):
         if value != default:
             yield from (f"--{flag}", str(value))

@@ -59,6 +59,13 @@ def _refuse(request: Request, question: Question) -> None:
         raise SpecError("--min-gpus, --max-seq, --max-batch and --objective cost are four questions; ask one at a time")
     for flag, said, instead in (
         ("--tensor-parallel", (request.tensor_parallel or 1) > 1, "tensor parallelism is not part of a plan yet; leave it out"),
+        (
+            "--context-parallel",
+            (request.context_parallel or 1) > 1,
+            "context parallelism is not part of a plan yet; leave it out",
+        ),
+        ("--pipeline-parallel", (request.pipeline_parallel or 1) > 1, "pipelines are not part of a plan yet; leave it out"),
+        ("--expert-parallel", (request.expert_parallel or 1) > 1, "expert parallelism is not part of a plan yet; leave it out"),
         ("--engine paper", request.engine == "paper", "nobody runs the paper; use ddp, fsdp2 or deepspeed"),
         ("--deepspeed-config", request.deepspeed_config is not None, "it decides already; ask `zeroplan estimate`"),
         ("--min-gpus", question.min_gpus and request.gpus is not None, "it looks for --gpus; leave one of them out"),

@@ -68,6 +68,9 @@ class Grid(NamedTuple):
     seq_len: Column | int
     grad_accum_steps: Column
     tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
 
     @property
     def layouts(self) -> int:

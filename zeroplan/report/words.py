@@ -56,12 +56,12 @@ def sequences(batch: BatchSpec) -> str:
 
 
 def mesh_line(mesh: MeshSpec) -> str:
-    """Replicas, shards and tensor-parallel ranks, where there is more than shards."""
-    if mesh.dp_replicate == 1 and mesh.tp == 1:
+    """Replicas, shards and ranks that split the model, where there is more than shards."""
+    if mesh.dp_replicate * mesh.model_ranks * mesh.ep == 1:
         return ""
-    replicas, shards, split = (plural(mesh.dp_replicate, "replica"), plural(mesh.dp_shard, "shard"),
-                               plural(mesh.tp, "tensor-parallel rank"))  # fmt: skip
-    return f"{replicas} x {shards} x {split}"
+    ways = ((mesh.tp, "tensor"), (mesh.cp, "context"), (mesh.pp, "pipeline"), (mesh.ep, "expert"))
+    split = (plural(number, f"{what}-parallel rank") for number, what in ways if number > 1)
+    return " x ".join((plural(mesh.dp_replicate, "replica"), plural(mesh.dp_shard, "shard"), *split))
 
 
 def job_lines(answer: Estimate) -> Iterator[str]:

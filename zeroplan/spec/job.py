@@ -77,10 +77,18 @@ class JobSpec(Spec):
             self._check_frozen()
         if self.recipe.offload_activations:
             self._check_offloaded_activations()
-        if self.mesh.tp > 1 and engine != "paper":
+        self._check_model_ranks()
+
+    def _check_model_ranks(self) -> None:
+        """Refuse ways of splitting the model that the engine does not have, or that are not modelled."""
+        engine, mesh = self.recipe.engine, self.mesh
+        if mesh.tp > 1 and engine != "paper":
             raise SpecError(
-                f"tp={self.mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
+                f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
             )
+        for degree, ways in (("cp", mesh.cp), ("pp", mesh.pp), ("ep", mesh.ep)):
+            if ways > 1:
+                raise SpecError(f"{degree}={ways} with engine {engine!r} is not modelled; leave it out")
 
     def _check_what_a_profile_tells(self) -> None:
         """Refuse what the trace of a module with its own loss says nothing of."""

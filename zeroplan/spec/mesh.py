@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from zeroplan.errors import SpecError
 from zeroplan.numeric import Int
 from zeroplan.spec.base import Degree, Spec
 
@@ -22,7 +23,22 @@ class Mesh(Protocol):
 
     @property
     def tp(self) -> Int:
-        """Tensor-parallel ranks."""
+        """Tensor-parallel ranks, which split matrices (and with sequence parallelism what lies between them)."""
+        ...
+
+    @property
+    def cp(self) -> Int:
+        """Context-parallel ranks, which split a sequence; what is sharded over ``dp_shard`` is sharded over them, too."""
+        ...
+
+    @property
+    def pp(self) -> Int:
+        """Pipeline-parallel ranks, which split the layers."""
+        ...
+
+    @property
+    def ep(self) -> Int:
+        """Expert-parallel ranks, which split the experts: no ranks of their own, but a part of ``dp_shard · cp · tp``."""
         ...
 
 
@@ -33,8 +49,25 @@ class MeshSpec(Spec):
     dp_replicate: Degree = 1
     dp_shard: Degree = 1
     tp: Degree = 1
+    cp: Degree = 1
+    pp: Degree = 1
+    ep: Degree = 1
+
+    def check_rules(self) -> None:
+        """Refuse experts on ranks that are not there."""
+        among = self.dp_shard * self.cp * self.tp
+        if among % self.ep:
+            raise SpecError(
+                f"ep={self.ep} does not divide the {among} ranks of dp_shard={self.dp_shard} x cp={self.cp} x tp={self.tp}; "
+                "use a factor of them"
+            )
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on one and the same sequence: ``tp · cp · pp``."""
+        return self.tp * self.cp * self.pp
 
     @property
     def world_size(self) -> int:
         """All ranks."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.dp_replicate * self.dp_shard * self.model_ranks

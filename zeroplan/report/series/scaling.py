@@ -99,7 +99,7 @@ def _line(job: JobSpec, stage: Stage) -> ScalingLine:
 
 def _multiples(job: JobSpec) -> list[int]:
     """Shards: powers of two, up to some times what the job has."""
-    unit = job.mesh.dp_replicate * job.mesh.tp
+    unit = job.mesh.dp_replicate * job.mesh.model_ranks
     most = max(min(MOST_GPUS, max(_LEAST_SPAN, 4 * job.mesh.world_size)), job.mesh.world_size)
     return [1 << power for power in range(max(most // unit, 1).bit_length())]
 
@@ -119,7 +119,7 @@ def _fits_from(job: JobSpec, stage: Stage, found: list[Point]) -> Point | None:
     at = next((at for at, point in enumerate(found) if _fits(point)), None)
     if at is None:
         return None
-    unit = job.mesh.dp_replicate * job.mesh.tp
+    unit = job.mesh.dp_replicate * job.mesh.model_ranks
     best, beyond = found[at], found[at - 1].gpus // unit if at else 0
     while best.gpus // unit - beyond > 1 and at:
         middle = (best.gpus // unit + beyond) // 2

@@ -6,7 +6,6 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, Verdict, estimate
 from zeroplan.report.series.parts import Caption, Part, caption, engine_words, parts
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec, engine_at
-from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, Stage
 
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
@@ -67,7 +66,7 @@ def at_stage(job: JobSpec, stage: Stage) -> JobSpec:
         return job
     engine = engine_at(stage, recipe.engine)
     if engine not in _WITH_REPLICAS:
-        mesh = MeshSpec(dp_shard=mesh.dp_replicate * mesh.dp_shard, tp=mesh.tp)
+        mesh = replace(mesh, dp_replicate=1, dp_shard=mesh.dp_replicate * mesh.dp_shard)
     fsdp2 = replace(recipe.fsdp2, reshard_after_forward=None)  # which is what tells FSDP2's two stages apart
     options = _offered(recipe.deepspeed, stage)
     return replace(job, mesh=mesh, recipe=replace(recipe, engine=engine, zero_stage=stage, fsdp2=fsdp2, deepspeed=options))
