@@ -12,6 +12,15 @@ _OWN_POOL = {Kind.GATHER: "gather", Kind.REDUCE: "reduce"}
 _POOLS_OF: dict[str, dict[Kind, str]] = {"fsdp2": {Kind.GATHER: "gather", Kind.GRADIENTS: "reduce"}}
 
 
+def pool_of(kind: Kind, engine: str) -> str:
+    """The allocator's pool in which an engine has a kind: that of the stream which it allocates it on.
+
+    >>> pool_of(Kind.GATHER, "fsdp2"), pool_of(Kind.PARAMETERS, "fsdp2")
+    ('gather', 'compute')
+    """
+    return _POOLS_OF.get(engine, _OWN_POOL).get(kind, "compute")
+
+
 def peak(moments: tuple[Moment, ...]) -> Moment:
     """Return the moment that decides whether the job fits; the earliest of equals. Totals must be ints, not columns.
 
@@ -33,7 +42,6 @@ def reserved(moments: tuple[Moment, ...], *, engine: str = "") -> Band:
 
     Leaves out fragmentation inside a kind. Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (``BlockPool`` per stream).
     """
-    own_pool = _POOLS_OF.get(engine, _OWN_POOL)
     by_kind: dict[Kind, Int] = {}
     by_pool: dict[str, Int] = {}
     largest: Int = 0
@@ -45,7 +53,7 @@ def reserved(moments: tuple[Moment, ...], *, engine: str = "") -> Band:
             kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0) + kinds.pop(Kind.ACTIVATION_GRADIENTS)
         for kind, n_bytes in kinds.items():
             by_kind[kind] = maximum(by_kind.get(kind, 0), n_bytes)
-            pool = own_pool.get(kind, "compute")
+            pool = pool_of(kind, engine)
             pools[pool] = pools.get(pool, 0) + n_bytes
             total = total + n_bytes
         for pool, n_bytes in pools.items():

@@ -50,11 +50,11 @@ def field(found: Sequence[Found]) -> Field:
 
 def _tokens(one: Found) -> NDArray[np.float64]:
     grid = one.grid
-    return np.asarray(1.0 * grid.micro_batch_size * grid.grad_accum_steps * grid.seq_len, dtype=np.float64)
+    return grid.times(1.0 * grid.micro_batch_size * grid.grad_accum_steps * grid.seq_len)
 
 
 def _complexities(one: Found) -> Column:
-    return complexity(one.recipe) + 2 * len(ENGINES) * (one.grid.dp_replicate > 1)
+    return one.grid.row(complexity(one.recipe) + 2 * len(ENGINES) * (one.grid.dp_replicate > 1))
 
 
 def complexity(recipe: RecipeSpec) -> int:

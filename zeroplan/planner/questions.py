@@ -11,7 +11,7 @@ from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid, evaluated
-from zeroplan.planner.space import MOST_TOKENS, Column, Fixed, Grid, structures
+from zeroplan.planner.space import MOST_TOKENS, Column, Fixed, grid_of, structures
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 
@@ -109,12 +109,12 @@ def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: 
     gpus, gpu = base.mesh.world_size, base.cluster.gpu
     room = 0 if gpu is None else int(gpu.memory_bytes.value)
     ones = np.ones(len(values), dtype=np.int64)
-    grid = Grid(
-        ones,
-        gpus * ones,
-        ones if tokens else values,
-        values if tokens else base.batch.seq_len,
-        ones * (fixed.grad_accum_steps or 1),
+    grid = grid_of(
+        np.ones(1, dtype=np.int64),
+        gpus,
+        micro_batch_size=ones if tokens else values,
+        grad_accum_steps=ones * (fixed.grad_accum_steps or 1),
+        seq_len=values if tokens else base.batch.seq_len,
     )
     most = 0
     for recipe in structures(base, fixed, offload=False):

@@ -12,15 +12,15 @@ from zeroplan.engines.device import outside, total_band, workspace_line
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.estimator import engine_module, flattened_through_the_host, flattens_on_the_gpu
-from zeroplan.ledger import Moment, Phase, peak_bytes
-from zeroplan.numeric import Int, for_each_value
+from zeroplan.ledger import Moment, Phase
+from zeroplan.numeric import for_each_value
+from zeroplan.planner.columns import highest
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import Column, Fixed, Grid, numbers, structures
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime import step_time
-from zeroplan.timeline import reserved
 from zeroplan.transformer.params import parameter_count
 
 
@@ -91,7 +91,7 @@ def _of_structure(
     grid, indivisible = numbers(recipe, base, fixed)
     tally.cut(Rule.DIVISIBILITY, indivisible)
     fitting = _resharded(recipe, grid)
-    tally.cut(Rule.RESHARDING, grid.layouts - int(fitting.sum()))
+    tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
     grid = grid.only(fitting)
     if not whatever_weighs and _weights_alone_are_too_large(base, recipe):
         tally.cut(Rule.WEIGHTS, grid.layouts)
@@ -115,7 +115,7 @@ def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
     """Whether ``reshard_after_forward`` as a number makes sense: a true factor of the ranks that shard."""
     ways = recipe.fsdp2.reshard_after_forward
     if recipe.engine != "fsdp2" or ways is None or isinstance(ways, bool):
-        return np.ones(grid.layouts, dtype=np.bool_)
+        return np.ones_like(grid.dp_shard, dtype=np.bool_)
     return np.asarray((grid.dp_shard % ways == 0) & (grid.dp_shard > ways), dtype=np.bool_)
 
 
@@ -125,12 +125,13 @@ def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | Non
     card = outside_column(grid)
     account = _account(base, recipe, grid, card)
     moments = tuple(Moment(name, phase, (*lines, workspace_line(base.cluster.gpu))) for name, phase, lines in account.moments)
-    least = _column(peak_bytes(moments), grid) + card
+    peak, held = highest(moments, engine=recipe.engine)
+    least = grid.row(peak + card)
     room = 0 if base.cluster.gpu is None else int(base.cluster.gpu.memory_bytes.value)
     # Where nothing fits, nobody asks how comfortably.
-    comfortable = _column(reserved(moments, engine=recipe.engine).expected_bytes, grid) + card if least.min() <= room else least
+    comfortable = grid.row(held + card) if least.min() <= room else least
     time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
-    return Found(recipe, grid, least, comfortable, _times(time.seconds, grid))
+    return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
 
 
 def _checked(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> None:
@@ -140,15 +141,7 @@ def _checked(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> None:
 
 def job_at(base: JobSpec, recipe: RecipeSpec, grid: Grid, at: int) -> JobSpec:
     """One layout as a job."""
-    seq_len = grid.seq_len if isinstance(grid.seq_len, int) else int(grid.seq_len[at])
-    mesh = MeshSpec(dp_replicate=int(grid.dp_replicate[at]), dp_shard=int(grid.dp_shard[at]))
-    batch = replace(
-        base.batch,
-        micro_batch_size=int(grid.micro_batch_size[at]),
-        grad_accum_steps=int(grid.grad_accum_steps[at]),
-        seq_len=seq_len,
-    )
-    return replace(base, recipe=recipe, mesh=mesh, batch=batch)
+    return replace(base, recipe=recipe, mesh=grid.mesh_at(at), batch=grid.batch_at(at, base.batch))
 
 
 def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Account:
@@ -157,25 +150,18 @@ def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Acc
     account = engine.account(base.model, recipe, grid, grid)
     if gpu is None or not flattens_on_the_gpu(recipe):
         return account
-    built = [_column(moment.total_bytes, grid) + card for moment in account.moments if moment.phase is Phase.INIT]
+    built = (moment.total_bytes + card for moment in account.moments if moment.phase is Phase.INIT)
     if all(int(sizes.max()) <= gpu.memory_bytes.value for sizes in built):
         return account
     return engine.account(base.model, flattened_through_the_host(recipe), grid, grid)
 
 
 def outside_column(grid: Grid) -> Column:
-    """Context and communicators, expected. [bytes]"""
-    gpus = int(grid.dp_replicate[0] * grid.dp_shard[0])
+    """Context and communicators, expected. [bytes] They depend on whether there are replicas and shards, not on how many."""
 
-    def taken(replicas: int) -> int:
-        return int(total_band(outside(MeshSpec(dp_replicate=replicas, dp_shard=gpus // replicas))).expected_bytes)
+    def taken(several: int) -> int:
+        mesh = MeshSpec(dp_replicate=1 + several // 2, dp_shard=1 + several % 2)
+        return int(total_band(outside(mesh)).expected_bytes)
 
-    return _column(for_each_value(taken, grid.dp_replicate), grid)
-
-
-def _column(value: Int, grid: Grid) -> Column:
-    return np.broadcast_to(np.asarray(value, dtype=np.int64), (grid.layouts,))
-
-
-def _times(value: object, grid: Grid) -> NDArray[np.float64]:
-    return np.broadcast_to(np.asarray(value, dtype=np.float64), (grid.layouts,))
+    several = 2 * np.minimum(grid.dp_replicate - 1, 1) + np.minimum(grid.dp_shard - 1, 1)
+    return np.asarray(for_each_value(taken, several))

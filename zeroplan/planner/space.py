@@ -12,8 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.errors import SpecError
+from zeroplan.numeric import Float, Int
 from zeroplan.spec.base import Count, Spec
+from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import (
     DdpOptions,
     DeepSpeedOptions,
@@ -60,7 +63,11 @@ class Fixed(Spec):
 
 
 class Grid(NamedTuple):
-    """The numbers of all layouts of one structure, a column each, under the names that formulas ask for."""
+    """The numbers of all layouts of one structure, under the names that formulas ask for.
+
+    Every arrangement of the GPUs meets every batch. Arrangements stand one below the other and batches side by side, so that a
+    formula that asks for one of the two is worked out once for each and not for each pair.
+    """
 
     dp_replicate: Column
     dp_shard: Column
@@ -73,15 +80,51 @@ class Grid(NamedTuple):
     ep: int = 1
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Arrangements of the GPUs, and batches."""
+        return self.dp_replicate.shape[0], self.micro_batch_size.shape[1]
+
+    @property
     def layouts(self) -> int:
         """How many there are."""
-        return len(self.dp_replicate)
+        arrangements, batches = self.shape
+        return arrangements * batches
+
+    def row(self, value: Int) -> Column:
+        """Stand a figure of each layout in one row; one that all share, or all of an arrangement or batch, as often as it holds."""
+        return np.broadcast_to(np.asarray(value, dtype=np.int64), self.shape).reshape(-1)
+
+    def times(self, value: Float) -> NDArray[np.float64]:
+        """The same for a time or a rate."""
+        return np.broadcast_to(np.asarray(value, dtype=np.float64), self.shape).reshape(-1)
 
     def only(self, kept: NDArray[np.bool_]) -> "Grid":
-        """Those that are kept."""
-        columns = (self.dp_replicate, self.dp_shard, self.micro_batch_size, self.grad_accum_steps)
-        replicas, shards, sequences, steps = (column[kept] for column in columns)
-        return Grid(replicas, shards, sequences, self.seq_len if isinstance(self.seq_len, int) else self.seq_len[kept], steps)
+        """The arrangements that are kept, one answer below the other."""
+        return self._replace(dp_replicate=self.dp_replicate[kept[:, 0]], dp_shard=self.dp_shard[kept[:, 0]])
+
+    def mesh_at(self, at: int) -> MeshSpec:
+        """How the GPUs are arranged in one layout."""
+        row = at // self.shape[1]
+        return MeshSpec(dp_replicate=int(self.dp_replicate[row, 0]), dp_shard=int(self.dp_shard[row, 0]))
+
+    def batch_at(self, at: int, base: BatchSpec) -> BatchSpec:
+        """The batch of one layout; ``base`` says what is no number of the grid."""
+        column = at % self.shape[1]
+        return replace(
+            base,
+            micro_batch_size=int(self.micro_batch_size[0, column]),
+            grad_accum_steps=int(self.grad_accum_steps[0, column]),
+            seq_len=self.seq_len if isinstance(self.seq_len, int) else int(self.seq_len[0, column]),
+        )
+
+
+def grid_of(
+    replicas: Column, gpus: int, *, micro_batch_size: Column, grad_accum_steps: Column, seq_len: Column | int
+) -> Grid:  # fmt: skip
+    """Every one of so many replicas with every batch; a sequence length for each batch, or one for all."""
+    over = replicas[:, None]
+    length = seq_len if isinstance(seq_len, int) else seq_len[None, :]
+    return Grid(over, gpus // over, micro_batch_size[None, :], length, grad_accum_steps[None, :])
 
 
 def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[RecipeSpec]:
@@ -174,9 +217,7 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Numbers:
     gpus = base.mesh.world_size
     replicas = _replicas(recipe, gpus, fixed)
     sequences, steps, indivisible = _batches(base, fixed)
-    each = len(sequences)
-    over = np.repeat(replicas, each)
-    grid = Grid(over, gpus // over, np.tile(sequences, len(replicas)), base.batch.seq_len, np.tile(steps, len(replicas)))
+    grid = grid_of(replicas, gpus, micro_batch_size=sequences, grad_accum_steps=steps, seq_len=base.batch.seq_len)
     return Numbers(grid, indivisible * len(replicas))
 
 
@@ -198,10 +239,9 @@ def _batches(base: JobSpec, fixed: Fixed) -> tuple[Column, Column, int]:
     of_gpu = total // gpus
     if steps is not None:
         size = of_gpu // steps
-    tried = range(1, min(of_gpu, most) + 1) if size is None else (size,)
-    fitting = [one for one in tried if of_gpu % one == 0]
-    taken = [of_gpu // one for one in fitting]
-    return np.array(fitting, dtype=np.int64), np.array(taken, dtype=np.int64), len(tried) - len(fitting)
+    tried = np.arange(1, min(of_gpu, most) + 1, dtype=np.int64) if size is None else np.array([size], dtype=np.int64)
+    fitting = tried[of_gpu % tried == 0]
+    return fitting, of_gpu // fitting, len(tried) - len(fitting)
 
 
 def check_batch(base: JobSpec, fixed: Fixed) -> None:
