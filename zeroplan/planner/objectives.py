@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.planner.search import Found
-from zeroplan.planner.space import ENGINES, Column
+from zeroplan.planner.space import ENGINES, SMALL_BUCKET, Column
 from zeroplan.spec.recipe import RecipeSpec
 
 Objective = Literal["throughput", "headroom", "cost"]
@@ -67,6 +67,8 @@ def complexity(recipe: RecipeSpec) -> int:
         4 * recipe.offloads,
         3 * (recipe.loss != "full"),
         2 * (type(recipe.fsdp2.reshard_after_forward) is int),
+        2 * (recipe.engine == "deepspeed" and recipe.deepspeed.zero_hpz_partition_size > 1),
+        recipe.engine == "deepspeed" and recipe.deepspeed.reduce_bucket_size == SMALL_BUCKET,
         recipe.recompute != "none",
         recipe.ddp.gradient_as_bucket_view,
     )

@@ -11,7 +11,7 @@ from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid, evaluated
-from zeroplan.planner.space import MOST_TOKENS, Column, Fixed, grid_of, structures
+from zeroplan.planner.space import MOST_TOKENS, Column, Fixed, gpus_per_node, grid_of, structures
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 
@@ -23,7 +23,7 @@ SEQUENCE_STEP = 128
 
 def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
     """The plan on the fewest GPUs on which anything fits: powers of two up to a node, then whole nodes."""
-    per_node = _per_node(base)
+    per_node = gpus_per_node(base)
 
     def on(gpus: int) -> Plan | None:
         if fixed.global_batch_size is not None and fixed.global_batch_size % gpus:
@@ -44,11 +44,6 @@ def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float
     return last
 
 
-def _per_node(base: JobSpec) -> int:
-    gpu = base.cluster.gpu
-    return base.cluster.gpus_per_node or (8 if gpu is None else gpu.gpus_per_node)
-
-
 def _counts(per_node: int, most: int) -> list[int]:
     """Powers of two up to a node, then nodes in powers of two."""
     below = [n for n in (1, 2, 4, 8, 16) if n < per_node]
@@ -61,7 +56,7 @@ def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, unsaid: Unsaid |
     most = base.mesh.world_size
     fewer = (
         gpus
-        for gpus in reversed(_counts(_per_node(base), most - 1))
+        for gpus in reversed(_counts(gpus_per_node(base), most - 1))
         if (fixed.global_batch_size or gpus) % gpus == 0 and gpus % (fixed.dp_replicate or 1) == 0
     )
     answers = [

@@ -38,6 +38,9 @@ _IMPLEMENTATIONS: tuple[OptimizerImpl, ...] = ("foreach", "fused")
 #: Micro-batches that are tried where no global batch is asked for.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 
+#: What users set ``reduce_bucket_size`` to where the default's buffers are too large. [elements]
+SMALL_BUCKET = 50_000_000
+_WHOLE = 3
 #: More tokens than any GPU holds at once, and more sequences per GPU than any step has.
 MOST_TOKENS, _MOST_OF_A_GPU = 1 << 24, 1 << 19
 
@@ -148,10 +151,11 @@ def _structures(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
         stages = tuple(ENGINE_STAGES[engine]) if fixed.zero_stage is None else (fixed.zero_stage,)
         for stage in stages:
             if stage in ENGINE_STAGES[engine]:
-                yield from _of_stage(base.recipe, fixed, engine, stage)
+                yield from _of_stage(base, fixed, engine, stage)
 
 
-def _of_stage(recipe: RecipeSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[RecipeSpec]:
+def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[RecipeSpec]:
+    recipe = base.recipe
     losses: tuple[Loss, ...] = ("full", "chunked") if engine == "fsdp2" and not recipe.keep_logits else ("full",)
     both = recipe.optimizer in ("adamw", "adam") and engine != "deepspeed"  # whose default is its own fused kernel
     steps: tuple[OptimizerImpl | None, ...] = _IMPLEMENTATIONS if both else (None,)
@@ -159,12 +163,13 @@ def _of_stage(recipe: RecipeSpec, fixed: Fixed, engine: Engine, stage: Stage) ->
         for loss in losses if fixed.loss is None else (fixed.loss,):
             for impl in steps if fixed.optimizer_impl is None else (fixed.optimizer_impl,):
                 said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss, "optimizer_impl": impl}
-                for options in _options(recipe, fixed, engine, stage):
+                for options in _options(base, fixed, engine, stage):
                     yield replace(recipe, **said, **options)  # type: ignore[arg-type]  # checked there
 
 
-def _options(recipe: RecipeSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[Mapping[str, object]]:
+def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[Mapping[str, object]]:
     """The engine's own options, offload among them."""
+    recipe = base.recipe
     asked = (fixed.offload_optimizer, fixed.offload_param)
     if engine == "ddp":
         if set(asked) <= {None, "none"}:
@@ -173,7 +178,7 @@ def _options(recipe: RecipeSpec, fixed: Fixed, engine: Engine, stage: Stage) -> 
     elif engine == "fsdp2":
         yield from ({"fsdp2": options} for options in _fsdp2(recipe.fsdp2, fixed, stage))
     else:
-        yield from ({"deepspeed": options} for options in _deepspeed(recipe.deepspeed, fixed, stage))
+        yield from ({"deepspeed": options} for options in _deepspeed(base, fixed, stage))
 
 
 def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2Options]:
@@ -189,13 +194,32 @@ def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2O
                 yield replace(options, reshard_after_forward=ways, cpu_offload=away)
 
 
-def _deepspeed(options: DeepSpeedOptions, fixed: Fixed, stage: Stage) -> Iterator[DeepSpeedOptions]:
+def _deepspeed(base: JobSpec, fixed: Fixed, stage: Stage) -> Iterator[DeepSpeedOptions]:
     devices: tuple[OffloadDevice, ...] = ("none", "cpu")
-    beside = True if stage in (1, 2) and fixed.deepspeed is None else options.overlap_comm
-    for optimizer in devices if fixed.offload_optimizer is None else (fixed.offload_optimizer,):
-        for weights in devices if fixed.offload_param is None else (fixed.offload_param,):
-            if _sensible(optimizer, weights, stage, fixed):
-                yield replace(options, offload_optimizer=optimizer, offload_param=weights, overlap_comm=beside)
+    for options in (base.recipe.deepspeed,) if fixed.deepspeed is not None else _unsaid_of_deepspeed(base, stage):
+        for optimizer in devices if fixed.offload_optimizer is None else (fixed.offload_optimizer,):
+            for weights in devices if fixed.offload_param is None else (fixed.offload_param,):
+                away = optimizer != "none" or weights != "none"
+                if _sensible(optimizer, weights, stage, fixed) and not (away and options.zero_hpz_partition_size > 1):
+                    yield replace(options, offload_optimizer=optimizer, offload_param=weights)
+
+
+def _unsaid_of_deepspeed(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptions]:
+    """Reductions beside the backward, buckets as they come or a tenth, a second copy of the weights in each node (hpZ) or none."""
+    options, per_node = base.recipe.deepspeed, gpus_per_node(base)
+    if stage in (1, 2):
+        options = replace(options, overlap_comm=True)
+    nodes = base.mesh.world_size // per_node
+    copies = (1, per_node) if stage == _WHOLE and nodes > 1 and base.mesh.world_size % per_node == 0 else (1,)
+    for copy in copies:
+        for bucket in (options.reduce_bucket_size, SMALL_BUCKET) if stage else (options.reduce_bucket_size,):
+            yield replace(options, reduce_bucket_size=bucket, zero_hpz_partition_size=copy)
+
+
+def gpus_per_node(base: JobSpec) -> int:
+    """GPUs that share a node: as said, or as in the GPU's usual server."""
+    gpu = base.cluster.gpu
+    return base.cluster.gpus_per_node or (8 if gpu is None else gpu.gpus_per_node)
 
 
 def _sensible(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fixed: Fixed) -> bool:

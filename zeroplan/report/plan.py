@@ -9,6 +9,7 @@ from zeroplan.planner.result import Best, Layout, More, Plan
 from zeroplan.report.payload import SCHEMA_VERSION
 from zeroplan.report.words import plural
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.steptime import Part
 from zeroplan.units import GB, GIB, format_size
 
@@ -62,8 +63,18 @@ def layout_words(job: JobSpec) -> str:
     words += [f"recomputation {recipe.recompute}"]
     words += [f"{recipe.loss} loss"] if recipe.loss != "full" else []
     words += [f"{recipe.optimizer_impl} step"] if recipe.optimizer_impl is not None else []
+    words += _deepspeed_words(recipe.deepspeed) if recipe.engine == "deepspeed" else []
+    words += ["gradients as bucket views"] if recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view else []
     words += ["offload"] if recipe.offloads else []
     return ", ".join([*words, f"{batch.micro_batch_size} x {batch.grad_accum_steps} sequences per GPU"])
+
+
+def _deepspeed_words(options: DeepSpeedOptions) -> Iterator[str]:
+    default = DeepSpeedOptions()
+    if options.zero_hpz_partition_size > 1:
+        yield f"a second copy in each node (hpZ {options.zero_hpz_partition_size})"
+    if options.reduce_bucket_size != default.reduce_bucket_size:
+        yield f"buckets of {options.reduce_bucket_size:,}"
 
 
 def _answer(plan: Plan, best: Best, beside: Beside) -> list[list[str]]:
