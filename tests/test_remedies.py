@@ -11,7 +11,7 @@ import pytest
 
 from zeroplan import Estimate, JobSpec, SpecError, estimate, job
 from zeroplan.cli.app import main
-from zeroplan.engines.deepspeed import trace
+from zeroplan.engines.deepspeed import coordinator, order
 from zeroplan.remedies import Remedy, remedies
 
 MODELS = ("gpt2-xl", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-14b", "yi-34b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b",
@@ -151,7 +151,7 @@ def test_suggestions_come_at_once(asked: dict[str, object]):
 
 
 def _seconds(answer: Estimate) -> float:
-    for kept in (trace.gathered, trace.gathered_by_several, trace.trace):
+    for kept in (coordinator.gathered, coordinator.gathered_by_several, order.trace):
         kept.cache_clear()
     started = time.process_time()
     remedies(answer)

@@ -7,7 +7,7 @@ operator's name does.
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.trace import Gathered, Note
+from zeroplan.engines.deepspeed.notes import Gathered, Note
 from zeroplan.transformer.blocks import RECOMPUTED, BackwardPoint
 
 _LAYERS = {

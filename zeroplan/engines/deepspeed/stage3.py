@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.adapted import before_its_gradient, highest_places
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule, leaf_elements, schedule
+from zeroplan.engines.deepspeed.coordinator import gathered, gathered_by_several
 from zeroplan.engines.deepspeed.flat import (
     Row,
     Sizes,
@@ -35,6 +36,7 @@ from zeroplan.engines.deepspeed.infinity import (
     staying_of,
     swaps_optimizer,
 )
+from zeroplan.engines.deepspeed.notes import Gathered, Note
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.offload import (
     kept_as,
@@ -81,7 +83,6 @@ from zeroplan.engines.deepspeed.stage3_offload import (
     states_on_gpu,
 )
 from zeroplan.engines.deepspeed.stage12_lines import waiting
-from zeroplan.engines.deepspeed.trace import Gathered, Note, gathered, gathered_by_several
 from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.engines.precisions import widths

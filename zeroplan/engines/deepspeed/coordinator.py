@@ -1,0 +1,384 @@
+"""Which parameters does DeepSpeed's ZeRO-3 hold gathered at each step of a forward and backward pass?
+
+The coordinator records in the second pass which modules run in which order and, from the third on, gathers ahead, releases what
+is not needed soon, and keeps the rest: decisions by element counts alone, so they depend neither on the number of ranks nor on
+the batch. They are replayed here, step by step. Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``.
+"""
+
+from collections import Counter, deque
+from dataclasses import astuple
+from functools import lru_cache
+from itertools import accumulate, permutations
+
+from zeroplan.engines.deepspeed.flat import Row, embedding_elements, has_tied_head
+from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
+from zeroplan.engines.deepspeed.notes import Gathered, Note, Noted, Sent, Taking, per_gradient, per_module, sizes
+from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Step, trace
+from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
+
+_NEVER = 10**18
+_AS_THEY_ARE = Sharing()
+_FEW = 4
+"""A module has no more parameters of its own, nor a leaf module those in it, in any family."""
+
+
+@lru_cache(maxsize=64)
+def gathered(
+    whole: Row,
+    options: DeepSpeedOptions,
+    recompute: Recompute,
+    sharing: Sharing = _AS_THEY_ARE,
+    on_nvme: frozenset[int] = frozenset(),
+) -> Gathered:
+    """Replay one pass of the model, with one micro-batch per step.
+
+    Those ``on_nvme`` are gathered ahead only once they have been read.
+    """
+    return _Replay(whole, options, trace(whole, again=recompute == "full"), sharing=sharing, on_nvme=on_nvme).run()
+
+
+@lru_cache(maxsize=64)
+def gathered_by_several(
+    whole: Row,
+    options: DeepSpeedOptions,
+    recompute: Recompute,
+    sharing: Sharing = _AS_THEY_ARE,
+    on_nvme: frozenset[int] = frozenset(),
+) -> Gathered:
+    """The same with several micro-batches per step: that of a single one itself where nothing differs.
+
+    The coordinator decides once, in the first pass with a complete trace, which parameters to release where
+    (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
+    step, before the first step has gathered the persistent parameters.
+    """
+    steps = trace(whole, again=recompute == "full")
+    first = _Replay(whole, options, steps, persistent_missing=True, sharing=sharing, on_nvme=on_nvme)
+    first.decide()
+    single = gathered(whole, options, recompute, sharing, on_nvme)
+    several = _Replay(whole, options, steps, decided=first.decided, sharing=sharing, on_nvme=on_nvme, later=True).run()
+    return single if astuple(single) == astuple(several) else several
+
+
+Named = tuple[tuple[str, Note], ...]
+
+
+class _Handle:
+    """One all-gather: its parameters, those not yet used, and whether it has been waited for."""
+
+    def __init__(self, parameters: tuple[int, ...], takes: Taken) -> None:
+        self.parameters = parameters
+        self.waiting = set(parameters)
+        self.takes = takes
+        self.arrived = False
+
+
+class _Sending:
+    """What has been gathered in one direction so far."""
+
+    def __init__(self) -> None:
+        self.sizes: Counter[int] = Counter()
+        self.calls = 0
+        self.scales = 0
+
+    @property
+    def in_all(self) -> Sent:
+        return Sent(sizes(self.sizes), self.calls, self.scales)
+
+
+class _Replay:
+    """The coordinator's state while a complete trace is run."""
+
+    def __init__(
+        self,
+        whole: Row,
+        options: DeepSpeedOptions,
+        steps: tuple[Step, ...],
+        *,
+        persistent_missing: bool = False,
+        decided: set[tuple[int, int]] | None = None,
+        sharing: Sharing,
+        on_nvme: frozenset[int],
+        later: bool = False,
+    ) -> None:
+        self.numel = [each.end - each.start for each in whole.placed]
+        self.frozen = [each.parameter.frozen for each in whole.placed]
+        self.profiled = whole.model.profile is not None
+        self.tied_head = embedding_elements(whole) if self.profiled and has_tied_head(whole) else 0
+        self.options = options
+        self.n_blocks = whole.n_blocks
+        self.steps = steps
+        self.persistent = _persistent(self.numel, options)
+        self.resident = frozenset() if persistent_missing else self.persistent
+        self.decided = set() if decided is None else decided
+        self.decides = decided is None
+        self.sharing = sharing
+        self.on_nvme = on_nvme
+        self.read: set[int] = set()
+        self.most_read, self.read_twice = 0, False
+        self.uses = _uses(steps)
+        per_step = (0 if step.leaf else sum(self.numel[index] for index in step.parameters) for step in steps)
+        self.starts = (*whole.starts, whole.n_elements)
+        self.traversed = (0, *accumulate(per_step))
+        self.queue = deque((index, at) for at, step in enumerate(steps) for index in sorted(step.parameters))
+        self.fetched_for: dict[int, int] = {}
+        self.available: set[int] = set()
+        self.in_flight: dict[int, _Handle] = {}
+        self.counted = 0
+        self.saved: dict[int, int] = {}
+        self.elements, self.second = self._second_partitions(left=later)
+        self.peak = 0
+        self.sent = {FORWARD: _Sending(), BACKWARD: _Sending()}
+
+    def _second_partitions(self, *, left: bool) -> tuple[int, dict[int, int]]:
+        """Elements that second partitions (hpZ) take from the start, and those still to be made, by parameter.
+
+        They are made in the first micro-batch of a step and ``left`` to the later ones.
+        """
+        ways = self.options.zero_hpz_partition_size
+        if ways == 1:
+            return 0, {}
+        each = {index: -(-numel // ways) for index, numel in enumerate(self.numel)}
+        return (sum(second for index, second in each.items() if index not in self.persistent), {}) if left else (0, each)
+
+    def decide(self) -> None:
+        """Go through all steps for what is released where, and note nothing else."""
+        turned = False
+        for at, step in enumerate(self.steps):
+            turned = turned or step.direction == BACKWARD
+            self._fetch(at, step, turned=turned)
+            self._release(at, step)
+
+    def run(self) -> Gathered:
+        """Go through all steps and note what is held."""
+        notes, loss, turned = Taking(self.n_blocks), 0, False
+        for at, step in enumerate(self.steps):
+            if step.direction == BACKWARD and not turned:
+                loss, turned = self.elements, True
+            gathering = self._fetch(at, step, turned=turned)
+            during, handing = self.elements, self.elements - self._saved_of(step)
+            self._release(at, step)
+            if turned:
+                notes.in_backward(step, Note(step.made, gathering, during, self.elements, handing))
+            else:
+                notes.in_forward(step, gathering, during)
+        return self._gathered(notes, loss)
+
+    def _gathered(self, notes: Taking, loss: int) -> Gathered:
+        backward, modules = self._of_blocks(notes.blocks)
+        persistent = Counter(self.numel[index] for index in self.persistent)
+        return Gathered(
+            forward=tuple(notes.forward),
+            before_experts=tuple(notes.before_experts),
+            head_gathering=notes.head_gathering,
+            head_forward=notes.head_forward,
+            loss=loss,
+            head=notes.head,
+            past_head=notes.past_head,
+            backward=backward,
+            embedding=notes.embedding,
+            end=self.elements,
+            sent_forward=self.sent[FORWARD].in_all,
+            sent_backward=self.sent[BACKWARD].in_all,
+            persistent=sum(self.numel[index] for index in self.persistent),
+            n_persistent=len(self.persistent),
+            persistent_sent=sizes(persistent),
+            most_read=self.most_read,
+            read_twice=self.read_twice,
+            modules=modules,
+            head_notes=per_gradient(notes.after_blocks) if self.profiled else (),
+            tied_head=self.tied_head,
+        )
+
+    def _of_blocks(
+        self, blocks: list[list[Noted]]
+    ) -> tuple[tuple[tuple[Note, ...], ...], tuple[tuple[tuple[str, Note], ...], ...]]:
+        """Return the notes of each block, by gradients; and by modules, where some are frozen."""
+        if not any(self.frozen):
+            return tuple(map(per_gradient, blocks)), ()
+        making = ([(step, note) for step, note in block if not self._idle(step)] for block in blocks)
+        return tuple(map(per_gradient, making)), tuple(map(per_module, blocks))
+
+    def _idle(self, step: Step) -> bool:
+        """Whether a module makes no gradients, though it has parameters."""
+        return bool(step.parameters) and all(self.frozen[index] for index in step.parameters)
+
+    def _fetch(self, at: int, step: Step, *, turned: bool) -> int:
+        direction = BACKWARD if turned else FORWARD
+        self.peak = self.elements
+        self._gather([index for index in step.parameters if self._missing(index)], direction)
+        for index in self._costliest(step.parameters):
+            self._wait(index)
+        needed = {index for index in step.parameters if self.fetched_for.get(index, -1) < at}
+        dropped: set[int] = set()
+        while self.queue and len(dropped) < len(needed):
+            index, used_at = self.queue.popleft()
+            self.fetched_for[index] = used_at
+            dropped.add(index)
+        self._prefetch(direction)
+        return self.peak
+
+    def _missing(self, index: int) -> bool:
+        return index not in self.available and index not in self.in_flight and index not in self.resident
+
+    def _gather(self, indices: list[int], direction: str) -> None:
+        if not indices:
+            return
+        numel = sum(self.numel[index] for index in indices)
+        one_by_one = len(indices) == 1 or self.options.stage3_allgather_sequential
+        takes = taken(tuple(self._piece(index) for index in sorted(indices)), self.sharing, one_by_one=one_by_one)
+        self._read(indices)
+        self.read -= self.persistent  # which are never released, so their buffers are
+        self.in_flight.update(dict.fromkeys(indices, _Handle(tuple(indices), takes)))
+        self.counted += numel
+        sent = self.sent[direction]
+        sent.sizes.update(self.numel[index] for index in indices)
+        sent.calls += len(indices) if one_by_one else 1
+        sent.scales += takes.scales
+        for change in takes.asked:
+            self._hold(change)
+
+    def _piece(self, index: int) -> Piece:
+        """A parameter as it is gathered: from all ranks, or within the group that has a second partition of it."""
+        numel, ranks, group = self.numel[index], self.sharing.ranks or 1, self.options.zero_hpz_partition_size
+        if group == 1 or index in self.second:
+            return Piece(numel, -(-numel // ranks), ranks)
+        return Piece(numel, -(-numel // ranks) * ranks // group, group)
+
+    def _wait(self, index: int) -> None:
+        """Copy everything of a gather out on first use; what it was gathered in goes with its last parameter's use."""
+        handle = self.in_flight.pop(index, None)
+        if handle is None:
+            return
+        if not handle.arrived:
+            handle.arrived = True
+            self.available.update(handle.parameters)
+            for change in handle.takes.arrived:
+                self._hold(change)
+        handle.waiting.discard(index)
+        if not handle.waiting:
+            self._hold(handle.takes.done)
+
+    def _costliest(self, parameters: tuple[int, ...]) -> tuple[int, ...]:
+        """Of all orders in which parameters may be waited for, since they are in a set, the one that takes most at once."""
+        handles = {id(self.in_flight[index]) for index in parameters if index in self.in_flight}
+        if len(handles) < 2 or len(parameters) > _FEW:
+            return parameters
+        return max(permutations(parameters), key=self._most_of)
+
+    def _most_of(self, order: tuple[int, ...]) -> int:
+        held = most = 0
+        waiting: dict[_Handle, set[int]] = {}
+        for index in order:
+            if (handle := self.in_flight.get(index)) is None:
+                continue
+            for change in () if handle.arrived or handle in waiting else handle.takes.arrived:
+                held += change
+                most = max(most, held)
+            left = waiting[handle] = waiting.get(handle, handle.waiting) - {index}
+            held += 0 if left else handle.takes.done
+        return most
+
+    def _prefetch(self, direction: str) -> None:
+        bucket = 1 if self.options.stage3_allgather_sequential else self.options.stage3_prefetch_bucket_size
+        limit = min(self.options.stage3_max_live_parameters - self.counted, bucket)
+        chosen: list[int] = []
+        numel = 0
+        while bucket and self.queue and numel < limit:
+            index, used_at = self.queue[0]
+            if index in self.on_nvme and index not in self.read:
+                break
+            self.queue.popleft()
+            self.fetched_for[index] = max(self.fetched_for.get(index, -1), used_at)
+            if self._missing(index) and index not in chosen:
+                chosen.append(index)
+                numel += self.numel[index]
+        self._gather(chosen, direction)
+        if bucket and self.on_nvme:
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Read from NVMe what comes next, as far as buffers go (``__prefetch_nvme_param_partitions``)."""
+        enough = 2 * sum(self.numel[index] for index in self.in_flight)
+        chosen, considered = list[int](), 0
+        for index, _ in self.queue:
+            if considered > enough or len(self.read) + len(chosen) >= self.options.offload_param_buffer_count:
+                break
+            if index in self.on_nvme and index not in self.read:
+                self.read_twice = self.read_twice or index in chosen
+                chosen.append(index)
+            considered += self.numel[index]
+        self._read(chosen)
+
+    def _read(self, indices: list[int]) -> None:
+        """A parameter from NVMe has a buffer from then on until it is released."""
+        self.read.update(index for index in indices if index in self.on_nvme)
+        self.most_read = max(self.most_read, len(self.read))
+
+    def _saved_of(self, step: Step) -> int:
+        return sum(self.saved.get(index, 0) for index in step.parameters)
+
+    def _release(self, at: int, step: Step) -> None:
+        for freed in step.frees:
+            for index in freed.parameters:
+                if self.decides and not freed.dropped and not self._stays(index, at + 1, leaf=freed.leaf):
+                    self.decided.add((at, index))
+                goes = freed.dropped or (at, index) in self.decided
+                if index in self.persistent or index not in self.available or not goes:
+                    continue
+                self.available.discard(index)
+                self.read.discard(index)
+                self.counted -= self.numel[index]
+                self._hold(self.second.pop(index, 0))
+                if index in freed.saved:
+                    self.saved[index] = self.numel[index]
+                else:
+                    self._hold(-self.numel[index])
+            if step.direction == BACKWARD:
+                self._hold(-sum(self.saved.pop(index, 0) for index in freed.parameters))
+
+    def _stays(self, index: int, at: int, *, leaf: bool) -> bool:
+        """Whether a prefetch counts on it, or it is used again before ``max_reuse_distance`` elements of other modules have run.
+
+        The coordinator walks over the modules to come with or without those in them as the one that has ended is a leaf or not
+        (``__params_to_release``): a leaf counts and finds nothing of its own, and after it a block counts as a whole and piecewise.
+        """
+        if self.fetched_for.get(index, -1) > at:
+            return True
+        reach = self.options.stage3_max_reuse_distance
+        if leaf:
+            return self._within(index, at, reach)
+        again = next((use for use in self.uses[index] if use >= at), _NEVER)
+        return again != _NEVER and self.traversed[again] - self.traversed[at] < reach
+
+    def _within(self, index: int, at: int, reach: int) -> bool:
+        walked = 0
+        for step in self.steps[at:]:
+            low, high = step.inside
+            if walked >= reach or low <= index < high:
+                return walked < reach
+            walked += self.starts[high] - self.starts[low]
+        return False
+
+    def _hold(self, elements: int) -> None:
+        self.elements += elements
+        self.peak = max(self.peak, self.elements)
+
+
+def _uses(steps: tuple[Step, ...]) -> dict[int, list[int]]:
+    uses: dict[int, list[int]] = {}
+    for at, step in enumerate(steps):
+        for index in step.parameters:
+            uses.setdefault(index, []).append(at)
+    return uses
+
+
+def _persistent(numels: list[int], options: DeepSpeedOptions) -> frozenset[int]:
+    """Parameters small enough never to be partitioned. Source: ``parameter_offload.py``, ``mark_persistent_parameters``."""
+    total = 0
+    kept: list[int] = []
+    for index, numel in enumerate(numels):
+        small = numel <= options.stage3_param_persistence_threshold
+        if small and numel + total <= options.stage3_model_persistence_threshold:
+            kept.append(index)
+            total += numel
+    return frozenset(kept)

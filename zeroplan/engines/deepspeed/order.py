@@ -1,0 +1,331 @@
+"""In which order do the modules of a model run under DeepSpeed's ZeRO-3, and which of their parameters may be released when?
+
+The coordinator's hooks stand around every module, with or without parameters. Source: DeepSpeed 0.19.8,
+``runtime/zero/parameter_offload.py`` and ``partitioned_param_coordinator.py``.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from zeroplan.engines.deepspeed.flat import Row
+from zeroplan.engines.deepspeed.modules import (
+    LEAF_FAMILIES,
+    backward_order,
+    block_modules,
+    dropouts_of_embedding,
+    reading_constants,
+    rotary_calls,
+)
+from zeroplan.errors import SpecError
+from zeroplan.transformer.params import layout
+
+if TYPE_CHECKING:
+    from zeroplan.spec.profile import Profile
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class Freed(NamedTuple):
+    """A module that has ended, whose parameters may be released."""
+
+    parameters: tuple[int, ...]
+    leaf: bool = False
+    saved: tuple[int, ...] = ()
+    """Those that autograd saves as they are gathered, so that they live on when they are released, until the backward.
+
+    Checkpointing does that to what it recomputes; so does an operator other than ``linear`` that takes a view of the weight,
+    as the grouped multiplication of experts does (DeepSpeed replaces ``linear`` to save the parameter instead).
+    """
+    dropped: bool = False
+    """They go whoever needs them next: what is frozen and was recomputed goes with the module whose backward asked for it.
+
+    Source: DeepSpeed 0.19.8, ``partitioned_param_coordinator.py``, ``update_recompute_parameters``.
+    """
+
+
+class Step(NamedTuple):
+    """One module that starts, forward or backward, and the parameters it owns (their places in the row)."""
+
+    direction: str
+    parameters: tuple[int, ...]
+    block: int
+    made: int
+    """Elements of the block's gradients made when it is done; in the forward 0."""
+    frees: tuple[Freed, ...] = ()
+    """Modules whose end is noticed before the next one starts, so that their parameters can be released."""
+    inside: tuple[int, int] = (0, 0)
+    """All parameters of it and of the modules in it: from the first place in the row up to the last one's next."""
+    leaf: bool = False
+    """It is gathered and released with all modules in it, and owns what they own."""
+    name: str = ""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it gathers the experts of its block."""
+        return self.leaf or self.name.endswith(".experts")
+
+
+class _Module(NamedTuple):
+    """A module of a block, or around the blocks."""
+
+    name: str
+    parameters: tuple[int, ...] = ()
+    inside: tuple[int, int] = (0, 0)
+    leaf: bool = False
+    viewed: tuple[int, ...] = ()
+    """Its parameters of which operators save views."""
+    borrows: bool = False
+    """Its parameters are those of a module in it, which it reads itself, so that they are gathered and released with it.
+
+    A wrapper of peft's asks its ``lora_A`` for the dtype. Source: DeepSpeed 0.19.8, ``parameter_offload.py``, ``ZeROOrderedDict``.
+    """
+    lent: bool = False
+    """Another module borrows its parameters, and releases them."""
+
+
+@lru_cache(maxsize=64)
+def trace(whole: Row, *, again: bool) -> tuple[Step, ...]:
+    """Modules in the order in which they run; with ``again``, each block is recomputed in its backward."""
+    if whole.model.profile is not None:
+        return _trace_of_profile(whole, again=again)
+    first, norm, head = _around(whole)
+    blocks = [_modules(whole, block) for block in range(whole.n_blocks)]
+    n_blocks, every = whole.n_blocks, len(whole.placed)
+    root = _Module("", inside=(0, every))
+    model = _Module("", inside=(0, every if whole.model.tie_word_embeddings else every - 1))
+    wrappers = (root, root) if whole.model.adapter is not None else ()
+    steps = [_begun(FORWARD, module, -1) for module in (*wrappers, root, model)]
+    steps += [*_forward(first, -1), *[_begun(FORWARD, _Module(""), -1)] * _without_parameters(whole)]
+    for block, modules in enumerate(blocks):
+        steps += _forward(modules, block, again=again)
+    steps += [*_forward((norm,), n_blocks), *_forward((head,), n_blocks)]
+    steps += [*(_begun(BACKWARD, module, n_blocks) for module in (*wrappers, root)), _alone(BACKWARD, head, n_blocks, 1)]
+    steps += [_begun(BACKWARD, model, n_blocks)._replace(made=1), _alone(BACKWARD, norm, n_blocks, 2)]
+    for block in range(n_blocks - 1, -1, -1):
+        steps += _backward(whole, blocks[block], block, again=again)
+    if whole.model.adapter is not None and not again:
+        return tuple(steps)  # nobody follows the embedding's output
+    steps += [_begun(BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
+    return (*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first)))
+
+
+def _trace_of_profile(whole: Row, *, again: bool) -> tuple[Step, ...]:
+    """The same of a module that was traced, whose profile says which modules run in which order."""
+    from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
+
+    profile, n_blocks = profile_of(whole.model), whole.n_blocks
+    if any(name.endswith("experts") for names in profile.modules.kinds.values() for name in names):
+        raise SpecError("a profile with experts is not modelled at stage 3 of engine 'deepspeed'; use a lower stage, or fsdp2")
+    _refuse_homeless(profile)
+    seen, blocks = profile.modules, [_modules(whole, block) for block in range(n_blocks)]
+    before, after = (_outside(whole, names) for names in (seen.before, seen.after))
+    tied = tuple(
+        index for index, each in enumerate(whole.placed) if each.parameter.name == profile.tied_head and each.block < 0
+    )
+    after = tuple(module._replace(parameters=tied) if module.name == seen.tied else module for module in after)
+    steps = [_begun(FORWARD, _Module(name), -1) for name in seen.holding] + _forward(before, -1)
+    for block, modules in enumerate(blocks):
+        steps += _forward(modules, block, again=again)
+    steps += _forward(after, n_blocks)
+    steps += _back(whole, tuple(_after(seen.holding, after)), n_blocks)
+    for block in range(n_blocks - 1, -1, -1):
+        steps += _backward(whole, blocks[block], block, again=again)
+    below = tuple(module for module in reversed(before) if module.name not in seen.unfollowed)
+    return (*steps, *_back(whole, below, -1, unnoticed=seen.unnoticed))
+
+
+def _refuse_homeless(profile: "Profile") -> None:
+    """Refuse parameters that no module of their own runs with: DeepSpeed gathers them with another, or not at all."""
+    seen = profile.modules
+    outside = {*seen.before, *seen.after}
+    named = [(tensor.name, outside) for tensor in (*profile.embeddings, *profile.tail)]
+    named += [(tensor.name, {*seen.kinds[kind]}) for kind, tensors in profile.kinds.items() for tensor in tensors]
+    for name, modules in named:
+        if name.rpartition(".")[0] not in modules:
+            raise SpecError(
+                f"parameter {name!r} of the profile belongs to no module that runs by itself, which is not modelled at stage 3 of "
+                "engine 'deepspeed'; use a lower stage, or fsdp2"
+            )
+
+
+def _outside(whole: Row, names: tuple[str, ...]) -> tuple[_Module, ...]:
+    """Modules around the blocks with the parameters that they own."""
+    owned: dict[str, list[int]] = {}
+    for index, each in enumerate(whole.placed):
+        if not 0 <= each.block < whole.n_blocks:
+            owned.setdefault(each.parameter.name.rpartition(".")[0], []).append(index)
+    return tuple(_Module(name, tuple(owned.get(name, ()))) for name in names)
+
+
+def _after(holding: tuple[str, ...], after: tuple[_Module, ...]) -> Iterator[_Module]:
+    """What is after the blocks as its backward begins: what holds them first, and what is in that, from the last on."""
+    for at, name in enumerate(holding):
+        yield _Module(name)
+        inner = tuple(f"{one}." for one in holding[at + 1 :])
+        mine = [
+            one for one in after if one.name.startswith(f"{name}." if name else "") and not f"{one.name}.".startswith(inner)
+        ]
+        yield from reversed(mine)
+
+
+def _back(whole: Row, modules: tuple[_Module, ...], block: int, *, unnoticed: tuple[str, ...] = ()) -> list[Step]:
+    """Modules as their backward begins, with the elements made when each is done."""
+    steps, made = list[Step](), 0
+    for module in modules:
+        made += sum(whole.trained[index] for index in module.parameters)
+        frees = (_freed(module),) if module.parameters and module.name not in unnoticed else ()
+        steps.append(_begun(BACKWARD, module, block)._replace(made=made, frees=frees))
+    return steps
+
+
+def _without_parameters(whole: Row) -> int:
+    """How many modules between the embedding and the first block have no parameters."""
+    kinds = len({run.kind for run in layout(whole.model).runs})
+    return dropouts_of_embedding(whole.model) + rotary_calls(whole.model, kinds)
+
+
+def _around(whole: Row) -> tuple[tuple[_Module, ...], _Module, _Module]:
+    """Return what runs before the first block, the norm after the last, and the head."""
+    named: dict[str, list[int]] = {}
+    for index, each in enumerate(whole.placed):
+        if not 0 <= each.block < whole.n_blocks:
+            named.setdefault(each.parameter.name.rpartition(".")[0] or each.parameter.name, []).append(index)
+    found = [_Module(name, tuple(places), (places[0], places[-1] + 1)) for name, places in named.items()]
+    head = found[0] if whole.model.tie_word_embeddings else found.pop()
+    norm = found.pop()  # OPT's is registered before its blocks, as the last of those
+    return tuple(found), norm, head
+
+
+def _begun(direction: str, module: _Module, block: int) -> Step:
+    return Step(direction, module.parameters, block, 0, inside=module.inside, leaf=module.leaf, name=module.name)
+
+
+def _freed(module: _Module, saved: tuple[int, ...] = ()) -> Freed:
+    return Freed(module.parameters, module.leaf, saved)
+
+
+def _alone(direction: str, module: _Module, block: int, made: int) -> Step:
+    return _begun(direction, module, block)._replace(made=made, frees=(_freed(module),))
+
+
+def _forward(modules: tuple[_Module, ...], block: int, *, again: bool = False) -> list[Step]:
+    """Return modules as they run forward; what is to be recomputed (``again``) saves nothing yet."""
+    steps = [_begun(FORWARD, module, block) for module in modules]
+    for module, last in _ends([module.name for module in modules], modules):
+        steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module, () if again else module.viewed)))
+    return steps
+
+
+def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Module, int]]:
+    """Yield modules that own parameters with the place, in order, of the last module in them; inner ones first."""
+    for at in range(len(modules) - 1, -1, -1):
+        if modules[at].parameters and not modules[at].lent:
+            inside = [place for place, name in enumerate(names) if name.startswith(f"{names[at]}.")]
+            yield modules[at], max((at, *inside))
+
+
+def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bool) -> list[Step]:
+    """Return a block's modules as their backward begins; the first that needs it has the block recomputed, and waits."""
+    by_name = {module.name: module for module in modules}
+    constant = _constants(whole, modules, block, again=again)
+    names = backward_order([module.name for module in modules[1:]])
+    ordered = (modules[0], *(by_name[name] for name in names if name not in constant.unfollowed))
+    steps, made = list[Step](), 0
+    for module in ordered:
+        made += 0 if module.borrows else sum(whole.trained[index] for index in module.parameters)
+        steps.append(_begun(BACKWARD, module, block)._replace(made=made))
+    for module, last in _ends([module.name for module in ordered], ordered):
+        if module.name not in constant.unnoticed:
+            steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module)))
+    if not again:
+        return steps
+    first = next(at for at, module in enumerate(ordered) if module.parameters and not module.borrows)
+    run_again, waiting = _recomputed(modules, block, ordered[first].name), steps[first]
+    run_again, dropped = _without_frozen(whole, run_again)
+    frees = (*waiting.frees, Freed(dropped, dropped=True)) if dropped else waiting.frees
+    done = run_again[-1]._replace(direction=BACKWARD, made=waiting.made, frees=frees)
+    return [*steps[:first], waiting._replace(made=0, frees=()), *run_again[:-1], done, *steps[first + 1 :]]
+
+
+def _without_frozen(whole: Row, run_again: list[Step]) -> tuple[list[Step], tuple[int, ...]]:
+    """Leave frozen parameters out of what a recomputation frees, and return them."""
+    if whole.model.adapter is None:
+        return run_again, ()
+    frozen = tuple(index for step in run_again for index in step.parameters if not whole.trained[index])
+    kept = [step._replace(frees=tuple(_but(frozen, freed) for freed in step.frees)) for step in run_again]
+    return kept, frozen
+
+
+def _but(frozen: tuple[int, ...], freed: Freed) -> Freed:
+    return freed._replace(parameters=tuple(index for index in freed.parameters if index not in frozen))
+
+
+def _recomputed(modules: tuple[_Module, ...], block: int, last: str) -> list[Step]:
+    """Return the modules of a block run forward once more, up to the one that waits in its backward, and what is in it."""
+    names = [module.name for module in modules]
+    end = max(at for at, name in enumerate(names) if name == last or name.startswith(f"{last}."))
+    saved = tuple(module._replace(viewed=module.parameters) for module in modules[1 : end + 1])
+    return _forward(saved, block)
+
+
+@lru_cache(maxsize=64)
+def _inside(whole: Row) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Return of each block the places and names of its parameters."""
+    blocks: list[list[tuple[int, str]]] = [[] for _ in range(whole.n_blocks)]
+    for index, each in enumerate(whole.placed):
+        if 0 <= each.block < whole.n_blocks:
+            blocks[each.block].append((index, each.parameter.name))
+    return tuple(tuple(block) for block in blocks)
+
+
+def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
+    """Return a block and its modules in the order in which they run forward, those without parameters too."""
+    inside = _inside(whole)[block]
+    owners: dict[str, list[int]] = {}
+    for index, name in inside:
+        owners.setdefault(name.rpartition(".")[0], []).append(index)
+    names = _names(whole, block, tuple(owners))
+    leaf = whole.model.family in LEAF_FAMILIES and any(name.endswith("experts") for name in owners)
+    modules = [_Module("", inside=(inside[0][0], inside[-1][0] + 1))]
+    for name in names:
+        if leaf and name.startswith("mlp."):
+            continue
+        places = [index for index, parameter in inside if parameter.startswith(f"{name}.")]
+        borrowed = owners.get(f"{name}.lora_A.default", [])
+        own = places if leaf and name == "mlp" else borrowed or owners.get(name, [])
+        viewed = [index for index in own if ".experts." in whole.placed[index].parameter.name]
+        bounds = (places[0], places[-1] + 1) if places else (0, 0)
+        lent = name.endswith(".lora_A.default")
+        modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent))
+    return tuple(modules)
+
+
+def _names(whole: Row, block: int, owners: tuple[str, ...]) -> tuple[str, ...]:
+    if whole.model.profile is None:
+        return block_modules(whole.model, owners)
+    from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
+
+    profile = profile_of(whole.model)
+    kinds = [run.kind for run in profile.runs for _ in range(run.layers)]
+    return profile.modules.kinds[kinds[block]]
+
+
+class _Constants(NamedTuple):
+    """Modules of a block that autograd does not follow at all, and those whose end in the backward nobody notices."""
+
+    unfollowed: frozenset[str] = frozenset()
+    unnoticed: frozenset[str] = frozenset()
+
+
+def _constants(whole: Row, modules: tuple[_Module, ...], block: int, *, again: bool) -> _Constants:
+    """In the first block, whose input has no gradient, nothing that comes before all adapters has a backward."""
+    adapter = whole.model.adapter
+    if adapter is None or again or block:
+        return _Constants()
+    reading = reading_constants(adapter.layers, [module.name for module in modules[1:]])
+    trains = {
+        module.name for module in modules
+        if any(whole.trained[index] for index in range(*module.inside))
+    }  # fmt: skip
+    return _Constants(frozenset(reading - trains), frozenset(reading & trains))
