@@ -1,0 +1,81 @@
+"""What does a rank hold under DeepSpeed's ZeRO-3 (``DeepSpeedZeroOptimizer_Stage3``)?
+
+Every parameter is split on its own, each rank holding ``ceil(numel/N)`` elements of it; what a module needs is gathered before
+it runs. Gradients go through one bucket that is reduce-scattered in a copy of its own.
+"""
+
+from zeroplan.engines.account import Account, Symbol
+from zeroplan.engines.deepspeed.flat import largest_parameter, shares
+from zeroplan.engines.deepspeed.infinity import Shares, note_on_nvme, nvme_lines, refuse_few_pipelined
+from zeroplan.engines.deepspeed.offload import note, offloads_optimizer
+from zeroplan.engines.deepspeed.passes import kept_in_a_block, kept_symbols, passes
+from zeroplan.engines.deepspeed.secondary import second_partition
+from zeroplan.engines.deepspeed.stage3.backward import backward_moments
+from zeroplan.engines.deepspeed.stage3.forward import forward_moments
+from zeroplan.engines.deepspeed.stage3.job import Job, by_micro_batches, make_job, numels
+from zeroplan.engines.deepspeed.stage3.states import bucket_line, construction_moments, persistent_line, shares_held
+from zeroplan.engines.deepspeed.stage3.step import group_count, largest_group, step_away_moments, step_moments, step_temporaries
+from zeroplan.engines.deepspeed.stage3.traffic import collectives
+from zeroplan.engines.deepspeed.stage3_offload import host_lines, host_symbols, states_on_gpu
+from zeroplan.engines.optimizers import counted
+from zeroplan.ledger import Moment
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.transformer.params import layout
+
+
+def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
+    """Answer for stage 3.
+
+    Leaves out: leaf modules, the padding of a gathered parameter (fewer than N elements each).
+    """
+    job = make_job(model, recipe, mesh)
+    everything = shares_held(job, impl)
+    states = (*states_on_gpu(recipe, everything), *layout(model).buffers)
+    refuse_few_pipelined(recipe, group_count(job))
+    persistent = (*states, bucket_line(job), persistent_line(job))
+    these = passes(model, recipe, batch)
+    running = [
+        moment
+        for each in by_micro_batches(job, batch)
+        for moment in (*forward_moments(each, these), *backward_moments(each, these))
+    ]
+    training = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in running)
+    taken = step_temporaries(job, impl)
+    steps = step_away_moments(job) if offloads_optimizer(recipe) else step_moments(job, taken)
+    second = second_partition(recipe, job.element, job.partition, job.n_ranks)
+    step = tuple(Moment(name, phase, (*states, bucket_line(job), *second, *lines)) for name, phase, lines in steps[:-1])
+    step += tuple(Moment(name, phase, (*states, bucket_line(job), *lines)) for name, phase, lines in steps[-1:])
+    mine = Shares(job.whole, job.n_ranks, job.partition, job.element, job.master, job.kept)
+    return Account(
+        (*states, bucket_line(job), persistent_line(job)),
+        (*construction_moments(job, states), *training, *step),
+        collectives(job, batch),
+        host=host_lines(recipe, mine, everything, taken),
+        symbols=(*_symbols(job), *host_symbols(recipe, mine), *kept_symbols(these), *counted(*everything, *taken)),
+        notes=(*note(recipe), *note_on_nvme(recipe)),
+        nvme=nvme_lines(recipe, mine),
+        kept=kept_in_a_block(these),
+    )
+
+
+def _symbols(job: Job) -> tuple[Symbol, ...]:
+    trained = "" if job.every is job.whole else " that is trained"
+    return (
+        *(() if job.every is job.whole else _of_frozen(job)),
+        Symbol("G_r", job.partition, f"elements of this rank's share: ceil(elements/N) of every parameter{trained}"),
+        Symbol("G_g", largest_group(job), "elements that one step of the optimizer takes: whole shares, up to sub_group_size"),
+        Symbol("B", job.recipe.deepspeed.reduce_bucket_size, "reduce_bucket_size"),
+        Symbol("G_max", largest_parameter(job.every), "elements of the largest parameter"),
+        Symbol("G_first", job.every.placed[0].end, "elements of the first parameter"),
+        Symbol("G_keep", job.trace.persistent, "elements of the parameters below stage3_param_persistence_threshold"),
+    )
+
+
+def _of_frozen(job: Job) -> tuple[Symbol, ...]:
+    return (
+        Symbol("G_w", shares(numels(job.every), job.n_ranks), "elements of this rank's share of all parameters"),
+        Symbol("G_one", largest_parameter(job.whole), "elements of the largest parameter that is trained"),
+    )

@@ -1,0 +1,179 @@
+"""The moments of the backward under ZeRO-3, from the loss to the bucket that is left at its end."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from zeroplan.engines.deepspeed.adapted import before_its_gradient, highest_places
+from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol
+from zeroplan.engines.deepspeed.infinity import swaps_optimizer
+from zeroplan.engines.deepspeed.notes import Gathered, Note
+from zeroplan.engines.deepspeed.passes import (
+    Instant,
+    Passes,
+    RunPass,
+    around_block,
+    embedding_instant,
+    gradient_counts,
+    head_instants,
+    kept_before,
+    running_lines,
+)
+from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
+from zeroplan.engines.deepspeed.stage3.reducing import flush_moment, highest_flushes, reduce_lines, taken_beside
+from zeroplan.engines.deepspeed.stage12_lines import waiting
+from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.transformer.blocks import BackwardPoint
+
+#: The point in the backward of experts before any of their gradients is made.
+_BEFORE_GRADIENTS = "weighting of the expert outputs"
+_MADE_FIRST = ("gradients of the weighted outputs", "gradient of the expert outputs", "gradient of the routing weights")
+_GATHERING = -1
+"""Stands, in place of the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
+_OF_HEAD = {"loss": 0, "head": 1, "final norm": 2}
+"""Where in the trace's figures of the head a point is, where no gradients tell."""
+
+
+def backward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
+    """Loss, head, blocks, the buckets reduced among them, and the end."""
+    return (
+        *_head(job, these),
+        *(moment for run in these.runs for moment in (_adapted_blocks if job.trace.modules else _blocks)(job, these, run)),
+        *(
+            flush_moment(job, these, flush)
+            for flush in highest_flushes(job.buckets, job.trace, gradient_counts(these), taken_beside(job))
+        ),
+        *_end(job, these),
+    )
+
+
+def _head(job: Job, these: Passes) -> Iterator[Moment]:
+    for at in head_instants(these):
+        first = at.point.gradients == at.point.current_gradient
+        held = (
+            _held_at_head(job.trace, at.point)
+            if job.trace.head_notes
+            else job.trace.head[
+                _OF_HEAD[at.point.name] if job.trace.modules else 0 if not at.point.gradients else 1 if first else 2
+            ]
+        )
+        tied = tied_head_lines(job) if at.point.gradients and not first else ()
+        made = gradient_line(job, at.point.current_gradient, "gradient just made")
+        yield Moment(at.name, at.phase, (*at.lines, gathered_line(job, held), made, *tied))
+        if first and at.point.gradients and not job.trace.head_notes:
+            yield _past_head(job, these, at.point.gradients)
+
+
+def _held_at_head(trace: Gathered, point: BackwardPoint) -> int:
+    return _held(trace.head_notes, point.gradients, point.current_gradient, ahead=False, apart=False)
+
+
+def _past_head(job: Job, these: Passes, made: int) -> Moment:
+    """Return the moment after the head: what the final norm needs is gathered while a gradient too large for the bucket waits."""
+    waits = waiting(job.buckets, job.element, these.n_blocks, made, 0)
+    running = running_lines(these, these.n_blocks, made)
+    around = (*these.head.shared, *these.output, kept_before(these, these.n_blocks), *running, *tied_head_lines(job))
+    return Moment(
+        "gathered for the final norm's backward", Phase.BACKWARD, (*around, gathered_line(job, job.trace.head[2]), waits)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _highest_blocks(
+    trace: Gathered, first: int, n_blocks: int, at: tuple[int, int, bool, bool]
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """Return the last block, and earlier ones where more is gathered, with the elements gathered, at a point (:func:`_held`)."""
+    chosen: list[tuple[int, int]] = []
+    for block in range(first + n_blocks - 1, first - 1, -1):
+        held = _held(trace.backward[block], *at)
+        if not chosen or held > chosen[-1][1]:
+            chosen.append((block, held))
+    return tuple(chosen)
+
+
+def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, apart: bool) -> int:  # noqa: FBT001  hashed as a tuple above
+    """Return the elements gathered at a point after so many gradients, ``current`` elements of which are being made.
+
+    ``ahead`` says that the module that runs has no gradient yet. While parameters are gathered, no gradient of their module is
+    there, which is a moment ``apart``, or one with the point's lines. Of what the module's operators saved of its parameters, that
+    is gone of which gradients are made.
+    """
+    at = next((at for at, note in enumerate(notes) if note.made >= gradients + ahead), len(notes) - 1)
+    note, before = notes[at], notes[at - 1].made if at else 0
+    if current == _GATHERING:
+        return note.gathering
+    gone = min(max(gradients - current - before, 0), note.during - note.handing)
+    if current:
+        return max(note.during - gone, note.gathering - current if gradients - current <= before and not apart else 0)
+    return note.during - gone if note.made > gradients else note.after
+
+
+def _adapted_blocks(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
+    """Each point of the last block, and of earlier ones where more is gathered, where weights are frozen."""
+    for point in run.block.points:
+        current = point.current_gradient
+        line = waiting(job.buckets, job.element, run.first, point.gradients, current)
+        earlier = before_its_gradient(point)
+        for block, held, gathering in highest_places(job.trace, run.first, run.n_blocks, point.name, current):
+            around = (*around_block(these, run, block), line)
+            yield Moment(
+                f"backward of a block: {point.name}", Phase.BACKWARD, (*around, *point.lines, gathered_line(job, held))
+            )
+            if gathering > held:
+                lines = (*around, *earlier.lines, gathered_line(job, gathering))
+                yield Moment(f"gathered for the backward of a block: {point.name}", Phase.BACKWARD, lines)
+
+
+def _blocks(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
+    """Each point of the last block, and of earlier ones where more is gathered."""
+    tied = tied_head_lines(job)
+    beside: dict[int, tuple[Line, ...]] = {}
+    experts = next((point.gradients for point in run.block.points if point.name == _BEFORE_GRADIENTS), None)
+    for point in run.block.points:
+        line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
+        around = (line, *tied)
+        apart = point.gradients - point.current_gradient == experts
+        place = point.gradients, point.current_gradient, point.name == _BEFORE_GRADIENTS, apart
+        highest = _highest_blocks(job.trace, run.first, run.n_blocks, place)
+        for block, held in highest if not swaps_optimizer(job.recipe) else _and_first(job.trace, run, highest, place):
+            if block not in beside:
+                beside[block] = around_block(these, run, block)
+            stay = staying_lines(job, block, point.gradients - point.current_gradient)
+            lines = (*beside[block], *point.lines, gathered_line(job, held), *around, *stay)
+            yield Moment(f"backward of a block: {point.name}", Phase.BACKWARD, lines)
+        if point.name == _BEFORE_GRADIENTS:
+            yield from _experts_gathered(job, these, run, point)
+
+
+def _and_first(
+    trace: Gathered, run: RunPass, highest: tuple[tuple[int, int], ...], at: tuple[int, int, bool, bool]
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """Add the first block: gradients that stay on the GPU grow towards it, block by block, as activations grow less."""
+    if highest[-1][0] == run.first:
+        return highest
+    return (*highest, (run.first, _held(trace.backward[run.first], *at)))
+
+
+def _experts_gathered(job: Job, these: Passes, run: RunPass, first: BackwardPoint) -> Iterator[Moment]:
+    """Return the moments at which experts are gathered for their backward, before its ``first`` point has made anything."""
+    kept = tuple(line for line in first.lines if not line.reason.startswith(_MADE_FIRST))
+    waits = waiting(job.buckets, job.element, run.first, first.gradients, 0)
+    for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, (first.gradients, _GATHERING, True, True)):
+        stay = staying_lines(job, block, first.gradients)
+        lines = (*around_block(these, run, block), *kept, gathered_line(job, held), waits, *tied_head_lines(job), *stay)
+        yield Moment("experts gathered for their backward", Phase.BACKWARD, lines)
+
+
+def _end(job: Job, these: Passes) -> tuple[Moment, ...]:
+    """Return the moments of the embedding's gradient, and of the bucket that is left."""
+    at: Instant = embedding_instant(these)
+    last = job.buckets.flushes[0]
+    elements = embedding_elements(job.whole)
+    embedding = gradient_line(job, elements, "gradient of the embedding", embedding_symbol(job.whole) if elements else "")
+    held = gathered_line(job, job.trace.end)
+    around = (*these.head.at_embedding, *these.output, held, *staying_lines(job, -1, -1))
+    gathering = gathered_line(job, job.trace.embedding)
+    return (
+        Moment("embedding gathered for its backward", at.phase, (*at.lines, gathering, *tied_head_lines(job))),
+        Moment(at.name, at.phase, (*at.lines, held, embedding, *tied_head_lines(job), *staying_lines(job, -1, -1))),
+        Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, *reduce_lines(job, last))),
+    )

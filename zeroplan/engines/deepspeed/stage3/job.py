@@ -1,0 +1,152 @@
+"""What every part of the account for ZeRO-3 asks for: the job's sizes, what is gathered when, and lines that recur."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from zeroplan.engines.deepspeed.buckets import Schedule, schedule
+from zeroplan.engines.deepspeed.coordinator import gathered, gathered_by_several
+from zeroplan.engines.deepspeed.flat import Row, embedding_elements, embedding_symbol, has_tied_head, row, shares, trained_row
+from zeroplan.engines.deepspeed.infinity import on_nvme, refuse_few_buffers, refuse_twice, staying, staying_of, swaps_optimizer
+from zeroplan.engines.deepspeed.notes import Gathered
+from zeroplan.engines.deepspeed.offload import offloads_parameters
+from zeroplan.engines.deepspeed.quantized import sharing_of
+from zeroplan.engines.formulas import product, times
+from zeroplan.engines.precisions import widths
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Bool, Int, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
+COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
+
+
+class Job(NamedTuple):
+    """The sizes of a job, and what is gathered when."""
+
+    whole: Row
+    """What is trained."""
+    every: Row
+    """That and what is frozen, which is shared out and gathered too."""
+    recipe: RecipeSpec
+    n_ranks: Int
+    element: int
+    """Bytes of a weight and of a gradient in the compute dtype."""
+    master: int
+    """Bytes of an element of the weights that the optimizer updates."""
+    kept: int
+    """Bytes of an element of a gradient kept for the step."""
+    partition: Int
+    buckets: Schedule
+    trace: Gathered
+    applies: Bool
+    """Whether the number of micro-batches is the one that ``trace`` belongs to."""
+
+
+def make_job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Job:
+    """Size a job, with the trace of a single micro-batch per step."""
+    width = widths(recipe.precision)
+    sums_in_fp32 = recipe.deepspeed.grad_accum_dtype == "fp32"
+    every, whole = row(model), trained_row(model)
+    return Job(
+        whole,
+        every,
+        recipe,
+        mesh.dp_shard,
+        width.compute,
+        width.stored,
+        4 if sums_in_fp32 else width.compute,
+        shares(numels(whole), mesh.dp_shard),
+        schedule(whole, recipe.deepspeed.reduce_bucket_size, leaves=True),
+        _trace(every, recipe, mesh.dp_shard, of=gathered),
+        applies=True,
+    )
+
+
+_Replayed: TypeAlias = Callable[..., Gathered]
+
+
+def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: _Replayed) -> Gathered:
+    """What is gathered with a single micro-batch per step, or with several."""
+    options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
+    found = of(whole, options, recipe.recompute, sharing_of(recipe, n_ranks), disk)
+    if disk:
+        refuse_few_buffers(options, found.most_read)
+        refuse_twice(found.read_twice)
+    return found
+
+
+def trace_of_several(job: Job, micro: Int) -> Gathered:
+    """What is gathered with several micro-batches per step, which takes twice as long to find; the single one's for one."""
+    if isinstance(micro, int) and micro == 1:
+        return job.trace
+    return _trace(job.every, job.recipe, job.n_ranks, of=gathered_by_several)
+
+
+def by_micro_batches(job: Job, batch: Batch) -> tuple[Job, ...]:
+    """Return the job with the trace of a single micro-batch per step, and that of several where it differs."""
+    several = trace_of_several(job, batch.grad_accum_steps)
+    if several is job.trace:
+        return (job,)
+    more = batch.grad_accum_steps > 1
+    return job._replace(applies=batch.grad_accum_steps == 1), job._replace(trace=several, applies=more)
+
+
+@lru_cache(maxsize=256)
+def numels(whole: Row) -> tuple[tuple[int, int], ...]:
+    """Sizes of parameters that occur, and how often."""
+    counts: dict[int, int] = {}
+    for each in whole.placed:
+        numel = each.end - each.start
+        counts[numel] = counts.get(numel, 0) + 1
+    return tuple(counts.items())
+
+
+def gathered_line(job: Job, elements: int) -> Line:
+    """Gathered parameters; a single rank gathers nothing."""
+    n_bytes = unless_alone(job, where(job.applies, job.element * elements, 0))
+    formula = _gathered_formula(job.element, elements, if_several(job)) if job.applies is not False else "0"
+    return Line(Kind.GATHER, n_bytes, "gathered parameters, and flat gathers not yet used up", formula, COORDINATOR)
+
+
+@lru_cache(maxsize=4096)
+def _gathered_formula(width: int, elements: int, if_several: str) -> str:
+    return f"{width}·{elements}{if_several}"
+
+
+def unless_alone(job: Job, n_bytes: Int) -> Int:
+    """A single rank gathers nothing, but fetches what is in host memory."""
+    return n_bytes if offloads_parameters(job.recipe) else where(job.n_ranks > 1, n_bytes, 0)
+
+
+def if_several(job: Job) -> str:
+    """The factor of a formula that is nothing for a single rank, which gathers nothing."""
+    return "" if offloads_parameters(job.recipe) else "·min(1, N-1)"
+
+
+def gradient_line(job: Job, elements: int, reason: str, symbol: str = "") -> Line:
+    """So many elements of gradients as autograd makes them. [bytes]"""
+    formula = times(job.element, symbol) if symbol else product(job.element, elements)
+    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, formula, STAGE3)
+
+
+def tied_head_lines(job: Job) -> tuple[Line, ...]:
+    """The gradient of a head that is the embedding too, until the embedding has its own."""
+    if not has_tied_head(job.whole):
+        return ()
+    elements = embedding_elements(job.whole)
+    return (
+        gradient_line(job, elements, "gradient of the tied head, waiting for the embedding's", embedding_symbol(job.whole)),
+    )
+
+
+def staying_lines(job: Job, *at: int) -> tuple[Line, ...]:
+    """Gradients that wait on the GPU since their buckets were reduced: all, or those before a block and a place in it."""
+    if not swaps_optimizer(job.recipe):
+        return ()
+    if at:
+        return staying(job.buckets, (at[0], at[1]), job.n_ranks, job.master)
+    return staying_of(job.buckets, len(job.buckets.flushes), job.n_ranks, job.master)

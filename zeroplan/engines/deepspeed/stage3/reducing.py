@@ -1,0 +1,123 @@
+"""What reducing a bucket of gradients takes in the middle of the backward under ZeRO-3, and which buckets take most."""
+
+from functools import lru_cache
+
+from zeroplan.engines.deepspeed.buckets import Flush, Schedule, leaf_elements
+from zeroplan.engines.deepspeed.flat import Sizes, shares
+from zeroplan.engines.deepspeed.infinity import beside_swapped, staying_of, swaps_optimizer
+from zeroplan.engines.deepspeed.notes import Gathered
+from zeroplan.engines.deepspeed.offload import offloads_optimizer
+from zeroplan.engines.deepspeed.passes import GradientCounts, Passes, kept_before, place_in_block, running_lines, shared_at
+from zeroplan.engines.deepspeed.quantized_gradients import Split, beside_quantized, quantized_line, unless_quantized
+from zeroplan.engines.deepspeed.stage3.job import STAGE3, Job, gathered_line, gradient_line, tied_head_lines
+from zeroplan.engines.deepspeed.stage3_offload import beside_flushes, on_the_way
+from zeroplan.engines.formulas import unless_zero
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.numeric import where
+
+_SCATTER = "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced"
+_CAST = f"{STAGE3}, __avg_scatter_grads"
+
+
+@lru_cache(maxsize=256)
+def highest_flushes(
+    buckets: Schedule, trace: Gathered, counts: GradientCounts, beside: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[Flush, int], ...]:
+    """Reduced buckets that take more than every earlier one at the same place of a block, with what is gathered then.
+
+    Earlier ones find as much running there, and more kept by the blocks before.
+    """
+    chosen: list[tuple[Flush, int]] = []
+    heaviest: dict[tuple[int, ...], int] = {}
+    for index in range(len(buckets.flushes) - 1, 0, -1):
+        flush = buckets.flushes[index]
+        held = _gathered_at(trace, flush)
+        alone = held + flush.fill * (1 + flush.alone) + flush.arriving
+        place = place_in_block(counts, flush.block, flush.made)
+        heavier = False
+        for way, elements in enumerate(beside[index] if beside else (0,)):
+            heavier = heavier or alone + elements > heaviest.get((way, *place), -1)
+            heaviest[(way, *place)] = max(heaviest.get((way, *place), -1), alone + elements)
+        if heavier:
+            chosen.append((flush, held))
+    return tuple(chosen)
+
+
+def taken_beside(job: Job) -> tuple[tuple[int, ...], ...]:
+    """What each flush takes beside its bucket on the way to host memory, to NVMe or into 4 bits; nothing where it just goes."""
+    if swaps_optimizer(job.recipe):
+        return beside_swapped(job.buckets, job.element, job.kept, job.master)
+    if offloads_optimizer(job.recipe):
+        return beside_flushes(job.buckets, job.element)
+    if not job.recipe.deepspeed.zero_quantized_gradients:
+        return ()
+    ranks = job.n_ranks if isinstance(job.n_ranks, int) else int(job.n_ranks.min())
+    split = Split(ranks, job.recipe.deepspeed.gpus_per_node, job.element, job.kept)
+    return beside_quantized(job.buckets, split) if split.nodes > 1 else ()
+
+
+def _gathered_at(trace: Gathered, flush: Flush) -> int:
+    if flush.block < 0:
+        return trace.end
+    notes = trace.head_notes if flush.block >= len(trace.backward) else trace.backward[flush.block]
+    if not notes:
+        return trace.past_head
+    made = flush.made + (trace.tied_head if notes is trace.head_notes else 0)
+    note = next((note for note in notes if note.made >= made), notes[-1])
+    return note.handing if note.made == made else note.during
+
+
+def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
+    """Return what reducing a bucket takes: a copy in the order of the ranks, unless it is one gradient that divides evenly."""
+    options = job.recipe.deepspeed
+    held = flush.fill if flush.alone or not options.contiguous_gradients else 0
+    share = shares(flush.sizes, job.n_ranks)
+    copied = where(flush.fill % job.n_ranks == 0, 0, share * job.n_ranks) if flush.single else share * job.n_ranks
+    if not options.reduce_scatter and options.contiguous_gradients and not flush.alone:
+        copied = 0
+    copy_formula, cast_formula = _reduce_formulas(job.element, job.kept, flush.sizes)
+    cast = job.kept * share if job.kept != job.element else 0
+    quantized = job.recipe.deepspeed.zero_quantized_gradients
+    if quantized:
+        copied, cast = (unless_quantized(job.recipe, job.n_ranks, n_bytes) for n_bytes in (copied, cast))
+    return (
+        gradient_line(job, held + flush.arriving, "gradient that does not fit into the bucket"),
+        Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered",
+             unless_zero(copied, copy_formula), _SCATTER),
+        Line(Kind.TEMPORARY, cast, "reduced gradients cast to fp32", unless_zero(cast, cast_formula), _CAST),
+        *((_quantized(job, flush),) if quantized else ()),
+        *on_the_way(job.recipe, job.buckets, flush, job.n_ranks, kept=job.kept, master=job.master),
+    )  # fmt: skip
+
+
+def _quantized(job: Job, flush: Flush) -> Line:
+    at = job.buckets.flushes.index(flush)
+    return quantized_line(job.recipe, job.buckets, at, job.n_ranks, element=job.element, kept=job.kept)
+
+
+@lru_cache(maxsize=4096)
+def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
+    share = " + ".join(f"{count}·ceil({numel}/N)" for numel, count in sizes)
+    return f"{element}·N·({share})", f"{kept}·({share})"
+
+
+def flush_moment(job: Job, these: Passes, chosen: tuple[Flush, int]) -> Moment:
+    """The moment at which a bucket is reduced, with the elements gathered then."""
+    flush, held = chosen
+    activations = _running(job, these, flush)
+    around = (*shared_at(these, flush.block), *these.output, kept_before(these, max(flush.block, 0)))
+    tied = tied_head_lines(job) if flush.block >= 0 else ()  # taken in by the embedding's gradient when that arrives
+    lines = (*around, *activations, gathered_line(job, held), *reduce_lines(job, flush), *tied)
+    if swaps_optimizer(job.recipe):
+        before = len(job.buckets.flushes) - 1 - job.buckets.flushes.index(flush)
+        lines += staying_of(job.buckets, before, job.n_ranks, job.master)
+    return Moment("bucket reduced during the backward", Phase.BACKWARD, lines)
+
+
+def _running(job: Job, these: Passes, flush: Flush) -> tuple[Line, Line]:
+    """Return the activations of the block that runs; a leaf module hands on when all that flows out of it has been added up."""
+    saved, flowing = running_lines(these, flush.block, flush.made)
+    if flush.made != leaf_elements(job.whole, flush.block):
+        return saved, flowing
+    formula = f"{flowing.formula} - {these.head.hidden_formula}"
+    return saved, flowing._replace(n_bytes=flowing.n_bytes - these.head.hidden_bytes, formula=formula)

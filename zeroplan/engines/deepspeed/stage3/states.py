@@ -1,0 +1,74 @@
+"""What a rank holds for good under ZeRO-3, and how it comes to that at construction."""
+
+from zeroplan.engines.deepspeed.flat import largest_parameter, shares
+from zeroplan.engines.deepspeed.offload import kept_as, offloads_optimizer, on_host
+from zeroplan.engines.deepspeed.stage3.job import STAGE3, Job, if_several, numels, unless_alone
+from zeroplan.engines.formulas import times
+from zeroplan.engines.optimizers import LocalTensor, state_lines
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.numeric import ceil_div, where
+from zeroplan.spec.recipe import OptimizerImpl
+
+_GATHER = "DeepSpeed 0.19.8, runtime/zero/partition_parameters.py"
+_MASTER = f"{STAGE3}, _create_fp32_partitions"
+_GRADIENTS = f"{STAGE3}, grad_partitions_flat_buffer"
+_ZEROS = f"{STAGE3}, initialize_optimizer_states"
+_PERSISTENT = f"{STAGE3}, _post_step"
+
+
+def shares_held(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
+    """Weights, their master copy, gradients and the optimizer's states: of each this rank's share."""
+    share, symbol = job.partition, "G_r" if job.every is job.whole else "G_w"
+    held = share if job.every is job.whole else shares(numels(job.every), job.n_ranks)
+    weights = Line(
+        Kind.PARAMETERS, job.element * held, "this rank's share of each parameter", times(job.element, symbol), STAGE3
+    )
+    reason = "this rank's share of the weights once more, as the optimizer updates them"
+    master = Line(Kind.OPTIMIZER_STATE, job.master * share, reason, times(job.master, "G_r"), _MASTER)
+    gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", times(job.kept, "G_r"), _GRADIENTS)
+    tensors = (LocalTensor((share,), in_block=False),)
+    optimizer = state_lines(job.recipe.optimizer, kept_as(job.recipe, impl), tensors, job.master, symbol="G_r")
+    return (weights, master, gradients, *optimizer)
+
+
+def bucket_line(job: Job) -> Line:
+    """The bucket that gradients are copied into."""
+    options = job.recipe.deepspeed
+    elements = options.reduce_bucket_size if options.contiguous_gradients else 0
+    formula = times(job.element, "B") if options.contiguous_gradients else "0"
+    return Line(Kind.REDUCE, job.element * elements, "reduce bucket, reduce_bucket_size, kept for good", formula, STAGE3)
+
+
+def persistent_line(job: Job) -> Line:
+    """Parameters that stay gathered."""
+    n_bytes = unless_alone(job, job.element * job.trace.persistent)
+    reason = "parameters below the persistence threshold, gathered from step to step"
+    return Line(Kind.GATHER, n_bytes, reason, times(job.element, f"G_keep{if_several(job)}"), _PERSISTENT)
+
+
+def construction_moments(job: Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """Return the moments of construction: the model whole, or in pieces under ``zero.Init``; then the optimizer's tensors."""
+    share = job.partition
+    largest = job.element * largest_parameter(job.every)
+    if job.recipe.deepspeed.zero_init:
+        arrived = Line(
+            Kind.PARAMETERS, largest, "largest parameter before it is split", times(job.element, "G_max"), f"{_GATHER}, Init"
+        )
+        model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
+    else:
+        whole = Line(Kind.PARAMETERS, job.element * job.every.n_elements, "the whole model", f"{job.element}·Ψ", _GATHER)
+        first = job.every.placed[0].end
+        split = job.element * where(job.n_ranks > 1, ceil_div(first, job.n_ranks), largest_parameter(job.every))
+        piece = "ceil(G_first/N)" if not isinstance(job.n_ranks, int) or job.n_ranks > 1 else "G_max"
+        formula = times(job.element, piece)
+        share_of_one = Line(Kind.PARAMETERS, split, "first share split off", formula, f"{_GATHER}, _partition_param")
+        model = Moment("initialisation: model arrives whole", Phase.INIT, (whole, share_of_one))
+    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", times(job.master, "G_r"), _ZEROS)
+    zeros = on_host(zeros) if offloads_optimizer(job.recipe) else zeros
+    reason = "largest parameter, gathered to hook its gradient"
+    one = Line(Kind.GATHER, largest, reason, times(job.element, "G_max"), f"{STAGE3}, __init__")
+    return (
+        model,
+        Moment("initialisation: optimizer", Phase.INIT, (*states[:2], zeros)),
+        Moment("initialisation: gradient hooks", Phase.INIT, (*states[:3], bucket_line(job), one)),
+    )

@@ -1,0 +1,67 @@
+"""What is sent under ZeRO-3: parameters gathered in every pass, gradients reduce-scattered bucket by bucket."""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.deepspeed.flat import Sizes, shares
+from zeroplan.engines.deepspeed.numbers import numbers_sharded
+from zeroplan.engines.deepspeed.quantized_gradients import quantized_collectives
+from zeroplan.engines.deepspeed.secondary import within_group
+from zeroplan.engines.deepspeed.stage3.job import COORDINATOR, STAGE3, Job, trace_of_several
+from zeroplan.engines.deepspeed.stage3.step import group_count
+from zeroplan.ledger import Collective
+from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.spec.batch import Batch
+
+_SCALE = 4
+"""Bytes of the scale of a group of weights in 8 bits."""
+
+
+def collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
+    """Every collective of a step."""
+    micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
+    flushes = len(job.buckets.flushes)
+    reduced = n * job.partition
+    return (
+        *_gathered_in_passes(job, micro),
+        _all_gather(job, ("persistent parameters", "after the optimizer step"), _padded(trace.persistent_sent, n),
+                    trace.n_persistent, 1, element),
+        *quantized_collectives(job.recipe, job.whole, Collective(
+            "reduce_scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
+            element * ceil_div(reduced, flushes), (n - 1) * element * job.partition * micro, reduced * micro,
+            f"{STAGE3}, __avg_scatter_grads", element * reduced * micro,
+        ), micro, element=element),
+        *numbers_sharded(job.recipe, n, group_count(job)),
+    )  # fmt: skip
+
+
+def _padded(sizes: Sizes, n_ranks: Int) -> Int:
+    """Elements that parameters of these sizes take in a gather, where every rank's share of each is alike."""
+    return n_ranks * shares(sizes, n_ranks)
+
+
+def _gathered_in_passes(job: Job, micro: Int) -> Iterator[Collective]:
+    """All-gathers of every forward and backward: weights as they are or in 8 bits, and then their scales."""
+    n, one, quantized = job.n_ranks, job.trace, job.recipe.deepspeed.zero_quantized_weights
+    several = trace_of_several(job, micro)
+    what, width = ("parameters in 8 bits", 1) if quantized else ("parameters", job.element)
+    for direction, single, later in (
+        ("forward", one.sent_forward, several.sent_forward),
+        ("backward", one.sent_backward, several.sent_backward),
+    ):
+        when, forward = f"in every {direction}", direction == "forward"
+        elements = where(micro > 1, _padded(later.sizes, n), _padded(single.sizes, n))
+        gather = _all_gather(job, (what, when), elements, single.calls, micro, width)
+        yield from within_group(job.recipe, gather, micro, forward=forward)
+        if quantized:
+            scales = where(micro > 1, later.scales, single.scales)
+            beside = _all_gather(job, ("scales of the parameters", when), scales, single.calls, micro, _SCALE)
+            yield from within_group(job.recipe, beside._replace(volume_elements=0), micro, forward=forward)
+
+
+def _all_gather(
+    job: Job, names: tuple[str, str], elements: Int, calls: int, times: Int, width: int
+) -> Collective:  # fmt: skip
+    n, payload = job.n_ranks, width * elements * times
+    each = width * ceil_div(elements, max(calls, 1))
+    sent = (n - 1) * width * elements // n * times
+    return Collective("all_gather", *names, n, calls * times, each, sent, elements * times, COORDINATOR, payload)
