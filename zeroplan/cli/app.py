@@ -10,6 +10,7 @@ import typer
 
 from zeroplan.cli.compare import compare_command
 from zeroplan.cli.diagnose import diagnose_command
+from zeroplan.cli.doctor import doctor_command
 from zeroplan.cli.estimate import estimate_command
 from zeroplan.cli.explore import explore_command
 from zeroplan.cli.gpus import gpus_app
@@ -42,6 +43,7 @@ app.command("diagnose", cls=QuickCommand)(takes_a_job(diagnose_command, or_none=
 app.add_typer(plot_app, name="plot")
 app.command("explore", cls=QuickCommand)(explore_command)
 app.command("report", cls=QuickCommand)(report_command)
+app.command("doctor", cls=QuickCommand)(doctor_command)
 app.add_typer(models_app, name="models")
 app.add_typer(gpus_app, name="gpus")
 

@@ -26,6 +26,8 @@ _LEAVES_S = 5.0
 """How long the memory of a process that has just ended may still be held. [s]"""
 _OTHERWISE = "use --backend simulate, which needs none"
 
+_WITHOUT_CUDA = f"this torch ({torch.__version__}) is built without CUDA; install one that has it, or {_OTHERWISE}"
+
 
 class Memory(NamedTuple):
     """Of a card: what is free, and all of it. [bytes]"""
@@ -48,12 +50,25 @@ def ready(task: Task) -> tuple[str, int]:
     Raises :class:`~zeroplan.verify.failures.NotHereError` in one line: a torch without CUDA, a driver that is missing or
     too old, no GPU, fewer than the ranks of this node, or one that others hold so much of that the job would not fit.
     """
-    if not built_for_gpus():
-        raise NotHereError(f"this torch ({torch.__version__}) is built without CUDA; install one that has it, or {_OTHERWISE}")
-    _refuse_too_few(1 if task.transport == "fake" else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    _refuse_without_gpus(1 if task.transport == "fake" else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     index = int(os.environ.get("LOCAL_RANK", "0")) if task.transport != "fake" else 0
     memory = _refuse_busy(index, needed=estimate(task.job).least_bytes)
     return name_of(index), memory.total
+
+
+def why_not() -> str:
+    """Why no rank can run on a GPU here, in a line; empty where one can."""
+    try:
+        _refuse_without_gpus(1)
+    except NotHereError as refusal:
+        return str(refusal)
+    return ""
+
+
+def _refuse_without_gpus(ranks: int) -> None:
+    if not built_for_gpus():
+        raise NotHereError(_WITHOUT_CUDA)
+    _refuse_too_few(ranks)
 
 
 def _refuse_too_few(ranks: int) -> None:

@@ -1,0 +1,44 @@
+"""``zeroplan doctor``: what is there is said with its version, what is not with the way to it."""
+
+import json
+import sys
+
+import pytest
+
+from zeroplan import installation
+from zeroplan.installation import Package, abilities, absent, installed
+
+
+def test_what_works_here_is_said(run):
+    code, out, err = run("doctor")
+    assert (code, err) == (0, "")
+    assert "works  estimate, plan, compare, diagnose" in out
+    assert f"python        {sys.version.split()[0]}" in out
+
+
+def test_the_same_as_data(run):
+    code, out, _ = run("doctor", "--json")
+    said = json.loads(out)
+    assert (code, said["schema_version"]) == (0, 1)
+    assert said["versions"]["numpy"] == installed(Package("numpy", "numpy", ""))
+    for one in said["abilities"]:
+        assert one["works"] == (one["missing"] is None), one
+
+
+def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch):
+    there = installation.find_spec
+    monkeypatch.setattr(installation, "find_spec", lambda name: None if name in ("torch", "matplotlib") else there(name))
+    told = {one.what: one for one in abilities(lambda: pytest.fail("asked a torch that is not there"))}
+    assert told["estimate, plan, compare, diagnose"].works
+    assert told["plot, report"].missing == "matplotlib is not installed: pip install 'zeroplan[plot]'"
+    assert not told["verify --backend cpu"].works
+    assert not told["verify --backend cuda"].works
+
+
+def test_several_are_named_together():
+    assert absent("no_such", "nor_such").startswith("no_such and nor_such are not installed")
+
+
+def test_a_gpu_that_is_missing_is_the_driver_s_word():
+    told = {one.what: one for one in abilities(lambda: "no GPU is to be had here")}
+    assert told["verify --backend cuda"].missing.endswith(("no GPU is to be had here", "pip install 'zeroplan[verify]'"))

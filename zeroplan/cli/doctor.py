@@ -1,0 +1,22 @@
+"""``zeroplan doctor``: what is installed here, and what can be done with it."""
+
+import json
+from typing import Annotated
+
+import typer
+
+
+def doctor_command(*, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """Say what is installed, which commands and backends work here, and what is missing for the others."""
+    from zeroplan.installation import abilities  # noqa: PLC0415  no other answer waits for it
+    from zeroplan.report.doctor import doctor_payload, doctor_text, versions  # noqa: PLC0415
+
+    found, able = versions(), abilities(_no_gpu)
+    typer.echo(json.dumps(doctor_payload(found, able), indent=2) if as_json else doctor_text(found, able))
+
+
+def _no_gpu() -> str:
+    """Why no GPU can be used, in a line; empty where one can."""
+    from zeroplan.verify.gpus import why_not  # noqa: PLC0415  torch takes seconds to import
+
+    return why_not()
