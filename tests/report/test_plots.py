@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.measured_twins import twin
-from zeroplan import job
+from zeroplan import estimate, job
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import SpecError
 from zeroplan.report.palette import LOOKS, THEMES
 from zeroplan.report.series.heat import heat
+from zeroplan.report.series.parts import caption
 from zeroplan.report.series.scaling import scaling
+from zeroplan.report.series.stacks import StacksSeries, stack_of, stack_of_kinds
 from zeroplan.report.series.stages import stages
 from zeroplan.report.series.timeline import timeline
 from zeroplan.report.series.validation import validation
-from zeroplan.units import GIB
+from zeroplan.units import GIB, MIB
 
 mpl = pytest.importorskip("matplotlib")
 from matplotlib import font_manager  # noqa: E402
@@ -45,6 +47,16 @@ CASES: dict[str, Callable[[], object]] = {
     "timeline record": lambda: timeline(RECORD.job, RECORD),
     "scaling": lambda: scaling(LLAMA),
     "scaling experts": lambda: scaling(job(model="mixtral-8x7b", gpus=8, gpu="h200", recompute="full")),
+    "stacks": lambda: StacksSeries(
+        caption=caption(estimate(LLAMA), "Two ways"),
+        stacks=tuple(
+            stack_of(name, estimate(one)) for name, one in (("on the GPU", LLAMA), ("optimizer offloaded", OFFLOADED))
+        ),
+        capacity_bytes=80 * GIB,
+    ),
+    "stacks small": lambda: StacksSeries(
+        caption=caption(estimate(LLAMA), "What a run held"), stacks=(stack_of_kinds("rank 0", {"parameters": 7_000_000}),)
+    ),
     "heat": lambda: heat(LLAMA),
     "heat beyond": lambda: heat(BEYOND),
     "heat params": lambda: heat(job(params="7e9", gpus=8)),
@@ -117,6 +129,23 @@ def test_a_column_is_as_high_as_what_is_needed():
         assert heights == [part.n_bytes / GIB for part in column.parts]
         assert sum(heights) == pytest.approx(column.needed_bytes / GIB, rel=1e-12)
     assert series.capacity_bytes / GIB in [line.get_ydata()[0] for line in axes.lines]
+
+
+def test_stacks_are_as_high_as_their_estimates_and_small_ones_are_in_mib():
+    for case, unit in (("stacks", GIB), ("stacks small", MIB)):
+        series, axes = made(case), drawn(case).axes[0]
+        for at, stack in enumerate(series.stacks):
+            assert sum(height for middle, height in bands(axes) if middle == at) == pytest.approx(stack.total_bytes / unit)
+    assert [line.get_ydata()[0] for line in drawn("stacks").axes[0].lines] == [80 * GIB / GIB]
+    assert any("GiB\nfits" in text.get_text() for text in texts(drawn("stacks")))
+
+
+def test_a_notebook_shows_a_series_as_png():
+    from zeroplan.report.plots.inline import picture
+
+    png, shown = picture(made("stages"))._repr_png_()
+    assert png.startswith(b"\x89PNG")
+    assert shown == {"width": 8 * 96}
 
 
 def test_a_torn_column_keeps_its_proportions_and_says_what_it_is():

@@ -48,3 +48,19 @@ def test_a_collective_ends_when_the_last_thread_has_let_go_of_the_tensors_object
     given = torch.ones(1)
     WatchedGroup(Lingering(), (0, 2), Log()).allreduce([given])
     assert let_go.wait(0.05)
+
+
+def test_a_tracker_does_not_see_what_the_transport_requests():
+    """Gloo reduces a copy, which its thread gives back whenever that comes round to it."""
+    from torch._C._distributed_c10d import ProcessGroupGloo
+    from torch.distributed import HashStore, ReduceScatterOptions
+
+    from zeroplan.verify.group import WatchedGroup
+    from zeroplan.verify.log import Log
+    from zeroplan.verify.tracker import Tracker
+
+    group = WatchedGroup(ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60)), (0, 1), Log())
+    with Tracker() as tracker:
+        given, taken = torch.ones(256), torch.empty(256)
+        group.reduce_scatter_single(taken, given, ReduceScatterOptions()).wait()
+    assert [block.n_bytes for block in tracker.blocks] == [given.nbytes, taken.nbytes]

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the la
     _create_work_from_future,
 )
 from torch.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroplan.errors import MeasurementError
 from zeroplan.verify import nccl
@@ -61,7 +62,7 @@ class WatchedGroup(dist.ProcessGroup):
         return _ended([])
 
     def handed_on(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
-        """Run a collective to its end and note it."""
+        """Run a collective to its end and note it; what the transport itself requests is seen by no mode."""
         tensors = [list(_tensors(argument)) for argument in arguments]
         largest = max(tensors, key=lambda buffers: sum(buffer.nbytes for buffer in buffers), default=[])
         if largest:
@@ -69,7 +70,7 @@ class WatchedGroup(dist.ProcessGroup):
             self._log.calls.append(Call(operation, dtype, self._ranks, n_bytes, self._log.phase))
         buffers = [buffer for given in tensors for buffer in given]
         before = _holders(buffers)
-        with record_function(TRANSPORT[0]):
+        with record_function(TRANSPORT[0]), _disable_current_modes():
             run(*arguments).wait()
             _await_release(buffers, before)
         return _ended(tensors[0] if operation in ("all_reduce", "broadcast") else [])

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import matplotlib as mpl
 import matplotlib.style
@@ -90,16 +90,18 @@ def hatched(what: str) -> Patch:
     return Patch(facecolor="none", edgecolor=on(look.colour), linewidth=0, hatch=look.hatch)
 
 
-def written(figure: Figure, path: Path) -> None:
-    """Write the figure in the format of the file's ending; the file appears complete or not at all.
+def saved(figure: Figure, to: Path | BinaryIO, ending: str) -> None:
+    """Save the figure without dates and versions inside, so that the same picture is the same file."""
+    nothing = {"png": {"Software": ""}, "svg": {"Date": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
+    figure.savefig(to, format=ending, dpi=_DOTS_PER_INCH, metadata=nothing[ending])
 
-    Without dates and versions inside, so that the same picture is the same file.
-    """
+
+def written(figure: Figure, path: Path) -> None:
+    """Write the figure in the format of the file's ending; the file appears complete or not at all."""
     ending = ending_of(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    nothing = {"png": {"Software": ""}, "svg": {"Date": None}, "pdf": {"CreationDate": None, "Producer": None, "Creator": None}}
     try:
-        figure.savefig(unfinished, format=ending, dpi=_DOTS_PER_INCH, metadata=nothing[ending])
+        saved(figure, unfinished, ending)
         unfinished.replace(path)
     except OSError as error:
         raise SpecError(f"the picture cannot be written to {str(path)!r}: {error.strerror}; give another file") from None

@@ -24,7 +24,7 @@ _UNDER = 22
 """Signs that fit below a column."""
 _TEAR = 0.9
 """Where a cut column is torn, in parts of its height."""
-_READABLE = 0.045
+READABLE = 0.045
 """A band of less than this part of the axes has no room for its number."""
 
 
@@ -61,8 +61,8 @@ def _column(axes: Axes, at: int, column: StageColumn, top: float, theme: Theme) 
     scale, bottom = (top / height if cut else 1.0), 0.0
     for part in column.parts:
         tall = part.n_bytes / GIB * scale
-        _band(axes, at, bottom, tall, part.what, theme)
-        if tall > _READABLE * top:
+        band(axes, at, bottom, tall, part.what, theme)
+        if tall > READABLE * top:
             colour = LOOKS[part.what].colour
             middle = _beside_the_tear(bottom, tall, top) if cut else bottom + tall / 2
             axes.text(at, middle, _figure(part.n_bytes), ha="center", va="center", fontsize=SMALL, color=on(colour), zorder=5,
@@ -75,7 +75,8 @@ def _column(axes: Axes, at: int, column: StageColumn, top: float, theme: Theme) 
     _above(axes, at, column, min(max(height, _comfortable(column)), top), theme)
 
 
-def _band(axes: Axes, at: int, bottom: float, tall: float, what: str, theme: Theme) -> None:
+def band(axes: Axes, at: int, bottom: float, tall: float, what: str, theme: Theme) -> None:
+    """Put a band of a kind into a column. [GiB]"""
     look = LOOKS[what]
     axes.bar(at, tall, _WIDTH, bottom, color=look.colour, edgecolor=theme.paper, linewidth=0.6, label=what)
     if look.hatch:

@@ -1,0 +1,73 @@
+"""A picture inside a notebook: what a cell returns, and Jupyter shows."""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from matplotlib.figure import Figure
+
+from zeroplan.report.palette import THEMES, Theme
+from zeroplan.report.plots.frame import blank, saved, style
+from zeroplan.report.plots.heat import draw_heat
+from zeroplan.report.plots.scaling import draw_scaling
+from zeroplan.report.plots.stacks import draw_stacks
+from zeroplan.report.plots.stages import draw_stages
+from zeroplan.report.plots.timeline import draw_timeline
+from zeroplan.report.series.heat import HeatSeries
+from zeroplan.report.series.scaling import ScalingSeries
+from zeroplan.report.series.stacks import StacksSeries
+from zeroplan.report.series.stages import StagesSeries
+from zeroplan.report.series.timeline import TimelineSeries
+
+Series = HeatSeries | ScalingSeries | StacksSeries | StagesSeries | TimelineSeries
+#: Of a notebook's screen, on which a figure keeps the size that it has on paper.
+_SCREEN_DOTS_PER_INCH = 96
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Picture:
+    """A picture as PNG, and the width at which it is shown. [pixels]"""
+
+    png: bytes
+    width: int
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        """What Jupyter asks a value for."""
+        return self.png, {"width": self.width}
+
+
+def picture(series: Series, *, theme: str = "light") -> Picture:
+    """Draw a series of :mod:`zeroplan.report.series`.
+
+    >>> from zeroplan import job
+    >>> from zeroplan.report.series.stages import stages
+    >>> picture(stages(job(model="gpt2", gpus=8, stage=3, seq_len=128))).width
+    768
+    """
+    look = THEMES[theme]
+    return drawn(partial(_draw, series=series, theme=look), theme=look)
+
+
+def drawn(draw: Callable[[Figure], None], *, theme: Theme = THEMES["light"]) -> Picture:
+    """Hand a function an empty figure in the product's style, and show what it draws."""
+    held = io.BytesIO()
+    with style(theme):
+        figure = blank()
+        draw(figure)
+        saved(figure, held, "png")
+    return Picture(held.getvalue(), round(figure.get_figwidth() * _SCREEN_DOTS_PER_INCH))
+
+
+def _draw(figure: Figure, *, series: Series, theme: Theme) -> None:
+    match series:
+        case StagesSeries():
+            draw_stages(figure, series, theme)
+        case TimelineSeries():
+            draw_timeline(figure, series, theme)
+        case ScalingSeries():
+            draw_scaling(figure, series, theme)
+        case HeatSeries():
+            draw_heat(figure, series, theme)
+        case StacksSeries():
+            draw_stacks(figure, series, theme)
