@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.device import outside, total_band, workspace_line
+from zeroplan.engines.device import outside, reserved_as_seen, total_band, workspace_line
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.estimator import engine_module, flattened_through_the_host, flattens_on_the_gpu
@@ -16,6 +16,7 @@ from zeroplan.ledger import Moment, Phase, peak_bytes
 from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import Column, Fixed, Grid, numbers, structures
+from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -122,15 +123,19 @@ def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
 def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None = None) -> Found:
     """Figures of all layouts of one structure; raises SpecError where the engine does not take it."""
     _checked(base, recipe, grid)
-    card = outside_column(grid)
+    card = outside_column(grid, base.cluster.gpu)
     account = _account(base, recipe, grid, card)
     moments = tuple(Moment(name, phase, (*lines, workspace_line(base.cluster.gpu))) for name, phase, lines in account.moments)
     least = _column(peak_bytes(moments), grid) + card
     room = 0 if base.cluster.gpu is None else int(base.cluster.gpu.memory_bytes.value)
     # Where nothing fits, nobody asks how comfortably.
-    comfortable = _column(reserved(moments, engine=recipe.engine).expected_bytes, grid) + card if least.min() <= room else least
+    comfortable = least if least.min() > room else _column(_reserved(moments, recipe, base.cluster.gpu), grid) + card
     time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
     return Found(recipe, grid, least, comfortable, _times(time.seconds, grid))
+
+
+def _reserved(moments: tuple[Moment, ...], recipe: RecipeSpec, gpu: GpuSpec | None) -> Int:
+    return reserved_as_seen(reserved(moments, engine=recipe.engine), recipe.engine, gpu).expected_bytes
 
 
 def _checked(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> None:
@@ -163,12 +168,12 @@ def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Acc
     return engine.account(base.model, flattened_through_the_host(recipe), grid, grid)
 
 
-def outside_column(grid: Grid) -> Column:
+def outside_column(grid: Grid, gpu: GpuSpec | None) -> Column:
     """Context and communicators, expected. [bytes]"""
     gpus = int(grid.dp_replicate[0] * grid.dp_shard[0])
 
     def taken(replicas: int) -> int:
-        return int(total_band(outside(MeshSpec(dp_replicate=replicas, dp_shard=gpus // replicas))).expected_bytes)
+        return int(total_band(outside(MeshSpec(dp_replicate=replicas, dp_shard=gpus // replicas), gpu)).expected_bytes)
 
     return _column(for_each_value(taken, grid.dp_replicate), grid)
 
