@@ -227,7 +227,8 @@ def _allocator(answer: Estimate, measured: Measurement, *, highest: int) -> Iter
     for shown in measured.allocator:
         expandable = shown.settings == "expandable_segments"
         where = "expandable segments" if expandable else "default"
-        yield Compared(f"allocated, {where}", highest + shown.workspace_bytes, shown.allocated_bytes)
+        beside = shown.workspace_bytes if shown.modelled else 0  # a GPU's are in the estimate of it
+        yield Compared(f"allocated, {where}", highest + beside, shown.allocated_bytes)
         band = answer.reserved
         yield Compared(f"reserved, {where}", int(band.low_bytes if expandable else band.expected_bytes), shown.reserved_bytes)
 

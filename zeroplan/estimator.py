@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Literal, NamedTuple, Protocol, cast
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.device import Outside, outside, total_band, workspace_line
+from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_line
 from zeroplan.engines.optimizers import implementation
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
@@ -118,7 +118,7 @@ class Estimate:
     @cached_property
     def reserved(self) -> Band:
         """What the caching allocator takes around the peak."""
-        return reserved(self.moments, engine=self.job.recipe.engine)
+        return _reserved(self.moments, self.job)
 
     @property
     def held(self) -> tuple[Line, ...]:
@@ -229,7 +229,7 @@ def estimate(job: JobSpec) -> Estimate:
         engine_moments=account.moments,
         workspaces=workspaces,
         peak=highest._replace(lines=(*highest.lines, *workspaces)),
-        outside=outside(job.mesh),
+        outside=outside(job.mesh, job.cluster.gpu),
         host=account.host,
         nvme=account.nvme,
         traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
@@ -266,8 +266,13 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
     """
     workspaces = _workspaces(job)
     moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account_of(job, batch).moments)
-    band, beside = reserved(moments, engine=job.recipe.engine), total_band(outside(job.mesh)).expected_bytes
+    band, beside = _reserved(moments, job), total_band(outside(job.mesh, job.cluster.gpu)).expected_bytes
     return Needed(band.low_bytes + beside, band.expected_bytes + beside)
+
+
+def _reserved(moments: tuple[Moment, ...], job: JobSpec) -> Band:
+    engine = job.recipe.engine
+    return reserved_as_seen(reserved(moments, engine=engine), engine, job.cluster.gpu)
 
 
 def _workspaces(job: JobSpec) -> tuple[Line, ...]:
@@ -289,7 +294,7 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
     gpu = job.cluster.gpu
     if gpu is None or not flattens_on_the_gpu(job.recipe):
         return account
-    room = int(gpu.memory_bytes.value) - int(total_band(outside(job.mesh)).expected_bytes)
+    room = int(gpu.memory_bytes.value) - int(total_band(outside(job.mesh, gpu)).expected_bytes)
     if all(int(moment.total_bytes) <= room for moment in account.moments if moment.phase is Phase.INIT):
         return account
     account = engine.account(job.model, flattened_through_the_host(job.recipe), job.mesh, batch)

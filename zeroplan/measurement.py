@@ -22,12 +22,13 @@ SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment(Spec):
-    """Where it ran: versions by package, and the machine in words."""
+    """Where it ran, and on which day (UTC, ``2026-11-20``): versions by package, and the machine in words."""
 
     python: str
     platform: str
     packages: dict[str, str]
     device: str = ""
+    date: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,8 @@ class CardMeasured(Spec):
     """The GPU, and what was taken from it when the run was over. [bytes]
 
     ``outside_bytes`` is what its driver counts as used beyond the caching allocator: the context, kernels, NCCL's buffers, and
-    what other processes hold.
+    what other processes hold. ``context_bytes`` is what it was when the context had just been made, ``joined_bytes`` when the
+    process group was there, before any of the job's kernels was loaded.
     """
 
     name: str
@@ -59,6 +61,17 @@ class CardMeasured(Spec):
     outside_bytes: CountOrZero
     driver: str = ""
     cuda: str = ""
+    nccl: str = ""
+    context_bytes: CountOrZero | None = None
+    joined_bytes: CountOrZero | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMeasured(Spec):
+    """Which operators computed attention, and the most that one of them asked for and gave back before it was done. [bytes]"""
+
+    operators: tuple[str, ...]
+    scratch_bytes: CountOrZero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +148,7 @@ class AllocatorMeasured(Spec):
     """What CUDA's caching allocator shows after the run: ``max_memory_allocated`` of the last step, ``max_memory_reserved`` of all.
 
     On a GPU it is what torch reports; elsewhere the recorded requests replayed through a model of the allocator
-    (:mod:`zeroplan.allocator`), with ``workspace_bytes`` of cuBLAS among them.
+    (:mod:`zeroplan.allocator`). ``workspace_bytes`` of cuBLAS are among them.
     """
 
     settings: AllocatorSettings
@@ -171,6 +184,8 @@ class Measurement(Spec):
     nvme_bytes: CountOrZero | None = None
     """What was written to NVMe, file by file, where something is offloaded there."""
     card: CardMeasured | None = None
+    attention: AttentionMeasured | None = None
+    """On a GPU, where the choice of the kernel is its library's."""
     remarks: tuple[str, ...] = ()
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 

@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 
 from tests.measured_twins import twin
+from zeroplan.cli import verify_bulk
 from zeroplan.cli.app import main
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.estimator import estimate
 from zeroplan.measurement import PhaseMeasured
+from zeroplan.verify import needs
 from zeroplan.verify.bulk import Runner
 from zeroplan.verify.failures import NotHereError
 from zeroplan.verify.launch import Listener
 from zeroplan.verify.matrix import Case, find_matrix, read_matrix, shipped
+from zeroplan.verify.needs import needed_bytes
 from zeroplan.verify.record import write_record
 from zeroplan.verify.results import Result, opened
 from zeroplan.verify.task import Card, Task
@@ -84,6 +87,8 @@ def test_lists_mean_each_of_their_values_and_a_case_overrides_the_defaults(tmp_p
     ("[[case]]\nmodel = 'gpt2'\nedge = 0.98", "case 1: edge=0.98 is a share of a card's memory; name the card"),
     ("[[case]]\nmodel = 'llama-2-70b'\ngpu = 'h100'\nedge = 0.98", "case 1: edge=0.98: no batch makes the estimate need that much"),
     ("[[case]]\nmodel = 'gpt2'\nengine = 'paper'", "case 1: engine 'paper' is an account on paper"),
+    ("[defaults]\nmodel = 'gpt2'\ngpus = 2\nengine = 'deepspeed'\nrecompute = 'selective'\n[[case]]\nstage = [2, 3]",
+     "case 1: recompute 'selective' at stage 3 fails in DeepSpeed"),
 ])  # fmt: skip
 def test_what_is_no_matrix_is_one_line(tmp_path: Path, text: str, said: str):
     with pytest.raises(SpecError) as refused:
@@ -103,7 +108,7 @@ def test_the_packages_matrices_fit_as_they_are_meant_to(name: str):
     cases = read_matrix(shipped()[name], tensors="cuda")
     for case in cases:
         answer = estimate(case.task.job)
-        share = answer.least_bytes / (answer.capacity_bytes or 0)
+        share = needed_bytes(answer, alone=case.task.transport == "fake") / (answer.capacity_bytes or 0)
         if "@" in case.name:
             edge = float(case.name.partition("@")[2])
             assert BAND <= abs(share - 1) < BAND + 0.01
@@ -115,6 +120,41 @@ def test_the_packages_matrices_fit_as_they_are_meant_to(name: str):
         ("fsdp2", 2), ("fsdp2", 3), ("ddp", 0), ("ddp", 1), *(("deepspeed", stage) for stage in range(4)),
     }  # fmt: skip
     assert {job.model.family for job in jobs} == {"llama", "qwen3", "gpt2", "mixtral"}
+
+
+def test_edges_are_those_of_the_card_at_hand(tmp_path: Path):
+    path = written(tmp_path, "[[case]]\nmodel = 'gpt2'\ngpus = 8\ngpu = 'h200'\nstage = 3\nedge = [0.98, 1.02]")
+    for card_bytes in (10**10, 141 * 10**9):
+        below, above = (case.task.job for case in read_matrix(path, tensors="cuda", card_bytes=card_bytes))
+        assert [estimate(one).capacity_bytes for one in (below, above)] == [card_bytes, card_bytes]
+        shares = [needed_bytes(estimate(one), alone=True) / card_bytes for one in (below, above)]
+        assert 0.97 <= shares[0] <= 0.98
+        assert 1.02 <= shares[1] <= 1.03
+
+
+def test_the_driver_is_asked_for_a_cards_memory_and_may_be_absent(monkeypatch: pytest.MonkeyPatch):
+    class Driver:
+        found = 0
+
+        def cuInit(self, _: int) -> int:  # noqa: N802  CUDA's name
+            return self.found
+
+        def cuDeviceGet(self, _: object, __: int) -> int:  # noqa: N802
+            return 0
+
+        def cuDeviceTotalMem_v2(self, total: Any, _: object) -> int:  # noqa: N802
+            total._obj.value = 150_109_945_856
+            return 0
+
+    def none(_: str) -> Driver:
+        raise OSError
+
+    monkeypatch.setattr(needs.ctypes, "CDLL", lambda _: Driver())
+    assert needs.card_bytes() == 150_109_945_856
+    Driver.found = 100  # no device
+    assert needs.card_bytes() is None
+    monkeypatch.setattr(needs.ctypes, "CDLL", none)
+    assert needs.card_bytes() is None
 
 
 def test_the_matrix_of_one_card_covers_what_is_asked_of_it():
@@ -199,11 +239,19 @@ ON_A_CARD = {"outcome": "out of memory", "record": None, "says": "CUDA out of me
     (0.95, {}, True), (1.05, {}, False), (1.01, {}, True), (0.95, {"outcome": "failed", "record": None}, None),
 ])  # fmt: skip
 def test_a_verdict_is_judged_outside_the_band(share: float, said: dict[str, Any], *, agrees: bool | None):
-    needed = estimate(twin().job).least_bytes
+    needed = needed_bytes(estimate(twin().job), alone=True)
     task = Task(job=twin().job, transport="fake", tensors="cuda")
     exact = replace(twin(), steps=(_as_estimated(),), collectives=())
     one = judged(result(**{"task": task, "record": exact, "card_bytes": int(needed / share), **said}), tolerance=float("inf"))
     assert one.agrees is agrees
+
+
+def test_only_ranks_that_talk_need_room_for_communicators():
+    alone, together = (
+        judged(result(task=Task(job=twin().job, transport=transport, tensors="cuda")), tolerance=1.0).needed
+        for transport in ("fake", "nccl")
+    )
+    assert together == estimate(twin().job).least_bytes == alone + 520_000_000
 
 
 def _as_estimated() -> Any:
@@ -235,6 +283,31 @@ def test_a_copy_that_cannot_use_the_card_is_started_anew_and_so_are_all_after_it
         nobody_can = True
         with pytest.raises(NotHereError):
             runner.run(case)
+
+
+def test_cases_of_an_engine_that_is_not_here_are_refused_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    path = written(tmp_path, "[[case]]\nmodel = 'gpt2'\ngpus = 4\nengine = ['deepspeed', 'ddp']\nstage = 1\nseq_len = 128")
+
+    def require(job: Any) -> None:
+        if job.recipe.engine == "deepspeed":
+            raise MeasurementError("deepspeed is not installed")
+
+    def run_cases(cases: Any, **_: object) -> Iterator[Result]:
+        assert [case.task.job.recipe.engine for case in cases] == ["ddp"]
+        yield result(cases[0].name, task=cases[0].task)
+
+    monkeypatch.setattr(verify_bulk, "require", require)
+    monkeypatch.setattr(verify_bulk, "run_cases", run_cases)
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "--matrix", str(path), "--backend", "cpu", "--record-dir", str(tmp_path)])
+    assert ended.value.code == 4
+    assert "refused: deepspeed is not installed" in capsys.readouterr().out
+    assert [json.loads(line)["outcome"] for line in (tmp_path / "some-cpu.jsonl").read_text().splitlines()] == [
+        "refused",
+        "measured",
+    ]
 
 
 @pytest.fixture

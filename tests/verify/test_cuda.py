@@ -81,6 +81,40 @@ def test_peaks_are_the_allocators_and_the_highest_of_all_micro_batches(measured:
     assert measured.steady.held_bytes == peaks[-1] // 2
     (shown,) = measured.allocator
     assert (shown.allocated_bytes, shown.reserved_bytes, shown.modelled) == (peaks[-1], peaks[-1] + 2, False)
+    assert shown.workspace_bytes == 0  # a CPU's products keep nothing
+
+
+def test_the_kernels_of_attention_are_named_and_the_day(measured: Measurement):
+    assert measured.attention is not None
+    assert [name.removeprefix("aten::_scaled_dot_product_") for name in measured.attention.operators] == [
+        "flash_attention_for_cpu", "flash_attention_for_cpu_backward",
+    ]  # fmt: skip
+    assert measured.environment.date.count("-") == 2
+
+
+def test_what_libraries_take_is_told_by_who_asked_and_when_it_goes():
+    from zeroplan.verify.allocations import Allocation, Timeline
+    from zeroplan.verify.libraries import attention_of, kept_by_products
+
+    backward = ("autograd", "aten::_scaled_dot_product_cudnn_attention_backward")
+    seen = Timeline()
+    seen.allocations = [
+        Allocation(1, 32, 0xA, 0, ("aten::linear", "aten::mm")),  # a workspace, never given back
+        Allocation(2, 8, 0xB, 0, (*backward, "aten::empty")),  # dq, which outlives the kernel
+        Allocation(3, 100, 0xC, 0, backward),
+        Allocation(4, 50, 0xD, 0, (*backward, "aten::empty")),
+        Allocation(5, -50, 0xD, 0, backward),
+        Allocation(6, -100, 0xC, 0, backward),
+        Allocation(7, 70, 0xC, 0, backward),  # another layer's
+        Allocation(8, -70, 0xC, 0, backward),
+        Allocation(9, 16, 0xE, 0, ("aten::mm",)),  # a gradient that somebody owns
+        Allocation(10, -8, 0xB, 0, ("autograd",)),
+    ]
+    attention = attention_of(seen)
+    assert attention is not None
+    assert (attention.operators, attention.scratch_bytes) == ((backward[1],), 150)
+    assert kept_by_products(seen.alive(10), frozenset({0xE})) == 32
+    assert attention_of(Timeline()) is None
 
 
 def test_what_was_held_at_the_unwatched_peak_is_told_from_the_step_before(measured: Measurement):
@@ -186,3 +220,17 @@ def test_a_snapshot_is_written_however_the_run_ends(tmp_path: Path, monkeypatch:
         raise torch.OutOfMemoryError
     assert said == [(("stacks", "python"), ("max_entries", 1_000_000)), (str(path),), (("enabled", None),)]
     assert path.parent.is_dir()
+
+
+def test_selective_recomputation_keeps_the_output_of_whichever_kernel_attention_has():
+    """cuDNN's, which torch takes first on Hopper and Blackwell, as well as the two of torch's own."""
+    from types import SimpleNamespace
+
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    from zeroplan.verify.recomputation import every_second_product
+
+    policy, now = every_second_product(), SimpleNamespace(is_recompute=False)
+    for kernel in ("flash", "efficient", "cudnn"):
+        operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention").default
+        assert policy(now, operator) is CheckpointPolicy.MUST_SAVE

@@ -112,6 +112,10 @@ def test_a_gpus_rank_is_measured_by_the_module_for_it(card: pytest.MonkeyPatch):
     played.measured_on_gpu = measured_on_gpu  # type: ignore[attr-defined]
     card.setitem(sys.modules, "zeroplan.verify.cuda", played)
     card.setattr("zeroplan.verify.group.join", lambda *_, **__: "log")
+    outside = iter([500, 600])  # when the context is made, and when the group is there
+    card.setattr("zeroplan.verify.gpu.outside_bytes", lambda: next(outside))
+    card.setattr(torch.cuda, "init", lambda: None)
+    card.setattr(torch.cuda, "synchronize", lambda: None)
     card.setattr(torch.distributed, "destroy_process_group", lambda: None)
     told: list[object] = []
     threads = torch.get_num_threads()
@@ -121,6 +125,7 @@ def test_a_gpus_rank_is_measured_by_the_module_for_it(card: pytest.MonkeyPatch):
         torch.set_num_threads(threads)
         card.setenv("DS_ACCELERATOR", "cpu")
     assert told == [("NVIDIA H100", 80 * GB)]
+    assert (asked["gpu"].context_bytes, asked["gpu"].joined_bytes) == (500, 600)
     assert {name: asked[name] for name in ("rank", "transport", "log", "steps", "make")} == {
         "rank": 0, "transport": "fake", "log": "log", "steps": 3, "make": None,
     }  # fmt: skip

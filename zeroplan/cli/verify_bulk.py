@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -13,10 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from zeroplan.cli.compare import DISAGREES
 from zeroplan.cli.verify import require, say
+from zeroplan.errors import MeasurementError
 from zeroplan.units import format_size
 from zeroplan.verify.bulk import run_cases
 from zeroplan.verify.matrix import Case, Tensors, find_matrix, read_matrix
-from zeroplan.verify.results import SETTLED, Results, opened
+from zeroplan.verify.needs import card_bytes
+from zeroplan.verify.results import SETTLED, Result, Results, opened
+from zeroplan.verify.task import Task
 from zeroplan.verify.verdicts import BAND, Judged, judged
 
 _TENSORS: dict[str, Tensors] = {"simulate": "fake", "cpu": "cpu", "cuda": "cuda"}
@@ -37,12 +41,11 @@ class Asked(NamedTuple):
 def verify_matrix(asked: Asked) -> int:
     """Run what has no result yet, and print how all cases agree; returns 3 where one does not, 4 where one has no result."""
     path = find_matrix(asked.matrix)
-    cases = read_matrix(path, tensors=_TENSORS[asked.backend])
-    for job in {case.task.job.recipe.engine: case.task.job for case in cases}.values():
-        require(job)
+    cases = read_matrix(path, tensors=_TENSORS[asked.backend], card_bytes=card_bytes() if asked.backend == "cuda" else None)
+    missing = _not_installed(cases)
     with opened((asked.folder or Path()) / f"{path.stem}-{asked.backend}.jsonl", say=say) as results:
         say(f"results: {results.path}")
-        _run_what_is_left(cases, results, asked)
+        _run_what_is_left(cases, results, asked, missing)
         found = [judged(one, tolerance=asked.tolerance) for case in cases if (one := results.of(case.task)) is not None]
     typer.echo(_as_json(found) if asked.as_json else table(found, tolerance=asked.tolerance))
     if any(one.agrees is False for one in found):
@@ -53,15 +56,32 @@ def verify_matrix(asked: Asked) -> int:
 _NO_RESULT = 4
 
 
-def _run_what_is_left(cases: tuple[Case, ...], results: Results, asked: Asked) -> None:
+def _not_installed(cases: tuple[Case, ...]) -> dict[Task, str]:
+    """Cases whose engine is not here, and what to install; raises MeasurementError where there is none for any of them."""
+    missing: dict[Task, str] = {}
+    for case in cases:
+        try:
+            require(case.task.job)
+        except MeasurementError as error:
+            missing[case.task] = str(error)
+    if len(missing) == len(cases):
+        raise MeasurementError(next(iter(missing.values())))
+    return missing
+
+
+def _run_what_is_left(cases: tuple[Case, ...], results: Results, asked: Asked, missing: dict[Task, str]) -> None:
     before = [results.of(case.task) for case in cases]
     left = tuple(case for case, one in zip(cases, before, strict=True) if one is None or one.outcome not in SETTLED)
     if len(left) < len(cases):
         say(f"{len(cases) - len(left)} of {len(cases)} cases have a result already")
     if not left:
         return
+    here = tuple(case for case in left if case.task not in missing)
+    refused = [
+        Result(name=one.name, task=one.task, outcome="refused", says=missing[one.task]) for one in left if one.task in missing
+    ]
     with _progress(len(left)) as told:
-        for result in run_cases(left, timeout_s=asked.timeout_s, say=told.say, begin=told.begin):
+        for result in chain(refused, run_cases(here, timeout_s=asked.timeout_s, say=told.say, begin=told.begin)):
             results.append(result)
             told.end(judged(result, tolerance=asked.tolerance))
 

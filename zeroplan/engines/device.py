@@ -5,9 +5,12 @@ communicators do not: they take from the card what the allocator never sees, and
 a band with the public figures it rests on.
 """
 
+from functools import cache
 from typing import NamedTuple
 
+from zeroplan.engines.device_figures import band_of, of_gpu, sources
 from zeroplan.ledger import Band, Kind, Line
+from zeroplan.numeric import maximum
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.units import KIB, MB, MIB
@@ -52,12 +55,16 @@ def workspace_line(gpu: GpuSpec | None) -> Line:
     True
     """
     reason = "cuBLAS workspaces, one for the forward thread and one for autograd's"
+    seen = () if gpu is None else of_gpu("workspace", gpu.name)
+    if seen:
+        n_bytes = int(band_of(seen).expected_bytes)
+        return Line(Kind.WORKSPACE, _HANDLES * n_bytes, reason, f"{_HANDLES}·{n_bytes}", sources(seen))
     n_bytes, formula = workspace(gpu)
     return Line(Kind.WORKSPACE, _HANDLES * n_bytes, reason, f"{_HANDLES}·{formula}", _WORKSPACE_SOURCE)
 
 
 def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
-    """One workspace of one handle, and its formula. [bytes]"""
+    """One workspace of one handle by torch's source, and its formula. [bytes]"""
     if gpu is None:
         return _WORKSPACE_SINCE_HOPPER
     if gpu.vendor == "amd":
@@ -65,21 +72,59 @@ def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
     return _WORKSPACE_SINCE_HOPPER if float(gpu.compute_capability) >= 9 else _WORKSPACE_BEFORE_HOPPER
 
 
-def outside(mesh: MeshSpec) -> tuple[Outside, ...]:
+def outside(mesh: MeshSpec, gpu: GpuSpec | None = None) -> tuple[Outside, ...]:
     """What the card gives outside the caching allocator: the context, and a communicator per process group. [bytes]
 
-    One group for the shards, one more for replicas, one for each way of splitting the model; none with a single rank. The
-    figures are third-party reports; ``zeroplan`` has no measurement of its own behind them yet.
+    One group for the shards, one more for replicas, one for each way of splitting the model; none with a single rank. What was
+    seen on this GPU (``device_figures.toml``) goes before the general bands, which are third-party reports too: ``zeroplan`` has
+    no measurement of its own behind them yet.
 
     >>> [len(outside(MeshSpec(dp_shard=ranks))) for ranks in (1, 8)]
     [1, 2]
     """
-    groups = sum(degree > 1 for degree in (mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep))
+    degrees = (mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep)
+    return _outside(sum(degree > 1 for degree in degrees), "" if gpu is None else gpu.name)
+
+
+@cache
+def _outside(groups: int, gpu: str) -> tuple[Outside, ...]:
+    context, communicator = _context(gpu), _communicator(gpu)
     if not groups:
-        return (_CONTEXT,)
-    band = Band(*(groups * n_bytes for n_bytes in _COMMUNICATOR.band))
-    what = _COMMUNICATOR.what if groups == 1 else f"{groups} NCCL communicators"
-    return (_CONTEXT, _COMMUNICATOR._replace(what=what, band=band))
+        return (context,)
+    band = Band(*(groups * n_bytes for n_bytes in communicator.band))
+    what = communicator.what if groups == 1 else f"{groups} NCCL communicators"
+    return (context, communicator._replace(what=what, band=band))
+
+
+def _context(gpu: str) -> Outside:
+    """Context and kernels: as they were seen together, or no less than the context alone was seen to take."""
+    process = of_gpu("process", gpu) if gpu else ()
+    if process:
+        return _CONTEXT._replace(band=band_of(process), source=sources(process))
+    alone = of_gpu("context", gpu) if gpu else ()
+    if not alone:
+        return _CONTEXT
+    low, expected, high = band_of(alone)
+    general = _CONTEXT.band
+    band = Band(low, max(int(expected), int(general.expected_bytes)), max(int(high), int(general.high_bytes)))
+    return _CONTEXT._replace(band=band, source=f"{sources(alone)}; with kernels: {_CONTEXT.source}")
+
+
+def _communicator(gpu: str) -> Outside:
+    seen = of_gpu("communicator", gpu) if gpu else ()
+    return _COMMUNICATOR._replace(band=band_of(seen), source=sources(seen)) if seen else _COMMUNICATOR
+
+
+def reserved_as_seen(band: Band, engine: str, gpu: GpuSpec | None) -> Band:
+    """What the allocator will reserve, where it was seen on this GPU how far from what is expected that is. [bytes]
+
+    Never less than the least, and the most where nothing is used again stays what it is.
+    """
+    seen = () if gpu is None else of_gpu("reserved", gpu.name, engine)
+    if not seen:
+        return band
+    thousandths = int(band_of(seen).expected_bytes)
+    return Band(band.low_bytes, maximum(band.low_bytes, band.expected_bytes * thousandths // 1000), band.high_bytes)
 
 
 def total_band(parts: tuple[Outside, ...]) -> Band:

@@ -8,15 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.device import outside, total_band, workspace_line
+from zeroplan.engines.device import outside, reserved_as_seen, total_band, workspace_line
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.estimator import engine_module, flattened_through_the_host, flattens_on_the_gpu
-from zeroplan.ledger import Moment, Phase
+from zeroplan.ledger import Band, Moment, Phase
 from zeroplan.numeric import for_each_value
 from zeroplan.planner.columns import highest
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import Column, Fixed, Grid, numbers, structures
+from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -122,14 +123,15 @@ def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
 def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None = None) -> Found:
     """Figures of all layouts of one structure; raises SpecError where the engine does not take it."""
     _checked(base, recipe, grid)
-    card = outside_column(grid)
+    card = outside_column(grid, base.cluster.gpu)
     account = _account(base, recipe, grid, card)
     moments = tuple(Moment(name, phase, (*lines, workspace_line(base.cluster.gpu))) for name, phase, lines in account.moments)
     peak, held = highest(moments, engine=recipe.engine)
     least = grid.row(peak + card)
     room = 0 if base.cluster.gpu is None else int(base.cluster.gpu.memory_bytes.value)
+    seen = reserved_as_seen(Band(peak, held, held), recipe.engine, base.cluster.gpu).expected_bytes
     # Where nothing fits, nobody asks how comfortably.
-    comfortable = grid.row(held + card) if least.min() <= room else least
+    comfortable = grid.row(seen + card) if least.min() <= room else least
     time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
 
@@ -156,12 +158,12 @@ def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Acc
     return engine.account(base.model, flattened_through_the_host(recipe), grid, grid)
 
 
-def outside_column(grid: Grid) -> Column:
+def outside_column(grid: Grid, gpu: GpuSpec | None) -> Column:
     """Context and communicators, expected. [bytes] They depend on whether there are replicas and shards, not on how many."""
 
     def taken(several: int) -> int:
         mesh = MeshSpec(dp_replicate=1 + several // 2, dp_shard=1 + several % 2)
-        return int(total_band(outside(mesh)).expected_bytes)
+        return int(total_band(outside(mesh, gpu)).expected_bytes)
 
     several = 2 * np.minimum(grid.dp_replicate - 1, 1) + np.minimum(grid.dp_shard - 1, 1)
     return np.asarray(for_each_value(taken, several))

@@ -24,6 +24,7 @@ from zeroplan.verify.engines import weights_dtype
 from zeroplan.verify.environment import environment
 from zeroplan.verify.gpu import Gpu
 from zeroplan.verify.group import Transport
+from zeroplan.verify.libraries import attention_of, kept_by_products
 from zeroplan.verify.log import Log
 from zeroplan.verify.nccl import calls_of, flown
 from zeroplan.verify.profiled import Ledger, Profiled
@@ -42,14 +43,13 @@ _MANY = 4096
 
 
 def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: int, transport: Transport, log: Log, steps: int,
-                    say: Callable[[str], None], gpu: Gpu | None = None, snapshot: Path | None = None) -> Measurement:  # fmt: skip
+                    say: Callable[[str], None], gpu: Gpu, snapshot: Path | None = None) -> Measurement:  # fmt: skip
     """Take ``steps`` optimizer steps that are watched and one that is not, and return what they took on this rank.
 
     ``make`` builds another workload than the job's own model. The process group is there already. ``snapshot`` is where to write
     what the allocator remembers of the run, also of one that fails. Raises ``torch.OutOfMemoryError`` where the GPU has not got
     what the job takes.
     """
-    gpu = gpu or Gpu.current()
     began = time.monotonic()
     seen = OnGpu(log, say, gpu, watched=steps)
     build = (lambda: on_device(make, gpu.device)) if make is not None else lambda: model_for(job, gpu.device)
@@ -71,8 +71,9 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
         initialisation=ledger.initialisation(),
         steps=taken,
         collectives=collectives_of_step(log, steps - 1 if transport == "fake" else steps),
-        allocator=(allocator_of(taken[-1], gpu.settings()),),
+        allocator=(allocator_of(taken[-1], gpu.settings(), workspace_bytes=seen.workspace_bytes()),),
         card=gpu.taken(),
+        attention=attention_of(seen.timeline),
         remarks=(*_REMARKS, *only_one_process(transport), *seen.remarks(ledger.steps())),
         seconds=time.monotonic() - began,
     )
@@ -165,6 +166,12 @@ class OnGpu(Profiled):
         )
         return replace(like, phases=phases, held_bytes=of_step[-1].held_bytes)
 
+    def workspace_bytes(self) -> int:
+        """What libraries took for their products and kept, when the last watched step was over."""
+        *_, last = self.spans()
+        owned = frozenset[int]().union(*(claim.addresses for claim in self.claims))
+        return kept_by_products(self.timeline.alive(self.timeline.marks[last.end]), owned)
+
     def remarks(self, watched: tuple[StepMeasured, ...]) -> tuple[str, ...]:
         """What else must be known: where the step that nobody watched peaked elsewhere than the one before it."""
         alone = self._step(self._watched, watched[-1]).peak.peak_bytes
@@ -188,12 +195,13 @@ def _phase(like: PhaseMeasured, passes: list[BlocksMeasured]) -> PhaseMeasured:
     return replace(like, peak_bytes=blocks.allocated_bytes, counted_bytes=blocks.allocated_bytes, blocks=blocks)
 
 
-def allocator_of(step: StepMeasured, settings: AllocatorSettings) -> AllocatorMeasured:
+def allocator_of(step: StepMeasured, settings: AllocatorSettings, *, workspace_bytes: int) -> AllocatorMeasured:
     """What the allocator showed in a step, as records of other backends have it by a model of it."""
     counts = [phase.blocks for phase in step.phases if phase.blocks is not None]
     return AllocatorMeasured(
         settings=settings,
         allocated_bytes=max(one.allocated_bytes for one in counts),
         reserved_bytes=max(one.reserved_bytes for one in counts),
+        workspace_bytes=workspace_bytes,
         modelled=False,
     )

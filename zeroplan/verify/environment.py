@@ -1,6 +1,7 @@
-"""Where a measurement was taken: Python, platform and the versions of what ran."""
+"""Where and when a measurement was taken: Python, platform and the versions of what ran."""
 
 import platform
+from datetime import UTC, datetime
 from importlib import metadata
 
 from zeroplan.measurement import Environment
@@ -15,6 +16,7 @@ def environment(*, device: str = "") -> Environment:
         platform=platform.platform(),
         packages={name: version for name in _PACKAGES if (version := _version(name))},
         device=device,
+        date=datetime.now(UTC).date().isoformat(),
     )
 
 

@@ -18,16 +18,22 @@ _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Gpu(NamedTuple):
-    """The current device of torch's CUDA."""
+    """The current device of torch's CUDA, and what its driver counted outside the allocator: alone, and in its group. [bytes]"""
 
     device: str = "cuda"
+    context_bytes: int | None = None
+    joined_bytes: int | None = None
 
     @classmethod
     def current(cls) -> Self:
         """The process's GPU, with its context made, so that what follows is the job's own."""
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-        return cls()
+        return cls(context_bytes=outside_bytes())
+
+    def joined(self) -> Self:
+        """The same GPU, when the process group is there."""
+        return self._replace(joined_bytes=outside_bytes())
 
     @contextmanager
     def remembered(self, path: Path) -> Iterator[None]:
@@ -64,9 +70,12 @@ class Gpu(NamedTuple):
             name=torch.cuda.get_device_name(),
             total_bytes=total,
             used_bytes=total - free,
-            outside_bytes=max(0, total - free - torch.cuda.memory_reserved()),
+            outside_bytes=outside_bytes(),
             driver=driver_version(),
             cuda=torch.version.cuda or "",
+            nccl=nccl_version(),
+            context_bytes=self.context_bytes,
+            joined_bytes=self.joined_bytes,
         )
 
     def words(self) -> str:
@@ -76,6 +85,20 @@ class Gpu(NamedTuple):
     def settings(self) -> AllocatorSettings:
         """Which of the allocator's settings hold, as far as they are told apart."""
         return settings_of(next((os.environ[name] for name in _SETTINGS if name in os.environ), ""))
+
+
+def outside_bytes() -> int:
+    """What the driver counts as used on the card beyond what the caching allocator took. [bytes]"""
+    free, total = torch.cuda.mem_get_info()
+    return max(0, total - free - torch.cuda.memory_reserved())
+
+
+def nccl_version() -> str:
+    """Of the NCCL that torch speaks; empty where it has none."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    except (AttributeError, RuntimeError):
+        return ""
 
 
 def settings_of(configuration: str) -> AllocatorSettings:

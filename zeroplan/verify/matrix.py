@@ -19,6 +19,7 @@ from zeroplan.estimator import estimate
 from zeroplan.resolve import Request, resolve
 from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec, read
 from zeroplan.spec.job import JobSpec
+from zeroplan.verify.needs import needed_bytes, on_a_card_of
 from zeroplan.verify.task import Task
 
 _TOGETHER = "zeroplan.verify"
@@ -66,10 +67,11 @@ def find_matrix(name: str) -> Path:
     return known[name]
 
 
-def read_matrix(path: Path, *, tensors: Tensors) -> tuple[Case, ...]:
-    """Read all cases, complete and checked.
+def read_matrix(path: Path, *, tensors: Tensors, card_bytes: int | None = None) -> tuple[Case, ...]:
+    """Read all cases, complete and checked; every one has an estimate.
 
-    Raises SpecError in one line, with the number of the case, for everything that is no matrix.
+    ``card_bytes`` is how much memory the card at hand has, where that is known: edges are then its own, and not those of the GPU
+    that a case names. Raises SpecError in one line, with the number of the case, for everything that is no matrix.
     """
     where = f"matrix {str(path)!r}"
     try:
@@ -81,17 +83,24 @@ def read_matrix(path: Path, *, tensors: Tensors) -> tuple[Case, ...]:
         raise SpecError(f"{where}: no such key {next(iter(data))!r}; it has [defaults] and [[case]] tables")
     if not isinstance(tables, list) or not tables or not isinstance(defaults, dict):
         raise SpecError(f"{where} has no case; write [[case]] and the keys of a job file below it")
-    return _cases(where, defaults, tables, tensors)
+    return _cases(where, defaults, tables, _Here(tensors, card_bytes))
 
 
-def _cases(where: str, defaults: dict[str, object], tables: list[object], tensors: Tensors) -> tuple[Case, ...]:
+class _Here(NamedTuple):
+    """On what cases are run: tensors, and the card's memory where it is known. [bytes]"""
+
+    tensors: Tensors
+    card_bytes: int | None
+
+
+def _cases(where: str, defaults: dict[str, object], tables: list[object], on: _Here) -> tuple[Case, ...]:
     cases: dict[Task, Case] = {}
     for number, table in enumerate(tables, 1):
         here = f"{where}, case {number}"
         if not isinstance(table, dict):
             raise SpecError(f"{here} is no table; write [[case]]")
         for said in _each(_keys({**defaults, **table})):
-            case = _case(said, here, tensors)
+            case = _case(said, here, on)
             cases.setdefault(case.task, case)
             if len(cases) > _MOST_CASES:
                 raise SpecError(f"{where} has more than {_MOST_CASES:,} cases; make several files")
@@ -109,14 +118,15 @@ def _each(table: dict[str, object]) -> Iterator[dict[str, object]]:
     return (dict(zip(table, chosen, strict=True)) for chosen in product(*values))
 
 
-def _case(said: dict[str, object], where: str, tensors: Tensors) -> Case:
+def _case(said: dict[str, object], where: str, on: _Here) -> Case:
     own = read(Own, {key: value for key, value in said.items() if key in Own.__dataclass_fields__}, where=where)
     request = read(Request, {key: value for key, value in said.items() if key not in Own.__dataclass_fields__}, where=where)
     try:
-        job = resolve(request).job
+        job = on_a_card_of(resolve(request).job, on.card_bytes)
         job = job if own.layers is None else _with_layers(job, own.layers)
-        job = job if own.edge is None else at_the_edge(job, own.edge)
-        return Case(_name(job, own), _task(job, own, tensors))
+        job = job if own.edge is None else at_the_edge(job, own.edge, alone=own.nproc is None)
+        estimate(job)  # which refuses what its engine does not do
+        return Case(_name(job, own), _task(job, own, on.tensors))
     except ZeroplanError as error:
         raise SpecError(f"{where}: {error}") from None
 
@@ -150,8 +160,8 @@ def _with_layers(job: JobSpec, layers: int) -> JobSpec:
     return replace(job, model=replace(job.model, num_hidden_layers=layers, moe=moe))
 
 
-def at_the_edge(job: JobSpec, share: float) -> JobSpec:
-    """The job with a batch so large that the estimate needs that share of the card's memory.
+def at_the_edge(job: JobSpec, share: float, *, alone: bool) -> JobSpec:
+    """The job with a batch so large that the estimate needs that share of the card's memory, ``alone`` on it or in its group.
 
     The fewest sequences of the job's length that need more, shortened to what is next to the share: above it where the share is
     more than the card has, below it otherwise. Raises SpecError where that does not come within a percent.
@@ -159,11 +169,13 @@ def at_the_edge(job: JobSpec, share: float) -> JobSpec:
     if estimate(job).capacity_bytes is None:
         raise SpecError(f"edge={share} is a share of a card's memory; name the card with gpu")
     longest = job.batch.seq_len // _STEP
-    _, enough = _around(lambda batch: _share(_sized(job, batch, longest)), share, most=_LARGEST)
-    below, above = _around(lambda steps: _share(_sized(job, enough, steps)), share, most=longest)
+    _, enough = _around(lambda batch: _share(_sized(job, batch, longest), alone), share, most=_LARGEST)
+    below, above = _around(lambda steps: _share(_sized(job, enough, steps), alone), share, most=longest)
     found = _sized(job, enough, above if share > 1 else below)
-    if abs(_share(found) - share) > _NEAR_ENOUGH:
-        raise SpecError(f"edge={share}: no batch makes the estimate need that much; the nearest needs {_share(found):.3f}")
+    if abs(_share(found, alone) - share) > _NEAR_ENOUGH:
+        raise SpecError(
+            f"edge={share}: no batch makes the estimate need that much; the nearest needs {_share(found, alone):.3f}"
+        )
     return found
 
 
@@ -180,9 +192,9 @@ def _sized(job: JobSpec, batch: int, steps: int) -> JobSpec:
     return replace(job, batch=replace(job.batch, micro_batch_size=batch, seq_len=_STEP * steps))
 
 
-def _share(job: JobSpec) -> float:
+def _share(job: JobSpec, alone: bool) -> float:  # noqa: FBT001  it is handed on
     answer = estimate(job)
-    return answer.least_bytes / (answer.capacity_bytes or 1)
+    return needed_bytes(answer, alone=alone) / (answer.capacity_bytes or 1)
 
 
 def _name(job: JobSpec, own: Own) -> str:

@@ -77,5 +77,6 @@ _PRODUCT = torch.ops.aten.mm.default
 _ATTENTION = frozenset({
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # which torch prefers on Hopper and later
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 })  # fmt: skip

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.estimator import estimate
+from zeroplan.verify.needs import needed_bytes
 from zeroplan.verify.results import Result
 
 BAND = 0.02
@@ -46,7 +47,8 @@ def judged(result: Result, *, tolerance: float) -> Judged:
     capacity = result.card_bytes or answer.capacity_bytes
     comparison = None if result.record is None else compare_with_estimate(result.record)
     predicted = answer.peak_bytes if comparison is None else comparison.peak.predicted
-    one = Judged(result, predicted, answer.least_bytes, capacity, comparison, None)
+    needed = needed_bytes(answer, alone=result.task.transport == "fake")
+    one = Judged(result, predicted, needed, capacity, comparison, None)
     return one._replace(agrees=_agrees(one, tolerance))
 
 

@@ -1,0 +1,189 @@
+"""Evidence from GPUs: the page is what the kept records say, what is kept is complete and private to nobody, figures are derived.
+
+The records of these tests are made up here, and none of them is kept.
+"""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.measured_twins import twin
+from tests.on_gpus import calibrate, gpu_check, gpu_page, gpu_records
+from zeroplan import estimate
+from zeroplan.engines.device_figures import figures
+from zeroplan.measurement import AllocatorMeasured, AttentionMeasured, BlocksMeasured, CardMeasured, Environment, Measurement
+from zeroplan.verify.record import write_record
+from zeroplan.verify.results import Result, opened
+from zeroplan.verify.task import Task
+
+GB = 10**9
+WHERE = Environment(
+    python="3.12.3", platform="Linux-6.18.44-x86_64-with-glibc2.39", device="NVIDIA H200, CUDA 13.0, driver 580.159.03",
+    packages={"zeroplan": "0.1.0", "torch": "2.11.0", "transformers": "5.17.0"}, date="2026-11-20",
+)  # fmt: skip
+CARD = CardMeasured(name="NVIDIA H200", total_bytes=150 * GB, used_bytes=9 * GB, outside_bytes=640_000_000, driver="580.159.03",
+                    cuda="13.0", nccl="2.28.9", context_bytes=520_000_000, joined_bytes=530_000_000)  # fmt: skip
+
+
+def made_up(*, factor: float = 1.0, **said: Any) -> Measurement:
+    """As a GPU might have left it: the estimate's own peaks, times a factor, and a card that reserved a tenth more."""
+    record = twin(model="gpt2", gpus=4, stage=3, seq_len=128, gpu="h200")
+    answer = estimate(record.job)
+    peak, took = int(answer.peak_bytes * factor), int(answer.reserved.expected_bytes * 1.1)
+    blocks = BlocksMeasured(
+        allocated_bytes=peak, requested_bytes=peak, active_bytes=peak, reserved_bytes=took, seconds=0.125
+    )  # fmt: skip
+    phases = tuple(replace(phase, peak_bytes=min(peak, phase.peak_bytes), blocks=blocks) for phase in record.steady.phases)
+    highest = replace(max(phases, key=lambda phase: phase.peak_bytes), peak_bytes=peak)
+    step = replace(record.steady, phases=tuple(highest if one.phase == highest.phase else one for one in phases))
+    shown = AllocatorMeasured(
+        settings="default", allocated_bytes=peak, reserved_bytes=took, workspace_bytes=2 * 40 * 2**20, modelled=False
+    )
+    attention = AttentionMeasured(operators=("aten::_scaled_dot_product_cudnn_attention_backward",), scratch_bytes=777)
+    given = {
+        "backend": "cuda",
+        "tensors": "cuda",
+        "kernels": "cuda",
+        "process_group": "fake",
+        "environment": WHERE,
+        "card": CARD,
+        "remarks": (),
+    }
+    return replace(record, steps=(step, step), allocator=(shown,), attention=attention, **{**given, **said})
+
+
+def kept(folder: Path, *records: Measurement, out_of_memory: bool = False) -> Path:
+    """A file of results, as a matrix leaves it."""
+    path = folder / "one-140gb-cuda.jsonl"
+    with opened(path, say=print) as results:
+        for number, record in enumerate(records):
+            task = Task(job=record.job, transport="fake", tensors="cuda", rank=number)
+            results.append(Result(name=f"case {number}", task=task, outcome="measured", record=record, card="NVIDIA H200",
+                                  card_bytes=150 * GB))  # fmt: skip
+        if out_of_memory:
+            task = Task(job=records[0].job, transport="fake", tensors="cuda", rank=3)
+            results.append(Result(name="huge", task=task, outcome="out of memory", card="NVIDIA H200", card_bytes=GB))
+    return path
+
+
+# The page
+
+
+def test_the_page_says_what_the_kept_records_say():
+    """`python -m tests.on_gpus.gpu_page` writes it anew."""
+    assert gpu_page.page(gpu_records.seen()) == gpu_page.PAGE.read_text(encoding="utf-8")
+
+
+def test_what_is_kept_is_complete_and_private_to_nobody():
+    assert {path.name: gpu_check.problems(path) for path in gpu_records.files()} == {
+        path.name: [] for path in gpu_records.files()
+    }
+
+
+def test_without_a_record_the_page_says_so_first():
+    page = gpu_page.page([])
+    assert page.splitlines()[2].startswith("**No record of a GPU is kept here yet")
+    assert (
+        "| 20 linear layers, DDP on 2 GPUs, Adam | not said | 1.8 | not said | peak allocated | 1,697 MB | 1,697 MB |" in page
+    )
+
+
+def test_a_record_is_a_row_with_where_it_was_taken(tmp_path: Path):
+    kept(tmp_path, made_up(), made_up(factor=1 / 1.01), out_of_memory=True)
+    page = gpu_page.page(gpu_records.seen(tmp_path))
+    assert (
+        "Driver 580.159.03, torch 2.11.0, CUDA 13.0, 2026-11-20; 3 cases, off by 0.50% in the median and 1.00% at most" in page
+    )
+    assert "| peak allocated of every case within 2% | 100 % | 100.0% of 2 |" in page
+    assert "| verdict right, outside 2% of the capacity | 100 % | 100.0% of 3 |" in page
+    (row,) = [line for line in page.splitlines() if line.startswith("| case 1 |")]
+    assert "| +1.00% |" in row
+    assert "| fits, ran | 0.375 |" in row
+    assert "| does not fit, out of memory |  |" in page
+    assert "No record of a GPU" not in page
+
+
+def test_a_wrong_verdict_and_a_peak_beyond_two_percent_show(tmp_path: Path):
+    wrong = made_up(factor=1.1, card=replace(CARD, total_bytes=GB))
+    write_record(wrong, tmp_path)
+    page = gpu_page.page(gpu_records.seen(tmp_path))
+    assert "| peak allocated of every case within 2% | 100 % | 0.0% of 1 |" in page
+    assert "| verdict right, outside 2% of the capacity | 100 % | 0.0% of 1 |" in page
+
+
+# What is taken
+
+
+def test_a_complete_record_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = kept(tmp_path, made_up(), out_of_memory=True)
+    assert gpu_check.main([str(path), str(write_record(made_up(), tmp_path))]) == 0
+    assert capsys.readouterr().out.count(": complete") == 2
+
+
+@pytest.mark.parametrize(("said", "why"), [
+    ({"backend": "cpu", "tensors": "cpu"}, "it is of backend cpu"),
+    ({"environment": replace(WHERE, packages={"torch": "2.11.0"})}, "lacks the version of zeroplan, transformers"),
+    ({"environment": replace(WHERE, date="")}, "date '' is no day"),
+    ({"card": replace(CARD, driver="")}, "the card lacks its name, memory, driver or CUDA"),
+    ({"card": None}, "the card lacks its name"),
+    ({"workload": "mine.module:net"}, "a workload of somebody's own"),
+    ({"remarks": ("read from /home/jane/models/x",)}, "it names a path: '/home/jane/models/x'"),
+    ({"remarks": (r"read from C:\Users\jane\x",)}, r"it names a path: 'C:\\Users\\jane\\x'"),
+    ({"environment": replace(WHERE, platform="Linux on gpu17.cluster")}, "it names a host: 'gpu17.cluster'"),
+    ({"environment": replace(WHERE, platform="Linux, 10.1.2.3")}, "it names an address: '10.1.2.3'"),
+    ({"remarks": ("ask jane@example.org",)}, "it names an address: 'jane@example.org'"),
+    ({"remarks": ("ran on pinkfloyd",)}, "it names this host: 'pinkfloyd'"),
+])  # fmt: skip
+def test_what_is_missing_or_private_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], why: str):
+    monkeypatch.setattr(gpu_check.socket, "gethostname", lambda: "pinkfloyd")
+    for path in (kept(tmp_path, made_up(**said)), write_record(made_up(**said), tmp_path)):
+        assert any(why in problem for problem in gpu_check.problems(path)), path
+    assert gpu_check.main([str(path)]) == 2
+
+
+def test_what_is_no_record_is_one_line(tmp_path: Path):
+    newer, cut, none = (tmp_path / name for name in ("newer.json", "cut.jsonl", "none.jsonl"))
+    newer.write_text(json.dumps({**asdict(made_up()), "schema_version": 99}))
+    cut.write_text("[1, 2]\n")
+    none.write_text("")
+    assert ["schema version 99" in gpu_check.problems(newer)[0], "is no result" in gpu_check.problems(cut)[0]] == [True, True]
+    assert gpu_check.problems(none) == ["none.jsonl holds no case that was measured"]
+
+
+# What only hardware can tell
+
+
+def test_figures_are_derived_by_gpu_and_versions(tmp_path: Path):
+    """Context and kernels alone, communicators by what ranks have more, and the model takes the tables as they are printed."""
+    alone = [made_up(card=replace(CARD, outside_bytes=n_bytes)) for n_bytes in (600_000_000, 640_000_000, 700_000_000)]
+    together = made_up(process_group="nccl", card=replace(CARD, outside_bytes=1_140_000_000))
+    path = tmp_path / "figures.toml"
+    path.write_text(calibrate.tables([*alone, together]))
+    found = figures(path)
+    assert {(one.gpus, one.torch, one.cuda, one.nccl, one.driver, one.as_of) for one in found} == {
+        (("h200-sxm-141gb",), "2.11.0", "13.0", "2.28.9", "580.159.03", "2026-11-20"),
+    }  # fmt: skip
+    assert [(one.what, one.engine, one.value) for one in found[:-1]] == [
+        ("process", "", 600_000_000), ("process", "", 640_000_000), ("process", "", 700_000_000), ("context", "", 520_000_000),
+        ("communicator", "", 500_000_000), ("workspace", "", 40 * 2**20),
+    ]  # fmt: skip
+    reserved = found[-1]
+    assert (reserved.what, reserved.engine) == ("reserved", "fsdp2")
+    assert 1000 < reserved.value < 1200
+    assert "cudnn_attention_backward; scratch 777 bytes, the estimate says" in path.read_text()
+
+
+def test_other_versions_are_other_figures(tmp_path: Path):
+    newer = made_up(environment=replace(WHERE, packages={**WHERE.packages, "torch": "2.12.0"}))
+    path = tmp_path / "figures.toml"
+    path.write_text(calibrate.tables([made_up(), newer]))
+    assert {one.torch for one in figures(path)} == {"2.11.0", "2.12.0"}
+
+
+def test_without_a_record_there_is_nothing_to_derive():
+    said: list[str] = []
+    assert calibrate.main([], said.append) == (0 if gpu_records.files() else 2)
+    assert said
