@@ -5,6 +5,7 @@ from __future__ import annotations
 from zeroplan.ledger import Kind
 from zeroplan.report.palette import OUTSIDE
 from zeroplan.report.series.heat import HeatSeries
+from zeroplan.report.series.levels import Level
 from zeroplan.report.series.parts import Caption, Part
 from zeroplan.report.series.scaling import Point, ScalingLine, ScalingSeries
 from zeroplan.report.series.stages import StageColumn, StagesSeries
@@ -79,7 +80,15 @@ def timeline() -> TimelineSeries:
                 ("initialisation", 0, 0, 11.5), ("forward", 1, 3, 26.5), ("backward", 4, 6, 29), ("optimizer step", 7, 7, 20.5),
             )
         ),
+        levels=(
+            _level(1, 1, 15), _level(2, 2, 24, *(15.25 + 0.3 * block for block in range(30))), _level(3, 3, 26.5), _level(4, 4, 29),
+            _level(5, 5, 26.5), _level(6, 6, 19.5, *(26.25 - 0.23 * block for block in range(30))),
+        ),
     )  # fmt: skip
+
+
+def _level(first: int, last: int, gib: float, *skipped: float) -> Level:
+    return Level(first=first, last=last, n_bytes=round(gib * GIB), skipped=tuple(round(size * GIB) for size in skipped))
 
 
 def _line(stage: int, engine: str, *gib: float, fits_from: int | None = None) -> ScalingLine:

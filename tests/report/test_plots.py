@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.measured_twins import twin
+from tests.report import pictured
 from zeroplan import estimate, job
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import SpecError
@@ -30,6 +31,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 from zeroplan.report.plots import frame  # noqa: E402
+from zeroplan.report.plots.timeline import draw_timeline  # noqa: E402
 
 LLAMA = job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192)
 OFFLOADED = job(model="llama-3.1-8b", gpus=8, engine="deepspeed", stage=3, offload_optimizer="cpu", gpu="a100-sxm-80gb")
@@ -174,6 +176,18 @@ def test_a_record_is_a_line_over_each_phase():
     series, axes = made("timeline record"), drawn("timeline record").axes[0]
     levels = {line.get_ydata()[0] for line in axes.lines if len(set(line.get_ydata())) == 1}
     assert {one.n_bytes / GIB for one in series.measured} <= levels
+
+
+def test_a_run_is_a_stair_of_its_blocks_and_of_those_between():
+    series = pictured.timeline()
+    with frame.style(THEMES["light"]):
+        figure = frame.blank()
+        draw_timeline(figure, series, THEMES["light"])
+    stairs = [[float(y) for y in line.get_ydata()] for line in figure.axes[0].lines if len(line.get_ydata()) > 2]
+    forward, backward = series.levels[:3], series.levels[3:]
+    for drawn_ones, levels in zip(stairs, (forward, backward), strict=True):
+        assert drawn_ones[::2] == [n_bytes / GIB for one in levels for n_bytes in (*one.skipped, one.n_bytes)]
+        assert drawn_ones[::2] == drawn_ones[1::2]
 
 
 def test_a_ring_is_where_a_stage_begins_to_fit():

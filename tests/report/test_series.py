@@ -10,6 +10,7 @@ from tests.measured_twins import twin
 from zeroplan import JobSpec, SpecError, estimate, job
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.ledger import bytes_by_kind
+from zeroplan.measurement import CourseMeasured, Measurement
 from zeroplan.report.palette import OUTSIDE
 from zeroplan.report.series.heat import heat
 from zeroplan.report.series.scaling import scaling
@@ -77,6 +78,56 @@ def test_a_record_lies_over_the_moments_of_its_phases():
         max(i.total_bytes for i in found.instants if i.phase != "initialisation")
         == compare_with_estimate(record).peak.predicted
     )
+
+
+def with_courses(record: Measurement, *, forward: CourseMeasured, backward: CourseMeasured) -> Measurement:
+    courses = {"forward": forward, "backward": backward}
+    phases = tuple(replace(phase, course=courses.get(phase.phase)) for phase in record.steady.phases)
+    return replace(record, steps=(replace(record.steady, phases=phases),))
+
+
+def course(*blocks: int) -> CourseMeasured:
+    return CourseMeasured(before_bytes=7, blocks=blocks, after_bytes=9)
+
+
+@pytest.mark.parametrize(("asked", "levels"), [
+    ({"model": "gpt2", "gpus": 4, "stage": 3},
+     [("forward: unsharding block 1 of 12", "forward of block 1 of 12", 0, ()),
+      ("forward: unsharding block 2 of 12", "forward of block 2 of 12", 1, ()),
+      ("forward: unsharding block 11 of 12", "forward of block 11 of 12", 10, tuple(range(2, 10))),
+      ("forward: unsharding block 12 of 12", "forward of block 12 of 12", 11, ()), ("loss, forward", "loss, forward", 9, ()),
+      ("backward of the loss", "backward of the final norm", 7, ()),
+      ("backward: unsharding block 12 of 12", "backward: reducing block 12 of 12", 111, ()),
+      ("backward: unsharding block 11 of 12", "backward: reducing block 11 of 12", 110, ()),
+      ("backward: unsharding block 2 of 12", "backward: reducing block 2 of 12", 101, tuple(range(109, 101, -1))),
+      ("backward: unsharding block 1 of 12", "backward: reducing block 1 of 12", 100, ()),
+      ("backward of the embedding", "backward: root group reduced", 9, ())]),
+    ({"model": "gpt2", "gpus": 4, "stage": 0},
+     [("forward of the last block", "forward of the last block", 11, ()), ("forward of the loss", "forward of the loss", 9, ()),
+      ("backward of the loss", "backward of the final norm", 7, ()),
+      ("backward of the last block: second MLP projection", "backward of the last block: norm before attention", 111, ()),
+      ("backward of the first block: second MLP projection", "backward of the first block: norm before attention", 100,
+       tuple(range(110, 100, -1))),
+      ("backward of the embedding", "backward of the embedding", 9, ())]),
+    ({"model": "gpt2", "gpus": 4, "engine": "deepspeed", "stage": 3},
+     [("forward of a block", "forward of a block", 11, ()), ("gathered for the head", "loss forward", 9, ()),
+      ("backward of the loss", "backward of the final norm", 7, ()),
+      ("backward of a block: second MLP projection", "backward of a block: norm before attention", 111, ()),
+      ("embedding gathered for its backward", "end of backward: last bucket reduced", 9, ())]),
+], ids=["FSDP2", "DDP", "DeepSpeed"])  # fmt: skip
+def test_a_run_lies_over_the_moments_of_its_blocks(
+    asked: dict[str, object], levels: list[tuple[str, str, int, tuple[int, ...]]]
+):
+    record = with_courses(twin(**asked), forward=course(*range(12)), backward=course(*range(100, 112)))
+    found = timeline(record.job, record)
+    names = [instant.name for instant in found.instants]
+    assert [(names[one.first], names[one.last], one.n_bytes, one.skipped) for one in found.levels] == levels
+    assert "the highest of each block" in found.caption.lines[-1]
+
+
+def test_a_block_that_the_run_has_not_got_has_no_level():
+    record = with_courses(twin(model="gpt2", gpus=4, stage=3), forward=course(1, 2), backward=course())
+    assert [one.n_bytes for one in timeline(record.job, record).levels] == [1, 2, 9]
 
 
 def test_a_record_of_another_job_is_refused_with_what_differs():
