@@ -6,6 +6,7 @@ from zeroplan.ledger import Kind
 from zeroplan.report.palette import OUTSIDE
 from zeroplan.report.series.heat import HeatSeries
 from zeroplan.report.series.levels import Level
+from zeroplan.report.series.pareto import Named, ParetoSeries, Spot
 from zeroplan.report.series.parts import Caption, Part
 from zeroplan.report.series.scaling import Point, ScalingLine, ScalingSeries
 from zeroplan.report.series.stages import StageColumn, StagesSeries
@@ -122,6 +123,29 @@ def heat() -> HeatSeries:
     return HeatSeries(
         caption=_about("Memory of one GPU by batch and sequence"), micro_batches=batches, seq_lens=lengths, needed_bytes=needed,
         comfortable_bytes=tuple(tuple(n_bytes * 5 // 4 for n_bytes in row) for row in needed), own=(2, 4096), own_bytes=16 * GIB,
+        capacity_bytes=CAPACITY,
+    )  # fmt: skip
+
+
+def pareto() -> ParetoSeries:
+    """Three engines, what is tight and what does not fit, and a front whose best is not its quickest."""
+    named = tuple(
+        Named(words=f"{name}, recomputation none, 1 x 8 sequences per GPU", needed_bytes=gib * GIB, tokens_per_s=rate)
+        for name, gib, rate in (("DDP", 38, 900.0), ("DeepSpeed stage 2", 30, 890.0), ("FSDP2", 12, 600.0))
+    )
+    spots = tuple(
+        Spot(engine=engine, needed_bytes=gib * GIB, tokens_per_s=rate, verdict=verdict, layouts=layouts)
+        for engine, gib, rate, verdict, layouts in (
+            ("ddp", 38, 900.0, "fits", 1),
+            ("ddp", 46, 930.0, "does not fit", 12),
+            ("deepspeed", 30, 890.0, "fits", 3),
+            ("deepspeed", 39, 700.0, "tight", 2),
+            ("fsdp2", 12, 600.0, "fits", 1),
+            ("fsdp2", 20, 500.0, "fits", 40),
+        )
+    )
+    return ParetoSeries(
+        caption=_about("Speed against memory: every layout"), objective="throughput", spots=spots, front=named, best=named[1],
         capacity_bytes=CAPACITY,
     )  # fmt: skip
 

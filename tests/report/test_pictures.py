@@ -26,7 +26,7 @@ DRAWN_WITH = (3, 11)
 TOLERANCE = 0.25
 """Of 255, root mean square over the picture: what another processor's rounding may do. A tick's label is more."""
 PICTURES = (("stages", "light"), ("timeline", "light"), ("scaling", "light"), ("scaling", "dark"), ("heat", "light"),
-            ("validation", "light"))  # fmt: skip
+            ("pareto", "light"), ("validation", "light"))  # fmt: skip
 
 
 def pictures() -> list[object]:

@@ -11,12 +11,15 @@ from zeroplan import JobSpec, SpecError, estimate, job
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.ledger import bytes_by_kind
 from zeroplan.measurement import CourseMeasured, Measurement
+from zeroplan.planner.asking import Question, ask
 from zeroplan.report.palette import OUTSIDE
 from zeroplan.report.series.heat import heat
+from zeroplan.report.series.pareto import pareto
 from zeroplan.report.series.scaling import scaling
 from zeroplan.report.series.stages import STAGES, at_stage, stages
 from zeroplan.report.series.timeline import timeline
 from zeroplan.report.series.validation import validation
+from zeroplan.resolve import Request
 
 JOBS = {
     "fsdp2": job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192),
@@ -179,6 +182,29 @@ def test_a_map_of_batches_is_its_jobs(asked: JobSpec):
             assert found.needed_bytes[row][column] == answer.least_bytes
             assert found.comfortable_bytes[row][column] == answer.comfortable_bytes
             assert found.verdict(row, column) == answer.verdict
+
+
+def test_a_plan_is_every_layout_near_the_gpus_memory():
+    plan = ask(Request(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=4096), Question(global_batch=64))
+    found = pareto(plan)
+    assert plan.cloud is not None
+    assert found.capacity_bytes == estimate(plan.best.layout.job).capacity_bytes  # type: ignore[union-attr]
+    sizes = plan.cloud.layouts.least_bytes
+    assert plan.cloud.layouts.layouts == plan.evaluated
+    assert sum(spot.layouts for spot in found.spots) == int((sizes <= 1.3 * found.capacity_bytes).sum())
+    fitting = sum(spot.layouts for spot in found.spots if spot.verdict != "does not fit")
+    assert fitting == int((sizes <= found.capacity_bytes).sum())
+    assert found.best is not None
+    assert (found.best.needed_bytes, found.best.tokens_per_s) == plan.best.layout[1:5:3]  # type: ignore[union-attr]
+    rates, needs = [one.tokens_per_s for one in found.front], [one.needed_bytes for one in found.front]
+    assert (rates, needs) == (sorted(rates, reverse=True), sorted(needs, reverse=True))
+
+
+def test_where_nothing_fits_the_closest_are_shown():
+    found = pareto(ask(Request(model="llama-3.1-405b", gpus=1, gpu="l4-24gb"), Question()))
+    assert (found.best, found.front) == (None, ())
+    assert {spot.verdict for spot in found.spots} == {"does not fit"}
+    assert "nothing fits" in found.caption.lines[1]
 
 
 def test_learned_positions_end_the_map():
