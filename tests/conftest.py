@@ -8,6 +8,14 @@ import pytest
 from zeroplan.verify.cycles import collected_when_told
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Compare pictures with their references in every run, where pytest-mpl is installed, which does it when asked only."""
+    if hasattr(config.option, "mpl"):
+        config.option.mpl = True
+        config.option.mpl_results_path = config.option.mpl_results_path or str(config.rootpath / ".pytest_cache" / "pictures")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_is_collected_when_told(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each run collects garbage several times: what was there before a file of runs, torch and all, is gone through once."""

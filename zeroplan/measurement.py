@@ -75,13 +75,28 @@ class AttentionMeasured(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CourseMeasured(Spec):
+    """The highest moments along a forward or backward pass: before its first block, in each block, and after the last. [bytes]
+
+    ``blocks`` are in the order of the model, in which a backward comes to them from the last to the first. What is asked for
+    between two blocks counts to the one that was at work before. Of several micro-batches blocks are those of the last, as an
+    estimate's are, and before and after the highest of all.
+    """
+
+    before_bytes: CountOrZero
+    blocks: tuple[CountOrZero, ...]
+    after_bytes: CountOrZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseMeasured(Spec):
     """The highest moment of one phase of one step.
 
     ``kinds`` is the ledger of what was alive then, by :class:`zeroplan.ledger.Kind`; ``module`` and ``operation`` say where in
     the program it was. ``counted_bytes`` is what ``memory_allocated`` would count (blocks, not requests), where known;
     ``host_bytes`` the most in host memory beside it, at whatever moment, where something is offloaded. On a GPU ``peak_bytes``
-    is ``torch.cuda.max_memory_allocated`` of the phase, and ``blocks`` the other counts.
+    is ``torch.cuda.max_memory_allocated`` of the phase, and ``blocks`` the other counts. ``course`` is how memory went within the
+    phase, of the last step, where modules were told apart.
     """
 
     phase: str
@@ -92,6 +107,7 @@ class PhaseMeasured(Spec):
     counted_bytes: CountOrZero | None = None
     host_bytes: CountOrZero | None = None
     blocks: BlocksMeasured | None = None
+    course: CourseMeasured | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

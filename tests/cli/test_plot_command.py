@@ -39,6 +39,19 @@ def test_a_picture_of_a_job_is_written(run: Run, tmp_path: Path, kind: str, endi
     assert path.read_bytes().startswith(MAGIC[ending])
 
 
+def test_a_plan_is_drawn_and_no_is_no(run: Run, tmp_path: Path):
+    asked = ("--model", "gpt2", "--gpu", "l4-24gb", "--gpus", "4", "--global-batch", "32")
+    path = tmp_path / "one.png"
+    assert run("plot", "pareto", *asked, "-o", str(path))[:2] == (0, f"wrote {path}\n")
+    best = run("plan", *asked)[1].partition("Best for throughput: ")[2].split("\n  zeroplan")[0]
+    code, out, _ = run("plot", "pareto", *asked, "--text")
+    starred = out.partition("\n* ")[2].partition("tokens/s")[2].split("\n  ", 1)[1].split("GiB")[0]
+    assert (code, " ".join(best.split()) in " ".join(starred.split())) == (0, True)
+    nothing = ("--model", "llama-3.1-405b", "--gpu", "l4-24gb", "--gpus", "1", "--text")
+    code, out, _ = run("plot", "pareto", *nothing)
+    assert (code, "nothing fits" in out) == (1, True)
+
+
 def test_a_record_stands_for_its_job_or_lies_over_it(run: Run, tmp_path: Path, record: str):
     alone, together = tmp_path / "alone.svg", tmp_path / "together.svg"
     assert run("plot", "timeline", "--record", record, "-o", str(alone))[0] == 0
@@ -94,6 +107,8 @@ def test_a_terminal_without_signs_gets_letters():
     (("stages", *JOB, "-o", "one.png", "--text"), "choose one"),
     (("stages", *JOB, "--theme", "blue", "--text"), "--theme 'blue' is neither light nor dark"),
     (("stages", "--text"), "a job has one model"),
+    (("pareto", "--model", "gpt2", "--text"), "a plan needs a GPU to fit"),
+    (("pareto", *JOB, "--objective", "beauty", "--text"), "--objective 'beauty' is none of"),
     (("timeline", "--text"), "a timeline is of a job, of a record, or of both"),
     (("timeline", "--record", "absent.json", "--text"), "'absent.json' does not exist"),
     (("timeline", "--record", "", *JOB, "--text"), "record"),

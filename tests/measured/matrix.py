@@ -2,8 +2,8 @@
 
 Every job of the sample is simulated (real engine, fake tensors) in a process of its own and leaves one line. Jobs that have a
 line are skipped, so it may be stopped at any time and goes on where it was. ``--sample`` names another sample: ``fresh`` has
-jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for, ``options`` those
-with fine-tuning, offload and ZeRO++. ``--table`` prints
+jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for and that the
+pages draw, ``options`` those with fine-tuning, offload and ZeRO++. ``--table`` prints
 how far the estimate is off. At the end the validation page is written anew (:mod:`tests.measured.page`).
 """
 
@@ -97,7 +97,7 @@ def _run(jobs: list[JobSpec], path: Path, *, seconds: float, silent_after: float
         if isinstance(found, str):
             stored.keep_refusal(job, found)
         else:
-            stored.keep(found, path)
+            stored.keep(found if path == stored.PEERS else stored.without_courses(found), path)
         what = f"refused: {found}" if isinstance(found, str) else f"{found.seconds:.1f} s"
         recipe = job.recipe
         print(f"{number + 1}/{len(jobs)} {recipe.engine} {recipe.zero_stage} {job.model.name}: {what}", flush=True)

@@ -53,6 +53,12 @@ def small(measured: Measurement) -> Measurement:
     )
 
 
+def without_courses(measured: Measurement) -> Measurement:
+    """The record without what is told block by block, which only pictures want."""
+    steps = (replace(step, phases=tuple(replace(phase, course=None) for phase in step.phases)) for step in measured.steps)
+    return replace(measured, steps=tuple(steps))
+
+
 def records(path: Path = RECORDS) -> list[Measurement]:
     """Read all records of a file; none where there is no file."""
     adapter = TypeAdapter(Measurement)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -9,17 +10,21 @@ from pathlib import Path
 import pytest
 
 from tests.measured_twins import twin
+from tests.report import pictured
 from zeroplan import estimate, job
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import SpecError
+from zeroplan.planner.asking import Question, ask
 from zeroplan.report.palette import LOOKS, THEMES
 from zeroplan.report.series.heat import heat
+from zeroplan.report.series.pareto import pareto
 from zeroplan.report.series.parts import caption
 from zeroplan.report.series.scaling import scaling
 from zeroplan.report.series.stacks import StacksSeries, stack_of, stack_of_kinds
 from zeroplan.report.series.stages import stages
 from zeroplan.report.series.timeline import timeline
 from zeroplan.report.series.validation import validation
+from zeroplan.resolve import Request
 from zeroplan.units import GIB, MIB
 
 mpl = pytest.importorskip("matplotlib")
@@ -30,11 +35,13 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 from zeroplan.report.plots import frame  # noqa: E402
+from zeroplan.report.plots.timeline import draw_timeline  # noqa: E402
 
 LLAMA = job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192)
 OFFLOADED = job(model="llama-3.1-8b", gpus=8, engine="deepspeed", stage=3, offload_optimizer="cpu", gpu="a100-sxm-80gb")
 BEYOND = job(model="llama-3.1-405b", gpus=512, gpu="h100", recompute="full", micro_batch=4)
 RECORD = twin(factor=0.9)
+PLANNED = Request(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=4096)
 RUNS = [(one, compare_with_estimate(one)) for one in (twin(factor=factor) for factor in (0.99, 0.5, 1.3))]
 
 CASES: dict[str, Callable[[], object]] = {
@@ -60,6 +67,8 @@ CASES: dict[str, Callable[[], object]] = {
     "heat": lambda: heat(LLAMA),
     "heat beyond": lambda: heat(BEYOND),
     "heat params": lambda: heat(job(params="7e9", gpus=8)),
+    "pareto": lambda: pareto(ask(PLANNED, Question(global_batch=64))),
+    "pareto of nothing": lambda: pareto(ask(replace(PLANNED, gpus=1, gpu="l4-24gb", model="llama-3.1-405b"), Question())),
     "validation few": lambda: validation(RUNS, limits=(0.02,)),
     "validation many": lambda: validation(RUNS * 8, limits=(0.0025, 0.01)),
 }
@@ -176,12 +185,40 @@ def test_a_record_is_a_line_over_each_phase():
     assert {one.n_bytes / GIB for one in series.measured} <= levels
 
 
+def test_a_run_is_a_stair_of_its_blocks_and_of_those_between():
+    series = pictured.timeline()
+    with frame.style(THEMES["light"]):
+        figure = frame.blank()
+        draw_timeline(figure, series, THEMES["light"])
+    stairs = [[float(y) for y in line.get_ydata()] for line in figure.axes[0].lines if len(line.get_ydata()) > 2]
+    forward, backward = series.levels[:3], series.levels[3:]
+    for drawn_ones, levels in zip(stairs, (forward, backward), strict=True):
+        assert drawn_ones[::2] == [n_bytes / GIB for one in levels for n_bytes in (*one.skipped, one.n_bytes)]
+        assert drawn_ones[::2] == drawn_ones[1::2]
+
+
 def test_a_ring_is_where_a_stage_begins_to_fit():
     series, axes = made("scaling"), drawn("scaling").axes[0]
     begins = {line.fits_from.gpus for line in series.lines if line.fits_from}
     rings = {line.get_xdata()[0] for line in axes.lines if line.get_markerfacecolor() == "none"}
     assert rings == begins == {7, 45}
     assert "fits from 8 GPUs, but not on 64" in "\n".join(text.get_text() for text in texts(drawn("scaling experts")))
+
+
+def test_every_layout_has_a_mark_and_the_best_a_star_on_the_front():
+    series, axes = made("pareto"), drawn("pareto").axes[0]
+    places = {
+        (float(x), float(y))
+        for line in axes.lines
+        if line.get_linestyle() == "None" and line.get_marker() not in ("*", "o")
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    }
+    assert {(spot.needed_bytes / GIB, spot.tokens_per_s) for spot in series.spots if spot.engine != "ddp"} == places
+    (star,) = [line for line in axes.lines if line.get_marker() == "*"]
+    assert (star.get_xdata()[0], star.get_ydata()[0]) == (series.best.needed_bytes / GIB, series.best.tokens_per_s)
+    words = " ".join(text.get_text().replace("\n", " ") for text in texts(drawn("pareto")))
+    assert series.best.words in words
+    assert all(f"{engine}, " in words for engine in {spot.engine for spot in series.spots})
 
 
 def test_a_map_has_a_cell_for_every_pair():

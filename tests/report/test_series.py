@@ -10,12 +10,16 @@ from tests.measured_twins import twin
 from zeroplan import JobSpec, SpecError, estimate, job
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.ledger import bytes_by_kind
+from zeroplan.measurement import CourseMeasured, Measurement
+from zeroplan.planner.asking import Question, ask
 from zeroplan.report.palette import OUTSIDE
 from zeroplan.report.series.heat import heat
+from zeroplan.report.series.pareto import pareto
 from zeroplan.report.series.scaling import scaling
 from zeroplan.report.series.stages import STAGES, at_stage, stages
 from zeroplan.report.series.timeline import timeline
 from zeroplan.report.series.validation import validation
+from zeroplan.resolve import Request
 
 JOBS = {
     "fsdp2": job(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=8192),
@@ -79,6 +83,56 @@ def test_a_record_lies_over_the_moments_of_its_phases():
     )
 
 
+def with_courses(record: Measurement, *, forward: CourseMeasured, backward: CourseMeasured) -> Measurement:
+    courses = {"forward": forward, "backward": backward}
+    phases = tuple(replace(phase, course=courses.get(phase.phase)) for phase in record.steady.phases)
+    return replace(record, steps=(replace(record.steady, phases=phases),))
+
+
+def course(*blocks: int) -> CourseMeasured:
+    return CourseMeasured(before_bytes=7, blocks=blocks, after_bytes=9)
+
+
+@pytest.mark.parametrize(("asked", "levels"), [
+    ({"model": "gpt2", "gpus": 4, "stage": 3},
+     [("forward: unsharding block 1 of 12", "forward of block 1 of 12", 0, ()),
+      ("forward: unsharding block 2 of 12", "forward of block 2 of 12", 1, ()),
+      ("forward: unsharding block 11 of 12", "forward of block 11 of 12", 10, tuple(range(2, 10))),
+      ("forward: unsharding block 12 of 12", "forward of block 12 of 12", 11, ()), ("loss, forward", "loss, forward", 9, ()),
+      ("backward of the loss", "backward of the final norm", 7, ()),
+      ("backward: unsharding block 12 of 12", "backward: reducing block 12 of 12", 111, ()),
+      ("backward: unsharding block 11 of 12", "backward: reducing block 11 of 12", 110, ()),
+      ("backward: unsharding block 2 of 12", "backward: reducing block 2 of 12", 101, tuple(range(109, 101, -1))),
+      ("backward: unsharding block 1 of 12", "backward: reducing block 1 of 12", 100, ()),
+      ("backward of the embedding", "backward: root group reduced", 9, ())]),
+    ({"model": "gpt2", "gpus": 4, "stage": 0},
+     [("forward of the last block", "forward of the last block", 11, ()), ("forward of the loss", "forward of the loss", 9, ()),
+      ("backward of the loss", "backward of the final norm", 7, ()),
+      ("backward of the last block: second MLP projection", "backward of the last block: norm before attention", 111, ()),
+      ("backward of the first block: second MLP projection", "backward of the first block: norm before attention", 100,
+       tuple(range(110, 100, -1))),
+      ("backward of the embedding", "backward of the embedding", 9, ())]),
+    ({"model": "gpt2", "gpus": 4, "engine": "deepspeed", "stage": 3},
+     [("forward of a block", "forward of a block", 11, ()), ("gathered for the head", "loss forward", 9, ()),
+      ("backward of the loss", "backward of the final norm", 7, ()),
+      ("backward of a block: second MLP projection", "backward of a block: norm before attention", 111, ()),
+      ("embedding gathered for its backward", "end of backward: last bucket reduced", 9, ())]),
+], ids=["FSDP2", "DDP", "DeepSpeed"])  # fmt: skip
+def test_a_run_lies_over_the_moments_of_its_blocks(
+    asked: dict[str, object], levels: list[tuple[str, str, int, tuple[int, ...]]]
+):
+    record = with_courses(twin(**asked), forward=course(*range(12)), backward=course(*range(100, 112)))
+    found = timeline(record.job, record)
+    names = [instant.name for instant in found.instants]
+    assert [(names[one.first], names[one.last], one.n_bytes, one.skipped) for one in found.levels] == levels
+    assert "the highest of each block" in found.caption.lines[-1]
+
+
+def test_a_block_that_the_run_has_not_got_has_no_level():
+    record = with_courses(twin(model="gpt2", gpus=4, stage=3), forward=course(1, 2), backward=course())
+    assert [one.n_bytes for one in timeline(record.job, record).levels] == [1, 2, 9]
+
+
 def test_a_record_of_another_job_is_refused_with_what_differs():
     record = twin()
     with pytest.raises(SpecError, match=r"record 'r' is of another job [(]stage 1 instead of 0, seq-len 128 instead of 256"):
@@ -128,6 +182,29 @@ def test_a_map_of_batches_is_its_jobs(asked: JobSpec):
             assert found.needed_bytes[row][column] == answer.least_bytes
             assert found.comfortable_bytes[row][column] == answer.comfortable_bytes
             assert found.verdict(row, column) == answer.verdict
+
+
+def test_a_plan_is_every_layout_near_the_gpus_memory():
+    plan = ask(Request(model="llama-3.1-8b", gpus=8, gpu="h100", seq_len=4096), Question(global_batch=64))
+    found = pareto(plan)
+    assert plan.cloud is not None
+    assert found.capacity_bytes == estimate(plan.best.layout.job).capacity_bytes  # type: ignore[union-attr]
+    sizes = plan.cloud.layouts.least_bytes
+    assert plan.cloud.layouts.layouts == plan.evaluated
+    assert sum(spot.layouts for spot in found.spots) == int((sizes <= 1.3 * found.capacity_bytes).sum())
+    fitting = sum(spot.layouts for spot in found.spots if spot.verdict != "does not fit")
+    assert fitting == int((sizes <= found.capacity_bytes).sum())
+    assert found.best is not None
+    assert (found.best.needed_bytes, found.best.tokens_per_s) == plan.best.layout[1:5:3]  # type: ignore[union-attr]
+    rates, needs = [one.tokens_per_s for one in found.front], [one.needed_bytes for one in found.front]
+    assert (rates, needs) == (sorted(rates, reverse=True), sorted(needs, reverse=True))
+
+
+def test_where_nothing_fits_the_closest_are_shown():
+    found = pareto(ask(Request(model="llama-3.1-405b", gpus=1, gpu="l4-24gb"), Question()))
+    assert (found.best, found.front) == (None, ())
+    assert {spot.verdict for spot in found.spots} == {"does not fit"}
+    assert "nothing fits" in found.caption.lines[1]
 
 
 def test_learned_positions_end_the_map():

@@ -16,6 +16,7 @@ from zeroplan.engines.ddp.zero_redundancy import fullest_share
 from zeroplan.engines.optimizers import implementation
 from zeroplan.ledger import Kind
 from zeroplan.measurement import Measurement
+from zeroplan.report.series.timeline import timeline
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
@@ -83,12 +84,16 @@ def test_a_large_job_takes_what_is_estimated(name: str):
     from zeroplan.verify.simulate import simulate
 
     asked = LARGE[name]
-    compared = compare_with_estimate(simulate(asked, all_layers=False, steps=steps(asked)))
+    measured = simulate(asked, all_layers=False, steps=steps(asked))
+    compared = compare_with_estimate(measured)
     assert abs(compared.peak.error) < 0.001, compared
     assert abs(compared.held.difference) < max(0.001 * compared.held.measured, TOKEN_IDS), compared
     unknown = OF_BUFFERS if asked.recipe.engine == "ddp" else 0
     assert [(row.what, row.difference) for row in compared.collectives if row.difference not in (0, -unknown)] == []
     assert different_kinds(compared) == []
+    off = off_by_block(asked, measured)
+    assert len(off) >= (4 if asked.recipe.engine == "ddp" else 10)
+    assert max(map(abs, off)) < 0.003, off
 
 
 #: Bytes of the frequencies of rotary embeddings, which DDP sends from rank 0 before every forward; the estimate leaves them out.
@@ -182,7 +187,7 @@ NOT_BY_THE_LAYER = {
 
 def figures(measured: Measurement) -> object:
     steps = [
-        ([(p.phase, p.peak_bytes, p.kinds, p.counted_bytes) for p in step.phases], step.held_bytes, step.held_kinds)
+        ([(p.phase, p.peak_bytes, p.kinds, p.counted_bytes, p.course) for p in step.phases], step.held_bytes, step.held_kinds)
         for step in measured.steps
     ]
     return steps, measured.initialisation.peak_bytes, measured.allocator, sorted(map(str, measured.collectives))
@@ -196,6 +201,18 @@ def test_few_layers_extended_are_all_layers_to_the_byte(name: str):
     extended = simulate(asked, all_layers=False, steps=steps(asked))
     assert any("extended" in remark for remark in extended.remarks)
     assert figures(extended) == figures(simulate(asked, steps=steps(asked)))
+    forward, backward, _ = extended.steady.phases
+    for phase in (forward, backward):
+        assert phase.course is not None
+        assert len(phase.course.blocks) == asked.model.num_hidden_layers
+        assert max(phase.course.before_bytes, *phase.course.blocks, phase.course.after_bytes) == phase.peak_bytes
+
+
+def off_by_block(asked: JobSpec, measured: Measurement) -> list[float]:
+    """How far the highest moment of each block, and of what is before and after them, is from what was measured there."""
+    drawn = timeline(asked, measured)
+    predicted = [max(instant.total_bytes for instant in drawn.instants[one.first : one.last + 1]) for one in drawn.levels]
+    return [(n_bytes - one.n_bytes) / one.n_bytes for n_bytes, one in zip(predicted, drawn.levels, strict=True)]
 
 
 @pytest.mark.parametrize("name", NOT_BY_THE_LAYER)

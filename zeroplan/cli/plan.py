@@ -13,6 +13,7 @@ from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
     from zeroplan.export.files import Target
+    from zeroplan.planner.asking import Question
     from zeroplan.planner.objectives import Objective
     from zeroplan.planner.result import Plan
     from zeroplan.report.plan import Beside
@@ -31,26 +32,28 @@ def _text(help_text: str, metavar: str, panel: str = _PLAN) -> typer.models.Opti
     )
 
 
+def _asks(flag: str, help_text: str) -> typer.models.OptionInfo:
+    return cast("typer.models.OptionInfo", typer.Option(flag, help=help_text, rich_help_panel=_PLAN))
+
+
+GlobalBatch = Annotated[str | None, _text("Sequences of all GPUs per step; micro-batch and accumulation follow.", "N")]
+ObjectiveName = Annotated[str | None, _text("throughput, headroom, or cost, on --gpus or fewer. (default: throughput)", "NAME")]
+MinGpus = Annotated[bool, _asks("--min-gpus", "Find the fewest GPUs that fit.")]
+MaxSeq = Annotated[bool, _asks("--max-seq", "Find the longest sequence that fits.")]
+MaxBatch = Annotated[bool, _asks("--max-batch", "Find the largest micro-batch that fits.")]
+Mfu = Annotated[str | None, _text("Share of the dense peak at which a GPU computes, instead of the fitted ones.", "SHARE")]
+
+
 @takes_a_request
 def plan_command(
     *,
     asked: Asked,
-    global_batch: Annotated[
-        str | None, _text("Sequences of all GPUs per step; micro-batch and accumulation follow.", "N")
-    ] = None,
-    objective: Annotated[
-        str | None, _text("throughput, headroom, or cost, on --gpus or fewer. (default: throughput)", "NAME")
-    ] = None,
-    min_gpus: Annotated[bool, typer.Option("--min-gpus", help="Find the fewest GPUs that fit.", rich_help_panel=_PLAN)] = False,
-    max_seq: Annotated[
-        bool, typer.Option("--max-seq", help="Find the longest sequence that fits.", rich_help_panel=_PLAN)
-    ] = False,
-    max_batch: Annotated[
-        bool, typer.Option("--max-batch", help="Find the largest micro-batch that fits.", rich_help_panel=_PLAN)
-    ] = False,
-    mfu: Annotated[
-        str | None, _text("Share of the dense peak at which a GPU computes, instead of the fitted ones.", "SHARE")
-    ] = None,
+    global_batch: GlobalBatch = None,
+    objective: ObjectiveName = None,
+    min_gpus: MinGpus = False,
+    max_seq: MaxSeq = False,
+    max_batch: MaxBatch = False,
+    mfu: Mfu = None,
     tokens: Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")] = None,
     price_per_gpu_hour: Annotated[str | None, _text("What a GPU costs per hour: what the budget costs.", "AMOUNT")] = None,
     emit: Annotated[str | None, _text("Write what runs the layout: deepspeed, accelerate or fsdp2.", "TARGET", _OUTPUT)] = None,
@@ -62,15 +65,13 @@ def plan_command(
     """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
     from zeroplan.export.command import estimate_command  # noqa: PLC0415  no other command pays for the planner and NumPy
     from zeroplan.export.files import cannot_say  # noqa: PLC0415
-    from zeroplan.planner.asking import Question, ask  # noqa: PLC0415
+    from zeroplan.planner.asking import ask  # noqa: PLC0415
     from zeroplan.report.plan import Beside  # noqa: PLC0415
 
     if as_json and as_markdown:
         raise SpecError("--json and --markdown are two renderings; choose one")
     target = _target(emit, out, force=force)
-    batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k")
-    share = None if mfu is None else _share(mfu)
-    question = Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
+    question = question_of(global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch)
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     unsaid = None if target is None else lambda recipe: cannot_say(recipe, target)
@@ -90,6 +91,17 @@ def plan_command(
         beside = beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=(*made.notes, *held))
     _show(answer, beside, as_json=as_json, as_markdown=as_markdown)
     return 0
+
+
+def question_of(
+    global_batch: str | None, objective: str | None, mfu: str | None, *, min_gpus: bool, max_seq: bool, max_batch: bool
+) -> "Question":
+    """What is asked, from the flags."""
+    from zeroplan.planner.asking import Question  # noqa: PLC0415  see plan_command
+
+    batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k")
+    share = None if mfu is None else _share(mfu)
+    return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
 
 
 def _with_output_held(request: Request) -> Request:

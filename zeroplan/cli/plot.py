@@ -7,7 +7,7 @@ import typer
 from zeroplan.cli.quick import QuickGroup
 from zeroplan.errors import SpecError, unknown_name
 
-KINDS = ("stages", "timeline", "scaling", "heat", "validation")
+KINDS = ("stages", "timeline", "scaling", "heat", "pareto", "validation")
 
 
 class _Kinds(QuickGroup):

@@ -11,7 +11,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of, estimate
 from zeroplan.planner.explain import binding, why_not
 from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
-from zeroplan.planner.result import Best, Layout, More, Plan, Rival
+from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Rival
 from zeroplan.planner.rules import Fallen, Rule
 from zeroplan.planner.search import Found, Unsaid, job_at, search
 from zeroplan.planner.space import Column, Fixed, check_batch
@@ -98,6 +98,7 @@ def plan(
         considered=considered,
         evaluated=layouts.layouts,
         fallen=tally.fallen,
+        cloud=Cloud(tuple(one.recipe for one in found), layouts),
     )
 
 

@@ -1,12 +1,13 @@
 """What the planner answers: the best layout, the best of the others, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zeroplan.estimator import Estimate
-from zeroplan.planner.objectives import Objective
+from zeroplan.planner.objectives import Field, Objective
 from zeroplan.planner.rules import Fallen
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime import StepTime
 
 
@@ -55,12 +56,19 @@ class Best(NamedTuple):
     one_more_gb: More | None
 
 
+class Cloud(NamedTuple):
+    """Every layout that was computed, as columns; ``layouts.structure`` says which of the recipes each has."""
+
+    recipes: tuple[RecipeSpec, ...]
+    layouts: Field
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The answer to one question; ``best`` is None where nothing fits, and ``rivals`` then are the closest.
 
     ``considered`` counts every layout, ``evaluated`` those whose memory and time were computed; ``fallen`` says which rule took
-    the others. ``front`` are the layouts that nothing else beats in both time and memory.
+    the others. ``front`` are the layouts that nothing else beats in both time and memory, ``cloud`` all that were computed.
     """
 
     base: JobSpec
@@ -72,3 +80,4 @@ class Plan:
     evaluated: int
     fallen: tuple[Fallen, ...]
     notes: tuple[str, ...] = ()
+    cloud: Cloud | None = field(default=None, compare=False, repr=False)

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator
 from math import log
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.report.comparison import percent
 from zeroplan.report.palette import BLUE, ENGINES, LOOKS, ORANGE, STAGES, VERMILLION
@@ -16,6 +16,9 @@ from zeroplan.report.series.validation import ValidationSeries
 from zeroplan.report.words import plural
 from zeroplan.units import GIB
 
+if TYPE_CHECKING:
+    from zeroplan.report.series.pareto import ParetoSeries  # with the planner, NumPy
+
 
 class Segment(NamedTuple):
     """A piece of a row and its colour, if any."""
@@ -27,6 +30,8 @@ class Segment(NamedTuple):
 Row = tuple[Segment, ...]
 
 _LEAST_BAR = 10
+_FRONT = 10
+"""Rows of a front of more layouts: both ends, and some between."""
 
 
 def stages_bars(series: StagesSeries, *, width: int, signs: bool) -> list[Row]:
@@ -199,6 +204,36 @@ def _cell(series: HeatSeries, batch: int, length: int, *, signs: bool) -> Segmen
         return Segment(f"{own}{figure}".rjust(9))
     verdict = series.verdict(row, column)
     return Segment(f"{own}{figure}{(_SHADES if signs else _LETTERS)[verdict]}".rjust(9), _VERDICT_COLOURS[verdict])
+
+
+def pareto_bars(series: "ParetoSeries", *, width: int, signs: bool) -> list[Row]:
+    """A row per layout of the front, the quickest first, the best one marked; below how many layouts there are."""
+    last = len(series.front) - 1
+    chosen = {round(last * at / (_FRONT - 1)) for at in range(_FRONT)} if last >= _FRONT else range(last + 1)
+    named = {*(series.front[at] for at in chosen), *(() if series.best is None else (series.best,))}
+    front = sorted(named, key=lambda one: (-one.tokens_per_s, one.needed_bytes))
+    rows: list[Row] = [*_head(series.caption, width)]
+    room = max(_LEAST_BAR, width - 45)
+    most = max((one.tokens_per_s for one in front), default=1.0)
+    for one in front:
+        bar = ("█" if signs else "#") * round(one.tokens_per_s / most * room)
+        figures = f"{one.needed_bytes / GIB:>9,.1f} GiB{one.tokens_per_s:>11,.0f} tokens/s  "
+        rows.append((Segment("* " if one == series.best else "  "), Segment(figures), Segment(bar, BLUE)))
+        rows += _indented(one.words, width)
+    rows += [(Segment("nothing fits"),)] if series.best is None else [()]
+    told = f"* best for {series.objective}; " if series.best is not None else ""
+    of = f"tokens/s of one GPU; the GPU has {series.capacity_bytes / GIB:,.1f} GiB"
+    some = f"; {len(front):,} of {len(series.front):,} on the front" if last >= _FRONT else ""
+    return [*rows, *((Segment(line),) for line in textwrap.wrap(f"{told}{of}{some}", width)), *_layouts(series)]
+
+
+def _layouts(series: "ParetoSeries") -> Iterator[Row]:
+    """How many there are of each engine, and how they fit."""
+    for engine, look in ENGINES.items():
+        counts = {v: sum(one.layouts for one in series.spots if (one.engine, one.verdict) == (engine, v)) for v in _SHADES}
+        said = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items() if count)
+        if said:
+            yield (Segment(f"{engine}: ", look.colour), Segment(said))
 
 
 def validation_bars(series: ValidationSeries, *, width: int, signs: bool) -> list[Row]:

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
-from zeroplan.verify.recording import STILL_HELD, Block, Call, HostSeen, Recording, Span
+from zeroplan.verify.recording import STILL_HELD, Block, Call, HostSeen, Recording, Span, layer_of
 
 _NUMBER = re.compile(r"\d+")
 
@@ -37,12 +37,15 @@ def extended(shorter: Recording, longer: Recording, times: int) -> Recording:
         start = writer.now
         done = 0
         signatures = more.signatures(index)
-        for begin, end in _stretches(few.signatures(index), signatures):
-            writer.repeat(index, done, begin)
-            for _ in range(times):  # after the stretch before it, where more of its like stand to tell oldest from newest
-                writer.repeat(index, 2 * begin - end, begin)
-            done = end
-        writer.repeat(index, done, len(signatures))
+        stretches = _stretches(few.signatures(index), signatures)
+        on = [more.layers_on(index, begin, end) for begin, end in stretches]
+        ahead = (1 - times) * sum(min(step, 0) for step in on)  # a backward begins with the last layers
+        for (begin, end), step in zip(stretches, on, strict=True):
+            writer.repeat(index, done, begin, ahead)
+            for again in range(times):  # after the stretch before it, where more of its like stand to tell oldest from newest
+                writer.repeat(index, 2 * begin - end, begin, ahead + (again + 1) * step)
+            done, ahead = end, ahead + (times - 1) * step
+        writer.repeat(index, done, len(signatures), ahead)
         writer.spans.append(Span(span.step, span.phase, start))
     return Recording(writer.blocks, writer.spans, calls, writer.now, _host(shorter.host, longer.host, times))
 
@@ -153,6 +156,15 @@ class _Events:
         """Return what is compared of a span's requests and releases."""
         return [(asked, _like(block)) for asked, block in self.of(index)]
 
+    def layers_on(self, index: int, begin: int, end: int) -> int:
+        """How many layers further a stretch of a span is than the one before it that it repeats: negative in a backward."""
+        events = self.of(index)
+        for (asked, one), (_, other) in zip(events[begin:end], events[2 * begin - end : begin], strict=True):
+            here, there = layer_of(one), layer_of(other)
+            if asked and here is not None and there is not None:
+                return here - there
+        return 0
+
 
 _NOBODY = Block(0, 0, "", "", 0)
 
@@ -213,17 +225,19 @@ class _Writer:
         self._places = _places(model)
         self._alive: dict[_Like, list[Block]] = defaultdict(list)
 
-    def repeat(self, index: int, begin: int, end: int) -> None:
-        """Write a stretch of a span of the model once."""
+    def repeat(self, index: int, begin: int, end: int, ahead: int) -> None:
+        """Write a stretch of a span of the model once, its layers that many further on."""
         for asked, block in self._model.of(index)[begin:end]:
             self.now += 1
             if asked:
-                self._request(block)
+                self._request(block, ahead)
             else:
                 self._release(block)
 
-    def _request(self, block: Block) -> None:
+    def _request(self, block: Block, ahead: int) -> None:
         mine = block.again(born=self.now, module=unnumbered(block.module))
+        layer = layer_of(block)
+        mine.layer = None if layer is None else layer + ahead
         mine.n_bytes = self._whole.get(block, block.n_bytes)
         self.blocks.append(mine)
         self._alive[_like(block)].append(mine)

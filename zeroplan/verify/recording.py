@@ -1,6 +1,8 @@
 """What a watcher saw of a run: blocks of memory in program order, the parts of the run, the collectives. Data alone."""
 
+import re
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind, Phase
@@ -15,10 +17,11 @@ LIFTED = "aten.lift_fresh.default"
 class Block:
     """One request for memory and, in time, its release. Moments are counted in requests and releases so far.
 
-    ``stream`` is 0 for the default stream; others are numbered as they are first used.
+    ``stream`` is 0 for the default stream; others are numbered as they are first used. ``layer`` is the number of the layer that
+    asked, where the module's name does not have it any more.
     """
 
-    __slots__ = ("born", "died", "kind", "module", "n_bytes", "operation", "recomputed", "span", "stream")
+    __slots__ = ("born", "died", "kind", "layer", "module", "n_bytes", "operation", "recomputed", "span", "stream")
 
     def __init__(self, n_bytes: int, born: int, operation: str, module: str, span: int, stream: int = 0) -> None:
         self.n_bytes = n_bytes
@@ -30,12 +33,32 @@ class Block:
         self.stream = stream
         self.kind: Kind | None = None
         self.recomputed = False
+        self.layer: int | None = None
 
     def again(self, *, born: int, module: str) -> "Block":
         """Return a block like this one, asked for at another moment by another module."""
         other = Block(self.n_bytes, born, self.operation, module, self.span, self.stream)
-        other.kind, other.recomputed = self.kind, self.recomputed
+        other.kind, other.recomputed, other.layer = self.kind, self.recomputed, self.layer
         return other
+
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+@cache
+def layer_named(module: str) -> int | None:
+    """The number of the layer that a module is in, the first in its name; None outside all.
+
+    >>> layer_named("transformer.h.3.ln_1"), layer_named("transformer.ln_f")
+    (3, None)
+    """
+    found = _LAYER.search(module)
+    return None if found is None else int(found[1])
+
+
+def layer_of(block: Block) -> int | None:
+    """The number of the layer that asked for a block; None outside all."""
+    return layer_named(block.module) if block.layer is None else block.layer
 
 
 class Span(NamedTuple):

@@ -1,11 +1,12 @@
 """What a recording says: the highest moment of every phase, what is alive then and for what, what is held between steps."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate
 
 from zeroplan.ledger import Kind, Phase
-from zeroplan.measurement import CollectiveMeasured, PhaseMeasured, StepMeasured
-from zeroplan.verify.recording import STILL_HELD, Block, Recording
+from zeroplan.measurement import CollectiveMeasured, CourseMeasured, PhaseMeasured, StepMeasured
+from zeroplan.verify.recording import STILL_HELD, Block, Recording, layer_of
 
 
 class Timeline:
@@ -80,7 +81,8 @@ def initialisation(timeline: Timeline) -> PhaseMeasured:
 def steps_measured(timeline: Timeline) -> tuple[StepMeasured, ...]:
     """Summarise every step of a recording."""
     steps = sorted({span.step for span in timeline.recording.spans if span.phase is Phase.STEP})
-    return tuple(_step(timeline, step) for step in steps)
+    measured = tuple(_step(timeline, step) for step in steps)
+    return (*measured[:-1], _with_courses(timeline, steps[-1], measured[-1]))
 
 
 def _step(timeline: Timeline, step: int) -> StepMeasured:
@@ -111,6 +113,45 @@ def _phase(timeline: Timeline, phase: Phase, indices: list[int]) -> PhaseMeasure
         counted_bytes=None if phase is Phase.INIT else counted,
         host_bytes=None if host is None else max(host.highest[index] for index in indices),
     )
+
+
+def _with_courses(timeline: Timeline, step: int, measured: StepMeasured) -> StepMeasured:
+    spans = timeline.recording.spans
+    asked: dict[int, list[Block]] = {index: [] for index, span in enumerate(spans) if span.step == step}
+    for block in timeline.recording.blocks:
+        if block.span in asked:
+            asked[block.span].append(block)
+    phases = tuple(
+        replace(phase, course=_course(timeline, {at: asked[at] for at in asked if spans[at].phase.value == phase.phase}))
+        for phase in measured.phases
+    )
+    return replace(measured, phases=phases)
+
+
+def _course(timeline: Timeline, passes: dict[int, list[Block]]) -> CourseMeasured | None:
+    """The highest of each place; None where the layers are not those of one model, each of which asks."""
+    places = [_places(timeline, index, blocks) for index, blocks in passes.items()]
+    layers = sorted(places[-1].keys() - {_BEFORE, _AFTER})
+    if not layers or layers != list(range(len(layers))):
+        return None
+    before, after = (max(peaks[place] for peaks in places) for place in (_BEFORE, _AFTER))
+    return CourseMeasured(before_bytes=before, blocks=tuple(places[-1][layer] for layer in layers), after_bytes=after)
+
+
+_BEFORE, _AFTER = -1, -2
+
+
+def _places(timeline: Timeline, index: int, blocks: list[Block]) -> dict[int, int]:
+    """The highest of each layer of one pass, of what is before the first and after the last."""
+    window = timeline.window(index)
+    last = max((at for at, block in enumerate(blocks) if layer_of(block) is not None), default=-1)
+    peaks = {_BEFORE: timeline.live[window.start], _AFTER: timeline.live[window.stop - 1]}
+    place = _BEFORE
+    for at, block in enumerate(blocks):
+        layer = layer_of(block)
+        place = _AFTER if at > last else place if layer is None else layer
+        peaks[place] = max(peaks.get(place, 0), timeline.live[block.born])
+    return peaks
 
 
 def collectives(recording: Recording) -> tuple[CollectiveMeasured, ...]:

@@ -43,8 +43,13 @@ def style(theme: Theme) -> Iterator[None]:
     """Fonts that come with matplotlib and colours of the theme, whatever a user's own settings are."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        mpl.style.use({**dict.fromkeys(_INKS, theme.ink), **dict.fromkeys(_PAPERS, theme.paper), **_SETTINGS})
+        mpl.style.use(settings(theme))
         yield
+
+
+def settings(theme: Theme) -> dict[str, object]:
+    """What differs from matplotlib's own defaults, in words that its ``style`` understands."""
+    return {**dict.fromkeys(_INKS, theme.ink), **dict.fromkeys(_PAPERS, theme.paper), **_SETTINGS}
 
 
 def framed(figure: Figure, caption: Caption, *, width: float, height: float) -> None:

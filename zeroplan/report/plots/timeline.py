@@ -12,6 +12,7 @@ from matplotlib.patheffects import withStroke
 
 from zeroplan.report.palette import LOOKS, Theme, on
 from zeroplan.report.plots.frame import SMALL, UNIT, LegendEntry, framed, kind_entries, legend
+from zeroplan.report.series.levels import Level
 from zeroplan.report.series.parts import kinds_of
 from zeroplan.report.series.timeline import TimelineSeries
 from zeroplan.report.words import plural
@@ -25,6 +26,8 @@ _PER_MOMENT, _WIDEST = 0.15, 12.0
 """Room that a name takes, and the figure's at most; in a wider one names are left out. [inches]"""
 _BESIDE = 3.0
 _LONGEST_NAME = 40
+_MEASURED = 1.6
+"""Width of the line of what was measured. [points]"""
 _BOLD_SIGN, _POINTS_PER_INCH = 0.66, 72
 """Of DejaVu Sans Bold, in parts of its size: the mean width of a sign."""
 _PREFIXES = ("initialisation: ", "forward: ", "forward of ", "backward: ", "backward of ", "optimizer step: ")
@@ -154,9 +157,29 @@ def _lines(axes: Axes, series: TimelineSeries, places: _Places, theme: Theme) ->
     if room is not None:
         line = axes.axhline(room, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
         yield (line,), f"what the GPU leaves to\nthe allocator: {room:.1f} GiB"
-    for one in series.measured:
-        left, right, gib = places.lefts[one.first], places.lefts[one.last] + 1.0, one.n_bytes / GIB
-        axes.plot([left, right], [gib, gib], color=theme.ink, linewidth=2.0, zorder=5)
+    for edges, heights in _measured(series, places):
+        axes.plot(edges, heights, color=theme.ink, linewidth=_MEASURED, zorder=5, solid_joinstyle="miter",
+                  path_effects=[withStroke(linewidth=_MEASURED + 1.2, foreground=theme.paper)])  # fmt: skip
     if series.measured:
         figures = "\n".join(f"  {one.phase} {one.n_bytes / GIB:,.2f} GiB" for one in series.measured)
-        yield (Line2D([], [], color=theme.ink, linewidth=2.0),), f"measured, highest of a phase\n{figures}"
+        each = "of each block" if series.levels else "of a phase"
+        yield (Line2D([], [], color=theme.ink, linewidth=_MEASURED),), f"measured, highest {each}\n{figures}"
+
+
+def _measured(series: TimelineSeries, places: _Places) -> Iterator[tuple[list[float], list[float]]]:
+    """What a run took, a line for every phase: level over its moments, or over those of each block. [GiB]"""
+    for one in series.measured:
+        levels = [level for level in series.levels if one.first <= level.first <= one.last]
+        whole = Level(first=one.first, last=one.last, n_bytes=one.n_bytes)
+        stairs = [stair for level in levels or [whole] for stair in _stairs(series, level, places)]
+        yield [edge for left, right, _ in stairs for edge in (left, right)], [gib for _, _, gib in stairs for _ in range(2)]
+
+
+def _stairs(series: TimelineSeries, level: Level, places: _Places) -> Iterator[tuple[float, float, float]]:
+    """From where to where a level goes, and how high it is; before it those of blocks without moments, where they have a gap."""
+    left = places.lefts[level.first]
+    if series.instants[level.first].skipped:
+        wide = _GAP / max(len(level.skipped), 1)
+        for at, n_bytes in enumerate(level.skipped):
+            yield left - _GAP + at * wide, left - _GAP + (at + 1) * wide, n_bytes / GIB
+    yield left, places.lefts[level.last] + 1.0, level.n_bytes / GIB

@@ -1,6 +1,5 @@
 """What is alive at every named moment of a step, and what did a run of the engine take, phase by phase?"""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -9,13 +8,13 @@ from zeroplan.comparison import moments_as_run, phase_as_run
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.ledger import Moment, Phase
-from zeroplan.measurement import Measurement
+from zeroplan.measurement import CourseMeasured, Measurement
+from zeroplan.report.series.levels import Level, block_named, levels_of
 from zeroplan.report.series.parts import Caption, Part, caption, engine_words, parts
 from zeroplan.report.words import plural
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Loss
 
-_BLOCK = re.compile(r"block (\d+) of \d+")
 _PHASES = (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
 
@@ -47,7 +46,8 @@ class Measured:
 class TimelineSeries:
     """A step's moments, phase by phase in the account's order, and the index of the peak. [bytes]
 
-    ``room_bytes`` is what the GPU leaves to the allocator, ``measured`` what a run took.
+    ``room_bytes`` is what the GPU leaves to the allocator, ``measured`` what a run took, and ``levels`` the same block by block,
+    where the record tells.
     """
 
     caption: Caption
@@ -55,6 +55,7 @@ class TimelineSeries:
     peak: int
     room_bytes: int | None
     measured: tuple[Measured, ...] = ()
+    levels: tuple[Level, ...] = ()
 
 
 def timeline(
@@ -77,7 +78,10 @@ def timeline(
     _demand_same(job, record, where)
     answer = estimate(replace(job, recipe=replace(job.recipe, kernels=record.kernels)))
     found = _series(answer, moments_as_run(answer, record), _how(record))
-    return replace(found, measured=tuple(_measured(found.instants, record)))
+    measured = tuple(_measured(found.instants, record))
+    courses = {phase.phase: phase.course for phase in record.steady.phases if phase.course is not None}
+    levels = (level for one in measured for level in _levels(found.instants, one, courses.get(one.phase)))
+    return replace(found, measured=measured, levels=tuple(levels))
 
 
 def _series(answer: Estimate, moments: tuple[Moment, ...], *more: str) -> TimelineSeries:
@@ -121,8 +125,8 @@ _NO_ORDER = (
 
 def _skipped(before: str, name: str) -> int:
     """How many blocks lie between two moments that name one each (:mod:`zeroplan.engines.positions`)."""
-    one, other = _BLOCK.search(before), _BLOCK.search(name)
-    return 0 if one is None or other is None else max(abs(int(one[1]) - int(other[1])) - 1, 0)
+    one, other = block_named(before), block_named(name)
+    return 0 if one is None or other is None else max(abs(one - other) - 1, 0)
 
 
 def _measured(instants: tuple[Instant, ...], record: Measurement) -> Iterator[Measured]:
@@ -135,11 +139,17 @@ def _measured(instants: tuple[Instant, ...], record: Measurement) -> Iterator[Me
             yield Measured(phase=phase, first=indices[0], last=indices[-1], n_bytes=phases[phase])
 
 
+def _levels(instants: tuple[Instant, ...], one: Measured, course: CourseMeasured | None) -> Iterator[Level]:
+    return levels_of([instant.name for instant in instants[one.first : one.last + 1]], one.first, course)
+
+
 def _how(record: Measurement) -> str:
+    told = any(phase.course is not None for phase in record.steady.phases)
+    each = "of each block, and of what is before and after the blocks" if told else "of each phase"
     return (
         f"measured with backend {record.backend} ({record.tensors} tensors), the last of {plural(len(record.steps), 'step')}, "
-        "the highest of each phase; what only CUDA takes is left out of both" if record.tensors != "cuda" else
-        f"measured on the GPU, the last of {plural(len(record.steps), 'step')}, the highest of each phase"
+        f"the highest {each}; what only CUDA takes is left out of both" if record.tensors != "cuda" else
+        f"measured on the GPU, the last of {plural(len(record.steps), 'step')}, the highest {each}"
     )  # fmt: skip
 
 

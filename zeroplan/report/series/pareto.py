@@ -1,0 +1,96 @@
+"""Which layouts are quick, which small, and which of them would a planner take?"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeroplan.estimator import Verdict, verdict
+from zeroplan.planner.result import Layout, Plan
+from zeroplan.report.plan import layout_words
+from zeroplan.report.series.parts import Caption
+from zeroplan.report.words import plural
+from zeroplan.spec.recipe import Engine
+
+_BEYOND = 1.3
+"""What needs more than so many times the GPU's memory, or where nothing fits the least need, is not drawn."""
+_FINE = 400
+"""Layouts that are no further apart than this part of the picture, to both sides, are one spot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A layout, or several that cannot be told apart in a picture: what a GPU needs, and how quick it is. [bytes, tokens/s]"""
+
+    engine: Engine
+    needed_bytes: int
+    tokens_per_s: float
+    verdict: Verdict
+    layouts: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A layout in words, and where it is. [bytes, tokens/s of one GPU]"""
+
+    words: str
+    needed_bytes: int
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParetoSeries:
+    """All layouts, the front of those that fit (the quickest first), and the one that is best for what was asked."""
+
+    caption: Caption
+    objective: str
+    spots: tuple[Spot, ...]
+    front: tuple[Named, ...]
+    best: Named | None
+    capacity_bytes: int
+
+
+def pareto(plan: Plan) -> ParetoSeries:
+    """Show a plan: every layout it has computed, up to a little beyond the GPU's memory, or where nothing fits the closest."""
+    gpu = plan.base.cluster.gpu
+    if plan.cloud is None or gpu is None:
+        raise ValueError("a plan is of a GPU, and knows every layout that it has computed")
+    room = int(gpu.memory_bytes.value)
+    return ParetoSeries(
+        caption=_caption(plan, gpu.full_name),
+        objective=plan.objective,
+        spots=_spots(plan, room),
+        front=tuple(_named(one) for one in plan.front),
+        best=None if plan.best is None else _named(plan.best.layout),
+        capacity_bytes=room,
+    )
+
+
+def _caption(plan: Plan, gpu: str) -> Caption:
+    base = plan.base
+    name = base.model.name or f"a {base.model.family} model"
+    job = f"{name} on {base.mesh.world_size:,} x {gpu}; {base.recipe.precision}, {base.recipe.optimizer}"
+    fitting = "" if plan.best is not None else "; nothing fits"
+    counted = f"{plural(plan.considered, 'layout')} considered, {plan.evaluated:,} of them computed{fitting}"
+    lines = (f"{job}, {plural(base.batch.seq_len, 'token')} per sequence", counted, *plan.notes)
+    return Caption(title="Speed against memory: every layout", lines=lines)
+
+
+def _named(one: Layout) -> Named:
+    return Named(words=layout_words(one.job), needed_bytes=one.least_bytes, tokens_per_s=one.tokens_per_s)
+
+
+def _spots(plan: Plan, room: int) -> tuple[Spot, ...]:
+    assert plan.cloud is not None  # noqa: S101  see above
+    recipes, layouts = plan.cloud
+    reach = _BEYOND * (room if plan.best is not None else max(room, int(layouts.least_bytes.min())))
+    near = np.flatnonzero(layouts.least_bytes <= reach)
+    found: dict[tuple[Engine, Verdict, int, int], Spot] = {}
+    most = float(layouts.tokens_per_s[near].max(initial=1.0))
+    for at in near.tolist():
+        needed, rate = int(layouts.least_bytes[at]), float(layouts.tokens_per_s[at])
+        engine, fits = recipes[int(layouts.structure[at])].engine, verdict(needed, int(layouts.comfortable_bytes[at]), room)
+        place = (engine, fits, round(needed / reach * _FINE), round(rate / most * _FINE))
+        before = found.get(place)
+        found[place] = Spot(engine=engine, needed_bytes=needed, tokens_per_s=rate, verdict=fits,
+                            layouts=1 if before is None else before.layouts + 1)  # fmt: skip
+    return tuple(found.values())
