@@ -64,6 +64,8 @@ FLAGS = (
     _Flag("offload_optimizer", "DEVICE", "Where the optimizer's states are, the CPU taking the step: none, cpu or nvme. "
           "(default: none)", _RECIPE),
     _Flag("offload_param", "DEVICE", "Where this rank's share of the parameters is: none, cpu or nvme. (default: none)", _RECIPE),
+    _Flag("from_file", "FILE", "An existing set-up: DeepSpeed's configuration, accelerate's YAML, TrainingArguments as JSON, "
+          "torchtitan's configuration; flags must not contradict it.", _RECIPE),
     _Flag("deepspeed_config", "FILE", "A DeepSpeed configuration (JSON), \"auto\" as transformers' Trainer fills it in; flags "
           "must not contradict it.", _RECIPE),
     _Flag("recompute", "NAME", "Activation checkpointing: none, selective or full. (default: none)", _RECIPE),
@@ -152,7 +154,7 @@ def _job_file() -> inspect.Parameter:
 
 
 def _parameter(flag: _Flag) -> inspect.Parameter:
-    name = "--" + flag.field.replace("_", "-")
+    name = "--from" if flag.field == "from_file" else "--" + flag.field.replace("_", "-")
     if flag.switch:
         option = typer.Option(f"{name}/--no-{name[2:]}", help=flag.help, rich_help_panel=flag.panel, show_default=False)
         return _keyword(flag.field, Annotated[bool | None, option], None)
