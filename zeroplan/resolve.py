@@ -360,6 +360,8 @@ class SetupRead(NamedTuple):
     notes: tuple[str, ...] = ()
     deepspeed: "DeepSpeedPart | None" = None
     kind: "Kind | None" = None
+    keys: Mapping[str, str] = {}
+    """Under which key the file has a flag's value."""
 
     @property
     def complete(self) -> Request:
@@ -396,7 +398,8 @@ def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
     request = replace(request, from_file=None, **found.flags)  # type: ignore[arg-type]  # Request checks every field
     request = replace(request, **_engine_options(request, setup, where, chosen))  # type: ignore[arg-type]
     notes = tuple(f"{shown(path.name)}: {note}" for note in found.notes)
-    return SetupRead(request, found.filled, notes, setup.deepspeed, setup.kind)
+    keys = {name: told.key for name, told in setup.flags.items()}
+    return SetupRead(request, found.filled, notes, setup.deepspeed, setup.kind, keys)
 
 
 def _engine_options(request: Request, setup: "Setup", where: str, chosen: Sequence[str]) -> dict[str, object]:

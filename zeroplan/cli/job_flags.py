@@ -106,9 +106,15 @@ def takes_a_job(
     return _with_flags(command, "resolved", resolved)
 
 
-def takes_a_request(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Give a command ``f(asked, **own)`` the job's flags beside its own, and hand it what was said, not yet completed."""
-    return _with_flags(command, "asked", lambda given, _: _asked(given))
+_ReadFile = Callable[[Path], Request]
+
+
+def takes_a_request(command: Callable[..., int | None], *, read_file: _ReadFile | None = None) -> Callable[..., int | None]:
+    """Give a command ``f(asked, **own)`` the job's flags beside its own, and hand it what was said, not yet completed.
+
+    ``read_file`` reads its argument where that may be something else than a job file.
+    """
+    return _with_flags(command, "asked", lambda given, _: _asked(given, read_file))
 
 
 _Read = Callable[[dict[str, object], dict[str, object]], object]
@@ -181,13 +187,13 @@ def _resolved(given: dict[str, object]) -> Resolved:
     return resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
 
 
-def _asked(given: dict[str, object]) -> Asked:
+def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Asked:
     catalog = given.pop("catalog")
     settings = given.pop("settings")
     settings = settings if isinstance(settings, (list, tuple)) else []
     job_file = given.pop("job_file")
     said = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
-    request = _from_file(str(job_file)) if job_file is not None else Request()
+    request = _from_file(str(job_file), read_file) if job_file is not None else Request()
     request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
     for setting in settings:
         request = _with_setting(request, str(setting))
@@ -208,9 +214,11 @@ def _value(flag: _Flag, text: object) -> object:
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
 
 
-def _from_file(text: str) -> Request:
+def _from_file(text: str, read_file: _ReadFile | None) -> Request:
     if not text:
         raise SpecError("job file '' is no file; give the path of one")
+    if read_file is not None:
+        return read_file(Path(text))
     from zeroplan.job_file import read_job_file  # noqa: PLC0415  only a job file pays for it
 
     return read_job_file(Path(text))

@@ -22,9 +22,11 @@ _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("deepspeed", ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer")),
     ("torchtitan", ("parallelism", "activation_checkpoint", "model_spec", "training")),
 )  # fmt: skip
+_OF_A_JOB = ("params", "gpus", "gpu", "engine", "stage", "recipe")
 #: Files that are something else, by a key of theirs, and where they belong.
 _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("is a record or an answer of zeroplan's; give a job file as the first argument", ("schema_version",)),
+    ("is a record or an answer of zeroplan's, not a set-up", ("schema_version",)),
+    ("is a job file of zeroplan's; give it as the first argument", _OF_A_JOB),
     ("is a model's config.json; give it to --config", ("model_type", "architectures", "num_hidden_layers")),
     ("is an adapter's configuration; say --lora-rank and --lora-targets", ("peft_type",)),
     ("holds Megatron-LM's arguments, which are not read; say them as flags", ("tensor_model_parallel_size",)),
@@ -34,6 +36,14 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
 def name_of(kind: Kind) -> str:
     """What such a file is called."""
     return _NAMES[kind]
+
+
+def is_setup(path: Path) -> bool:
+    """Whether a file is a set-up of another program's rather than a job file; one that cannot be read is refused."""
+    what = f"file {str(path)!r}"
+    data = parsed(read_text(path, what="file"), path, what)
+    job = isinstance(data.get("model"), str) or any(key in data for key in (*_OF_A_JOB, "schema_version"))
+    return not job and any(mark in data for _, marks in _MARKS for mark in marks)
 
 
 def read_setup(path: Path, *, gpus: int | None) -> Setup:
