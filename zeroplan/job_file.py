@@ -30,6 +30,7 @@ def read_job_file(path: Path) -> Request:
         config=_beside(path, request.config),
         profile=_beside(path, request.profile),
         deepspeed_config=_beside(path, request.deepspeed_config),
+        from_file=_beside(path, request.from_file),
     )
 
 
@@ -61,4 +62,4 @@ def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _keys_of_flags(data: Mapping[str, object]) -> dict[str, object]:
     """Accept keys as flags write them: ``seq-len`` for ``seq_len``."""
-    return _each_key_once([(key.replace("-", "_"), value) for key, value in data.items()])
+    return _each_key_once([("from_file" if key == "from" else key.replace("-", "_"), value) for key, value in data.items()])

@@ -56,6 +56,28 @@ def remedies(short: Estimate, *, most: int = 5) -> tuple[Remedy, ...]:
     return () if together is None else (together,)
 
 
+class Change(NamedTuple):
+    """One change of a job, whether or not it is enough: in words, as flags, and what the job is after it."""
+
+    change: str
+    flags: str
+    job: JobSpec
+    kind: str
+    """``recompute``, ``more_gpus``: what is changed, more or less of it."""
+
+
+def single_changes(job: JobSpec) -> Iterator[Change]:
+    """Every single change that a person would try and some engine takes, the mildest of each kind first."""
+    for one in _free_changes(job.recipe):
+        yield Change(one.change, one.flags, one.applied_to(job), one.flags)
+    for kind in _KINDS:
+        for one in kind(job) if kind is not _lighter_step else ():
+            try:
+                yield Change(one.change, one.flags, one.applied_to(job), kind.__name__.strip("_"))
+            except SpecError:  # what the engine does not offer
+                continue
+
+
 def _first(tried: Iterator[Remedy | None]) -> Remedy | None:
     return next((remedy for remedy in tried if remedy is not None), None)
 

@@ -6,10 +6,10 @@ shape where only a parameter count is known, and applies the defaults a PyTorch 
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from zeroplan.catalog.config import read_config
 from zeroplan.catalog.gpu import gpu as find_gpu
@@ -42,6 +42,9 @@ from zeroplan.spec.recipe import (
 )
 from zeroplan.transformer.params import parameter_count
 from zeroplan.units import parse_count
+
+if TYPE_CHECKING:
+    from zeroplan.catalog.setups.told import DeepSpeedPart, Kind, Setup
 
 #: Shapes a bare parameter count is measured against: dense, decoder-only, each the published one nearest to its size.
 REFERENCE_MODELS = (
@@ -100,6 +103,7 @@ class Request(Spec):
     fsdp2: Fsdp2Options | None = None
     deepspeed: DeepSpeedOptions | None = None
     deepspeed_config: str | None = None
+    from_file: str | None = None
 
     def overridden_by(self, other: "Request") -> "Request":
         """Return this request with everything that ``other`` says instead; another model replaces the model as a whole."""
@@ -171,9 +175,10 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     Raises :class:`~zeroplan.errors.SpecError` or :class:`~zeroplan.errors.UnknownNameError`, one line each.
     """
     own_folder(extra, "models")  # a catalogue that is none is refused even where nothing is looked up in it
-    model, model_note = _model(request, extra)
-    model = _partly_frozen(_fine_tuned(model, request), request)
-    request, config_notes = _with_deepspeed_config(request, model, chosen)
+    read = with_setup(request, chosen)
+    model, model_note = _model(read.request, extra)
+    model = _partly_frozen(_fine_tuned(model, read.request), read.request)
+    request, config_notes = _with_deepspeed_config(read, model, chosen)
     gpus = request.gpus or 1
     stage: Stage = request.stage if request.stage is not None else (3 if gpus > 1 else 0)
     seq_len, seq_note = _seq_len(request, model)
@@ -185,7 +190,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=_mesh(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
-    notes = (model_note, seq_note, *config_notes, _beyond_positions(complete), *_unheeded(complete.recipe))
+    notes = (model_note, seq_note, *read.notes, *config_notes, _beyond_positions(complete), *_unheeded(complete.recipe))
     return Resolved(complete, tuple(note for note in notes if note))
 
 
@@ -341,34 +346,113 @@ def _with_mlp_for(shape: ModelSpec, parameters: int) -> ModelSpec:
     return replace(narrow, name=f"{parameters:,} parameters", intermediate_size=width, unplaced_parameters=left)
 
 
+# A set-up of another program's
+
+
+class SetupRead(NamedTuple):
+    """A request with what a set-up says of it.
+
+    ``filled`` holds only where DeepSpeed's own configuration, which the set-up may name, does not say otherwise.
+    """
+
+    request: Request
+    filled: Mapping[str, object] = {}
+    notes: tuple[str, ...] = ()
+    deepspeed: "DeepSpeedPart | None" = None
+    kind: "Kind | None" = None
+    keys: Mapping[str, str] = {}
+    """Under which key the file has a flag's value."""
+
+    @property
+    def complete(self) -> Request:
+        """The request with what is filled in."""
+        request = self.request
+        left = {name: value for name, value in self.filled.items() if getattr(request, name) is None}
+        steps = request.grad_accum or left.get("grad_accum")
+        if steps in (None, 1):  # the only micro-batch is the last
+            left.pop("sync_every_micro_batch", None)
+        if request.loss not in (None, "full"):
+            left.pop("keep_logits", None)
+        return replace(request, **left)  # type: ignore[arg-type]  # Request checks every field
+
+
+def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
+    """Read the set-up that a request names, if it does, and add what it says; what is said beside it must be the same.
+
+    Raises SpecError in one line where the file is none, says what is not modelled, or contradicts a flag.
+    """
+    if request.from_file is None:
+        return SetupRead(request)
+    if not request.from_file:
+        raise SpecError("--from '' names no file; give the path of a set-up")
+    from zeroplan.catalog.setups.reading import name_of, read_setup  # noqa: PLC0415  only this flag pays for it
+    from zeroplan.catalog.setups.told import taken  # noqa: PLC0415
+
+    path = Path(request.from_file)
+    setup = read_setup(path, gpus=request.gpus)
+    where = f"{name_of(setup.kind)} {str(path)!r}"
+    if setup.deepspeed is not None and request.deepspeed_config is not None:
+        raise SpecError(f"--deepspeed-config beside {where}, which brings its own; leave one of them out")
+    said = {field.name: value for field in fields(request) if (value := getattr(request, field.name)) is not None}
+    found = taken(setup, said, where)
+    request = replace(request, from_file=None, **found.flags)  # type: ignore[arg-type]  # Request checks every field
+    request = replace(request, **_engine_options(request, setup, where, chosen))  # type: ignore[arg-type]
+    notes = tuple(f"{shown(path.name)}: {note}" for note in found.notes)
+    keys = {name: told.key for name, told in setup.flags.items()}
+    return SetupRead(request, found.filled, notes, setup.deepspeed, setup.kind, keys)
+
+
+def _engine_options(request: Request, setup: "Setup", where: str, chosen: Sequence[str]) -> dict[str, object]:
+    """Options of an engine that the file says, beside those that are asked for."""
+    from zeroplan.catalog.setups.told import option_taken  # noqa: PLC0415  see with_setup
+
+    groups: dict[str, object] = {}
+    for name, told in setup.options.items():
+        group, _, option = name.partition(".")
+        default = getattr(RecipeSpec(), group)
+        now = groups.get(group, getattr(request, group) or default)
+        asked = option if group == "deepspeed" else name  # as they are handed on
+        value = option_taken(name, told, getattr(now, option), getattr(default, option), where, chosen=asked in chosen)
+        groups[group] = replace(now, **{option: value})  # type: ignore[type-var]  # one of the engines' options
+    return groups
+
+
 # DeepSpeed's own configuration
 
 
-def _with_deepspeed_config(request: Request, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
+def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
     """Add what a DeepSpeed configuration says; what is said beside it must be the same."""
-    if request.deepspeed_config is None:
-        return request, ()
-    if not request.deepspeed_config:
+    request = found.request
+    if request.deepspeed_config is None and found.deepspeed is None:
+        return found.complete, ()
+    if request.deepspeed_config == "":
         raise SpecError("--deepspeed-config '' names no file; give the path of a DeepSpeed configuration")
-    from zeroplan.catalog.deepspeed_config import Beside, Stated, read_deepspeed_config  # noqa: PLC0415  only this flag pays for it
+    from zeroplan.catalog.deepspeed_config import Beside, Stated, config_of, parsed_config  # noqa: PLC0415  only this flag pays
 
-    path = Path(request.deepspeed_config)
-    beside = Beside(model.hidden_size, request.gpus or 1, request.precision, request.micro_batch, request.grad_accum)
-    config = read_deepspeed_config(path, beside)
+    data, where = found.deepspeed or parsed_config(Path(request.deepspeed_config or ""))
+    full = found.complete
+    beside = Beside(model.hidden_size, request.gpus or 1, full.precision, full.micro_batch, full.grad_accum)
+    config = config_of(data, where, beside)
     for name, stated in config.flags.items():
         if getattr(request, name) not in (None, stated.value):
-            raise SpecError(_contradiction(f"--{name.replace('_', '-')} {getattr(request, name)}", path, stated))
+            raise SpecError(_contradiction(f"--{name.replace('_', '-')} {getattr(request, name)}", where, stated))
     asked = _asked_of_deepspeed(request.deepspeed or DeepSpeedOptions(), chosen)
     for name, value in asked.items():
         stated = config.options.get(name, Stated("", value))
         if stated.value != value and not stated.auto:
-            raise SpecError(_contradiction(f"deepspeed.{name}={value}", path, stated))
+            raise SpecError(_contradiction(f"deepspeed.{name}={value}", where, stated))
     taken = {name: stated for name, stated in config.options.items() if name not in asked}
     said: dict[str, object] = {name: stated.value for name, stated in config.flags.items()}
     said["deepspeed"] = DeepSpeedOptions(**asked, **{name: stated.value for name, stated in taken.items()})  # type: ignore[arg-type]
     filled_in = [f"{stated}, filled in for auto" for stated in taken.values() if stated.auto]
-    notes = tuple(f"{shown(path.name)}: {note}" for note in (*config.notes, *filled_in))
-    return replace(request, **said), notes  # type: ignore[arg-type]  # Request checks every field
+    file = shown(Path(request.deepspeed_config or full.from_file or _quoted(where)).name)
+    notes = tuple(f"{file}: {note}" for note in (*config.notes, *filled_in))
+    return found._replace(request=replace(request, **said)).complete, notes  # type: ignore[arg-type]  # Request checks every field
+
+
+def _quoted(where: str) -> str:
+    """The file in what a configuration is called in an error."""
+    return where.partition("'")[2].partition("'")[0]
 
 
 def _asked_of_deepspeed(options: DeepSpeedOptions, chosen: Sequence[str]) -> dict[str, object]:
@@ -377,8 +461,8 @@ def _asked_of_deepspeed(options: DeepSpeedOptions, chosen: Sequence[str]) -> dic
     return {name: mine for name in names if (mine := getattr(options, name)) != getattr(default, name) or name in chosen}
 
 
-def _contradiction(mine: str, path: Path, stated: object) -> str:
-    return f"{mine} contradicts DeepSpeed configuration {str(path)!r}, where {stated}; leave one of them out"
+def _contradiction(mine: str, where: str, stated: object) -> str:
+    return f"{mine} contradicts {where}, where {stated}; leave one of them out"
 
 
 # The rest of the job

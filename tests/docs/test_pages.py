@@ -20,6 +20,13 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 8192,
 }  # fmt: skip
+SETUPS = {
+    "accelerate.yaml": "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
+                       "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n",
+    "training_args.json": '{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "bf16": true}',
+    "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
+                      '[activation_checkpoint]\nmode = "full"\n',
+}  # fmt: skip
 
 
 def test_the_readme_shows_what_the_first_command_prints():
@@ -33,6 +40,8 @@ def a_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "path" / "to" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
     (tmp_path / "ds_config.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
+    for name, text in SETUPS.items():
+        (tmp_path / name).write_text(text)
     (tmp_path / "profile.json").write_text(json.dumps(said(by_hand())))
     card = Written()
     step(card, states=True)

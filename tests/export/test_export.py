@@ -24,6 +24,10 @@ def described(**said: object) -> JobSpec:
     return job(model="llama-3.2-1b", gpus=16, gpu="h100", seq_len=2048, **said)
 
 
+#: As accelerate's FSDP2 reduces gradients.
+REDUCED = Fsdp2Options(reduce_dtype="param")
+
+
 def as_told(one: JobSpec) -> tuple[int, int, float]:
     answer = estimate(one)
     return answer.peak_bytes, int(answer.traffic.total_bytes), answer.host_bytes
@@ -89,9 +93,10 @@ def test_the_command_is_the_job(said: dict, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"replicas": 2, "recompute": "full"}, {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "use_fsdp": True,
-                                                "fsdp_activation_checkpointing": True, "parallelism_config_dp_replicate_size": 2}),
-        ({"stage": 2, "offload_optimizer": "cpu", "offload_param": "cpu"},
+        ({"replicas": 2, "recompute": "full", "fsdp2": REDUCED},
+         {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "use_fsdp": True, "fsdp_activation_checkpointing": True,
+          "parallelism_config_dp_replicate_size": 2}),
+        ({"stage": 2, "offload_optimizer": "cpu", "offload_param": "cpu", "fsdp2": REDUCED},
          {"fsdp_reshard_after_forward": False, "fsdp_offload_params": True, "mixed_precision": "bf16"}),
         ({"engine": "ddp", "stage": 0, "precision": "fp32"}, {"multi_gpu": True, "mixed_precision": "no"}),
         ({"engine": "deepspeed", "stage": 3}, {"use_deepspeed": True, "zero3_init_flag": True}),
@@ -108,6 +113,26 @@ def test_accelerates_own_parser_takes_its_file(said: dict, expected: dict, tmp_p
     args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words[2:]))
     assert {key: _as_value(getattr(args, key)) for key in expected} == expected
     assert (args.num_processes, args.num_machines) == (16, 2)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"replicas": 2, "recompute": "full", "fsdp2": REDUCED},
+        {"stage": 2, "offload_optimizer": "cpu", "offload_param": "cpu", "fsdp2": REDUCED},
+        {"engine": "ddp", "stage": 0, "precision": "fp32"},
+        *(one | {"recompute": "full"} for one in JOBS),
+    ],
+)
+def test_accelerates_file_reads_back_as_the_same_job(said: dict, tmp_path: Path):
+    one = described(**said, gpus_per_node=8)
+    write(export(one, "accelerate"), tmp_path, force=False)
+    asked = {name: said[name] for name in ("micro_batch", "grad_accum", "optimizer_impl") if name in said}
+    by_script = {"recompute": said["recompute"]} if said.get("engine") == "deepspeed" else {}
+    beside = replace(ASKED, gpus=None, from_file=str(tmp_path / "accelerate.yaml"), keep_logits=False, **asked, **by_script)
+    back = resolve(beside).job
+    impl = said.get("optimizer_impl", "fused") if said.get("engine") == "deepspeed" else None
+    assert back == replace(one, recipe=replace(one.recipe, optimizer_impl=impl))
 
 
 def _as_value(value: object) -> object:
@@ -158,14 +183,15 @@ def test_what_a_target_cannot_say_is_refused():
 def test_accelerate_is_told_when_to_reduce():
     """Left alone it keeps whole gradients of every micro-batch until the last one, which the estimate of this job does not."""
     each, last = (
-        export(described(grad_accum=4, sync_every_micro_batch=every), "accelerate").notes[0] for every in (True, False)
+        export(described(grad_accum=4, sync_every_micro_batch=every, fsdp2=REDUCED), "accelerate").notes[0]
+        for every in (True, False)
     )
     assert "num_steps=4, sync_each_batch=True" in each
     assert "sync_each_batch=False" in last
 
 
 def test_adapters_are_the_scripts_own():
-    adapted = described(lora_rank=8)
+    adapted = described(lora_rank=8, fsdp2=REDUCED)
     assert any("peft" in note for note in export(adapted, "accelerate").notes)
     with pytest.raises(SpecError, match="no adapters"):
         export(adapted, "fsdp2")

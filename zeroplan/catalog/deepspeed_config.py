@@ -57,8 +57,19 @@ def read_deepspeed_config(path: Path, beside: Beside) -> DeepSpeedConfig:
 
     Left out: what DeepSpeed itself would refuse beyond what is looked at here.
     """
+    data, where = parsed_config(path)
+    return config_of(data, where, beside)
+
+
+def parsed_config(path: Path) -> tuple[dict[str, object], str]:
+    """The keys and values of a file, and what it is called in an error."""
     where = f"DeepSpeed configuration {str(path)!r}"
-    return _Reader(_parsed(read_text(path, what="DeepSpeed configuration"), where), where, beside).read()
+    return _parsed(read_text(path, what="DeepSpeed configuration"), where), where
+
+
+def config_of(data: Mapping[str, object], where: str, beside: Beside) -> DeepSpeedConfig:
+    """Read what is parsed already: a file of its own, or a section of another program's."""
+    return _Reader(data, where, beside).read()
 
 
 def _parsed(text: str, where: str) -> dict[str, object]:
@@ -87,7 +98,7 @@ def _each_key_once(pairs: list[tuple[str, object]], where: str) -> dict[str, obj
 class _Reader:
     """One file, read once."""
 
-    def __init__(self, data: dict[str, object], where: str, beside: Beside) -> None:
+    def __init__(self, data: Mapping[str, object], where: str, beside: Beside) -> None:
         self._where, self._beside, self._data = where, beside, data
         self._zero = self._section("zero_optimization")
         self._flags: dict[str, Stated] = {"engine": Stated("its engine", "deepspeed")}

@@ -8,6 +8,7 @@ from typing import TextIO
 
 import typer
 
+from zeroplan.cli.advise import advise_command
 from zeroplan.cli.compare import compare_command
 from zeroplan.cli.diagnose import diagnose_command
 from zeroplan.cli.doctor import doctor_command
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command("estimate", cls=QuickCommand)(estimate_command)
 app.command("plan", cls=QuickCommand)(plan_command)
+app.command("advise", cls=QuickCommand)(advise_command)
 app.command("verify", cls=QuickCommand)(verify_command)
 app.command("profile", cls=QuickCommand)(profile_command)
 app.command("compare", cls=QuickCommand)(compare_command)

@@ -64,6 +64,8 @@ FLAGS = (
     _Flag("offload_optimizer", "DEVICE", "Where the optimizer's states are, the CPU taking the step: none, cpu or nvme. "
           "(default: none)", _RECIPE),
     _Flag("offload_param", "DEVICE", "Where this rank's share of the parameters is: none, cpu or nvme. (default: none)", _RECIPE),
+    _Flag("from_file", "FILE", "An existing set-up: DeepSpeed's configuration, accelerate's YAML, TrainingArguments as JSON, "
+          "torchtitan's configuration; flags must not contradict it.", _RECIPE),
     _Flag("deepspeed_config", "FILE", "A DeepSpeed configuration (JSON), \"auto\" as transformers' Trainer fills it in; flags "
           "must not contradict it.", _RECIPE),
     _Flag("recompute", "NAME", "Activation checkpointing: none, selective or full. (default: none)", _RECIPE),
@@ -104,9 +106,15 @@ def takes_a_job(
     return _with_flags(command, "resolved", resolved)
 
 
-def takes_a_request(command: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Give a command ``f(asked, **own)`` the job's flags beside its own, and hand it what was said, not yet completed."""
-    return _with_flags(command, "asked", lambda given, _: _asked(given))
+_ReadFile = Callable[[Path], Request]
+
+
+def takes_a_request(command: Callable[..., int | None], *, read_file: _ReadFile | None = None) -> Callable[..., int | None]:
+    """Give a command ``f(asked, **own)`` the job's flags beside its own, and hand it what was said, not yet completed.
+
+    ``read_file`` reads its argument where that may be something else than a job file.
+    """
+    return _with_flags(command, "asked", lambda given, _: _asked(given, read_file))
 
 
 _Read = Callable[[dict[str, object], dict[str, object]], object]
@@ -152,7 +160,7 @@ def _job_file() -> inspect.Parameter:
 
 
 def _parameter(flag: _Flag) -> inspect.Parameter:
-    name = "--" + flag.field.replace("_", "-")
+    name = "--from" if flag.field == "from_file" else "--" + flag.field.replace("_", "-")
     if flag.switch:
         option = typer.Option(f"{name}/--no-{name[2:]}", help=flag.help, rich_help_panel=flag.panel, show_default=False)
         return _keyword(flag.field, Annotated[bool | None, option], None)
@@ -179,13 +187,13 @@ def _resolved(given: dict[str, object]) -> Resolved:
     return resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
 
 
-def _asked(given: dict[str, object]) -> Asked:
+def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Asked:
     catalog = given.pop("catalog")
     settings = given.pop("settings")
     settings = settings if isinstance(settings, (list, tuple)) else []
     job_file = given.pop("job_file")
     said = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
-    request = _from_file(str(job_file)) if job_file is not None else Request()
+    request = _from_file(str(job_file), read_file) if job_file is not None else Request()
     request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
     for setting in settings:
         request = _with_setting(request, str(setting))
@@ -206,9 +214,11 @@ def _value(flag: _Flag, text: object) -> object:
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
 
 
-def _from_file(text: str) -> Request:
+def _from_file(text: str, read_file: _ReadFile | None) -> Request:
     if not text:
         raise SpecError("job file '' is no file; give the path of one")
+    if read_file is not None:
+        return read_file(Path(text))
     from zeroplan.job_file import read_job_file  # noqa: PLC0415  only a job file pays for it
 
     return read_job_file(Path(text))

@@ -9,6 +9,7 @@ import typer
 from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request
+from zeroplan.spec.recipe import Fsdp2Options
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def plan_command(
     """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
     from zeroplan.export.command import estimate_command  # noqa: PLC0415  no other command pays for the planner and NumPy
     from zeroplan.export.files import cannot_say  # noqa: PLC0415
-    from zeroplan.planner.asking import ask  # noqa: PLC0415
+    from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415
     from zeroplan.report.plan import Beside  # noqa: PLC0415
 
     if as_json and as_markdown:
@@ -75,8 +76,10 @@ def plan_command(
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     unsaid = None if target is None else lambda recipe: cannot_say(recipe, target)
-    request = _with_output_held(asked.request) if target == "accelerate" else asked.request
+    told, from_setup = told_by_a_setup(asked.request)
+    request = _as_accelerate_has_it(told) if target == "accelerate" else told
     answer = ask(request, question, extra=asked.extra, unsaid=unsaid)
+    answer = replace(answer, notes=(*from_setup, *answer.notes))
     if answer.best is None:
         _show(answer, Beside("", budget, price), as_json=as_json, as_markdown=as_markdown)
         return NO
@@ -87,7 +90,7 @@ def plan_command(
 
         made = export(answer.best.layout.job, target)
         paths = write(made, Path(out or "."), force=force)
-        held = (_HELD,) if request is not asked.request else ()
+        held = (_HELD,) if request.keep_logits != told.keep_logits else ()
         beside = beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=(*made.notes, *held))
     _show(answer, beside, as_json=as_json, as_markdown=as_markdown)
     return 0
@@ -104,11 +107,15 @@ def question_of(
     return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
 
 
-def _with_output_held(request: Request) -> Request:
-    """Accelerate hands on logits in fp32, which a loop that says nothing holds while it goes backward."""
-    if request.keep_logits is not None or request.precision == "fp32":
+def _as_accelerate_has_it(request: Request) -> Request:
+    """Accelerate hands on logits in fp32, which a loop that says nothing holds while it goes backward.
+
+    Its FSDP2 reduces gradients in the dtype it computes in (accelerate 1.15, utils/dataclasses.py, ``set_mixed_precision``).
+    """
+    if request.precision == "fp32":
         return request
-    return replace(request, keep_logits="fp32")
+    held = "fp32" if request.keep_logits is None else request.keep_logits
+    return replace(request, keep_logits=held, fsdp2=request.fsdp2 or Fsdp2Options(reduce_dtype="param"))
 
 
 def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:

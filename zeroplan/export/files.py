@@ -59,6 +59,8 @@ _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
      "accelerate's configuration has no gradient_as_bucket_view"),
     (lambda recipe: recipe.engine == "fsdp2" and type(recipe.fsdp2.reshard_after_forward) is int,
      "accelerate's reshard_after_forward is true or false"),
+    (lambda recipe: recipe.engine == "fsdp2" and recipe.precision == "bf16-mixed" and recipe.fsdp2.reduce_dtype == "fp32",
+     "accelerate's FSDP2 reduces gradients in bf16 (reduce_dtype='param')"),
 )  # fmt: skip
 _MISSING_FROM_OTHERS: tuple[Missing, ...] = (
     (lambda recipe: recipe.engine == "deepspeed" and recipe.recompute == "selective",

@@ -11,7 +11,7 @@ from zeroplan.planner.questions import SEQUENCE_STEP, cheapest, fewest_gpus, lar
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid
 from zeroplan.planner.space import Fixed
-from zeroplan.resolve import Request, resolve
+from zeroplan.resolve import Request, resolve, with_setup
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 
 #: Fields of a request that the search decides where they are not given.
@@ -33,8 +33,22 @@ class Question(NamedTuple):
     max_batch: bool = False
 
 
+def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
+    """The request with what the set-up it names decides, and what is to be known of that; defaults are left to the search."""
+    found = with_setup(request)
+    if found.deepspeed is not None:
+        raise SpecError(
+            "--from with a DeepSpeed configuration: it decides already; ask `zeroplan estimate`, or `zeroplan advise`"
+        )
+    kept = {
+        name: value for name, value in found.filled.items() if name not in _SEARCHED and getattr(found.request, name) is None
+    }
+    return replace(found.request, **kept), found.notes  # type: ignore[arg-type]  # Request checks every field
+
+
 def ask(request: Request, question: Question, *, extra: Path | None = None, unsaid: Unsaid | None = None) -> Plan:
     """Answer a question on a request; raises SpecError in one line where it contradicts itself or asks for the impossible."""
+    request, told = told_by_a_setup(request)
     _refuse(request, question)
     bare = replace(request, **dict.fromkeys((*_SEARCHED, *_OPTIONS)))
     base, notes = resolve(replace(bare, seq_len=SEQUENCE_STEP) if question.max_seq else bare, extra=extra)
@@ -51,7 +65,7 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
         base, fixed, found = _extreme(base, fixed, question, unsaid)
         answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
         notes = (*notes, *found)
-    return replace(answer, notes=notes)
+    return replace(answer, notes=(*told, *notes))
 
 
 def _refuse(request: Request, question: Question) -> None:

@@ -1,0 +1,272 @@
+"""A file of another program becomes the job it describes, or one line that says why not."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zeroplan.catalog.setups import trainer
+from zeroplan.errors import SpecError
+from zeroplan.resolve import Request, Resolved, resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_activation_checkpointing: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+rdzv_backend: static
+"""
+TITAN = """
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 2
+global_batch_size = 64
+seq_len = 8192
+[parallelism]
+data_parallel_replicate_degree = 2
+data_parallel_shard_degree = -1
+[activation_checkpoint]
+mode = "full"
+[metrics]
+log_freq = 10
+"""
+TRAINER = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "gradient_checkpointing": True, "bf16": True}
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Callable[..., Resolved]:
+    """Resolve a job of Llama 3.2 1B with a set-up and what is said beside it."""
+
+    def read(text: object, name: str = "setup", **said: Any) -> Resolved:
+        file = tmp_path / name
+        file.write_text(text if isinstance(text, str) else json.dumps(text))
+        model = {} if {"model", "config"} & said.keys() else {"model": "llama-3.2-1b"}
+        said = {key: value for key, value in said.items() if value is not None}
+        return resolve(Request(from_file=str(file), **model, **said))
+
+    return read
+
+
+def test_accelerate_with_fsdp2(read: Callable[..., Resolved]):
+    job, notes = read(FSDP)
+    recipe = job.recipe
+    assert (recipe.engine, recipe.zero_stage, recipe.precision, recipe.recompute) == ("fsdp2", 3, "bf16-mixed", "full")
+    assert (recipe.fsdp2.reduce_dtype, recipe.keep_logits) == ("param", "fp32")
+    assert (job.mesh.world_size, job.cluster.gpus_per_node) == (16, 8)
+    assert not any("not known here" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ("fsdp_version: 2\n  fsdp_reshard_after_forward: false", {"zero_stage": 2}),
+        ("fsdp_version: '2'\n  fsdp_offload_params: true", {"offloads_states": True}),
+        ("fsdp_version: 2\n  fsdp_activation_checkpointing_offload: true", {"offload_activations": True}),
+    ],
+)
+def test_what_accelerate_says_of_fsdp2(read: Callable[..., Resolved], changed: str, expected: dict):
+    recipe = read(FSDP.replace("fsdp_version: 2", changed)).job.recipe
+    assert {name: getattr(recipe, name) for name in expected} == expected
+
+
+def test_accelerates_replicas_and_deepspeed(read: Callable[..., Resolved], tmp_path: Path):
+    replicas = "parallelism_config:\n  parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 8\n"
+    assert read(FSDP + replicas).job.mesh.dp_replicate == 2
+    inline = "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 8\ndeepspeed_config:\n"
+    recipe = read(f"{inline}  zero_stage: 3\n  offload_optimizer_device: cpu\n  gradient_accumulation_steps: 4\n").job.recipe
+    assert (recipe.engine, recipe.zero_stage, recipe.deepspeed.offload_optimizer) == ("deepspeed", 3, "cpu")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": true}}')
+    found = read(f"{inline}  deepspeed_config_file: ds.json\n  zero3_init_flag: false\n").job
+    assert (found.recipe.zero_stage, found.mesh.world_size, found.recipe.precision) == (1, 8, "bf16-mixed")
+
+
+def test_the_trainers_arguments(read: Callable[..., Resolved]):
+    job, notes = read(TRAINER, gpus=4)
+    assert (job.recipe.engine, job.recipe.recompute, job.recipe.optimizer_impl) == ("ddp", "full", "fused")
+    assert (job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2, 4)
+    assert not job.recipe.sync_every_micro_batch  # the Trainer reduces after the last one
+    assert read({"output_dir": "x", "optim": "adamw_torch"}).job.batch.micro_batch_size == 8
+    assert any("is 8 to transformers" in note for note in read({"output_dir": "x"}).notes)
+    assert not notes[1:]
+
+
+def test_the_trainers_fsdp_and_deepspeed(read: Callable[..., Resolved]):
+    fsdp = TRAINER | {"fsdp": "full_shard offload", "fsdp_config": {"version": 2, "fsdp_cpu_ram_efficient_loading": True}}
+    recipe = read(fsdp, gpus=4).job.recipe
+    assert (recipe.engine, recipe.zero_stage, recipe.fsdp2.cpu_offload) == ("fsdp2", 3, True)
+    assert recipe.fsdp2.reduce_dtype == "param"
+    zero = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "bf16": {"enabled": "auto"},
+            "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}  # fmt: skip
+    job = read(TRAINER | {"deepspeed": zero}, gpus=4).job
+    assert (job.recipe.engine, job.recipe.zero_stage, job.recipe.precision) == ("deepspeed", 2, "bf16-mixed")
+    assert (job.batch.micro_batch_size, job.batch.grad_accum_steps) == (2, 4)
+    assert job.recipe.deepspeed.reduce_bucket_size == 2048 * 2048
+    with pytest.raises(
+        SpecError, match=r"contradicts TrainingArguments .*: deepspeed, where train_micro_batch_size_per_gpu is 1"
+    ):
+        read(TRAINER | {"deepspeed": zero | {"train_micro_batch_size_per_gpu": 1}}, gpus=4)
+
+
+def test_the_trainers_scripts_name_model_length_and_adapters(read: Callable[..., Resolved], tmp_path: Path):
+    script = {"model_name_or_path": "gpt2", "block_size": 512, "attn_implementation": "eager"}
+    job = read(TRAINER | script, model=None).job
+    assert (job.model.name, job.batch.seq_len, job.recipe.attention) == ("gpt2", 512, "eager")
+    assert any("stands in its place" in note for note in read(TRAINER | script).notes)
+    adapted = {"use_peft": True, "lora_r": 8, "lora_target_modules": ["q_proj", "v_proj"], "load_in_4bit": True}
+    adapter = read(TRAINER | adapted).job.model.adapter
+    assert adapter is not None
+    assert (adapter.rank, adapter.targets, adapter.quantize) == (8, "q_proj,v_proj", "nf4")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(
+        {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "vocab_size": 256}))  # fmt: skip
+    assert read(TRAINER | {"model_name_or_path": "mine"}, model=None).job.model.hidden_size == 64
+
+
+def test_torchtitans_toml(read: Callable[..., Resolved]):
+    job = read(TITAN, model=None, gpus=16).job
+    assert (job.model.name, job.batch.seq_len, job.batch.micro_batch_size) == ("llama-3.1-8b", 8192, 2)
+    assert (job.mesh.dp_replicate, job.mesh.dp_shard, job.batch.grad_accum_steps) == (2, 8, 2)
+    assert (job.recipe.engine, job.recipe.recompute, job.recipe.optimizer_impl) == ("fsdp2", "full", "fused")
+    assert job.recipe.fsdp2.reduce_dtype == "fp32"
+    assert not read(TITAN.replace("= -1", "= 4"), model=None).job.mesh.world_size - 8
+
+
+def test_torchtitans_saved_configuration(read: Callable[..., Resolved]):
+    """Of 0.3, and of what follows it, where a batch is said in tokens."""
+    saved = {"model_spec": {"name": "llama3", "flavor": "8B", "model": {}}, "training": {"seq_len": 4096, "local_batch_size": 2},
+             "parallelism": {"data_parallel_shard_degree": 8}, "activation_checkpoint": None,
+             "loss": {"loss_fn": {}, "num_chunks": 8},
+             "optimizer": {"param_groups": [{"pattern": ".*", "optimizer_name": "AdamW"}], "implementation": "fused"}}  # fmt: skip
+    recipe = read(saved, model=None).job.recipe
+    assert (recipe.recompute, recipe.loss, recipe.optimizer) == ("none", "chunked", "adamw")
+    tokens = {"max_context_length": 2048, "num_tokens_per_microbatch_per_dp_rank": 8192}
+    assert read(saved | {"training": tokens}, model=None).job.batch.micro_batch_size == 4
+    full = {"preserve_rng_state": True, "determinism_check": "default", "debug": False}
+    assert read(saved | {"activation_checkpoint": full}, model=None).job.recipe.recompute == "full"
+
+
+def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
+    job, _ = read({"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_batch_size": 64}, gpus=8)
+    assert (job.recipe.engine, job.recipe.zero_stage, job.batch.micro_batch_size) == ("deepspeed", 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "expected"),
+    [
+        (FSDP, {"stage": 2}, "--stage 2 contradicts accelerate configuration"),
+        (FSDP, {"gpus": 8}, "--gpus 8 contradicts"),
+        (FSDP.replace("fsdp_version: 2", "fsdp_version: 1"), {}, "FSDP1 is not modelled; set fsdp_version: 2"),
+        (FSDP.replace("TRANSFORMER_BASED_WRAP", "NO_WRAP"), {}, "does not shard block by block"),
+        (FSDP.replace("FSDP\n", "MEGATRON_LM\n"), {}, "distributed_type='MEGATRON_LM' is not modelled"),
+        (FSDP + "dynamo_config:\n  dynamo_backend: INDUCTOR\n", {}, "torch.compile is not modelled"),
+        (FSDP.replace("bf16", "fp8"), {}, "mixed_precision='fp8' changes memory"),
+        (FSDP + "num_processes: 8\n", {}, "has 'num_processes' twice"),
+        ("a: &x [1]\nb: *x\n", {}, "has aliases"),
+        ("distributed_type: !!python/object/apply:os.getcwd []\n", {}, "is neither JSON nor TOML nor YAML"),
+        ("1: 2\n", {}, "has the key 1, which is no text"),
+        ("", {}, "holds nothing"),
+        ("just text", {}, "holds 'just text', not keys and values"),
+        ("[" * 100_000, {}, "nested too deep"),
+        ({"a": 1}, {}, "is no set-up that is known"),
+        ({"model_type": "llama"}, {}, "is a model's config.json; give it to --config"),
+        (TRAINER | {"torch_compile": True}, {}, "torch_compile=True changes memory in a way that is not modelled"),
+        (TRAINER | {"fsdp": True, "fsdp_config": {"version": 1}}, {}, "FSDP1 is not modelled"),
+        (TRAINER | {"optim": "galore_adamw"}, {}, "optim='galore_adamw' changes memory"),
+        (TRAINER | {"fp16": True}, {}, "both bf16 and fp16"),
+        (TRAINER | {"fsdp": True, "deepspeed": {"zero_optimization": {}}}, {}, "both fsdp and deepspeed"),
+        (TRAINER | {"per_device_train_batch_size": "two"}, {}, "per_device_train_batch_size='two' is not a whole number"),
+        (TRAINER | {"deepspeed": "nowhere.json"}, {}, "does not exist"),
+        (TRAINER | {"max_length": 512, "block_size": 1024}, {}, "max_length=512 and block_size=1024"),
+        (TITAN.replace('"full"', '"selective"'), {"gpus": 8, "model": None}, "every second matrix multiplication|block"),
+        (TITAN.replace("= 64", "= 66"), {"gpus": 16, "model": None}, "global_batch_size=66 is not 2 sequences x 16"),
+        (TITAN + "[compile]\nenable = true\n", {"gpus": 8}, "torch.compile is not modelled"),
+        (TITAN + "[parallelism]\n", {"gpus": 8}, "TOML|YAML"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_told_is_refused(read: Callable[..., Resolved], text: object, said: dict, expected: str):
+    with pytest.raises(SpecError, match=expected) as refused:
+        read(text, **said)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_not_modelled_is_answered_where_a_flag_says_how(read: Callable[..., Resolved]):
+    one = read(FSDP.replace("fsdp_version: 2", "fsdp_version: 1"), engine="fsdp2")
+    assert (one.job.recipe.engine, one.job.recipe.zero_stage) == ("fsdp2", 3)
+    assert any("FSDP1 is not modelled: --engine fsdp2 is answered instead" in note for note in one.notes)
+    kept = read(TITAN.replace('"full"', '"selective"'), model=None, gpus=8, recompute="selective")
+    assert any("--recompute selective is answered instead" in note for note in kept.notes)
+
+
+def test_defaults_give_way_to_flags_and_words_do_not(read: Callable[..., Resolved]):
+    assert read(TRAINER, gpus=4, stage=3).job.recipe.engine == "fsdp2"
+    assert read(TRAINER, precision="bf16").job.recipe.precision == "bf16"  # what a script may have loaded
+    with pytest.raises(SpecError, match="--micro-batch 4 contradicts TrainingArguments"):
+        read(TRAINER, micro_batch=4)
+
+
+@pytest.mark.parametrize("text", [FSDP + "mine: 1\n", TRAINER | {"mine": 1}, TITAN + "[mine]\nx = 1\n"])
+def test_keys_that_are_not_known_are_named(read: Callable[..., Resolved], text: object):
+    assert any("'mine' is not known here and left out" in note for note in read(text, gpus=16).notes)
+
+
+@pytest.mark.parametrize("version", ["0.2.2", "0.3.0"])
+def test_every_key_of_torchtitans_own_classes_is_known(read: Callable[..., Resolved], version: str):
+    """`torchtitan_keys.toml` has the fields of its dataclasses, from the releases on PyPI."""
+    tables = tomllib.loads((Path(__file__).parent / "torchtitan_keys.toml").read_text())[version]["tables"]
+    data = {name: dict.fromkeys(keys) if keys else None for name, keys in tables.items()}
+    if version == "0.2.2":
+        data["activation_checkpoint"]["mode"] = "full"
+    notes = read(data, gpus=8, recompute="full").notes
+    assert not [note for note in notes if "not known" in note]
+
+
+@pytest.mark.torch
+def test_every_field_of_training_arguments_is_known():
+    """The fields of transformers' own class: each is read, refused or known to change no memory."""
+    training = pytest.importorskip("transformers").TrainingArguments
+    from zeroplan.catalog.setups.told import Table
+
+    names = dict.fromkeys(training.__dataclass_fields__)
+    table = Table(names, "here")
+    found = trainer.trainer_setup(table, None)  # type: ignore[arg-type]  # no path is looked at
+    assert not [note for note in found.notes if "not known" in note]
+
+
+@pytest.mark.torch
+def test_defaults_are_transformers_own():
+    training = pytest.importorskip("transformers").TrainingArguments
+    fields = training.__dataclass_fields__
+    assert fields["per_device_train_batch_size"].default == trainer._DEFAULT_BATCH
+    assert fields["optim"].default == trainer._DEFAULT_OPTIM
+
+
+@pytest.mark.torch
+def test_every_key_of_accelerates_own_class_is_known(read: Callable[..., Resolved]):
+    config = pytest.importorskip("accelerate.commands.config.config_args")
+    from accelerate.commands.launch import launch_command_parser
+
+    top = dict.fromkeys(config.ClusterConfig.__dataclass_fields__)
+    flags = [action.dest for action in launch_command_parser()._actions]
+    of = {"fsdp_config": [name for name in flags if name.startswith("fsdp_")],
+          "parallelism_config": [name for name in flags if name.startswith("parallelism_config_")]}  # fmt: skip
+    sections = {section: dict.fromkeys(names) for section, names in of.items()}
+    sections["fsdp_config"] |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    notes = read(top | sections | {"distributed_type": "FSDP"}).notes
+    assert not [note for note in notes if "not known" in note]

@@ -1,0 +1,234 @@
+"""What does the YAML of ``accelerate launch`` say of a job?
+
+Keys are accelerate 1.15's (commands/config/config_args.py, commands/launch.py), with its defaults where one is left out. Batch,
+optimizer and model are the training script's. FSDP1 is not modelled.
+"""
+
+from pathlib import Path
+
+from zeroplan.catalog.setups.reading import deepspeed_beside
+from zeroplan.catalog.setups.told import DeepSpeedPart, Setup, Table, Told
+from zeroplan.catalog.text import shown
+from zeroplan.errors import SpecError
+
+_PRECISION = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed"}
+_KEPT = (
+    "accelerate hands on logits in fp32, and a loop holds them while it goes backward: they are counted; --keep-logits no, where "
+    "yours lets go of them"
+)
+_UNITS = (
+    "accelerate makes units of their own of the embedding and of the last norm with the head; they are counted as one, gathered "
+    "from the forward to the end of the backward, which is the most they can take"
+)
+
+_KNOWN = (
+    "machine_rank", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network",
+    "main_training_function", "enable_cpu_affinity", "debug", "downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster",
+    "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "mpirun_config", "fp16", "max_restarts", "monitor_interval",
+)  # fmt: skip
+_FSDP_KNOWN = (
+    "fsdp_transformer_layer_cls_to_wrap", "fsdp_state_dict_type", "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states",
+    "fsdp_backward_prefetch", "fsdp_backward_prefetch_policy", "fsdp_use_orig_params", "fsdp_sharding_strategy",
+    "fsdp_min_num_params", "fsdp_limit_all_gathers",
+)  # fmt: skip
+_DEEPSPEED_KNOWN = (
+    "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+    "deepspeed_multinode_launcher", "offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_moe_layer_cls_names",
+)  # fmt: skip
+_PARALLEL_KNOWN = (
+    "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
+)  # fmt: skip
+
+
+class _Reading:
+    """One file, read once."""
+
+    def __init__(self, table: Table, folder: Path) -> None:
+        self.table, self.folder = table, folder
+        self.flags: dict[str, Told] = {}
+        self.options: dict[str, Told] = {}
+        self.asks: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.deepspeed: DeepSpeedPart | None = None
+
+
+def accelerate_setup(table: Table, folder: Path) -> Setup:
+    """Read the file's keys; raises SpecError where it is not for GPUs of one's own, or says what is not modelled."""
+    reading = _Reading(table, folder)
+    if table.text("compute_environment") not in (None, "LOCAL_MACHINE"):
+        raise SpecError(f"{table.where}: compute_environment={shown(table.data['compute_environment'])} is not modelled")
+    if table.switch("use_cpu"):
+        raise SpecError(f"{table.where}: use_cpu is true, and a CPU's memory is not what is told here")
+    kind = table.get("distributed_type")
+    readers = {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MULTI_GPU": _ddp, "NO": _ddp, False: _ddp, None: _ddp}
+    if isinstance(kind, (list, dict)) or kind not in readers:
+        raise SpecError(f"{table.where}: distributed_type={shown(kind)} is not modelled; MULTI_GPU, FSDP, DEEPSPEED and NO are")
+    _ranks(reading, alone=kind in ("NO", False, None))
+    readers[kind](reading)
+    _others(reading)
+    table.leave(_KNOWN)
+    notes = (*reading.notes, *table.unknown())
+    return Setup("accelerate", reading.flags, reading.options, reading.asks, notes, reading.deepspeed)
+
+
+def _ranks(reading: _Reading, *, alone: bool) -> None:
+    table = reading.table
+    ranks, nodes = table.count("num_processes", least=-1), table.count("num_machines")
+    if alone:
+        reading.flags["gpus"] = Told("distributed_type NO", 1)
+    elif ranks is not None and ranks > 0:
+        reading.flags["gpus"] = Told("num_processes", ranks)
+        if nodes is not None and nodes > 1:
+            if ranks % nodes:
+                raise SpecError(f"{table.where}: num_processes={ranks} is not divisible by num_machines={nodes}")
+            reading.flags["gpus_per_node"] = Told("num_processes / num_machines", ranks // nodes)
+
+
+def _precision(reading: _Reading) -> str:
+    said = reading.table.get("mixed_precision")
+    word = "no" if said in (None, False) else str(said).lower()
+    if said is None and reading.table.switch("fp16"):
+        word = "fp16"
+    if word not in _PRECISION:
+        raise reading.table.refused("mixed_precision", "use bf16, fp16 or no")
+    also = {"bf16": ("bf16",), "no": ("bf16",)}.get(word, ())  # a script may have made its weights bf16 itself
+    reading.flags["precision"] = Told("mixed_precision", _PRECISION[word], also=also)
+    if word != "no":
+        reading.flags["keep_logits"] = Told("mixed_precision", "fp32", filled=True, note=_KEPT)
+    return word
+
+
+def _ddp(reading: _Reading) -> None:
+    _precision(reading)
+    reading.flags["engine"], reading.flags["stage"] = Told("distributed_type", "ddp"), Told("distributed_type", 0)
+    reading.flags["sync_every_micro_batch"] = Told("accumulate()", value=False, filled=True)
+
+
+def _fsdp(reading: _Reading) -> None:
+    table = reading.table.table("fsdp_config")
+    word = _precision(reading)
+    version = table.count("fsdp_version") or 1
+    if version == 1:
+        said = "fsdp_version is 1" if "fsdp_version" in table.data else "fsdp_version is left out, which is 1 to accelerate"
+        reading.asks["engine"] = (
+            f"{said}, and FSDP1 is not modelled; set fsdp_version: 2 (`accelerate to-fsdp2`), or say --engine fsdp2 "
+            "to be told FSDP2's memory"
+        )
+        reading.flags["stage"] = _fsdp1_stage(table)
+    else:
+        reading.flags["engine"] = Told("distributed_type and fsdp_version", "fsdp2")
+        keeps = table.switch("fsdp_reshard_after_forward") is False
+        reading.flags["stage"] = Told("fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
+        reading.notes.append(_UNITS)
+    if word == "bf16":  # set_mixed_precision reduces in the dtype it computes in
+        reading.options["fsdp2.reduce_dtype"] = Told("mixed_precision", "param")
+    reading.flags["sync_every_micro_batch"] = Told("accumulate()", value=False, filled=True)
+    _fsdp_memory(reading, table)
+    _replicas(reading)
+    table.leave(_FSDP_KNOWN)
+    reading.notes += table.unknown()
+
+
+def _fsdp1_stage(table: Table) -> Told:
+    words = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "TRUE": 3, "FALSE": 2}
+    key = next((key for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if table.get(key) is not None), "")
+    word = str(table.data[key]).upper() if key else "FULL_SHARD"
+    if word not in words:
+        raise table.refused(key, "use FULL_SHARD or SHARD_GRAD_OP")
+    return Told(f"fsdp_config.{key or 'fsdp_sharding_strategy'}", words[word])
+
+
+def _fsdp_memory(reading: _Reading, table: Table) -> None:
+    policy = str(table.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
+    if policy != "TRANSFORMER_BASED_WRAP":
+        raise SpecError(
+            f"{table.where}: fsdp_auto_wrap_policy={policy} does not shard block by block, which is what is modelled; use "
+            "TRANSFORMER_BASED_WRAP"
+        )
+    if table.switch("fsdp_offload_params"):
+        for name in ("offload_optimizer", "offload_param"):
+            reading.flags[name] = Told("fsdp_config.fsdp_offload_params", "cpu")
+    recomputes = bool(table.switch("fsdp_activation_checkpointing"))
+    reading.flags["recompute"] = Told(
+        "fsdp_config.fsdp_activation_checkpointing", "full" if recomputes else "none", filled=not recomputes
+    )
+    if table.switch("fsdp_activation_checkpointing_offload"):
+        reading.flags["offload_activations"] = Told("fsdp_config.fsdp_activation_checkpointing_offload", value=True)
+    if table.switch("fsdp_forward_prefetch"):
+        raise table.refused("fsdp_forward_prefetch", "FSDP2 has no such switch; leave it out")
+    table.refuse({"fsdp_ignored_modules": ()})
+
+
+def _replicas(reading: _Reading) -> None:
+    """``parallelism_config``; its keys carry its name, and are accepted without it."""
+    table = reading.table.table("parallelism_config")
+    degrees = {}
+    for short in ("dp_replicate_size", "tp_size", "cp_size", "dp_shard_size", "sp_size"):
+        long = f"parallelism_config_{short}"
+        degrees[short] = table.count(long if long in table.data else short) or 1
+        table.leave((long, short))
+    for short, flag in (("dp_replicate_size", "replicas"), ("tp_size", "tensor_parallel"), ("cp_size", "context_parallel")):
+        if degrees[short] > 1:
+            reading.flags[flag] = Told(f"parallelism_config_{short}", degrees[short])
+    if degrees["sp_size"] > 1:
+        raise SpecError(f"{table.where}: parallelism_config_sp_size={degrees['sp_size']} is not modelled; leave it out")
+    ranks, product = reading.flags.get("gpus"), 1
+    for degree in degrees.values():
+        product *= degree
+    if ranks is not None and degrees["dp_shard_size"] > 1 and ranks.value != product:
+        raise SpecError(f"{table.where}: num_processes={ranks.value} is not the {product} ranks of its parallelism_config")
+    table.leave(f"parallelism_config_{key}" for key in _PARALLEL_KNOWN)
+    table.leave(_PARALLEL_KNOWN)
+    reading.notes += table.unknown()
+
+
+def _deepspeed(reading: _Reading) -> None:
+    table = reading.table.table("deepspeed_config")
+    named = table.text("deepspeed_config_file")
+    if named is not None:
+        reading.deepspeed = deepspeed_beside(named, reading.folder, reading.table.where)
+    else:
+        reading.deepspeed = _inline(reading, table)
+    zero = reading.deepspeed.data.get("zero_optimization")
+    third = isinstance(zero, dict) and zero.get("stage") == 3
+    if table.switch("zero3_init_flag") is False and third:
+        reading.options["deepspeed.zero_init"] = Told("deepspeed_config.zero3_init_flag", value=False)
+    table.leave(_DEEPSPEED_KNOWN)
+    reading.notes += table.unknown()
+    reading.table.leave(("mixed_precision",))
+
+
+def _inline(reading: _Reading, table: Table) -> DeepSpeedPart:
+    """What accelerate makes of its own keys (utils/dataclasses.py, DeepSpeedPlugin)."""
+    stage = table.count("zero_stage", least=0)
+    steps, word = table.get("gradient_accumulation_steps"), str(reading.table.get("mixed_precision") or "no").lower()
+    offload = {name: table.text(f"{name}_device") for name in ("offload_optimizer", "offload_param")}
+    zero: dict[str, object] = {"stage": 2 if stage is None else stage}
+    zero |= {name: {"device": device.lower()} for name, device in offload.items() if device is not None}
+    table.get("gradient_clipping")
+    if word not in _PRECISION:
+        raise reading.table.refused("mixed_precision", "use bf16, fp16 or no")
+    data: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": steps if steps is not None else "auto",
+        "zero_optimization": zero,
+    }
+    if isinstance(steps, str) and steps.isdigit():
+        data["gradient_accumulation_steps"] = int(steps)
+    if word != "no":
+        data[word] = {"enabled": True}
+    return DeepSpeedPart(data, f"{reading.table.where}: deepspeed_config")
+
+
+def _others(reading: _Reading) -> None:
+    table = reading.table
+    dynamo = table.table("dynamo_config")
+    backend = dynamo.get("dynamo_backend")
+    if backend not in (None, False, "NO", "no"):
+        raise dynamo.refused("dynamo_backend", "torch.compile is not modelled; use NO")
+    dynamo.leave(("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"))
+    reading.notes += dynamo.unknown()
+    table.refuse({"fp8_config": (), "megatron_lm_config": (), "dynamo_backend": ("NO", "no")})
+    for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
+        if table.data.get(section) in (None, {}):
+            table.leave((section,))

@@ -1,0 +1,92 @@
+"""A stranger's file as data: JSON, TOML or YAML by what stands in it, each key once, nothing executed, nothing expanded."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from zeroplan.catalog.text import one_line, shown
+from zeroplan.errors import SpecError
+
+#: Python's reader of YAML takes a second per MB, and no set-up comes near it. [characters]
+_LONGEST_YAML = 1 << 20
+
+
+def parsed(text: str, path: Path, where: str) -> dict[str, object]:
+    """Return the file's keys and values; raises SpecError in one line where it has none."""
+    try:
+        data = _data(text, path.suffix.lower(), where)
+    except RecursionError:
+        raise SpecError(f"{where} is nested too deep") from None
+    if not isinstance(data, dict) or not data:
+        raise SpecError(f"{where} holds {'nothing' if not data else shown(data)}, not keys and values")
+    _refuse_keys_that_are_no_text(data, where)
+    return data
+
+
+def _data(text: str, suffix: str, where: str) -> object:
+    if suffix == ".json" or text.lstrip().startswith("{"):
+        return _json(text, where)
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        if suffix == ".toml":
+            raise SpecError(f"{where} is not TOML: {one_line(str(error))}") from None
+    return _yaml(text, where)
+
+
+def _json(text: str, where: str) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: _each_key_once(pairs, where))
+    except SpecError:
+        raise
+    except ValueError as error:
+        raise SpecError(f"{where} is not JSON: {one_line(str(error))}") from None
+
+
+def _each_key_once(pairs: list[tuple[Any, object]], where: str) -> dict[str, object]:
+    together = dict(pairs)
+    if len(together) < len(pairs):
+        names = [key for key, _ in pairs]
+        raise SpecError(f"{where} has {shown(next(key for key in names if names.count(key) > 1))} twice; keep one")
+    return together
+
+
+def _yaml(text: str, where: str) -> object:
+    import yaml  # noqa: PLC0415  only a YAML file pays for it
+
+    if len(text) > _LONGEST_YAML:
+        raise SpecError(f"{where} is longer than a million characters; that is no configuration")
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        """PyYAML's safe reader, without aliases, which a small file can blow up with, and with each key once."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:  # noqa: ANN401  PyYAML's own types
+            if self.check_event(yaml.AliasEvent):
+                raise SpecError(f"{where} has aliases (*name), which no configuration of accelerate's has; write values out")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: ANN401, FBT001, FBT002
+            made: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+            if len(made) < len(node.value):
+                names = [key.value for key, _ in node.value]
+                raise SpecError(f"{where} has {shown(next(name for name in names if names.count(name) > 1))} twice; keep one")
+            return made
+
+    try:
+        return yaml.load(text, Loader)  # noqa: S506  a safe reader's own class
+    except yaml.YAMLError as error:
+        raise SpecError(f"{where} is neither JSON nor TOML nor YAML: {one_line(str(error))}") from None
+    except ValueError as error:  # a date that is none
+        raise SpecError(f"{where} cannot be read as YAML: {one_line(str(error))}") from None
+
+
+def _refuse_keys_that_are_no_text(data: object, where: str) -> None:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            if not isinstance(key, str):
+                raise SpecError(f"{where} has the key {shown(key)}, which is no text; put it in quotes")
+            _refuse_keys_that_are_no_text(value, where)
+    elif isinstance(data, list):
+        for one in data:
+            _refuse_keys_that_are_no_text(one, where)

@@ -1,0 +1,185 @@
+"""What a file says of a job, key by key, and how that meets what is said beside it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from zeroplan.catalog.text import shown
+from zeroplan.errors import SpecError
+
+Kind = Literal["deepspeed", "accelerate", "trainer", "torchtitan"]
+
+
+class Told(NamedTuple):
+    """A value and the key it stands under; ``filled`` where the file leaves it to a default, or to the training script.
+
+    ``also`` are other values of a flag that say the same, only more exactly; ``note`` is for where the value is taken.
+    """
+
+    key: str
+    value: object
+    filled: bool = False
+    also: tuple[object, ...] = ()
+    note: str = ""
+
+
+class DeepSpeedPart(NamedTuple):
+    """A DeepSpeed configuration that a file holds or names."""
+
+    data: Mapping[str, object]
+    where: str
+
+
+class Setup(NamedTuple):
+    """What one file says: flags by their name, engines' options as ``fsdp2.reduce_dtype``, and what is to be known of it.
+
+    ``asks`` holds what the file says in a way that is not modelled, by the flag that would say what is answered instead.
+    """
+
+    kind: Kind
+    flags: Mapping[str, Told] = {}
+    options: Mapping[str, Told] = {}
+    asks: Mapping[str, str] = {}
+    notes: tuple[str, ...] = ()
+    deepspeed: DeepSpeedPart | None = None
+
+
+class Taken(NamedTuple):
+    """What a request gets from a file: what it says itself, and what holds only where nothing else is said."""
+
+    flags: dict[str, object]
+    filled: dict[str, object]
+    notes: tuple[str, ...]
+
+
+_MODEL = ("model", "params", "config", "profile")
+#: A default of one of these makes no sense beside a choice of the other.
+_TOGETHER = ("engine", "stage")
+
+
+def taken(setup: Setup, said: Mapping[str, object], where: str) -> Taken:
+    """What the file adds to what is said; raises SpecError where both say something else, or a flag has to decide."""
+    notes = [*setup.notes, *_asked(setup, said, where)]
+    flags: dict[str, object] = {}
+    filled: dict[str, object] = {}
+    chosen = any(name in said for name in (*_TOGETHER, *setup.asks))
+    for name, told in setup.flags.items():
+        if name in _MODEL:
+            notes += _model(name, told, said, flags)
+        elif name not in said:
+            if not (told.filled and name in _TOGETHER and chosen):
+                (filled if told.filled else flags)[name] = told.value
+                notes += [told.note] if told.note else []
+        elif not told.filled and said[name] not in (told.value, *told.also):
+            raise SpecError(_contradiction(f"--{name.replace('_', '-')} {said[name]}", where, told))
+    return Taken(flags, filled, tuple(notes))
+
+
+def _asked(setup: Setup, said: Mapping[str, object], where: str) -> Iterator[str]:
+    for name, why in setup.asks.items():
+        if name not in said:
+            raise SpecError(f"{where}: {why}")
+        yield f"{why.partition(';')[0]}: --{name.replace('_', '-')} {said[name]} is answered instead"
+
+
+def _model(name: str, told: Told, said: Mapping[str, object], flags: dict[str, object]) -> Iterator[str]:
+    """A model beside the file takes the place of the file's."""
+    mine = next((key for key in _MODEL if key in said), None)
+    if mine is None:
+        flags[name] = told.value
+    elif said[mine] != told.value:
+        yield f"{told.key} is {shown(told.value)}, but --{mine} stands in its place"
+
+
+def _contradiction(mine: str, where: str, told: Told) -> str:
+    value = str(told.value).lower() if isinstance(told.value, bool) else told.value
+    return f"{mine} contradicts {where}, where {told.key} makes it {value}; leave one of them out"
+
+
+def option_taken(name: str, told: Told, mine: object, default: object, where: str, *, chosen: bool) -> object:
+    """The value of an engine's option: what the file says, unless something else is asked for, visibly or one by one."""
+    if mine == default and not chosen:
+        return told.value
+    if mine != told.value and not told.filled:
+        raise SpecError(_contradiction(f"--set {name}={mine}", where, told))
+    return mine
+
+
+class Table:
+    """One table of a file: values by key, with their types checked, and which keys nobody has asked for."""
+
+    def __init__(self, data: Mapping[str, object], where: str, prefix: str = "") -> None:
+        self.data, self.where, self.prefix = data, where, prefix
+        self._read: set[str] = set()
+
+    def name(self, key: str) -> str:
+        """The key with the tables it stands in."""
+        return f"{self.prefix}{key}"
+
+    def get(self, key: str) -> object:
+        """The value, or None; a key with null counts as left out."""
+        self._read.add(key)
+        return self.data.get(key)
+
+    def wrong(self, key: str, wanted: str) -> SpecError:
+        """The error for a value that is not what is wanted."""
+        return SpecError(f"{self.where}: {self.name(key)}={shown(self.data.get(key))} is not {wanted}")
+
+    def refused(self, key: str, way_out: str = "leave it out") -> SpecError:
+        """The error for what changes memory and has no words in a job."""
+        value = shown(self.data.get(key))
+        return SpecError(f"{self.where}: {self.name(key)}={value} changes memory in a way that is not modelled; {way_out}")
+
+    def text(self, key: str) -> str | None:
+        """A text, or None."""
+        value = self.get(key)
+        if value is None or isinstance(value, str):
+            return value
+        raise self.wrong(key, "a text")
+
+    def switch(self, key: str) -> bool | None:
+        """True or false, written as such or as a text; None where it is left out."""
+        value = self.get(key)
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+        if value is None or isinstance(value, bool):
+            return value
+        raise self.wrong(key, "true or false")
+
+    def count(self, key: str, *, least: int = 1) -> int | None:
+        """A whole number from ``least`` on, also as a text; None where it is left out."""
+        value = self.get(key)
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:
+            value = int(value)
+        if isinstance(value, float) and value.is_integer() and abs(value) <= 10**15:
+            value = int(value)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 10**15:
+            raise self.wrong(key, f"a whole number from {least} to 1e15")
+        return value
+
+    def table(self, key: str) -> "Table":
+        """A table inside this one; an empty one where it is left out."""
+        value = self.get(key)
+        if value is None:
+            return Table({}, self.where, f"{self.name(key)}.")
+        if not isinstance(value, dict):
+            raise self.wrong(key, "a table of keys and values")
+        return Table(value, self.where, f"{self.name(key)}.")
+
+    def leave(self, keys: Iterable[str]) -> None:
+        """Keys that change no memory of a training step."""
+        self._read.update(keys)
+
+    def refuse(self, keys: Mapping[str, tuple[object, ...]]) -> None:
+        """Refuse keys that change memory, unless their value is one that leaves it as it is."""
+        for key, harmless in keys.items():
+            value = self.get(key)
+            if value is None or value in (False, "", [], {}) or value in harmless:
+                continue
+            raise self.refused(key)
+
+    def unknown(self) -> Iterator[str]:
+        """A note on every key that nobody has read."""
+        for key in sorted(self.data.keys() - self._read, key=str):
+            yield f"{shown(self.name(str(key)))} is not known here and left out"

@@ -1,0 +1,263 @@
+"""What does a torchtitan configuration say of a job?
+
+Up to 0.2 it is a TOML file (config/job_config.py); since 0.3 a Python function, whose outcome torchtitan writes as JSON where
+``debug.save_config_file`` is set (trainer.py, ``Trainer.Config.to_dict``), as 0.2 does with ``job.save_config_file``. Both are
+read, with torchtitan's defaults where a key is left out. Its modules are its own: they are counted as transformers' are.
+"""
+
+from zeroplan.catalog.setups.told import Setup, Table, Told
+from zeroplan.catalog.text import shown
+from zeroplan.errors import SpecError
+
+#: Flavours whose shape is a published model's, by the name of the module.
+_MODELS = {
+    ("llama3", "8B"): "llama-3.1-8b", ("llama3", "70B"): "llama-3.1-70b", ("llama3", "405B"): "llama-3.1-405b",
+    ("qwen3", "0.6B"): "qwen3-0.6b", ("qwen3", "1.7B"): "qwen3-1.7b", ("qwen3", "4B"): "qwen3-4b", ("qwen3", "8B"): "qwen3-8b",
+    ("qwen3", "14B"): "qwen3-14b", ("qwen3", "32B"): "qwen3-32b", ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
+    ("qwen3", "235B-A22B"): "qwen3-235b-a22b", ("deepseek_v3", "671B"): "deepseek-v3", ("gpt_oss", "20b"): "gpt-oss-20b",
+    ("gpt_oss", "120b"): "gpt-oss-120b",
+}  # fmt: skip
+_GRAPHS = "CUDA graphs, which torchtitan captures unless training.disable_cuda_graphs is true, hold memory that is not counted"
+_OWN_MODULES = "torchtitan's own modules are counted as transformers' are, which save a little more or less"
+
+#: Tables that change no memory of a training step.
+_KNOWN_TABLES = (
+    "job", "profiling", "profiler", "metrics", "lr_scheduler", "checkpoint", "comm", "memory_estimation", "validation",
+    "validator", "debug", "tokenizer", "dataloader", "hf_assets_path", "dump_folder", "override",
+)  # fmt: skip
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "training": ("dataset", "dataset_path", "max_norm", "steps", "gc_freq", "gc_debug", "dataloader", "warmup_steps",
+                 "deterministic", "seed"),
+    "parallelism": (
+        "disable_loss_parallel", "enable_async_tensor_parallel", "enable_sequence_parallel", "spmd_backend",
+        "context_parallel_load_balancer", "context_parallel_ptrr_mask_key", "context_parallel_rotate_method",
+        "expert_parallel_comm_backend", "pipeline_parallel_schedule_csv", "pipeline_parallel_expert_parallel_overlap",
+        "num_pp_microbatches", "enable_compiled_autograd", "expert_tensor_parallel_degree",
+    ),
+    "model": ("hf_assets_path", "tokenizer_path", "print_after_conversion", "tokenizer_type", "norm_type"),
+    "model_spec": ("model", "name", "flavor"),
+    "optimizer": ("lr", "beta1", "beta2", "eps", "weight_decay", "optimizer_factory_kwargs_by_name"),
+    "activation_checkpoint": ("preserve_rng_state", "determinism_check", "debug", "early_stop",
+                              "per_op_sac_force_recompute_mm_shapes_by_fqns", "visualize_memory_budget_pareto", "memory_budget"),
+    "compile": ("components", "backend", "enable_async_tensor_parallel"),
+}  # fmt: skip
+_PIPELINES = (
+    "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size", "pipeline_parallel_layers_per_stage",
+    "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers", "module_fqns_per_model_part",
+    "pipeline_parallel_split_points",
+)  # fmt: skip
+
+
+class _Reading:
+    """One file, read once."""
+
+    def __init__(self, whole: Table, gpus: int | None) -> None:
+        self.whole, self.gpus = whole, gpus
+        self.tables = {name: whole.table(name) for name in _KNOWN if name != "activation_checkpoint"}
+        self.flags: dict[str, Told] = {}
+        self.options: dict[str, Told] = {}
+        self.asks: dict[str, str] = {}
+        self.notes: list[str] = [_OWN_MODULES]
+
+    def tell(self, flag: str, key: str, value: object, *, filled: bool = False) -> None:
+        """Say a flag."""
+        self.flags[flag] = Told(key, value, filled)
+
+
+def torchtitan_setup(whole: Table, gpus: int | None) -> Setup:
+    """Read the file's tables; raises SpecError where it says what is not modelled. ``gpus`` are asked for beside it."""
+    reading = _Reading(whole, gpus)
+    _refuse(reading)
+    data_parallel = _degrees(reading)
+    for read in (_precision, _recomputation, _optimizer, _loss, _model):
+        read(reading)
+    _batch(reading, data_parallel)
+    for name, table in reading.tables.items():
+        table.leave(_KNOWN[name])
+        reading.notes += table.unknown()
+    whole.leave(_KNOWN_TABLES)
+    reading.notes += whole.unknown()
+    return Setup("torchtitan", reading.flags, reading.options, reading.asks, tuple(reading.notes))
+
+
+def _refuse(reading: _Reading) -> None:
+    """What changes memory and has no words in a job."""
+    whole, model = reading.whole, reading.tables["model"]
+    if reading.tables["compile"].switch("enable"):
+        raise reading.tables["compile"].refused("enable", "torch.compile is not modelled; use false")
+    model.refuse({"converters": ()})
+    reading.tables["optimizer"].refuse({"early_step_in_backward": ()})
+    reading.tables["parallelism"].refuse({"enable_fsdp_symm_mem": ()})
+    if whole.table("fault_tolerance").switch("enable"):
+        raise whole.table("fault_tolerance").refused("enable")
+    if reading.tables["training"].switch("disable_cuda_graphs") is False:
+        reading.notes.append(_GRAPHS)
+    whole.leave(("quantize", "float8", "mx", "experimental"))  # they act through model.converters
+
+
+def _degrees(reading: _Reading) -> int:
+    """Degrees of parallelism, and with them the engine; returns the ranks that take sequences of their own."""
+    table, names = reading.tables["parallelism"], {}
+    for name in ("tensor", "context", "pipeline", "expert"):
+        names[name] = table.count(f"{name}_parallel_degree") or 1
+        if names[name] > 1:
+            reading.tell(f"{name}_parallel", f"parallelism.{name}_parallel_degree", names[name])
+    replicas = table.count("data_parallel_replicate_degree") or 1
+    shards = table.count("data_parallel_shard_degree", least=-1)
+    others = replicas * names["tensor"] * names["context"] * names["pipeline"]
+    shards = _left_over(reading, others) if shards in (None, -1) else shards or 1
+    key = "parallelism.data_parallel_shard_degree"
+    reading.tell("gpus", key, others * shards)
+    sharded = shards * names["context"] > 1
+    _engine(reading, replicas, sharded=sharded, pipelined=names["pipeline"] > 1)
+    for key in _PIPELINES:
+        if table.get(key) is not None and names["pipeline"] > 1 and key != "pipeline_parallel_schedule":
+            reading.notes.append(f"parallelism.{key} is left out: layers are spread evenly over the stages")
+    return replicas * shards
+
+
+def _left_over(reading: _Reading, others: int) -> int:
+    """What a degree of -1 stands for."""
+    if reading.gpus is None:
+        return 1
+    if reading.gpus % others:
+        raise SpecError(
+            f"{reading.whole.where}: --gpus {reading.gpus} is not divisible by its other degrees, {others} together"
+        )
+    return reading.gpus // others
+
+
+def _engine(reading: _Reading, replicas: int, *, sharded: bool, pipelined: bool) -> None:
+    """FSDP2 where there is something to shard over, else DDP (parallelize.py)."""
+    table = reading.tables["parallelism"]
+    word = table.text("fsdp_reshard_after_forward") or "default"
+    if word not in ("default", "always", "never"):
+        raise table.wrong("fsdp_reshard_after_forward", "default, always or never")
+    key = "parallelism.data_parallel_shard_degree"
+    if not sharded:
+        reading.tell("engine", key, "ddp")
+        reading.tell("stage", key, 0)
+        return
+    reading.tell("engine", key, "fsdp2")
+    keeps = word == "never" or (word == "default" and pipelined)
+    reading.tell("stage", "parallelism.fsdp_reshard_after_forward", 2 if keeps else 3)
+    if replicas > 1:
+        reading.tell("replicas", "parallelism.data_parallel_replicate_degree", replicas)
+    if reading.tables["training"].switch("enable_cpu_offload"):
+        for name in ("offload_optimizer", "offload_param"):
+            reading.tell(name, "training.enable_cpu_offload", "cpu")
+
+
+def _precision(reading: _Reading) -> None:
+    table = reading.tables["training"]
+    whole, mixed, reduced = (table.text(key) for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce"))
+    if reduced not in (None, "float32"):
+        raise table.refused("mixed_precision_reduce", "use float32")
+    for key, value in (("dtype", whole), ("mixed_precision_param", mixed)):
+        if value not in (None, "float32", "bfloat16"):
+            raise table.wrong(key, "float32 or bfloat16")
+    table.switch("enable_cpu_offload")
+    if whole == "bfloat16":
+        reading.tell("precision", "training.dtype", "bf16")
+    else:
+        reading.tell("precision", "training.mixed_precision_param", "fp32" if mixed == "float32" else "bf16-mixed")
+
+
+def _recomputation(reading: _Reading) -> None:
+    value, key = reading.whole.get("activation_checkpoint"), "activation_checkpoint"
+    told_none = key in reading.whole.data and value is None
+    table = reading.whole.table(key)
+    mode = table.text("mode") or ("none" if told_none else _mode_of(table))
+    reading.tables[key] = table
+    option = table.get("selective_ac_option")
+    table.leave(("force_recompute_mm_shapes_by_fqns",))
+    if mode in ("none", "full"):
+        reading.tell("recompute", f"{key}.mode", mode)
+    elif mode == "selective" and str(option) == "1":
+        reading.tell("recompute", f"{key}.selective_ac_option", "full")
+    elif mode == "selective":
+        what = "every second matrix multiplication again" if option in ("op", None) else f"every {option}th block"
+        reading.asks["recompute"] = (
+            f"{key} is selective, which computes {what}, and that is not modelled; say --recompute selective, which keeps all "
+            "multiplications and so takes more, full or none"
+        )
+    elif mode == "memory_budget":
+        raise table.refused("memory_budget", "use mode none or full")
+    else:
+        raise table.wrong("mode", "none, full or selective")
+
+
+def _mode_of(table: Table) -> str:
+    """Which policy a saved configuration of 0.3 is of, by its fields; selective is the default."""
+    if "memory_budget" in table.data:
+        return "memory_budget"
+    if not table.data or {"force_recompute_mm_shapes_by_fqns", "selective_ac_option"} & table.data.keys():
+        return "selective"
+    return "full"
+
+
+def _optimizer(reading: _Reading) -> None:
+    table = reading.tables["optimizer"]
+    groups, name = table.get("param_groups"), table.text("name")
+    if isinstance(groups, list) and groups:
+        names = {str(one.get("optimizer_name")) if isinstance(one, dict) else "?" for one in groups}
+        if len(names) > 1:
+            raise table.refused("param_groups", "use one optimizer for all")
+        name = names.pop()
+    words = {"AdamW": "adamw", "Adam": "adam"}
+    if (name or "AdamW") not in words:
+        raise SpecError(f"{reading.whole.where}: optimizer {shown(name)} is not modelled; Adam and AdamW are")
+    reading.tell("optimizer", "optimizer.name", words[name or "AdamW"], filled=name is None)
+    impls = {"fused": "fused", "foreach": "foreach", "for-loop": "forloop"}
+    impl = table.text("implementation") or ("fused" if table.switch("fused") in (None, True) else "foreach")
+    if impl not in impls:
+        raise table.refused("implementation", f"use one of {', '.join(impls)}")
+    reading.tell("optimizer_impl", "optimizer.implementation", impls[impl])
+
+
+def _loss(reading: _Reading) -> None:
+    """Since 0.3 the loss may be taken in chunks (components/loss.py, ChunkedLossWrapper); torchtitan lets go of its logits."""
+    table = reading.whole.table("loss")
+    chunked = "loss_fn" in table.data
+    reading.tell("loss", "loss", "chunked" if chunked else "full", filled=not table.data)
+    if chunked and (chunks := table.count("num_chunks")) not in (None, 8):
+        reading.notes.append(f"loss.num_chunks is {chunks}: eight chunks are counted")
+    if not chunked:
+        reading.tell("keep_logits", "loss", value=False, filled=True)
+
+
+def _model(reading: _Reading) -> None:
+    spec, model = reading.tables["model_spec"], reading.tables["model"]
+    name, flavor = (spec.text(key) or model.text(key) for key in ("name", "flavor"))
+    found = _MODELS.get((name or "", flavor or ""))
+    if found is not None:
+        reading.tell("model", f"model {name} {flavor}", found)
+    elif name is not None or flavor is not None:
+        reading.notes.append(f"model {name or ''} {flavor or ''} is torchtitan's own; its shape comes from the flags")
+
+
+def _batch(reading: _Reading, ranks: int) -> None:
+    """Tokens of a rank and micro-batch; since 0.3's successor they are said as tokens instead of sequences."""
+    table = reading.tables["training"]
+    seq_key = "max_context_length" if "max_context_length" in table.data else "seq_len"
+    seq = table.count(seq_key) or 2048
+    tokens = table.count("num_tokens_per_microbatch_per_dp_rank")
+    size_key = "local_batch_size" if "local_batch_size" in table.data else "batch_size"
+    size = table.count(size_key)
+    if tokens is not None:
+        if tokens % seq:
+            raise SpecError(f"{table.where}: {tokens} tokens per micro-batch are no whole sequences of {seq_key}={seq}")
+        size, size_key = tokens // seq, "num_tokens_per_microbatch_per_dp_rank"
+    reading.tell("seq_len", f"training.{seq_key}", seq, filled=seq_key not in table.data)
+    reading.tell("micro_batch", f"training.{size_key}", size or 8, filled=size is None)
+    total = table.count("global_batch_size", least=-1)
+    if total is None or total < 0:
+        reading.tell("grad_accum", "training.global_batch_size", 1)
+        return
+    steps, left = divmod(total, (size or 8) * ranks)
+    if left or not steps:
+        raise SpecError(
+            f"{table.where}: global_batch_size={total} is not {size or 8} sequences x {ranks} data-parallel ranks, some times "
+            "over; say --gpus where it stands in no degree"
+        )
+    reading.tell("grad_accum", "training.global_batch_size", steps)

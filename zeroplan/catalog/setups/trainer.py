@@ -1,0 +1,320 @@
+"""What do TrainingArguments as JSON say of a job?
+
+Keys are those of transformers 5.23 (training_args.py) and of releases since 4.30, with 5.23's defaults where one is left out, and
+those of the scripts that come with transformers and TRL for model, sequence length and adapters. How many GPUs is not in them.
+"""
+
+from pathlib import Path
+
+from zeroplan.catalog.setups.parsing import parsed
+from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
+from zeroplan.catalog.setups.told import DeepSpeedPart, Setup, Table, Told
+from zeroplan.catalog.text import read_text, shown
+from zeroplan.errors import SpecError
+
+#: ``optim`` and how it steps (trainer_optimizer.py); ``None`` is torch's own choice.
+_OPTIMIZERS: dict[str, tuple[str, str | None]] = {
+    "adamw_torch": ("adamw", None), "adamw_torch_fused": ("adamw", "fused"), "adamw_hf": ("adamw", None),
+    "adamw_bnb_8bit": ("adamw-8bit", None), "adamw_8bit": ("adamw-8bit", None), "adafactor": ("adafactor", None),
+    "sgd": ("sgd", None), "adagrad": ("adagrad", None), "rmsprop": ("rmsprop", None),
+}  # fmt: skip
+_DEFAULT_OPTIM = "adamw_torch_fused"
+_DEFAULT_BATCH = 8
+
+#: What changes memory and has no words in a job, and the values that leave it as it is.
+_REFUSED: dict[str, tuple[object, ...]] = {
+    "torch_compile": (), "torch_compile_backend": (), "torch_compile_mode": (), "torchdynamo": (), "use_liger_kernel": (),
+    "neftune_noise_alpha": (0,), "label_smoothing_factor": (0, 0.0), "optim_target_modules": (), "use_cpu": (), "no_cuda": (),
+    "ddp_bucket_cap_mb": (25,), "mp_parameters": (), "sharded_ddp": (), "apex": (), "use_ipex": (), "use_mps_device": (),
+    "load_in_8bit": (), "half_precision_backend": ("auto", "cpu_amp", "cuda_amp"), "bf16_full_eval": (), "fp16_full_eval": (),
+    "use_dora": (), "lora_dropout": (0, 0.0), "modules_to_save": (), "lora_modules_to_save": (), "padding_free": (),
+}  # fmt: skip
+
+#: What changes no memory of a training step.
+_KNOWN_WORDS = """
+    output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps
+    warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon average_tokens_across_devices max_grad_norm tf32
+    gradient_checkpointing_kwargs activation_checkpointing_kwargs liger_kernel_config use_cache torch_empty_cache_steps
+    logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen
+    log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+    trackio_static_space_id eval_strategy evaluation_strategy eval_steps eval_delay per_device_eval_batch_size
+    prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps
+    include_for_metrics include_inputs_for_metrics include_tokens_per_second batch_eval_metrics save_only_model save_strategy
+    save_steps save_on_each_node save_total_limit save_safetensors enable_jit_checkpoint push_to_hub hub_token hub_private_repo
+    hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model greater_is_better
+    ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed data_seed dataloader_drop_last
+    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names train_sampling_strategy
+    group_by_length length_column_name ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_backend
+    ddp_timeout debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank logging_dir
+    fp16_opt_level fp16_backend tpu_num_cores tpu_metrics_debug past_index jit_mode_eval ray_scope push_to_hub_model_id
+    push_to_hub_organization push_to_hub_token fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params deepspeed_plugin
+    distributed_state per_gpu_eval_batch_size _n_gpu
+    dataset_name dataset_config dataset_config_name dataset_train_split dataset_test_split dataset_text_field
+    dataset_num_proc dataset_kwargs dataset_streaming train_file validation_file validation_split_percentage
+    max_train_samples max_eval_samples preprocessing_num_workers overwrite_cache streaming tokenizer_name tokenizer_name_or_path
+    cache_dir token use_auth_token model_revision trust_remote_code use_fast_tokenizer low_cpu_mem_usage keep_linebreaks
+    packing packing_strategy eval_packing eos_token pad_token chat_template_path completion_only_loss assistant_only_loss
+    lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage bnb_4bit_compute_dtype model_init_kwargs
+"""
+_KNOWN = frozenset(_KNOWN_WORDS.split())
+_FSDP_WORDS = """
+    transformer_layer_cls_to_wrap state_dict_type cpu_ram_efficient_loading sync_module_states backward_prefetch
+    backward_prefetch_policy use_orig_params min_num_params limit_all_gathers forward_prefetch xla_fsdp_settings
+"""
+_FSDP_KNOWN = frozenset(_FSDP_WORDS.split())
+_LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length", "cutoff_len")
+
+
+class _Reading:
+    """One file, read once."""
+
+    def __init__(self, table: Table, folder: Path) -> None:
+        self.table, self.folder = table, folder
+        self.flags: dict[str, Told] = {}
+        self.options: dict[str, Told] = {}
+        self.asks: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.deepspeed: DeepSpeedPart | None = None
+
+    def tell(self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = ()) -> None:
+        """Say a flag."""
+        self.flags[flag] = Told(key, value, filled, also)
+
+
+def trainer_setup(table: Table, folder: Path) -> Setup:
+    """Read the file's keys; raises SpecError where it says what is not modelled."""
+    reading = _Reading(table, folder)
+    table.refuse(_REFUSED)
+    for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _optimizer, _model, _adapter, _accelerators):
+        read(reading)
+    table.leave(_KNOWN)
+    notes = (*reading.notes, *table.unknown())
+    return Setup("trainer", reading.flags, reading.options, reading.asks, notes, reading.deepspeed)
+
+
+def _deepspeed(reading: _Reading) -> None:
+    value = reading.table.get("deepspeed")
+    if isinstance(value, dict):
+        reading.deepspeed = DeepSpeedPart(value, f"{reading.table.where}: deepspeed")
+    elif value not in (None, "", False):
+        named = reading.table.text("deepspeed") or ""
+        reading.deepspeed = deepspeed_beside(named, reading.folder, reading.table.where)
+
+
+def _engine(reading: _Reading) -> None:
+    said = reading.table.get("fsdp")
+    items = said.split() if isinstance(said, str) else list(said) if isinstance(said, (list, tuple)) else []
+    config = _fsdp_config(reading)
+    if said in (None, False, "", []) or [item.lower() for item in map(str, items)] == ["false"]:
+        if reading.deepspeed is None:
+            reading.tell("engine", "fsdp and deepspeed (left out)", "ddp", filled=True)
+            reading.tell("stage", "fsdp and deepspeed (left out)", 0, filled=True)
+        return
+    if reading.deepspeed is not None:
+        raise SpecError(f"{reading.table.where} has both fsdp and deepspeed, and the Trainer takes one; leave one of them out")
+    _fsdp(reading, config, [str(item).lower() for item in items])
+
+
+def _fsdp_config(reading: _Reading) -> Table:
+    """The table, or the JSON file that is named; keys without ``fsdp_`` before them."""
+    value, where = reading.table.get("fsdp_config"), reading.table.where
+    if isinstance(value, str) and value:
+        path = named_file(value, reading.folder, where)
+        where = f"FSDP configuration {str(path)!r}"
+        value = parsed(read_text(path, what="FSDP configuration"), path, where)
+    if value in (None, ""):
+        value = {}
+    if not isinstance(value, dict):
+        raise reading.table.wrong("fsdp_config", "a table of keys and values, or the path of one")
+    return Table({str(key).removeprefix("fsdp_"): one for key, one in value.items()}, where, "fsdp_config.")
+
+
+def _fsdp(reading: _Reading, config: Table, items: list[str]) -> None:
+    """FSDP as ``_process_fsdp_args`` has it: version 2 where none is given."""
+    words = [item for item in items if item not in ("true", "offload", "auto_wrap")]
+    unknown = [
+        word for word in words if word not in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard", "hybrid_shard_zero2")
+    ]
+    if unknown:
+        raise reading.table.wrong("fsdp", "true, or full_shard, shard_grad_op, offload, auto_wrap")
+    if any(word not in ("full_shard", "shard_grad_op") for word in words):
+        raise reading.table.refused("fsdp", "use full_shard or shard_grad_op")
+    version = config.count("version")
+    if version == 1:
+        reading.asks["engine"] = (
+            "fsdp_config.version is 1, and FSDP1 is not modelled; set it to 2, or say --engine fsdp2 to be told FSDP2's memory"
+        )
+    else:
+        reading.tell("engine", "fsdp", "fsdp2")
+    if version is None:
+        reading.notes.append("fsdp_config has no version: FSDP2 is taken, as transformers 5 does; earlier ones take FSDP1")
+    _fsdp_stage(reading, config, words)
+    if config.switch("cpu_offload") or "offload" in items:
+        for name in ("offload_optimizer", "offload_param"):
+            reading.tell(name, "fsdp_config.cpu_offload", "cpu")
+    if config.switch("activation_checkpointing"):
+        reading.tell("recompute", "fsdp_config.activation_checkpointing", "full")
+    if str(config.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP":
+        raise config.refused("auto_wrap_policy", "use TRANSFORMER_BASED_WRAP")
+    config.refuse({"xla": (), "xla_fsdp_v2": (), "xla_fsdp_grad_ckpt": (), "ignored_modules": ()})
+    config.leave(_FSDP_KNOWN)
+    reading.notes += config.unknown()
+
+
+def _fsdp_stage(reading: _Reading, config: Table, words: list[str]) -> None:
+    value = config.get("reshard_after_forward")
+    strategies = {"full_shard": True, "shard_grad_op": False, "true": True, "false": False}
+    if isinstance(value, str):
+        if value.lower() not in strategies:
+            raise config.refused("reshard_after_forward", "use true or false")
+        value = strategies[value.lower()]
+    if value is None:
+        value = "shard_grad_op" not in words
+    if not isinstance(value, bool):
+        raise config.wrong("reshard_after_forward", "true or false")
+    reading.tell(
+        "stage", "fsdp_config.reshard_after_forward" if "reshard_after_forward" in config.data else "fsdp", 3 if value else 2
+    )
+
+
+def _precision(reading: _Reading) -> None:
+    on = [name for name in ("bf16", "fp16") if reading.table.switch(name)]
+    if len(on) > 1:
+        raise SpecError(f"{reading.table.where} has both bf16 and fp16; the Trainer takes one of them")
+    if on:
+        reading.tell("precision", on[0], f"{on[0]}-mixed", also=("bf16",) if on == ["bf16"] else ())
+    else:
+        reading.tell("precision", "neither bf16 nor fp16", "fp32", filled=True)
+    reading.tell("keep_logits", "compute_loss", value=False, filled=True)
+    if on == ["bf16"] and reading.flags.get("engine", Told("", "")).value == "fsdp2":
+        reading.options["fsdp2.reduce_dtype"] = Told("bf16", "param")
+    dtype = reading.table.get("torch_dtype") or reading.table.get("dtype")
+    for key in ("torch_dtype", "dtype"):
+        reading.table.leave((key,))
+    if dtype not in (None, "float32", "auto") and not (
+        on and "engine" in reading.flags and reading.flags["engine"].value == "fsdp2"
+    ):
+        reading.notes.append(
+            f"weights are loaded as {shown(dtype)}; they are counted in fp32, as training with bf16 or fp16 wants them; say "
+            "--precision bf16 where they stay in 16 bits"
+        )
+
+
+def _batch(reading: _Reading) -> None:
+    table = reading.table
+    key = (
+        "per_gpu_train_batch_size" if table.data.get("per_gpu_train_batch_size") is not None else "per_device_train_batch_size"
+    )
+    size, steps = table.count(key), table.count("gradient_accumulation_steps")
+    table.leave(("per_gpu_train_batch_size", "per_device_train_batch_size"))
+    left_out = f"{key} is left out, which is {_DEFAULT_BATCH} to transformers" if size is None else ""
+    reading.flags["micro_batch"] = Told(key, size or _DEFAULT_BATCH, filled=size is None, note=left_out)
+    reading.tell("grad_accum", "gradient_accumulation_steps", steps or 1, filled=steps is None)
+    if table.switch("auto_find_batch_size"):
+        reading.notes.append("auto_find_batch_size makes batches smaller until they fit; the one that is asked for is counted")
+    lengths = {name: found for name in _LENGTHS if (found := table.count(name)) is not None}
+    if len(set(lengths.values())) > 1:
+        pairs = " and ".join(f"{name}={value}" for name, value in lengths.items())
+        raise SpecError(f"{table.where} has {pairs}; keep the one that your script reads")
+    for name, value in lengths.items():
+        reading.tell("seq_len", name, value)
+
+
+def _recomputation(reading: _Reading) -> None:
+    keys = ("gradient_checkpointing", "activation_checkpointing")
+    said = [key for key in keys if reading.table.switch(key) is not None]
+    on = [key for key in said if reading.table.switch(key)]
+    if "recompute" in reading.flags:
+        return
+    if on:
+        reading.tell("recompute", on[0], "full")
+    else:
+        reading.tell("recompute", said[0] if said else keys[0], "none", filled=not said)
+
+
+def _optimizer(reading: _Reading) -> None:
+    name = reading.table.text("optim")
+    if (name or _DEFAULT_OPTIM) not in _OPTIMIZERS:
+        raise reading.table.refused("optim", f"use one of {', '.join(_OPTIMIZERS)}")
+    optimizer, impl = _OPTIMIZERS[name or _DEFAULT_OPTIM]
+    args = reading.table.text("optim_args") or ""
+    if "momentum" in args:
+        if name != "sgd":
+            raise reading.table.refused("optim_args")
+        optimizer = "sgd-momentum"
+    filled = name is None or reading.deepspeed is not None  # DeepSpeed's own section goes before it
+    reading.tell("optimizer", "optim", optimizer, filled=filled)
+    if impl is not None:
+        reading.tell("optimizer_impl", "optim", impl, filled=filled)
+
+
+def _model(reading: _Reading) -> None:
+    name = reading.table.text("model_name_or_path")
+    config = reading.table.text("config_name")
+    reading.table.leave(("config_overrides",) if not reading.table.data.get("config_overrides") else ())
+    named = name or config
+    if named:
+        folder = next((path for path in (Path(named), reading.folder / named) if _holds_a_config(path)), None)
+        if folder is not None:
+            reading.tell("config", "model_name_or_path", str(folder))
+        else:
+            reading.tell("model", "model_name_or_path", named)
+    words = {"flash_attention_2": "flash", "flash_attention_3": "flash", "sdpa": "sdpa", "eager": "eager"}
+    attention = reading.table.text("attn_implementation")
+    if attention is not None:
+        if attention not in words:
+            raise reading.table.refused("attn_implementation", f"use one of {', '.join(words)}")
+        reading.tell("attention", "attn_implementation", words[attention])
+
+
+def _holds_a_config(path: Path) -> bool:
+    try:
+        return (path / "config.json").is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _adapter(reading: _Reading) -> None:
+    """The names of TRL's ModelConfig."""
+    table = reading.table
+    uses, rank, targets = table.switch("use_peft"), table.count("lora_r"), table.get("lora_target_modules")
+    four, kind, double = table.switch("load_in_4bit"), table.text("bnb_4bit_quant_type"), table.switch("use_bnb_nested_quant")
+    if not uses and not (uses is None and rank is not None):
+        if four:
+            raise table.refused("load_in_4bit", "weights in four bits are modelled under adapters: add use_peft")
+        return
+    reading.tell("lora_rank", "lora_r", rank or 16, filled=rank is None)  # TRL's default
+    if targets is not None:
+        names = [targets] if isinstance(targets, str) else targets
+        if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+            raise table.wrong("lora_target_modules", "a list of names")
+        reading.tell("lora_targets", "lora_target_modules", ",".join(names))
+    else:
+        raise SpecError(
+            f"{table.where}: lora_target_modules is left out, and peft's choice is the model's; name the layers, or say all-linear"
+        )
+    if four:
+        if kind not in (None, "nf4"):
+            raise table.refused("bnb_4bit_quant_type", "use nf4")
+        reading.tell("quantize", "load_in_4bit", "nf4-double" if double else "nf4")
+
+
+def _accelerators(reading: _Reading) -> None:
+    """``accelerator_config`` and ``parallelism_config``."""
+    value = reading.table.get("accelerator_config")
+    config = Table(value if isinstance(value, dict) else {}, reading.table.where, "accelerator_config.")
+    if isinstance(value, str):
+        reading.notes.append(f"accelerator_config is a file of its own, {shown(value)}, which is left out")
+    config.refuse({"split_batches": ()})
+    each = config.table("gradient_accumulation_kwargs").switch("sync_each_batch")
+    if reading.deepspeed is None:
+        key = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
+        reading.tell("sync_every_micro_batch", key, bool(each), filled=each is None)
+    degrees = reading.table.table("parallelism_config")
+    for key, flag in (("dp_replicate_size", "replicas"), ("tp_size", "tensor_parallel"), ("cp_size", "context_parallel")):
+        if (degree := degrees.count(key)) is not None and degree > 1:
+            reading.tell(flag, f"parallelism_config.{key}", degree)
+    degrees.refuse({"sp_size": (1,)})
+    degrees.leave(("dp_shard_size", "cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler"))
+    reading.notes += degrees.unknown()

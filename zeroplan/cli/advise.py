@@ -1,0 +1,77 @@
+"""``zeroplan advise``: what could be changed in this set-up, what would it free, and what would it cost?"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from zeroplan.cli.job_flags import Asked, takes_a_request
+from zeroplan.resolve import Request, SetupRead, resolve, with_setup
+
+if TYPE_CHECKING:
+    from zeroplan.advice import Advice
+    from zeroplan.spec.job import JobSpec
+
+_OUTPUT = "Output"
+
+
+def _advise(
+    *,
+    asked: Asked,
+    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
+) -> int:
+    """Single changes of a set-up or a job, ranked by what they free and what they cost, in the file's own words."""
+    from zeroplan.advice import advise  # noqa: PLC0415  only this command pays for it
+    from zeroplan.report.advice import advice_payload, advice_text  # noqa: PLC0415
+
+    job, notes = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
+    found = _setup(asked)
+    job = _as_its_program_would(job, found)
+    advised = advise(job)
+
+    def words(one: "Advice") -> tuple[str, ...]:
+        return _words(found, job, one)
+
+    if as_json:
+        import json  # noqa: PLC0415  only the rendering asked for is loaded
+
+        typer.echo(json.dumps(advice_payload(advised, words, notes), indent=2, ensure_ascii=False))
+    else:
+        typer.echo(advice_text(advised, words, notes))
+    return 0
+
+
+def _setup(asked: Asked) -> SetupRead:
+    """The set-up again, for its words; a DeepSpeed configuration by its flag is one, too."""
+    request = asked.request
+    if request.from_file is None and request.deepspeed_config is not None:
+        return SetupRead(request, kind="deepspeed")
+    return with_setup(request, asked.chosen)
+
+
+def _as_its_program_would(job: "JobSpec", found: SetupRead) -> "JobSpec":
+    """Accelerate's FSDP2, which transformers' Trainer takes too, reduces gradients in the dtype it computes in."""
+    if found.kind not in ("accelerate", "trainer") or job.recipe.precision != "bf16-mixed":
+        return job
+    return replace(job, recipe=replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, reduce_dtype="param")))
+
+
+def _words(found: SetupRead, job: "JobSpec", one: "Advice") -> tuple[str, ...]:
+    if found.kind is None:
+        return (one.change.flags,)
+    from zeroplan.export.setup_words import deepspeed_place, in_its_words  # noqa: PLC0415  only a set-up has words
+
+    place = "" if found.kind == "deepspeed" or found.deepspeed is None else deepspeed_place(found.deepspeed.where)
+    return in_its_words(job, one.change.job, found.kind, found.keys, place)
+
+
+def _job_or_setup(path: Path) -> Request:
+    """The argument is a set-up, or a job file."""
+    from zeroplan.catalog.setups.reading import is_setup  # noqa: PLC0415  only this command takes both
+    from zeroplan.job_file import read_job_file  # noqa: PLC0415
+
+    return replace(Request(), from_file=str(path)) if is_setup(path) else read_job_file(path)
+
+
+advise_command = takes_a_request(_advise, read_file=_job_or_setup)

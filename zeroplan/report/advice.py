@@ -1,0 +1,78 @@
+"""Advice as text and plain data: the job as it is, each change with what it frees and costs, and the key to change."""
+
+import textwrap
+from collections.abc import Callable, Iterator
+
+from zeroplan.advice import Advice, Advised
+from zeroplan.estimator import Estimate
+from zeroplan.report.payload import SCHEMA_VERSION
+from zeroplan.report.words import headline, verdict_sentence
+from zeroplan.units import GB, GIB
+
+_WIDTH = 100
+_MARGIN = " " * 49
+_WORDS = {"fits": "fits", "tight": "tight", "does_not_fit": "too much", "unknown": ""}
+
+#: The change in the words of the file that was read; its flags where there was none.
+InWords = Callable[[Advice], tuple[str, ...]]
+
+
+def advice_text(advised: Advised, words: InWords, notes: tuple[str, ...]) -> str:
+    """Return the answer for a terminal."""
+    before = advised.before
+    parts = [[headline(before), *textwrap.wrap(verdict_sentence(before), _WIDTH), _rate(advised)], list(_table(advised, words))]
+    parts.append(["Notes", *(_item(note) for note in notes)] if notes else [])
+    return "\n\n".join("\n".join(line for line in part if line) for part in parts if part)
+
+
+def _rate(advised: Advised) -> str:
+    needs = f"It takes {_size(advised.before.least_bytes)} at its peak, context and communicators included"
+    return f"{needs}." if advised.tokens_per_s is None else f"{needs}; {advised.tokens_per_s:,.0f} tokens/s per GPU."
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GB:,.2f} GB = {n_bytes / GIB:,.2f} GiB"
+
+
+def _table(advised: Advised, words: InWords) -> Iterator[str]:
+    if not advised.changes:
+        yield "No single change frees memory; `zeroplan plan` searches whole layouts."
+        return
+    yield "Single changes: those that cost no time first, then by what is freed per time that is lost"
+    yield f"{'frees GB':>10}{'then GB':>10}{'':>3}{'verdict':<10}{'tokens/s':>9}{'':>7}change"
+    for one in advised.changes:
+        verdict = _WORDS.get(one.after.verdict, one.after.verdict)
+        rate = "" if one.slower is None else f"{-one.slower:+.1%}"
+        figures = f"{one.freed_bytes / GB:>10,.2f}{one.after.least_bytes / GB:>10,.2f}{'':>3}{verdict:<10}{rate:>9}"
+        cost = f" ({one.other_cost})" if one.other_cost else ""
+        yield f"{figures:<{len(_MARGIN)}}{one.change.change}{cost}"
+        yield from (f"{_MARGIN}  {word}" for word in words(one))
+
+
+def _item(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+
+
+def advice_payload(advised: Advised, words: InWords, notes: tuple[str, ...]) -> dict[str, object]:
+    """Return the answer as plain data; sizes in bytes."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "before": {**_needs(advised.before), "tokens_per_s_per_gpu": advised.tokens_per_s},
+        "changes": [
+            {
+                "change": one.change.change,
+                "flags": one.change.flags,
+                "keys": list(words(one)),
+                "other_cost": one.other_cost,
+                "freed_bytes": one.freed_bytes,
+                "tokens_per_s_per_gpu": one.tokens_per_s,
+                **_needs(one.after),
+            }
+            for one in advised.changes
+        ],
+        "notes": list(notes),
+    }
+
+
+def _needs(answer: Estimate) -> dict[str, object]:
+    return {"least_bytes": answer.least_bytes, "verdict": answer.verdict, "fits": answer.fits}
