@@ -18,6 +18,7 @@ class Kind(StrEnum):
     """
 
     PARAMETERS = "parameters"
+    """The weights that this rank keeps from step to step, as wide as the engine keeps them."""
     GRADIENTS = "gradients"
     """What the optimizer's step reads on this rank, and what is added up to it: its share, or all where nothing is sharded."""
     OPTIMIZER_STATE = "optimizer state"
@@ -31,7 +32,9 @@ class Kind(StrEnum):
     LOGITS = "logits and loss"
     """Logits, what the loss makes of them in forward, and the gradients of both; not those of the head's weight and input."""
     GATHER = "all-gather buffers"
+    """What a gather fills, as long as it is not yet the parameters of the layer that computes."""
     UNSHARDED_PARAMETERS = "unsharded parameters"
+    """Gathered weights while, or as long as, they can be computed with."""
     UNSHARDED_GRADIENTS = "unsharded gradients"
     """Whole gradients where the optimizer takes something else: a share of them, or the view of a bucket they are moved to."""
     REDUCE = "reduce buffers"
@@ -41,6 +44,7 @@ class Kind(StrEnum):
     TEMPORARY = "temporaries"
     """What a pass makes by the way and drops before its end: held by a name in forward, within an operator, before a cast."""
     WORKSPACE = "library workspaces"
+    """What libraries ask torch for and keep, cuBLAS's workspaces."""
 
 
 class Phase(StrEnum):
