@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import yaml
 
 import zeroplan
 from tests.docs.generated.commands import paths
+from tests.docs.generated.words import meant
 from tests.docs.links import anchors, links
 from tests.docs.pages import PAGES, README, ROOT, name_of, text_of
 
@@ -47,6 +49,13 @@ def test_every_link_leads_somewhere(page: Path):
 def test_every_public_name_is_in_the_api():
     documented = re.findall(r"^::: zeroplan\.(\w+)$", text_of(DOCS / "api.md"), re.MULTILINE)
     assert sorted(documented) == sorted(zeroplan.__all__)
+
+
+def test_every_field_of_a_public_class_says_what_it_is():
+    for name in zeroplan.__all__:
+        kind = getattr(zeroplan, name)
+        names = {one.name for one in fields(kind)} if is_dataclass(kind) else set(getattr(kind, "_fields", ()))
+        assert not names or not names - meant(kind).keys(), name
 
 
 def test_every_command_is_in_the_command_line():

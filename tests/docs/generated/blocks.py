@@ -125,8 +125,8 @@ def _left(alive: tuple[Line, ...], saved: tuple[Line, ...]) -> str:
 
 
 def _both_once(rows: list[tuple[str, ...]]) -> list[Sequence[str]]:
-    joined = once((f"{at} | {left}", *rest) for at, left, *rest in rows)
-    return [(*(first.split(" | ") if first else ("", "")), *rest) for first, *rest in joined]
+    joined = once((f"{at}\n{left}", *rest) for at, left, *rest in rows)
+    return [(*(first.split("\n") if first else ("", "")), *rest) for first, *rest in joined]
 
 
 def loss(name: Loss) -> str:

@@ -34,6 +34,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "choices": words.choices,
     "engines": words.engines,
     "options": words.options,
+    "members": words.members,
     "engine-symbols": words.engine_symbols,
     "commands": commands.commands,
     "job-flags": commands.job_flags,

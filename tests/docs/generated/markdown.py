@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,7 +19,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def code(text: str) -> str:
-    """A text in the letters of a machine; nothing stays nothing."""
+    """A text in the letters of a machine; nothing stays nothing. A table's own sign has to be said in another way."""
+    if "|" in text:
+        return f"<code>{escape(text).replace('|', '&#124;')}</code>"
     return f"`{text}`" if text else ""
 
 

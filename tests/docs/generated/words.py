@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import ast
 import inspect
-from dataclasses import MISSING, fields
+import re
 from itertools import pairwise
 from typing import TYPE_CHECKING, get_args
 
+import zeroplan
 from tests.docs.generated.jobs import of
 from tests.docs.generated.ledger import STAGES
 from tests.docs.generated.markdown import code, one_line, table
+from zeroplan.cli.job_flags import FLAGS
 from zeroplan.engines.optimizers import IMPLEMENTATIONS
 from zeroplan.ledger import Kind, Phase
-from zeroplan.spec.batch import Batch
+from zeroplan.resolve import Request
+from zeroplan.spec.base import Spec
+from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES
-from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.mesh import Mesh, MeshSpec
 from zeroplan.spec.model import FAMILIES
-from zeroplan.spec.recipe import Attention, DdpOptions, DeepSpeedOptions, Fsdp2Options, Loss, Precision, Recompute
+from zeroplan.spec.recipe import Attention, DdpOptions, DeepSpeedOptions, Fsdp2Options, Loss, Precision, RecipeSpec, Recompute
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from zeroplan.spec.base import Spec
-
 OPTIONS: dict[str, type[Spec]] = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions}
 _CHOICES = {"--precision": Precision, "--recompute": Recompute, "--attention": Attention, "--loss": Loss}
 
 
 def documented(kind: type) -> dict[str, str]:
     """What stands in a string below each name of a class: its meaning."""
-    (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    body = _body(kind)
     found = {}
     for named, text in pairwise(body):
         if (
@@ -89,17 +90,75 @@ _PAGES = {"paper": "states", "ddp": "ddp", "fsdp2": "fsdp2", "deepspeed": "deeps
 
 
 def options(engine: str) -> str:
-    """The options of an engine, their defaults and what they mean."""
-    kind = OPTIONS[engine]
-    meanings = documented(kind)
-    rows = [(code(field.name), code(_default(field.default)), meanings.get(field.name, "")) for field in fields(kind)]
-    return table(("option", "default", "what"), rows)
+    """The options of an engine: type, default and meaning."""
+    return table(("option", "type", "default", "what"), _fields(OPTIONS[engine]))
 
 
-def _default(value: object) -> str:
-    if value is MISSING or value is None:
-        return "" if value is MISSING else "None"
-    return f"{value:_}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+def members(name: str) -> str:
+    """The fields, properties and methods of a public class."""
+    kind = getattr(zeroplan, name)
+    given, worked_out = _fields(kind), list(_functions(kind))
+    if not any(default for _, _, default, _ in given):
+        return table(("name", "type", "what"), [*((field, kind, what) for field, kind, _, what in given), *worked_out])
+    below = "\n" + table(("worked out", "type", "what"), worked_out) if worked_out else ""
+    return table(("field", "type", "default", "what"), given) + below
+
+
+def _fields(kind: type) -> list[tuple[str, ...]]:
+    meanings = meant(kind)
+    return [
+        (
+            code(ast.unparse(one.target)),
+            code(_type(one.annotation)),
+            code(_source(one.value)),
+            meanings[ast.unparse(one.target)],
+        )
+        for one in _body(kind)
+        if isinstance(one, ast.AnnAssign)
+    ]
+
+
+def _functions(kind: type) -> Iterator[tuple[str, ...]]:
+    for one in _body(kind):
+        if isinstance(one, ast.FunctionDef) and not one.name.startswith("_") and one.name != "check_rules":
+            asked = [argument.arg for argument in one.args.args[1:]]
+            name = one.name if one.decorator_list else f"{one.name}({', '.join(asked)})"
+            yield code(name), code(_type(one.returns)), one_line(ast.get_docstring(one))
+
+
+def meant(kind: type) -> dict[str, str]:
+    """What the fields of a class mean: where they are defined, or where a formula or a person says the same."""
+    said = documented(kind)
+    if kind is Request:
+        flags = {flag.field: flag.help for flag in FLAGS}
+        said = {"model": f"{flags['model']} Or a `ModelSpec`.", "gpu": f"{flags['gpu']} Or a `GpuSpec`.", **said}
+        return {**documented(RecipeSpec), **flags, **said}
+    asked = {MeshSpec: Mesh, BatchSpec: Batch}.get(kind)
+    return {**said, **{name: one_line(inspect.getdoc(value)) for name, value in vars(asked).items()}} if asked else said
+
+
+def _body(kind: type) -> list[ast.stmt]:
+    (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    return body
+
+
+def _type(annotation: ast.expr | None) -> str:
+    """A type as people write it: bounds of numbers left out, forward references without their quotes."""
+    written = "" if annotation is None else ast.unparse(annotation)
+    written = written.strip("'") if isinstance(annotation, ast.Constant) else written
+    return _INTEGER.sub("int", _BOUNDS.sub(r"\1", written)).replace("'", '"')
+
+
+def _source(default: ast.expr | None) -> str:
+    return (
+        ""
+        if default is None
+        else re.sub(r"\b\d{5,}\b", lambda found: f"{int(found[0]):_}", ast.unparse(default).replace("'", '"'))
+    )
+
+
+_BOUNDS = re.compile(r"Annotated\[(\w+), Range\([^)]*\)\]")
+_INTEGER = re.compile(r"\b(?:Count|CountOrZero|Degree|Dimension|Int)\b")
 
 
 def engine_symbols() -> str:
