@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tests.docs.generated.markdown import code, table
+from tests.docs.generated.markdown import code, prose, table
 from zeroplan.cli.app import app
 from zeroplan.cli.job_flags import FLAGS
 
@@ -101,7 +101,7 @@ def _flag(parameter: Any) -> str:
 def _what(parameter: Any) -> str:
     default = parameter.default
     said = default not in (None, False, "", ()) and "(default" not in (parameter.help or "")
-    parts = [parameter.help or "", f"(default: {default})" if said else ""]
+    parts = [prose(parameter.help or ""), f"(default: {default})" if said else ""]
     environment = getattr(parameter, "envvar", None)
     parts.append(f"(environment: `{environment}`)" if environment else "")
     return " ".join(part for part in parts if part)

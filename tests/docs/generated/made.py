@@ -39,6 +39,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "commands": commands.commands,
     "job-flags": commands.job_flags,
     "validation": records.validation,
+    "reserved": records.reserved,
     "layers": layers.table_of_layers,
 }
 

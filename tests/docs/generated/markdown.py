@@ -39,9 +39,15 @@ def once(rows: Iterable[Sequence[str]]) -> list[Sequence[str]]:
     return kept
 
 
+def prose(text: str) -> str:
+    """A text from elsewhere, whose stars and brackets are no markup; what stands between backquotes stays."""
+    parts = text.split("`")
+    return "`".join(part if at % 2 else part.replace("*", r"\*").replace("<", "&lt;") for at, part in enumerate(parts))
+
+
 def one_line(text: str | None) -> str:
     """A docstring's first paragraph on one line, its double backquotes made single."""
-    return " ".join((text or "").partition("\n\n")[0].split()).replace("``", "`")
+    return prose(" ".join((text or "").partition("\n\n")[0].split()).replace("``", "`"))
 
 
 class Sources:

@@ -1,10 +1,18 @@
-"""What the README shows of the validation page, which is itself held against the records."""
+"""What pages show of the records: the errors of the validation page, and how the band of what is reserved compares."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import quantiles
+from typing import TYPE_CHECKING
 
 from tests.docs.generated.markdown import table
+from tests.measured import stored
+from tests.measured.errors import engine_of
+from zeroplan import estimate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _PAGE = Path(__file__).parents[3] / "docs" / "validation.md"
 
@@ -21,3 +29,20 @@ def _rows() -> list[list[str]]:
 
 
 _COLUMNS = 6
+
+
+def reserved() -> str:
+    """The expected figure of what is reserved over what the model of the allocator shows, by engine and setting."""
+    shares: dict[str, dict[str, list[float]]] = {}
+    for record in stored.records():
+        expected = estimate(record.job).reserved.expected_bytes
+        of = shares.setdefault(engine_of(record.job), {"default": [], "expandable_segments": []})
+        for shown in record.allocator:
+            of[shown.settings].append(expected / shown.reserved_bytes)
+    rows = [(engine, *(_median_and_eight_of_ten(some) for some in of.values())) for engine, of in sorted(shares.items())]
+    return table(("engine", "default settings", "expandable segments"), rows)
+
+
+def _median_and_eight_of_ten(shares: Sequence[float]) -> str:
+    tenths = quantiles(shares, n=10)
+    return f"{tenths[4]:.0%} ({100 * tenths[0]:.0f} to {100 * tenths[8]:.0f})"

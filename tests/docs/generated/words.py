@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, get_args
 import zeroplan
 from tests.docs.generated.jobs import of
 from tests.docs.generated.ledger import STAGES
-from tests.docs.generated.markdown import code, one_line, table
+from tests.docs.generated.markdown import code, one_line, prose, table
 from zeroplan.cli.job_flags import FLAGS
 from zeroplan.engines.optimizers import IMPLEMENTATIONS
 from zeroplan.ledger import Kind, Phase
@@ -130,7 +130,7 @@ def meant(kind: type) -> dict[str, str]:
     """What the fields of a class mean: where they are defined, or where a formula or a person says the same."""
     said = documented(kind)
     if kind is Request:
-        flags = {flag.field: flag.help for flag in FLAGS}
+        flags = {flag.field: prose(flag.help) for flag in FLAGS}
         said = {"model": f"{flags['model']} Or a `ModelSpec`.", "gpu": f"{flags['gpu']} Or a `GpuSpec`.", **said}
         return {**documented(RecipeSpec), **flags, **said}
     asked = {MeshSpec: Mesh, BatchSpec: Batch}.get(kind)
