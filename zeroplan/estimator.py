@@ -59,31 +59,38 @@ Verdict = Literal["fits", "tight", "does not fit", "unknown"]
 
 @dataclass(frozen=True, kw_only=True)  # without slots, which would leave no place for what is worked out once
 class Estimate:
-    """The memory account of one GPU (rank 0) in the steady state of a training step. All sizes in bytes.
-
-    ``states`` are parameters, gradients and optimizer state; ``engine_moments`` every named moment of the step with the engine's
-    own lines, ``workspaces`` what libraries hold at all of them, and ``peak`` the largest moment, with both: what
-    ``torch.cuda.max_memory_allocated`` would say. ``reserved`` is what the caching allocator takes
-    around the peak, ``outside`` what the card gives to the context and to communicators. ``approximate`` says in a sentence
-    which part is not exact for this architecture, and is empty otherwise; ``notes`` what a reader would trip over;
-    ``kept`` what one block of each kind keeps for its backward, where the moments give it as one line.
-    """
+    """The memory account of one GPU (rank 0) in the steady state of a training step. All sizes in bytes."""
 
     job: JobSpec
+    """The job, complete."""
     parameters: int
+    """All parameters, tied ones once."""
     active_parameters: int
+    """Those that one token uses."""
     states: tuple[Line, ...]
+    """Parameters, gradients and optimizer state as the engine keeps them."""
     engine_moments: tuple[Moment, ...]
+    """Every named moment of the step with the engine's own lines."""
     workspaces: tuple[Line, ...]
+    """What libraries hold at all of them."""
     peak: Moment
+    """The largest moment, workspaces included: what ``torch.cuda.max_memory_allocated`` would say."""
     outside: tuple[Outside, ...]
+    """What the card gives to the context and to communicators."""
     host: tuple[Line, ...]
+    """Host memory per rank, empty unless something is offloaded."""
     nvme: tuple[Line, ...]
+    """Files on NVMe per rank, likewise."""
     traffic: Traffic
+    """What one GPU sends in a step."""
     symbols: tuple[Symbol, ...]
+    """What the engine's formulas use beyond the model's legend."""
     approximate: str
+    """Which part is not exact for this architecture, in a sentence; empty otherwise."""
     notes: tuple[str, ...]
+    """What a reader would trip over, a sentence each."""
     kept: tuple[tuple[str, tuple[Line, ...]], ...]
+    """What one block of each kind keeps for its backward, where the moments give it as one line."""
 
     @property
     def legend(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ class Kind(StrEnum):
     """
 
     PARAMETERS = "parameters"
+    """The weights that this rank keeps from step to step, as wide as the engine keeps them."""
     GRADIENTS = "gradients"
     """What the optimizer's step reads on this rank, and what is added up to it: its share, or all where nothing is sharded."""
     OPTIMIZER_STATE = "optimizer state"
@@ -31,7 +32,9 @@ class Kind(StrEnum):
     LOGITS = "logits and loss"
     """Logits, what the loss makes of them in forward, and the gradients of both; not those of the head's weight and input."""
     GATHER = "all-gather buffers"
+    """What a gather fills, as long as it is not yet the parameters of the layer that computes."""
     UNSHARDED_PARAMETERS = "unsharded parameters"
+    """Gathered weights while, or as long as, they can be computed with."""
     UNSHARDED_GRADIENTS = "unsharded gradients"
     """Whole gradients where the optimizer takes something else: a share of them, or the view of a bucket they are moved to."""
     REDUCE = "reduce buffers"
@@ -41,6 +44,7 @@ class Kind(StrEnum):
     TEMPORARY = "temporaries"
     """What a pass makes by the way and drops before its end: held by a name in forward, within an operator, before a cast."""
     WORKSPACE = "library workspaces"
+    """What libraries ask torch for and keep, cuBLAS's workspaces."""
 
 
 class Phase(StrEnum):
@@ -54,25 +58,29 @@ class Phase(StrEnum):
 
 
 class Line(NamedTuple):
-    """A number of bytes and why they are there.
-
-    ``formula`` is the arithmetic in the symbols of the estimate's legend (``4·P/N``); a test evaluates it and demands
-    ``n_bytes``. ``source`` is the paper and equation, or the file and symbol of the engine.
-    """
+    """A number of bytes and why they are there."""
 
     kind: Kind
+    """What the memory is for."""
     n_bytes: Int
+    """How much of it."""
     reason: str
+    """What lies there, in words."""
     formula: str = ""
+    """The arithmetic, in the symbols of the estimate's legend (``4·P/N``); a test evaluates it and demands ``n_bytes``."""
     source: str = ""
+    """The paper and equation, or the file and symbol of the engine."""
 
 
 class Band(NamedTuple):
     """A figure that cannot be known to the byte: the least, the expected and the most it may be. [bytes]"""
 
     low_bytes: Int
+    """The least."""
     expected_bytes: Int
+    """The expected."""
     high_bytes: Int
+    """The most."""
 
     def plus(self, n_bytes: Int) -> "Band":
         """Shift the whole band."""
@@ -83,8 +91,11 @@ class Moment(NamedTuple):
     """A named moment of the training step and everything alive then."""
 
     name: str
+    """What goes on."""
     phase: Phase
+    """In which part of the step."""
     lines: tuple[Line, ...]
+    """Everything that is alive."""
 
     @property
     def total_bytes(self) -> Int:
@@ -93,26 +104,31 @@ class Moment(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One kind of collective call in a training step, on one group of ranks.
-
-    ``n_bytes`` is the payload of one call in the sense of the operation's largest buffer (the gathered, the to-be-scattered
-    or the reduced tensor), of an average one where calls are not alike; ``calls`` how often it happens per step;
-    ``sent_bytes`` what one GPU sends in the whole step with a ring, (group - 1)/group of the payload per pass; ``elements``
-    the payload in elements times calls and passes, the ZeRO paper's unit of volume. ``of_all`` is the payload of all calls, to
-    the byte, where they are not alike. ``near`` says that the group is of ranks that may share a node, among others that do not.
-    """
+    """One kind of collective call in a training step, on one group of ranks."""
 
     operation: str
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ..."""
     what: str
+    """What is sent."""
     when: str
+    """In which part of the step."""
     group: Int
+    """Ranks that take part."""
     calls: Int
+    """How often per step."""
     n_bytes: Int
+    """Payload of one call, in the sense of the operation's largest buffer (the gathered, the to-be-scattered or the reduced
+    tensor); of an average one where calls are not alike."""
     sent_bytes: Int
+    """What one GPU sends in the whole step with a ring: (group - 1)/group of the payload per pass."""
     volume_elements: Int
+    """Payload in elements times calls and passes, the ZeRO paper's unit of volume."""
     source: str = ""
+    """The file and symbol of the engine."""
     of_all: Int | None = None
+    """Payload of all calls, to the byte, where they are not alike."""
     near: bool = False
+    """The group is of ranks that may share a node, among others that do not."""
 
     @property
     def payload_bytes(self) -> Int:

@@ -1,60 +1,167 @@
-"""What the README and the pages of docs/ claim: commands, output, Python. Run as a script to write the output anew."""
+"""What the README and the pages of docs/ claim: commands, output, Python, tables. Run as a script to write all of it anew.
+
+Two comments mark what is written by the program. After a block of commands, ``<!-- prints: Peak allocated | It fits -->``
+stands above what the last of them answers: the sections of the answer that begin so, or all of it after ``<!-- prints -->``.
+``<!-- generated: NAME ... -->`` stands above what a function of :mod:`tests.docs.generated.made` returns, as far as
+``<!-- end -->``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
+import shlex
+import tempfile
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from zeroplan.cli.app import main
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = sorted([README, *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([README, *(ROOT / "docs").rglob("*.md")])
+AGAIN = "`python -m tests.docs.pages` writes it anew"
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_FIRST_OUTPUT = re.compile(r"(<!-- first output -->\n```text\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL)
-_FIRST_COMMAND = re.compile(r"<!-- first command -->\n```sh\n.*&& \.venv/bin/zeroplan (.*?)\n```", re.DOTALL)
+_PRINTS = re.compile(
+    r"^```sh\n((?:(?!^```).)*)^```\n\n(<!-- prints(?:: (.*?))? -->\n```text\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL
+)
+_GENERATED = re.compile(r"(<!-- generated: (.*?) -->\n)(.*?)(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+_COMMAND = re.compile(r"(?:^|\.venv/bin/)(zeroplan .*)")
+
+
+class Shown(NamedTuple):
+    """What a page says that a command answers."""
+
+    page: Path
+    sections: tuple[str, ...]
+    text: str
+
+
+def text_of(page: Path) -> str:
+    """A page as it stands."""
+    return page.read_text(encoding="utf-8")
+
+
+def name_of(page: Path) -> str:
+    """A page's name from the root."""
+    return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page: Path, language: str) -> list[str]:
     """The fenced blocks of one language."""
-    return [text for kind, text in _FENCE.findall(page.read_text(encoding="utf-8")) if kind == language]
+    return [text for kind, text in _FENCE.findall(text_of(page)) if kind == language]
 
 
 def commands(page: Path) -> list[str]:
     """The zeroplan commands of a page's shell blocks, without comments."""
-    lines = [line.partition("#")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
-    return [line for line in lines if line.startswith("zeroplan ")]
+    return [command for block in blocks(page, "sh") for command in _commands(block)]
+
+
+def _commands(block: str) -> list[str]:
+    lines = [line.partition("#")[0].strip() for line in block.replace("\\\n", "").splitlines()]
+    return [found[1] for line in lines if (found := _COMMAND.search(line))]
+
+
+def all_commands() -> dict[str, list[Shown]]:
+    """Every command of every page, once, with what pages show of its answer."""
+    found: dict[str, list[Shown]] = {command: [] for page in PAGES for command in commands(page)}
+    for page in PAGES:
+        for block, _, sections, text, _ in _PRINTS.findall(text_of(page)):
+            found[_commands(block)[-1]].append(Shown(page, _sections(sections), text))
+    return found
+
+
+def _sections(written: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in written.split("|") if part.strip())
+
+
+def excerpt(answer: str, sections: tuple[str, ...]) -> str:
+    """The sections of an answer, which stand apart by empty lines, that begin so; all of it where none is named."""
+    if not sections:
+        return answer
+    parts = answer.rstrip("\n").split("\n\n")
+    chosen = [next((part for part in parts if part.lstrip().startswith(start)), None) for start in sections]
+    assert None not in chosen, f"no section begins with {sections[chosen.index(None)]!r} in\n{answer}"
+    return "\n\n".join(part for part in chosen if part is not None) + "\n"
 
 
 def printed(arguments: list[str]) -> str:
     """What a command prints."""
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
         main(arguments)
     return out.getvalue()
 
 
-def first_arguments() -> list[str]:
-    """The arguments of the README's first command."""
-    found = _FIRST_COMMAND.search(README.read_text(encoding="utf-8"))
-    assert found is not None, "README.md has lost its first command"
-    return found[1].split()
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 8192,
+}  # fmt: skip
+SETUPS = {
+    "accelerate.yaml": "distributed_type: FSDP\nnum_processes: 8\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
+                       "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n",
+    "training_args.json": '{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "bf16": true}',
+    "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
+                      '[activation_checkpoint]\nmode = "full"\n',
+}  # fmt: skip
+DEEPSPEED_CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 
 
-def shown_output() -> str:
-    """What the README says the first command prints."""
-    found = _FIRST_OUTPUT.search(README.read_text(encoding="utf-8"))
-    assert found is not None, "README.md has lost its first output"
-    return found[2]
+def furnish(folder: Path) -> None:
+    """Put the files that the pages' commands name into a folder."""
+    from tests.docs.pictures import place_records
+    from tests.profiles import by_hand
+    from tests.snapshots.written import Written, step
+    from zeroplan.cli.profile import said
+
+    (folder / "path" / "to").mkdir(parents=True)
+    (folder / "path" / "to" / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
+    (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
+    for name, text in SETUPS.items():
+        (folder / name).write_text(text)
+    (folder / "profile.json").write_text(json.dumps(said(by_hand())))
+    card = Written()
+    step(card, states=True)
+    card.to(folder / "snapshot.pickle")
+    place_records(folder)
+
+
+def with_tables(page: Path) -> str:
+    """A page with its generated parts as they ought to be."""
+    from tests.docs.generated.made import made
+
+    return _GENERATED.sub(lambda found: f"{found[1]}{made(*found[2].split())}\n{found[4]}", text_of(page))
+
+
+def with_answers(page: Path) -> str:
+    """A page with what its commands answer."""
+
+    def written(found: re.Match[str]) -> str:
+        answer = excerpt(_answered(_commands(found[1])[-1]), _sections(found[3] or ""))
+        return f"```sh\n{found[1]}```\n\n{found[2]}{answer}{found[5]}"
+
+    return _PRINTS.sub(written, text_of(page))
+
+
+@cache
+def _answered(command: str) -> str:
+    return printed(shlex.split(command)[1:])
 
 
 def refresh() -> None:
-    """Write the first command's output into the README."""
-    text = README.read_text(encoding="utf-8")
-    output = printed(first_arguments())
-    README.write_text(_FIRST_OUTPUT.sub(lambda found: found[1] + output + found[3], text), encoding="utf-8")
+    """Write every generated part and every answer into its page, and draw the layers."""
+    from tests.docs.generated import layers
+
+    layers.FIGURE.write_text(layers.drawing(), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        furnish(Path(folder))
+        for page in PAGES:
+            for anew in (with_tables, with_answers):
+                page.write_text(anew(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

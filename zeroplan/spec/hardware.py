@@ -46,31 +46,38 @@ class ByteFigure(Figure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec(Spec):
-    """One accelerator.
-
-    ``memory_bytes`` is what ``torch.cuda.get_device_properties(0).total_memory`` reports (ECC and firmware reserve taken
-    off), ``marketing_memory_gb`` the number on the box. Rates are dense and per device; link rates are per direction.
-    """
+    """One accelerator. Rates are per device; link rates are per direction."""
 
     name: str
+    """Its name in the catalogue."""
     full_name: str
+    """Its name in answers."""
     vendor: Literal["nvidia", "amd"]
+    """Who makes it."""
     architecture: str
+    """Its generation: ``Hopper``, ``CDNA 3``."""
     compute_capability: str
     """``9.0`` for NVIDIA, ``gfx942`` for AMD."""
     released: Annotated[int, Range(1990, 2999)]
+    """Year."""
     aliases: tuple[str, ...] = ()
+    """Other names it is found by."""
     gpus_per_node: Annotated[int, Range(1, 1024)] = 8
     """GPUs of the usual server or fast-interconnect domain."""
     marketing_memory_gb: Figure
+    """The number on the box."""
     memory_bytes: ByteFigure
+    """What ``torch.cuda.get_device_properties(0).total_memory`` reports, without ECC's and the firmware's part."""
     memory_bandwidth_bytes_per_s: Figure
+    """Peak of its memory."""
     dense_flops_per_s: dict[Dtype, Figure]
     """Peak of matrix multiplications without sparsity, by operand dtype; fp16, bf16 and narrower accumulate in fp32."""
     node_link: str
     """What connects all GPUs of a node: ``NVLink 4``, ``PCIe 4.0 x16``; a bridge that only joins pairs does not."""
     node_link_bytes_per_s: Figure
+    """Per GPU and direction."""
     network_link: str = ""
+    """What connects nodes, in the vendor's reference server."""
     network_link_bytes_per_s: Figure | None = None
     """Per GPU, between nodes, in the vendor's reference server."""
 
@@ -93,4 +100,6 @@ class ClusterSpec(Spec):
     """The GPU, if one is named, and how many share a node."""
 
     gpu: GpuSpec | None = None
+    """The accelerator; None where only the need is asked for."""
     gpus_per_node: Count | None = None
+    """How many share a node; None for the accelerator's usual server."""

@@ -43,10 +43,15 @@ class JobSpec(Spec):
     """
 
     model: ModelSpec
+    """What is trained."""
     cluster: ClusterSpec = ClusterSpec()
+    """On what."""
     recipe: RecipeSpec = RecipeSpec()
+    """How."""
     mesh: MeshSpec = MeshSpec()
+    """On how many ranks, arranged how."""
     batch: BatchSpec = BatchSpec()
+    """Fed with how much."""
 
     def check_rules(self) -> None:
         """Refuse what contradicts itself."""

@@ -26,9 +26,13 @@ class MoeSpec(Spec):
     """Experts of a mixture-of-experts model."""
 
     num_experts: Dimension
+    """Routed experts of a layer."""
     num_experts_per_tok: Dimension
+    """Routed experts that one token visits."""
     moe_intermediate_size: Dimension
+    """Width of an expert's MLP."""
     num_shared_experts: Annotated[int, Range(0, 10**4)] = 0
+    """Experts that every token visits."""
     num_dense_layers: Annotated[int, Range(0, 10**4)] = 0
     """Leading layers that keep a dense MLP of ``intermediate_size``."""
 
@@ -46,10 +50,15 @@ class MlaSpec(Spec):
     """Low-rank projections of multi-head latent attention (DeepSeek-V2/V3)."""
 
     q_lora_rank: Dimension | None
+    """Rank of compressed queries; None where they are not compressed."""
     kv_lora_rank: Dimension
+    """Rank of the latent that keys and values come from."""
     qk_nope_head_dim: Dimension
+    """Width of the part of a query head without positions."""
     qk_rope_head_dim: Dimension
+    """Width of its rotary part."""
     v_head_dim: Dimension
+    """Width of a value head."""
 
 
 class Profiled(Spec):
@@ -75,36 +84,48 @@ class _Handler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec(Spec):
-    """Shape of a decoder-only transformer.
-
-    ``head_dim`` is the width of one query head (for MLA: ``qk_nope_head_dim + qk_rope_head_dim``). ``positions`` counts rows
-    of a learned position table, 0 with rotary or ALiBi positions. ``unplaced_parameters`` are parameters that a shape
-    inferred from a bare parameter count leaves over; they are held as one vector beside the embeddings. Of a ``profile`` the
-    family is ``profile``.
-    """
+    """Shape of a decoder-only transformer."""
 
     name: str = ""
+    """What the model is called in answers."""
     family: Family | Literal["profile"]
+    """The architecture, by its ``model_type``; ``profile`` for a traced module."""
     hidden_size: Dimension
+    """Width of the residual stream."""
     intermediate_size: Dimension
+    """Width of a dense MLP."""
     num_hidden_layers: Annotated[int, Range(1, 10**4)]
+    """Blocks."""
     num_attention_heads: Annotated[int, Range(1, 10**5)]
+    """Query heads."""
     num_key_value_heads: Annotated[int, Range(1, 10**5)]
+    """Heads of keys and values."""
     head_dim: Dimension
+    """Width of one query head; with latent attention ``qk_nope_head_dim + qk_rope_head_dim``."""
     vocab_size: Dimension
+    """Rows of the embedding."""
     max_position_embeddings: Count = 4096
+    """The longest sequence that the model was configured for."""
     positions: Annotated[int, Range(0, 10**7)] = 0
+    """Rows of a learned position table; 0 with rotary or ALiBi positions."""
     tie_word_embeddings: bool = False
+    """The head's weight is the embedding."""
     attention_bias: bool = False
+    """Attention's projections have biases."""
     mlp_bias: bool = False
+    """The MLP's projections have biases."""
     sliding_window: Count | None = None
+    """Tokens that attention sees back; None for all."""
     hidden_act: Literal["gelu_fast"] | None = None
     """Of a GPT-NeoX whose GELU is not one operator."""
     parallel_residual: bool = True
     """Of a GPT-NeoX: attention and MLP read the same input; no other family has it."""
     moe: MoeSpec | None = None
+    """Experts, where the family has some."""
     mla: MlaSpec | None = None
+    """Latent attention, where the family has it."""
     unplaced_parameters: Annotated[int, Range(0, 10**15)] = 0
+    """Parameters that a shape inferred from a bare count leaves over, held as one vector beside the embeddings."""
     profile: Profiled | None = None
     """A module found by tracing it, which stands in place of a family's formulas; the other sizes are then unused."""
     adapter: AdapterSpec | None = None

@@ -24,6 +24,7 @@ class DdpOptions(Spec):
     """Arguments of ``torch.nn.parallel.DistributedDataParallel``; torch's defaults."""
 
     gradient_as_bucket_view: bool = False
+    """Gradients are views of the buckets they are reduced in, and take no memory of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +50,29 @@ class DeepSpeedOptions(Spec):
     """
 
     reduce_bucket_size: Count = 500_000_000
+    """Elements that a bucket of gradients takes before it is reduced."""
     overlap_comm: bool | None = None
     """``None``: True at stage 3, False below."""
     contiguous_gradients: bool = True
+    """Gradients are copied into one flat bucket as they arrive."""
     reduce_scatter: bool = True
+    """A bucket is averaged for the ranks that own it, through a copy where several do; False all-reduces the bucket itself."""
     compute_grad_norm: bool = True
     """Stages 1 and 2 only: False skips the gradient norm, which is taken in fp64."""
     sub_group_size: Count = 1_000_000_000
+    """Stage 3: elements of its share that a rank steps at a time."""
     stage3_prefetch_bucket_size: CountOrZero = 50_000_000
+    """Elements that are gathered ahead of use."""
     stage3_param_persistence_threshold: CountOrZero = 100_000
+    """Parameters of fewer elements are never released."""
     stage3_model_persistence_threshold: Annotated[int, Range(0, 2**63 - 1)] = 2**63 - 1
+    """Elements that may stay gathered in that way."""
     stage3_max_live_parameters: CountOrZero = 1_000_000_000
+    """Elements that may be gathered before something has to be released."""
     stage3_max_reuse_distance: CountOrZero = 1_000_000_000
+    """A parameter that is used again within so many elements is not released."""
     stage3_allgather_sequential: bool = False
+    """Parameters are gathered one by one instead of in flat groups."""
     zero_hpz_partition_size: Degree = 1
     """ZeRO++: ranks, as a rule those of a node, that hold a second copy of the weights from the forward to the optimizer's step."""
     zero_quantized_weights: bool = False
@@ -71,6 +82,7 @@ class DeepSpeedOptions(Spec):
     gpus_per_node: Degree = 8
     """GPUs that one process sees; no key, and asked for by ``zero_quantized_gradients`` alone."""
     grad_accum_dtype: Literal["fp32", "param"] = "param"
+    """``data_types.grad_accum_dtype``: what gradients of several micro-batches are summed in."""
     zero_init: bool = True
     """Stage 3: the model is built under ``deepspeed.zero.Init``, sharded from the start."""
     flatten_on_accelerator: bool = True
@@ -79,14 +91,19 @@ class DeepSpeedOptions(Spec):
     offload_optimizer: OffloadDevice = "none"
     """``offload_optimizer.device``: where the fp32 weights and the optimizer's state are; the CPU takes the step."""
     offload_optimizer_pin_memory: bool = True
+    """The optimizer's tensors are in page-locked memory."""
     offload_optimizer_buffer_count: Count = 4
     """With ``nvme``: page-locked buffers, each for one tensor of the largest sub-group."""
     offload_optimizer_pipeline_read: bool = False
+    """With ``nvme``: the next sub-group is read while this one steps."""
     offload_optimizer_pipeline_write: bool = False
+    """With ``nvme``: the last sub-group is written while this one steps."""
     offload_param: OffloadDevice = "none"
     """``offload_param.device``: where this rank's share of the weights is (stage 3)."""
     offload_param_pin_memory: bool = True
+    """The share of the weights is in page-locked memory."""
     offload_param_buffer_count: Count = 5
+    """With ``nvme``: how many of those buffers."""
     offload_param_buffer_size: Count = 100_000_000
     """With ``nvme``: page-locked buffers, each for one share of a parameter."""
     offload_param_max_in_cpu: CountOrZero = 1_000_000_000
@@ -106,15 +123,22 @@ class RecipeSpec(Spec):
     """
 
     engine: Engine = "fsdp2"
+    """Whose code holds the model."""
     zero_stage: Stage = 3
+    """What is sharded: nothing, optimizer state, gradients too, parameters too."""
     precision: Precision = "bf16-mixed"
+    """Dtypes of weights and of what computes; ``mixed`` keeps fp32 weights for the optimizer."""
     optimizer: Optimizer = "adamw"
+    """Which optimizer, with torch's default arguments."""
     optimizer_impl: OptimizerImpl | None = None
+    """How it steps: all tensors at once, by one kernel, or one by one."""
     recompute: Recompute = "none"
+    """What of a block's forward is run again in its backward."""
     offload_activations: bool = False
     """What blocks keep for their backward is in host memory until then: ``offload_wrapper`` around every block, outside its
     checkpoint."""
     attention: Attention = "sdpa"
+    """Which implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or operators written out."""
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False
@@ -126,8 +150,11 @@ class RecipeSpec(Spec):
     sync_every_micro_batch: bool = True
     """Gradients are reduced after every micro-batch (plain loop) rather than after the last one (``no_sync``)."""
     ddp: DdpOptions = DdpOptions()
+    """DDP's own options."""
     fsdp2: Fsdp2Options = Fsdp2Options()
+    """FSDP2's own options."""
     deepspeed: DeepSpeedOptions = DeepSpeedOptions()
+    """DeepSpeed's own options."""
     kernels: Kernels = "cuda"
     """Whose kernels compute: a GPU's, or a CPU's, where a run without a GPU is to be held against the estimate."""
 

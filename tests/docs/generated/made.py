@@ -1,0 +1,50 @@
+"""Which function makes which part of a page."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from tests.docs.generated import blocks, commands, layers, ledger, records, steps, words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PARTS: dict[str, Callable[..., str]] = {
+    "states": ledger.states,
+    "moments": ledger.moments,
+    "traffic": ledger.traffic,
+    "volumes": ledger.volumes,
+    "saved": blocks.saved,
+    "autocast": blocks.autocast,
+    "backward": blocks.backward,
+    "loss": blocks.loss,
+    "outside": blocks.outside,
+    "legend": blocks.legend_of_the_model,
+    "optimizers": steps.optimizers,
+    "optimizer-symbols": steps.optimizer_symbols,
+    "workspaces": steps.workspaces,
+    "outside-the-allocator": steps.outside_the_allocator,
+    "bands": steps.bands,
+    "step-time": steps.parts_of_a_step,
+    "shares": steps.shares,
+    "kinds": words.kinds,
+    "phases": words.phases,
+    "numbers": words.numbers,
+    "choices": words.choices,
+    "engines": words.engines,
+    "options": words.options,
+    "members": words.members,
+    "engine-symbols": words.engine_symbols,
+    "commands": commands.commands,
+    "job-flags": commands.job_flags,
+    "validation": records.validation,
+    "reserved": records.reserved,
+    "layers": layers.table_of_layers,
+}
+
+
+@cache
+def made(name: str, *arguments: str) -> str:
+    """A part of a page, as it ought to be today."""
+    return "\n" + PARTS[name](*arguments)

@@ -1,0 +1,102 @@
+"""Tables of the optimizer's step, of what a device takes, and of a step's time."""
+
+from __future__ import annotations
+
+from tests.docs.generated.jobs import example, title
+from tests.docs.generated.ledger import STAGES
+from tests.docs.generated.markdown import Sources, code, gigabytes, once, table
+from zeroplan.catalog.gpu import gpu as gpu_named
+from zeroplan.engines.device import outside, workspace_line
+from zeroplan.engines.optimizers import IMPLEMENTATIONS
+from zeroplan.estimator import engine_module
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.steptime import efficiency, step_time
+from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, LINK_SHARE, LINK_SOURCE, PCIE_SHARE, PCIE_SOURCE
+
+
+def optimizers() -> str:
+    """What every optimizer keeps and what its step takes, in each of its implementations, tensors unsharded."""
+    sources, rows = Sources(), []
+    for name, implementations in IMPLEMENTATIONS.items():
+        for implementation in implementations:
+            answer = example(engine="ddp", stage=0, optimizer=name, optimizer_impl=implementation)
+            step = next(moment for moment in answer.moments if moment.phase is Phase.STEP)
+            mine = [
+                line for line in step.lines if line.kind in (Kind.OPTIMIZER_STATE, Kind.OPTIMIZER_TEMPORARY) and line.n_bytes
+            ]
+            rows += [
+                (code(name), implementation, str(line.kind), line.reason, code(line.formula), gigabytes(int(line.n_bytes)),
+                 sources.number(line.source))
+                for line in mine
+            ]  # fmt: skip
+            rows += [] if mine else [(code(name), implementation, "", "nothing", "", "0", "")]
+    return table(("optimizer", "step", "kind", "what", "bytes", "GB:", "source:"), once(rows)) + "\n" + sources.listed()
+
+
+def optimizer_symbols() -> str:
+    """The counts that the optimizers' formulas are written in."""
+    found = {}
+    for name, implementations in IMPLEMENTATIONS.items():
+        for implementation in implementations:
+            answer = example(engine="ddp", stage=0, optimizer=name, optimizer_impl=implementation)
+            found |= {symbol.name: symbol.meaning for symbol in answer.symbols if symbol.name.startswith("U")}
+    return table(("symbol", "what"), [(code(name), meaning) for name, meaning in found.items()])
+
+
+def workspaces() -> str:
+    """What libraries keep on a GPU, by its generation."""
+    sources, rows = Sources(), []
+    for gpu in ("a100-sxm-80gb", "h100-sxm-80gb", "mi250x-gcd-64gb", "mi300x-192gb"):
+        line = workspace_line(gpu_named(gpu))
+        rows.append((code(gpu), line.reason, code(line.formula), gigabytes(int(line.n_bytes)), sources.number(line.source)))
+    return table(("GPU", "what", "bytes", "GB:", "source:"), rows) + "\n" + sources.listed()
+
+
+def outside_the_allocator() -> str:
+    """Bands of what the card gives and the allocator does not see."""
+    rows = [
+        (one.what, *(gigabytes(int(size)) for size in one.band), one.source)
+        for one in (*outside(MeshSpec(dp_shard=8)), *outside(MeshSpec(dp_shard=8, dp_replicate=2))[1:])
+    ]
+    return table(("what", "least, GB:", "expected, GB:", "most, GB:", "source"), rows)
+
+
+def bands() -> str:
+    """What the allocator reserves of the example, by engine."""
+    rows = []
+    for engine, stage in STAGES:
+        answer = example(engine=engine, stage=stage)
+        rows.append((title(engine, stage), gigabytes(answer.peak_bytes), *(gigabytes(int(size)) for size in answer.reserved)))
+    return table(("engine", "peak allocated, GB:", "least reserved, GB:", "expected, GB:", "most, GB:"), rows)
+
+
+def parts_of_a_step(engine: str, stage: str) -> str:
+    """The parts of the example's step and what each is worked out from."""
+    job = example(engine=engine, stage=int(stage)).job
+    account = engine_module(job.recipe.engine).account(job.model, job.recipe, job.mesh, job.batch)
+    sources = Sources()
+    step = step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster)
+    rows = [
+        (part.name, f"{part.seconds:.3f}", f"{part.hidden_s:.3f}", part.reason, sources.number(part.source))
+        for part in step.parts
+    ]
+    whole = ("together", f"{step.seconds:.3f}", "", f"{step.tokens_per_s:,.0f} tokens/s per GPU, MFU {step.mfu:.1%}", "")
+    return table(("part", "seconds:", "hidden:", "how", "source:"), [*rows, whole]) + "\n" + sources.listed()
+
+
+def shares() -> str:
+    """How much of a data sheet's rates a step is taken to reach."""
+    rows = [
+        (f"{name}: {what}", f"{share:.0%}", of, efficiency(name).source)
+        for name in ("Ampere", "Hopper")
+        for what, share, of in (
+            ("matrix multiplications", efficiency(name).matrices, "dense peak"),
+            ("attention", efficiency(name).attention, "dense peak"),
+            ("operators bound by memory", efficiency(name).bandwidth, "memory bandwidth"),
+        )
+    ]
+    rows.append(("links between GPUs and nodes", f"{LINK_SHARE:.0%}", "link rate", LINK_SOURCE))
+    rows.append(("between host and GPU", f"{PCIE_SHARE:.0%}", "PCIe x16, one direction", PCIE_SOURCE))
+    rows.append(("host memory of a node", f"{HOST_BYTES_PER_S / 1e9:.0f} GB/s", "shared by its ranks", HOST_SOURCE))
+    return table(("what", "share", "of", "source"), rows)

@@ -1,0 +1,78 @@
+"""The site: every page is reachable, every link leads somewhere, and it builds without a warning and without the network."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+import zeroplan
+from tests.docs.generated.commands import paths
+from tests.docs.generated.words import meant
+from tests.docs.links import anchors, links
+from tests.docs.pages import PAGES, README, ROOT, name_of, text_of
+
+DOCS = ROOT / "docs"
+SAID = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+def in_nav(entries: list) -> Iterator[str]:
+    for entry in entries:
+        for value in entry.values() if isinstance(entry, dict) else (entry,):
+            yield from in_nav(value) if isinstance(value, list) else (value,)
+
+
+def test_every_page_is_in_the_navigation_once():
+    assert sorted(in_nav(SAID["nav"])) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES if page != README)
+
+
+def test_every_how_to_stands_in_the_list_of_questions():
+    listed = {file for file, _ in links(DOCS / "how-to" / "index.md")}
+    assert listed == {page.name for page in (DOCS / "how-to").glob("*.md")} - {"index.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page: Path):
+    for file, anchor in links(page):
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{name_of(page)} links to {file}"
+        assert page == README or target.is_relative_to(DOCS), f"{name_of(page)} links to {file}, which the site does not have"
+        assert not anchor or anchor in anchors(target), f"{name_of(page)} links to {file}#{anchor}"
+
+
+def test_every_public_name_is_in_the_api():
+    documented = re.findall(r"^::: zeroplan\.(\w+)$", text_of(DOCS / "api.md"), re.MULTILINE)
+    assert sorted(documented) == sorted(zeroplan.__all__)
+
+
+def test_every_field_of_a_public_class_says_what_it_is():
+    for name in zeroplan.__all__:
+        kind = getattr(zeroplan, name)
+        names = {one.name for one in fields(kind)} if is_dataclass(kind) else set(getattr(kind, "_fields", ()))
+        assert not names or not names - meant(kind).keys(), name
+
+
+def test_every_command_is_in_the_command_line():
+    headings = re.findall(r"^##+ zeroplan (.*)$", text_of(DOCS / "cli.md"), re.MULTILINE)
+    assert headings == paths()
+
+
+@pytest.mark.skipif(find_spec("material") is None, reason="needs mkdocs-material (the extra docs)")
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs mkdocstrings (the extra docs)")
+def test_the_site_builds_without_a_warning_and_names_no_other_host(tmp_path: Path):
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) == len(PAGES)  # the README is none of them, the page of what is not found is one
+    for page in pages:
+        loaded = re.findall(r"<(?:script|img|iframe|link)\b[^>]*?(?:src|href)=\"?(https?:[^\"\s>]+)", text_of(page))
+        assert not loaded, f"{page.name} loads {loaded}"
