@@ -9,6 +9,7 @@ from zeroplan.report.series.levels import Level
 from zeroplan.report.series.pareto import Named, ParetoSeries, Spot
 from zeroplan.report.series.parts import Caption, Part
 from zeroplan.report.series.scaling import Point, ScalingLine, ScalingSeries
+from zeroplan.report.series.stacks import Stack, StacksSeries
 from zeroplan.report.series.stages import StageColumn, StagesSeries
 from zeroplan.report.series.timeline import Instant, Measured, TimelineSeries
 from zeroplan.report.series.validation import Run, ValidationSeries
@@ -51,6 +52,24 @@ def stages() -> StagesSeries:
         ),
         capacity_bytes=CAPACITY,
     )  # fmt: skip
+
+
+def stacks() -> StacksSeries:
+    """One case that fits below the line, one whose words make way for it, one that does not fit."""
+    small, near, large = (
+        {"parameters": 8, "activations": 6},
+        {"parameters": 12, "logits": 26},
+        {"optimizer_state": 40, "activations": 12},
+    )
+    return StacksSeries(
+        caption=_about("Three ways, and a name that is long"),
+        stacks=(
+            Stack(name="this", parts=_parts(**small), verdict="fits"),
+            Stack(name="that, but with other numbers", parts=_parts(**near), verdict="tight"),
+            Stack(name="neither", parts=_parts(**large), verdict="does not fit"),
+        ),
+        capacity_bytes=CAPACITY,
+    )
 
 
 def _instant(name: str, phase: str, skipped: int = 0, **gib: float) -> Instant:

@@ -94,6 +94,16 @@ def test_a_workspace_of_cublas_is_known_by_its_size_and_because_it_stays(card: W
     assert kinds(found(card, tmp_path)) == {Kind.PARAMETERS: 4_000, Kind.WORKSPACE: 32 * MIB, Kind.TEMPORARY: 32 * MIB}
 
 
+def test_what_stays_because_memory_ran_out_is_no_workspace(card: Written, tmp_path: Path):
+    card.ask(32 * MIB, FORWARD)
+    step(card, states=True)
+    kept = [card.ask(32 * MIB, FORWARD) for _ in range(3)]
+    card.fail(32 * MIB, FORWARD, left=1_000)
+    seen = kinds(found(card, tmp_path))
+    assert seen[Kind.WORKSPACE] == 32 * MIB
+    assert seen[Kind.ACTIVATIONS] == len(kept) * 32 * MIB
+
+
 def test_a_history_without_its_beginning_is_made_up_from_the_end(card: Written, tmp_path: Path):
     """What the ring buffer has lost has no stack: a gradient's size tells its parameter and states, and nothing tells the rest."""
     card.ask(77, MODULE)

@@ -66,7 +66,8 @@ def sorted_into_kinds(snapshot: Snapshot, lives: Lives) -> Sorted:
     """Say of every block what it was for."""
     parts = _parts(snapshot)
     course = _Course(parts)
-    kinds = [_kind(life, course) for life in lives.blocks]
+    workspaces = set(_workspaces(lives, course))
+    kinds = [Kind.WORKSPACE.value if life in workspaces else _kind(life, course) for life in lives.blocks]
     _name_what_stood_before(lives, kinds)
     return Sorted(tuple(kinds), parts)
 
@@ -151,8 +152,6 @@ def _kind(life: Life, course: _Course) -> str:
         return named.value
     if life.born == BEFORE and not life.stack:
         return UNKNOWN
-    if _is_workspace(life, course.over):
-        return Kind.WORKSPACE.value
     part = course.parts[life.born] if life.born >= 0 else Part.OTHER
     return _BY_PART[part](life, course).value
 
@@ -165,11 +164,24 @@ def _named(stack: Stack) -> Kind | None:
     return None
 
 
-def _is_workspace(life: Life, over: int) -> bool:
-    """Asked for by cuBLAS, or of its size and never given back."""
-    if any(word in frame.name for frame in life.stack for word in _CUBLAS):
-        return True
-    return life.n_bytes in _WORKSPACES and life.died == over
+def _workspaces(lives: Lives, course: _Course) -> Iterator[Life]:
+    """What cuBLAS asked for, or else the first block of its size that the first forward, or backward, asks for and that stays.
+
+    In a pass that memory ran out in, everything stays.
+    """
+    found: dict[Part, Life] = {}
+    for life in lives.blocks:
+        if any(word in frame.name for frame in life.stack for word in _CUBLAS):
+            yield life
+        elif life.n_bytes in _WORKSPACES and life.died == course.over and life.born != BEFORE and _named(life.stack) is None:
+            part = course.parts[life.born]
+            after = course.next(_AND_THEN.get(part, part), BEFORE)
+            if after is None or life.born < after or part not in _AND_THEN:
+                found.setdefault(part, life)
+    yield from found.values()
+
+
+_AND_THEN = {Part.FORWARD: Part.BACKWARD, Part.BACKWARD: Part.STEP}
 
 
 def _in_step(life: Life, course: _Course) -> Kind:

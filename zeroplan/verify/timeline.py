@@ -1,6 +1,6 @@
 """What a recording says: the highest moment of every phase, what is alive then and for what, what is held between steps."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import accumulate
 
@@ -42,6 +42,16 @@ class Timeline:
             if block.born <= moment < block.died:
                 found[self._kind(block).value] += block.n_bytes
         return dict(found)
+
+    def by_kind(self) -> dict[str, list[int]]:
+        """Return what is alive after every request and release, kind by kind. [bytes]"""
+        changes: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(self.live))
+        for block in self.recording.blocks:
+            of_its_kind = changes[self._kind(block).value]
+            of_its_kind[block.born] += block.n_bytes
+            if block.died < len(self.live):
+                of_its_kind[block.died] -= block.n_bytes
+        return {kind: list(accumulate(of_its_kind)) for kind, of_its_kind in changes.items()}
 
     def at(self, moment: int) -> Block | None:
         """Return the block that was asked for at a moment."""

@@ -10,17 +10,19 @@ from matplotlib.figure import Figure
 from zeroplan.report.palette import THEMES, Theme
 from zeroplan.report.plots.frame import blank, saved, style
 from zeroplan.report.plots.heat import draw_heat
+from zeroplan.report.plots.pareto import draw_pareto
 from zeroplan.report.plots.scaling import draw_scaling
 from zeroplan.report.plots.stacks import draw_stacks
 from zeroplan.report.plots.stages import draw_stages
 from zeroplan.report.plots.timeline import draw_timeline
 from zeroplan.report.series.heat import HeatSeries
+from zeroplan.report.series.pareto import ParetoSeries
 from zeroplan.report.series.scaling import ScalingSeries
 from zeroplan.report.series.stacks import StacksSeries
 from zeroplan.report.series.stages import StagesSeries
 from zeroplan.report.series.timeline import TimelineSeries
 
-Series = HeatSeries | ScalingSeries | StacksSeries | StagesSeries | TimelineSeries
+Series = HeatSeries | ParetoSeries | ScalingSeries | StacksSeries | StagesSeries | TimelineSeries
 #: Of a notebook's screen, on which a figure keeps the size that it has on paper.
 _SCREEN_DOTS_PER_INCH = 96
 
@@ -69,5 +71,7 @@ def _draw(figure: Figure, *, series: Series, theme: Theme) -> None:
             draw_scaling(figure, series, theme)
         case HeatSeries():
             draw_heat(figure, series, theme)
+        case ParetoSeries():
+            draw_pareto(figure, series, theme)
         case StacksSeries():
             draw_stacks(figure, series, theme)

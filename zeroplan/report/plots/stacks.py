@@ -1,6 +1,7 @@
 """Columns of bands, one per case, and what the GPU has across them."""
 
 import textwrap
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,50 +16,73 @@ from zeroplan.units import GIB, MIB
 
 _UNDER = 84
 """Signs below all columns together."""
-_ABOVE = 1.13
-_SMALL_GIB = 1.0
-"""Where all columns are lower, the axis is in MiB."""
+_ABOVE = 1.15
+_WORDS = 0.04
+"""How high a line of words above a column is, in parts of the axis."""
+_BYTES = {"GiB": "2³⁰", "MiB": "2²⁰"}
+
+
+class _Scale(NamedTuple):
+    """Bytes of the axis' unit, its name, where the axis ends and where the GPU does; in the unit."""
+
+    unit: int
+    name: str
+    top: float
+    capacity: float | None
 
 
 def draw_stacks(figure: Figure, series: StacksSeries, theme: Theme) -> None:
     """Draw all columns into the figure."""
     framed(figure, series.caption, width=8.0, height=4.2)
-    axes = figure.subplots()
-    heights = [stack.total_bytes for stack in series.stacks]
-    heights += [] if series.capacity_bytes is None else [series.capacity_bytes]
-    unit, name = (GIB, "GiB") if max(heights) >= _SMALL_GIB * GIB else (MIB, "MiB")
-    top = max(heights) / unit
-    axes.set(xlim=(-0.5, len(series.stacks) - 0.5), ylim=(0, top * _ABOVE), ylabel=f"{name} per GPU")
+    axes, scale = figure.subplots(), _scale(series)
+    axes.set(
+        xlim=(-0.5, len(series.stacks) - 0.5),
+        ylim=(0, scale.top),
+        ylabel=f"{scale.name} per GPU (1 {scale.name} = {_BYTES[scale.name]} bytes)",
+    )
     for at, stack in enumerate(series.stacks):
-        _column(axes, at, stack, (unit, top, name), theme)
+        _column(axes, at, stack, scale, theme)
     signs = _UNDER // len(series.stacks)
     axes.set_xticks(range(len(series.stacks)), ["\n".join(textwrap.wrap(stack.name, signs)) for stack in series.stacks])
     axes.tick_params(axis="x", length=0)
     entries = kind_entries(kinds_of(tuple(stack.parts for stack in series.stacks)), theme)
-    legend(axes, [*_capacity(axes, series, (unit, name), theme), *entries])
+    legend(axes, [*_capacity(axes, scale, theme), *entries])
 
 
-def _column(axes: Axes, at: int, stack: Stack, scale: tuple[int, float, str], theme: Theme) -> None:
-    (unit, top, name), bottom = scale, 0.0
+def _scale(series: StacksSeries) -> _Scale:
+    """MiB where all columns are lower than a GiB."""
+    capacity = series.capacity_bytes
+    highest = max([*(stack.total_bytes for stack in series.stacks), capacity or 0])
+    unit, name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
+    return _Scale(unit, name, highest / unit * _ABOVE, None if capacity is None else capacity / unit)
+
+
+def _column(axes: Axes, at: int, stack: Stack, scale: _Scale, theme: Theme) -> None:
+    bottom = 0.0
     for part in stack.parts:
-        tall, colour = part.n_bytes / unit, LOOKS[part.what].colour
+        tall, colour = part.n_bytes / scale.unit, LOOKS[part.what].colour
         band(axes, at, bottom, tall, part.what, theme)
-        if tall > READABLE * top:
+        if tall > READABLE * scale.top:
             axes.text(at, bottom + tall / 2, f"{tall:,.1f}", ha="center", va="center", fontsize=SMALL, color=on(colour), zorder=5,
                       bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0})  # fmt: skip
         bottom += tall
     short = stack.verdict == "does not fit"
-    verdict = "" if stack.verdict == "unknown" else f"\n{stack.verdict}"
+    words = [f"{bottom:,.1f} {scale.name}", *([] if stack.verdict == "unknown" else [stack.verdict])]
     axes.annotate(
-        f"{bottom:,.1f} {name}{verdict}", (at, bottom), (0, 3), textcoords="offset points", ha="center", va="bottom",
-        fontsize=SMALL + 0.5, fontweight="bold", color=theme.warn if short else theme.ink, zorder=6,
+        "\n".join(words), (at, _clear_of_the_line(bottom, len(words), scale)), (0, 3), textcoords="offset points",
+        ha="center", va="bottom", fontsize=SMALL + 0.5, fontweight="bold", color=theme.warn if short else theme.ink, zorder=6,
         path_effects=[withStroke(linewidth=3, foreground=theme.paper)],
     )  # fmt: skip
 
 
-def _capacity(axes: Axes, series: StacksSeries, scale: tuple[int, str], theme: Theme) -> list[LegendEntry]:
-    if series.capacity_bytes is None:
+def _clear_of_the_line(height: float, words: int, scale: _Scale) -> float:
+    """Where so many lines of words above a column begin: above the line of the GPU, where that would go through them."""
+    line = scale.capacity
+    return line if line is not None and height < line < height + words * _WORDS * scale.top else height
+
+
+def _capacity(axes: Axes, scale: _Scale, theme: Theme) -> list[LegendEntry]:
+    if scale.capacity is None:
         return []
-    height = series.capacity_bytes / scale[0]
-    line = axes.axhline(height, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
-    return [((line,), f"the GPU's {height:.1f} {scale[1]}")]
+    line = axes.axhline(scale.capacity, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
+    return [((line,), f"the GPU's {scale.capacity:.1f} {scale.name}")]
