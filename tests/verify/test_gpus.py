@@ -26,6 +26,7 @@ pytestmark = pytest.mark.torch
 GB = 10**9
 TASK = Task(job=job(model="llama-3.2-1b", gpus=8, stage=3, gpu="h100"), transport="fake", tensors="cuda")
 NEEDED = estimate(TASK.job).least_bytes
+MEMORY_OF = gpus.memory_of
 
 
 @pytest.fixture
@@ -83,6 +84,28 @@ def test_who_has_just_ended_is_given_a_moment_to_leave(card: pytest.MonkeyPatch)
     seen = iter([Memory(GB, 80 * GB), Memory(79 * GB, 80 * GB)])
     card.setattr(gpus, "memory_of", lambda _: next(seen))
     assert ready(TASK)[1] == 80 * GB
+
+
+def test_a_driver_that_is_too_old_is_told_though_nvml_counted_gpus(card: pytest.MonkeyPatch):
+    def set_device(_: int) -> None:
+        raise RuntimeError(TOO_OLD)
+
+    card.setattr(gpus, "memory_of", MEMORY_OF)
+    card.setattr(torch.cuda, "set_device", set_device)
+    with pytest.raises(
+        NotHereError, match=r"^the NVIDIA driver is too old: it speaks CUDA 11\.4, and this torch was built for"
+    ):
+        ready(TASK)
+
+
+def test_a_card_that_fails_is_told_in_its_drivers_words(card: pytest.MonkeyPatch):
+    def set_device(_: int) -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be reported later")
+
+    card.setattr(gpus, "memory_of", MEMORY_OF)
+    card.setattr(torch.cuda, "set_device", set_device)
+    with pytest.raises(NotHereError, match=r"^GPU 0 cannot be used: CUDA error: uncorrectable ECC error encountered$"):
+        ready(TASK)
 
 
 def test_the_drivers_reason_is_its_first_sentence(monkeypatch: pytest.MonkeyPatch):

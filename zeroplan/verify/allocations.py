@@ -29,6 +29,10 @@ class Allocation(NamedTuple):
     operators: tuple[str, ...]
     """The operators it happened in, outermost first."""
 
+    def with_live(self, live_bytes: int) -> "Allocation":
+        """The same with so many bytes alive after it; not by ``_replace``, which takes several times as long."""
+        return Allocation(self.time_ns, self.n_bytes, self.address, live_bytes, self.operators)
+
 
 class Timeline:
     """What a recording saw: allocations in time order, and the moments that were marked."""
@@ -53,7 +57,7 @@ class Timeline:
                 left_out.discard(event.address)
             else:
                 live_bytes += event.n_bytes
-                kept.allocations.append(event._replace(live_bytes=live_bytes))
+                kept.allocations.append(event.with_live(live_bytes))
         return kept
 
     def without_scratch(self, *operators: str) -> "Timeline":
@@ -74,7 +78,7 @@ class Timeline:
         for at, event in enumerate(self.allocations):
             if at not in scratch:
                 live_bytes += event.n_bytes
-                kept.allocations.append(event._replace(live_bytes=live_bytes))
+                kept.allocations.append(event.with_live(live_bytes))
         return kept
 
     def live_bytes(self, mark: str) -> int:

@@ -76,12 +76,7 @@ def _refuse_too_few(ranks: int) -> None:
     if found >= ranks:
         return
     said = why_none() if not found else ""
-    if old := re.search(r"driver on your system is too old \(found version (\d+)\)", said):
-        speaks = f"CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10}"
-        raise NotHereError(
-            f"the NVIDIA driver is too old: it speaks {speaks}, and this torch was built for CUDA {torch.version.cuda}; update it, "
-            f"or install a torch built for {speaks} or older"
-        )
+    _refuse_too_old(said)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     only = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     if not found:
@@ -89,6 +84,16 @@ def _refuse_too_few(ranks: int) -> None:
     raise NotHereError(
         f"{ranks} ranks on this node need {ranks} GPUs, and it has {found}{only}; start fewer, or be one of them with --as-rank"
     )
+
+
+def _refuse_too_old(said: str) -> None:
+    """Of a driver that is too old torch says so when it first needs it, though NVML may have counted GPUs before."""
+    if old := re.search(r"driver on your system is too old \(found version (\d+)\)", said):
+        speaks = f"CUDA {int(old[1]) // 1000}.{int(old[1]) % 1000 // 10}"
+        raise NotHereError(
+            f"the NVIDIA driver is too old: it speaks {speaks}, and this torch was built for CUDA {torch.version.cuda}; update it, "
+            f"or install a torch built for {speaks} or older"
+        )
 
 
 def _refuse_busy(index: int, *, needed: int) -> Memory:
@@ -139,6 +144,7 @@ def memory_of(index: int) -> Memory:
         torch.cuda.set_device(index)
         return Memory(*torch.cuda.mem_get_info(index))
     except RuntimeError as error:
+        _refuse_too_old(str(error))
         raise NotHereError(f"GPU {index} cannot be used: {str(error).splitlines()[0]}") from None
 
 

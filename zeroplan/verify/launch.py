@@ -228,12 +228,11 @@ def environment_of(task: Task) -> dict[str, str]:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Ask the processes to go, and after a moment make them; an interrupt meanwhile cannot stop this.
+    """Ask the processes to go, and after a moment make them; an interrupt meanwhile cannot stop this, and is heard afterwards.
 
     Closing standard input is what every rank, whoever started it, takes for its parent's end.
     """
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if threading.current_thread() is threading.main_thread() else None
-    try:
+    with _interrupts_later():
         _close(process.stdin)
         _until(lambda: process.poll() is not None)
         for sign in (signal.SIGTERM, signal.SIGKILL):
@@ -242,9 +241,22 @@ def _end(process: "subprocess.Popen[str]") -> None:
             _until(lambda: process.poll() is not None)
         process.wait()
         _close(process.stdout)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Hold back an interrupt until the block ends; elsewhere than in the main thread there are none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number))
+    try:
+        yield
     finally:
-        if before is not None:
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if heard:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _until(done: Callable[[], bool]) -> None:

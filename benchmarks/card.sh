@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# A GPU machine at hand for a few minutes: run all there is to run on one card, and leave records that can be kept.
+#
+#   benchmarks/card.sh FOLDER [SECONDS]
+#
+# In this order: what the machine is, a smoke of every engine, a snapshot and what it says, the matrix of one card (with both edges of
+# this card's own capacity), the tests for GPUs, and what follows from the records. Ends within SECONDS (570); called again with the
+# same FOLDER it goes on. Uses the machine's own torch and transformers. Packages it lacks may lie as wheels in a folder named
+# by WHEELS; PYTHON names another interpreter than python3, BACKEND=cpu or simulate tries the script where there is no GPU, and MATRIX
+# another matrix than one-140gb.
+set -uo pipefail
+
+folder=${1:?usage: benchmarks/card.sh FOLDER [SECONDS]}
+limit=${2:-570}
+python=${PYTHON:-python3}
+backend=${BACKEND:-cuda}
+matrix=${MATRIX:-one-140gb}
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+mkdir -p "$folder" && folder=$(cd "$folder" && pwd) || exit 4
+log="$folder/log.txt"
+worst=0
+
+left() { echo $((limit - SECONDS)); }
+
+# Run one step within the time that is left, tell how long it took, and remember the worst exit code.
+step() {
+    local name=$1 most=$2 began=$SECONDS code
+    shift 2
+    ((most > $(left) - 20)) && most=$(($(left) - 20))
+    if ((most < 5)); then
+        echo "== $name: no time left" | tee -a "$log"
+        worst=$((worst > 5 ? worst : 5))
+        return
+    fi
+    timeout --signal=INT --kill-after=15 "$most" "$@" 2>&1 | tee -a "$log"
+    code=${PIPESTATUS[0]}
+    echo "== $name: exit $code after $((SECONDS - began)) s" | tee -a "$log"
+    ((code > worst)) && worst=$code
+}
+
+if [[ -n ${WHEELS:-} ]]; then
+    site=$(mktemp -d)
+    trap 'rm -rf "$site"' EXIT
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$WHEELS"/*.whl || exit 4
+    export PYTHONPATH="$PYTHONPATH:$site"
+fi
+
+zeroplan=("$python" -m zeroplan)
+step "machine" 60 bash -c "nvidia-smi 2>/dev/null; $python -c 'import sys, torch, transformers; print(sys.version); print(
+\"torch\", torch.__version__, \"CUDA\", torch.version.cuda, \"cuDNN\", torch.backends.cudnn.version(), \"transformers\", transformers.__version__)'"
+step "smoke" 150 "${zeroplan[@]}" verify --matrix "$root/tests/on_gpus/smoke.toml" --backend "$backend" --record-dir "$folder"
+if [[ $backend == cuda && -z $(ls "$folder"/*.snapshot.pickle 2>/dev/null) ]]; then
+    job=(--model gpt2 --gpus 8 --stage 3 --seq-len 512)
+    step "snapshot" 60 "${zeroplan[@]}" verify "${job[@]}" --backend cuda --as-rank 0 --snapshot "$folder" --record-dir "$folder"
+    compgen -G "$folder/*.snapshot.pickle" >/dev/null && step "diagnose" 60 "${zeroplan[@]}" diagnose "$folder"/*.snapshot.pickle "${job[@]}"
+fi
+step "matrix" 3600 "${zeroplan[@]}" verify --matrix "$matrix" --backend "$backend" --record-dir "$folder"
+if [[ $backend == cuda ]] && "$python" -c 'import pytest' 2>/dev/null; then
+    step "tests" 200 "$python" -m pytest -q -p no:cacheprovider "$root/tests/verify/test_on_gpus.py"
+fi
+if [[ $backend == cuda ]]; then
+    cd "$root" || exit 4
+    step "complete" 60 "$python" -m tests.on_gpus.gpu_check "$folder"/*.jsonl
+    step "figures" 60 bash -c "$python -m tests.on_gpus.calibrate '$folder'/*.jsonl > '$folder/figures.toml'"
+fi
+exit "$worst"

@@ -1,0 +1,70 @@
+"""What is said of a rank that NCCL takes down, and that an interrupt is heard when processes are being ended. Needs no torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from tests.measured_twins import twin
+from zeroplan.errors import MeasurementError
+from zeroplan.measurement import Measurement
+from zeroplan.verify import launch
+from zeroplan.verify.launch import Listener, Message, Started, listen
+from zeroplan.verify.record import write_record
+from zeroplan.verify.task import Task
+
+TASK = Task(job=twin().job, transport="nccl", tensors="cuda", timeout_s=5.0)
+WATCHDOG = (
+    "[rank2]:[E1120 ProcessGroupNCCL.cpp:683] [Rank 2] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, "
+    "OpType=_ALLGATHER_BASE, NumelIn=1, NumelOut=4, Timeout(ms)=5000) ran for 5021 milliseconds before timing out.\n"
+    "what():  [PG ID 0 PG GUID 0(default_pg) Rank 2] Process group watchdog thread terminated with exception\n"
+)
+
+
+def told(folder: Path, *messages: Message) -> Started:
+    """Ranks that have said this."""
+    queue: SimpleQueue[Message | None] = SimpleQueue()
+    for message in messages:
+        queue.put(message)
+    return Started(None, queue, folder)  # type: ignore[arg-type]  # no process is asked
+
+
+def test_a_rank_that_nccls_watchdog_ends_is_named_with_the_collective_and_records_before_it_are_kept(tmp_path: Path):
+    (tmp_path / "rank2.stderr").write_text(WATCHDOG)
+    kept: list[Measurement] = []
+    record = {"rank": "0", "record": str(write_record(twin(), tmp_path))}
+    with pytest.raises(MeasurementError) as lost:
+        listen(TASK, told(tmp_path, record, {"rank": "2", "died": "killed by SIGABRT"}), Listener(kept.append, lambda _: None))
+    assert str(lost.value) == (
+        "rank 2 died (killed by SIGABRT; NCCL: a collective (_ALLGATHER_BASE) timed out, so another rank never came to it) before "
+        "it left a record; the other ranks were ended"
+    )
+    assert kept == [twin()]
+
+
+def test_what_nccl_said_of_a_rank_that_failed_is_its_line(tmp_path: Path):
+    said = "NCCL 2.28.9: unhandled system error: socketConnect: no route; NCCL_DEBUG=INFO says more"
+    with pytest.raises(MeasurementError, match=rf"^rank 1 failed: {said}$"):
+        listen(TASK, told(tmp_path, {"rank": "1", "failed": "engine", "text": said}), Listener(lambda _: None, lambda _: None))
+
+
+def test_an_interrupt_while_processes_are_ended_is_heard_when_they_are(monkeypatch: pytest.MonkeyPatch):
+    """One that ignores what it is asked is ended all the same, and then the interrupt is."""
+    monkeypatch.setattr(launch, "_GRACE_S", 0.3)
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", stubborn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()
+    before = signal.getsignal(signal.SIGINT)
+    threading.Thread(target=lambda: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch._end(process)
+    assert process.returncode == -signal.SIGKILL
+    assert signal.getsignal(signal.SIGINT) is before
