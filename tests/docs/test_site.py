@@ -29,12 +29,14 @@ def in_nav(entries: list) -> Iterator[str]:
 
 
 def test_every_page_is_in_the_navigation_once():
-    assert sorted(in_nav(SAID["nav"])) == sorted(page.relative_to(DOCS).as_posix() for page in PAGES if page != README)
+    listed, there = sorted(in_nav(SAID["nav"])), {page.relative_to(DOCS).as_posix() for page in PAGES if page != README}
+    assert not there - set(listed), "a page needs its line in the nav of mkdocs.yml"
+    assert listed == sorted(there)
 
 
 def test_every_how_to_stands_in_the_list_of_questions():
     listed = {file for file, _ in links(DOCS / "how-to" / "index.md")}
-    assert listed == {page.name for page in (DOCS / "how-to").glob("*.md")} - {"index.md"}
+    assert {page.name for page in (DOCS / "how-to").glob("*.md")} - {"index.md"} <= listed
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

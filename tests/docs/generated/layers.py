@@ -17,8 +17,8 @@ _TEXT = 'font-family="ui-sans-serif, system-ui, sans-serif" font-size="14" text-
 
 def table_of_layers() -> str:
     """The layers with what each module answers, from the first sentence of its docstring."""
-    rows = [(" · ".join(map(code, layer)), " ".join(map(_first_sentence, layer))) for layer in _layers()]
-    return table(("imports go down", "what it answers"), rows)
+    rows = [("" if at else "↓", code(name), _first_sentence(name)) for layer in _layers() for at, name in enumerate(layer)]
+    return table(("", "module", "what it answers"), rows)
 
 
 def _layers() -> list[list[str]]:
