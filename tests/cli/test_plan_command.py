@@ -45,6 +45,14 @@ def test_json_adds_up(run: Run):
     assert found["front"][0]["tokens_per_s_per_gpu"] == max(one["tokens_per_s_per_gpu"] for one in found["front"])
 
 
+def test_the_largest_models_command_names_its_size(run: Run):
+    asked = ("plan", "--max-params", "--gpu", "a10-24gb", "--gpus", "2", "--engine", "fsdp2", "--seq-len", "1024", "--json")
+    found = json.loads(run(*asked)[1])
+    command = shlex.split(found["best"]["command"])[1:]
+    assert json.loads(run(*command, "--check", "--json")[1])["fits"] is True
+    assert f"{int(command[command.index('--params') + 1]):,} parameters" in found["notes"][0]
+
+
 def test_markdown_has_a_heading_and_the_command(run: Run):
     code, out, _ = run(*ASKED, "--markdown")
     assert code == 0
@@ -100,6 +108,7 @@ def test_logits_that_accelerate_hands_on_are_counted(run: Run, tmp_path: Path):
         ((*ASKED[1:], "--min-gpus"), "leave one of them out"),
         ((*ASKED[1:], "--max-seq"), "leave one of them out"),
         ((*ASKED[1:], "--max-batch"), "leave one of them out"),
+        ((*ASKED[1:], "--max-params"), "leave --model out"),
         ((*ASKED[1:-4], "--max-seq", "--objective", "cost"), "one at a time"),
         ((*ASKED[1:], "--mfu", "45"), "share of the peak"),
         ((*ASKED[1:], "--mfu", "nan"), "share of the peak"),

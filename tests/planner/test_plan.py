@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zeroplan import JobSpec, MeshSpec, SpecError, estimate, job
-from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, longest_sequence, plan, time_of
+from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
 from zeroplan.planner.objectives import TIE, complexity, field, pareto
 from zeroplan.planner.rules import Rule
 from zeroplan.planner.search import job_at, search
@@ -182,6 +182,20 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(engine: str):
 
     assert fits(longest)
     assert not fits(longest + 128)
+
+
+def test_the_largest_model_fits_and_larger_ones_do_not():
+    """The plan of the largest count fits, those of the next four do not; the shape is what `--params` makes of it."""
+
+    def at(count: int) -> JobSpec:
+        return job(params=count, gpus=2, gpu="a10", seq_len=1024)
+
+    fixed = Fixed(engine="fsdp2", zero_stage=3, micro_batch_size=1, offload_optimizer="none", offload_param="none")
+    largest = largest_model(at, fixed)
+    assert len(str(largest).rstrip("0")) <= 2
+    verdicts = [answer.best is not None and not answer.best.tight
+                for step in range(5) if (answer := plan(at(largest + step * 10 ** (len(str(largest)) - 2)), fixed))]  # fmt: skip
+    assert verdicts == [True, False, False, False, False]
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not():

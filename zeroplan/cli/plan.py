@@ -42,6 +42,7 @@ ObjectiveName = Annotated[str | None, _text("throughput, headroom, or cost, on -
 MinGpus = Annotated[bool, _asks("--min-gpus", "Find the fewest GPUs that fit.")]
 MaxSeq = Annotated[bool, _asks("--max-seq", "Find the longest sequence that fits.")]
 MaxBatch = Annotated[bool, _asks("--max-batch", "Find the largest micro-batch that fits.")]
+MaxParams = Annotated[bool, _asks("--max-params", "Find the largest model that fits, of a shape as --params takes it.")]
 Mfu = Annotated[str | None, _text("Share of the dense peak at which a GPU computes, instead of the fitted ones.", "SHARE")]
 
 
@@ -54,6 +55,7 @@ def plan_command(
     min_gpus: MinGpus = False,
     max_seq: MaxSeq = False,
     max_batch: MaxBatch = False,
+    max_params: MaxParams = False,
     mfu: Mfu = None,
     tokens: Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")] = None,
     price_per_gpu_hour: Annotated[str | None, _text("What a GPU costs per hour: what the budget costs.", "AMOUNT")] = None,
@@ -68,11 +70,13 @@ def plan_command(
     from zeroplan.export.files import cannot_say  # noqa: PLC0415
     from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415
     from zeroplan.report.plan import Beside  # noqa: PLC0415
+    from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
 
     if as_json and as_markdown:
         raise SpecError("--json and --markdown are two renderings; choose one")
     target = _target(emit, out, force=force)
     question = question_of(global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch)
+    question = question._replace(max_params=max_params)
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     unsaid = None if target is None else lambda recipe: cannot_say(recipe, target)
@@ -83,6 +87,8 @@ def plan_command(
     if answer.best is None:
         _show(answer, Beside("", budget, price), as_json=as_json, as_markdown=as_markdown)
         return NO
+    if max_params:
+        request = replace(request, params=parameter_count(answer.base.model))
     command = estimate_command(answer.best.layout.job, request)
     beside = Beside(command, budget, price)
     if target is not None:

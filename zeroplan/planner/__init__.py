@@ -5,7 +5,7 @@ the loss in chunks, offload. Tensor, context, pipeline and expert parallelism ar
 """
 
 from zeroplan.planner.choose import plan, time_of
-from zeroplan.planner.questions import cheapest, fewest_gpus, largest_batch, longest_sequence
+from zeroplan.planner.questions import cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence
 from zeroplan.planner.result import Best, Layout, More, Plan, Rival
 from zeroplan.planner.space import Fixed
 
@@ -19,6 +19,7 @@ __all__ = [
     "cheapest",
     "fewest_gpus",
     "largest_batch",
+    "largest_model",
     "longest_sequence",
     "plan",
     "time_of",

@@ -7,12 +7,21 @@ from typing import NamedTuple
 from zeroplan.errors import SpecError
 from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import Objective
-from zeroplan.planner.questions import SEQUENCE_STEP, cheapest, fewest_gpus, largest_batch, longest_sequence
+from zeroplan.planner.questions import (
+    LEAST_PARAMETERS,
+    SEQUENCE_STEP,
+    cheapest,
+    fewest_gpus,
+    largest_batch,
+    largest_model,
+    longest_sequence,
+)
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid
 from zeroplan.planner.space import Fixed
-from zeroplan.resolve import Request, resolve, with_setup
+from zeroplan.resolve import Request, Resolved, resolve, with_setup
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+from zeroplan.transformer.params import parameter_count
 
 #: Fields of a request that the search decides where they are not given.
 _SEARCHED = ("engine", "stage", "replicas", "micro_batch", "grad_accum", "optimizer_impl", "recompute", "loss",
@@ -31,6 +40,7 @@ class Question(NamedTuple):
     min_gpus: bool = False
     max_seq: bool = False
     max_batch: bool = False
+    max_params: bool = False
 
 
 def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
@@ -50,13 +60,10 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
     """Answer a question on a request; raises SpecError in one line where it contradicts itself or asks for the impossible."""
     request, told = told_by_a_setup(request)
     _refuse(request, question)
-    bare = replace(request, **dict.fromkeys((*_SEARCHED, *_OPTIONS)))
-    base, notes = resolve(replace(bare, seq_len=SEQUENCE_STEP) if question.max_seq else bare, extra=extra)
-    options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
-    base = replace(base, recipe=replace(base.recipe, **options))
     fixed = _fixed(request, question)
-    if base.cluster.gpu is None:
-        raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
+    if question.max_params:
+        request = _with_the_largest_model(request, fixed, extra, unsaid)
+    base, notes = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
     if question.min_gpus:
         answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
     elif question.objective == "cost":
@@ -65,12 +72,36 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
         base, fixed, found = _extreme(base, fixed, question, unsaid)
         answer = plan(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
         notes = (*notes, *found)
+    if question.max_params and answer.best is not None:
+        notes = (f"the largest model that fits: {parameter_count(base.model):,} parameters (in two digits)", *notes)
     return replace(answer, notes=(*told, *notes))
 
 
+def _base(request: Request, extra: Path | None) -> Resolved:
+    """The job that is searched around: what the search decides is left out of it."""
+    base, notes = resolve(replace(request, **dict.fromkeys((*_SEARCHED, *_OPTIONS))), extra=extra)
+    options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
+    if base.cluster.gpu is None:
+        raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
+    return Resolved(replace(base, recipe=replace(base.recipe, **options)), notes)
+
+
+def _with_the_largest_model(request: Request, fixed: Fixed, extra: Path | None, unsaid: Unsaid | None) -> Request:
+    """The request with the most parameters with which some layout fits, or the fewest that are tried where none does."""
+
+    def at(count: int) -> JobSpec:
+        return _base(replace(request, params=count), extra).job
+
+    return replace(request, params=largest_model(at, fixed, unsaid) or LEAST_PARAMETERS)
+
+
 def _refuse(request: Request, question: Question) -> None:
-    if sum((question.min_gpus, question.max_seq, question.max_batch, question.objective == "cost")) > 1:
-        raise SpecError("--min-gpus, --max-seq, --max-batch and --objective cost are four questions; ask one at a time")
+    asked = (question.min_gpus, question.max_seq, question.max_batch, question.max_params, question.objective == "cost")
+    if sum(asked) > 1:
+        raise SpecError(
+            "--min-gpus, --max-seq, --max-batch, --max-params and --objective cost are five questions; ask one at a time"
+        )
+    named = next((name for name in ("model", "params", "config", "profile") if getattr(request, name) is not None), "")
     for flag, said, instead in (
         ("--tensor-parallel", (request.tensor_parallel or 1) > 1, "tensor parallelism is not part of a plan yet; leave it out"),
         (
@@ -89,6 +120,7 @@ def _refuse(request: Request, question: Question) -> None:
             question.max_seq and (request.micro_batch or 1) > 1,
             "it takes one sequence at a time; leave --micro-batch out",
         ),
+        ("--max-params", question.max_params and bool(named), f"it looks for a model; leave --{named} out"),
         (
             "--max-batch",
             question.max_batch and request.micro_batch is not None,

@@ -1,4 +1,4 @@
-"""What is the smallest or largest number with which something fits: GPUs, sequence length, sequences per GPU?"""
+"""What is the smallest or largest number with which something fits: GPUs, sequence length, sequences per GPU, parameters?"""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from zeroplan.errors import SpecError
 from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
-from zeroplan.planner.search import Unsaid, evaluated
+from zeroplan.planner.search import Unsaid, evaluated, weights_alone_are_too_large
 from zeroplan.planner.space import MOST_TOKENS, Column, Fixed, gpus_per_node, grid_of, structures
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
@@ -97,6 +97,59 @@ def largest_batch(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> 
     coarse = _most(base, fixed, sizes, tokens=False, unsaid=unsaid)
     finer = coarse + np.arange(0, 1 + max(1, coarse // 4), dtype=np.int64)
     return max(coarse, _most(base, fixed, finer[(finer > 0) & (finer <= most)], tokens=False, unsaid=unsaid))
+
+
+def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, unsaid: Unsaid | None = None) -> int:
+    """The most parameters, in two digits, with which some layout fits one sequence at a time; 0 where none does.
+
+    ``at`` gives the job with so many parameters, its shape inferred as ``--params`` infers it. Blocks are recomputed and Adam steps
+    in its fused kernel, which takes least, unless something else is asked for. Counts are halved; since a larger shape may need a
+    little less, where another published one lends its depth, the next few above are tried, too.
+    """
+    base = at(LEAST_PARAMETERS)
+    gpu = base.cluster.gpu
+    fixed = replace(fixed, recompute=fixed.recompute or "full")
+    if base.recipe.optimizer in ("adam", "adamw"):
+        fixed = replace(fixed, optimizer_impl=fixed.optimizer_impl or "fused")
+    counts = _two_digits((0 if gpu is None else int(gpu.memory_bytes.value)) * base.mesh.world_size)
+    below, above = -1, len(counts)
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if _fits(at(counts[middle]), fixed, unsaid) else (below, middle)
+    further = (count for count in reversed(counts[above + 1 : above + 1 + _BEYOND]) if _fits(at(count), fixed, unsaid))
+    return next(further, counts[below] if below >= 0 else 0)
+
+
+def _two_digits(most: int) -> list[int]:
+    """Counts of two significant digits, a byte each at the most."""
+    decades = range(len(str(LEAST_PARAMETERS)) - 2, len(str(most)) - 1)
+    counts = (digits * 10**decade for decade in decades for digits in range(10, 100))
+    return [count for count in counts if LEAST_PARAMETERS <= count <= most]
+
+
+def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
+    """Whether any structure fits comfortably, with the batch that is asked for, or one sequence."""
+    gpus, gpu, size = base.mesh.world_size, base.cluster.gpu, fixed.micro_batch_size or 1
+    room = 0 if gpu is None else int(gpu.memory_bytes.value)
+    steps = fixed.grad_accum_steps or max(1, (fixed.global_batch_size or gpus) // (gpus * size))
+    one = np.ones(1, dtype=np.int64)
+    replicas = one * (fixed.dp_replicate or 1)
+    grid = grid_of(replicas, gpus, micro_batch_size=one * size, grad_accum_steps=one * steps, seq_len=base.batch.seq_len)
+    for recipe in structures(base, fixed, offload=False):
+        ways = recipe.fsdp2.reshard_after_forward
+        unwanted = (recipe.engine == "fsdp2" and type(ways) is int) or (unsaid is not None and unsaid(recipe))
+        if unwanted or weights_alone_are_too_large(base, recipe):
+            continue
+        try:
+            if evaluated(base, recipe, grid).comfortable_bytes[0] <= room:
+                return True
+        except SpecError:
+            continue
+    return False
+
+
+#: No smaller transformer is looked for; and how many counts above the first that does not fit are tried.
+LEAST_PARAMETERS, _BEYOND = 50_000_000, 3
 
 
 def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: Unsaid | None) -> int:

@@ -94,7 +94,7 @@ def _of_structure(
     fitting = _resharded(recipe, grid)
     tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
     grid = grid.only(fitting)
-    if not whatever_weighs and _weights_alone_are_too_large(base, recipe):
+    if not whatever_weighs and weights_alone_are_too_large(base, recipe):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
         try:
@@ -103,7 +103,7 @@ def _of_structure(
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
 
-def _weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec) -> bool:
+def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec) -> bool:
     """Whether one copy of the weights, which every stage below 3 gathers or holds, is more than the GPU has."""
     gpu, adapter = base.cluster.gpu, base.model.adapter
     if adapter is not None and adapter.quantize != "none":
