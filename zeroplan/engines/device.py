@@ -75,9 +75,9 @@ def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
 def outside(mesh: MeshSpec, gpu: GpuSpec | None = None) -> tuple[Outside, ...]:
     """What the card gives outside the caching allocator: the context, and a communicator per process group. [bytes]
 
-    One group for the shards, one more for replicas, one for each way of splitting the model, of experts two; none with a
-    single rank. What was seen on this GPU (``device_figures.toml``) goes before the general bands, which are third-party reports too: ``zeroplan`` has
-    no measurement of its own behind them yet.
+    One group for the shards, one more for replicas, one for each way of splitting the model, of experts two; none with a single
+    rank. What was seen on this GPU (``device_figures.toml``) goes before the general bands, which are third-party reports too:
+    ``zeroplan`` has no measurement of its own behind them yet.
 
     >>> [len(outside(MeshSpec(dp_shard=ranks))) for ranks in (1, 8)]
     [1, 2]
