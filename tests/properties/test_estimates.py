@@ -74,6 +74,7 @@ class GridMesh:
     dp_shard: np.ndarray
     dp_replicate: np.ndarray
     tp: int = 1
+    ep: int = 1
 
 
 @dataclass(frozen=True)

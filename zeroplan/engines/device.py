@@ -75,14 +75,15 @@ def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
 def outside(mesh: MeshSpec, gpu: GpuSpec | None = None) -> tuple[Outside, ...]:
     """What the card gives outside the caching allocator: the context, and a communicator per process group. [bytes]
 
-    One group for the shards, one more for replicas, one for each way of splitting the model; none with a single rank. What was
-    seen on this GPU (``device_figures.toml``) goes before the general bands, which are third-party reports too: ``zeroplan`` has
-    no measurement of its own behind them yet.
+    One group for the shards, one more for replicas, one for each way of splitting the model, of experts two; none with a single
+    rank. What was seen on this GPU (``device_figures.toml``) goes before the general bands, which are third-party reports too:
+    ``zeroplan`` has no measurement of its own behind them yet.
 
     >>> [len(outside(MeshSpec(dp_shard=ranks))) for ranks in (1, 8)]
     [1, 2]
     """
-    degrees = (mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep)
+    same_experts = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep if mesh.ep > 1 else 1
+    degrees = (mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep, same_experts)
     return _outside(sum(degree > 1 for degree in degrees), "" if gpu is None else gpu.name)
 
 

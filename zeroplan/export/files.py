@@ -74,6 +74,8 @@ def export(job: JobSpec, target: Target) -> Export:
     missing = cannot_say(job.recipe, target)
     if missing:
         raise SpecError(f"--emit {target} cannot say this layout: {missing}")
+    if job.mesh.model_ranks * job.mesh.ep > 1:
+        raise SpecError(f"--emit {target} cannot say this layout: its model is split over ranks, which is not written yet")
     if job.model.adapter is None:
         return _WRITERS[target](job)
     if target == "fsdp2":

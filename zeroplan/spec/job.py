@@ -7,7 +7,7 @@ from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Engine, RecipeSpec, Stage
 
 #: Which ZeRO stages each engine offers, and under what name.
@@ -91,9 +91,39 @@ class JobSpec(Spec):
             raise SpecError(
                 f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
             )
-        for degree, ways in (("cp", mesh.cp), ("pp", mesh.pp), ("ep", mesh.ep)):
+        for degree, ways in (("cp", mesh.cp), ("pp", mesh.pp)):
             if ways > 1:
                 raise SpecError(f"{degree}={ways} with engine {engine!r} is not modelled; leave it out")
+        if mesh.ep > 1:
+            self._check_expert_ranks()
+
+    def _check_expert_ranks(self) -> None:
+        """Refuse experts that cannot be split over so many ranks, and what is not modelled with them."""
+        ep, moe, recipe = self.mesh.ep, self.model.moe, self.recipe
+        if moe is None:
+            raise SpecError(f"ep={ep} needs a model with experts, and this one ({self.model.family}) has none; leave ep out")
+        if moe.num_experts % ep:
+            raise SpecError(f"ep={ep} does not divide the {moe.num_experts} experts; use a factor of them")
+        for asked, instead in (
+            (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
+            (self.mesh.tp > 1 and f"tp={self.mesh.tp}", "one of them"),
+            (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
+            (type(recipe.fsdp2.reshard_after_forward) is int and "a number for reshard_after_forward", "true or false"),
+        ):
+            if asked:
+                raise SpecError(f"ep={ep} (experts on several ranks) with {asked} is not modelled; use {instead}")
+        self._check_chunks_of_experts(moe)
+
+    def _check_chunks_of_experts(self, moe: MoeSpec) -> None:
+        """Refuse what ``fully_shard`` refuses: along dim 1, where experts are fewer than ranks, chunks must be even."""
+        ranks = self.mesh.dp_shard // self.mesh.ep
+        widths = 2 * moe.moe_intermediate_size, self.model.hidden_size
+        if self.mesh.dp_shard > moe.num_experts and any(width % ranks for width in widths):
+            raise SpecError(
+                f"{ranks:,} ranks that have the same experts (dp_shard={self.mesh.dp_shard:,} / ep={self.mesh.ep}) do not divide "
+                f"the widths {widths[0]:,} and {widths[1]:,} of their weights, which FSDP2 needs; use another ep"
+            )
 
     def _check_what_a_profile_tells(self) -> None:
         """Refuse what the trace of a module with its own loss says nothing of."""

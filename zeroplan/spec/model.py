@@ -19,6 +19,8 @@ FAMILIES: tuple[str, ...] = get_args(Family)
 WINDOWED_FAMILIES: tuple[str, ...] = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
 #: The families whose blocks have experts.
 MOE_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+#: Those of which it is known what blocks keep where experts are on several ranks.
+DISPATCHED_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ def step_time(
             "a profile does not say how many operations its module takes, so it has no time; use --model or --config"
         )
     share = share or efficiency(gpu.architecture)
-    asked = work(model, recipe, batch)
+    asked = work(model, recipe, batch, expert_ranks=int(mesh.ep))
     busy = computing(asked, model, recipe, batch, gpu, share, mfu)
     on_host = _steps_on_host(recipe)
     step = stepping(account, recipe, gpu, share, on_host=on_host, ranks_per_node=here.per_node)

@@ -56,10 +56,25 @@ def strided(size: Int, stride: Int, per_node: int) -> Group:
 def seconds(call: Collective, group: Group, here: Links) -> Float:
     """Time of all calls of a step, one after the other. [s]
 
+    In an all-to-all every GPU sends to every other at once: over its own network card what leaves the node, over the links within
+    the node the rest.
+
     A call takes NCCL's latency once per hop of the ring, and what one GPU sends takes the group's rate. Leaves out trees, NVLS
     and in-network reduction, which are quicker for all-reduces, and what other traffic takes.
     """
+    if call.operation == "all_to_all":
+        return _exchange_seconds(call, group, here)
     return call.calls * latency(call.operation, group, here) + call.sent_bytes / rate(group, here)
+
+
+def _exchange_seconds(call: Collective, group: Group, here: Links) -> Float:
+    """Neither a ring nor a tree: what is sent leaves at once, and what crosses and what does not goes side by side."""
+    others = maximum(1, group.size - 1)
+    away = call.sent_bytes * (group.size - group.members) / others
+    inside = (call.sent_bytes - away) / (LINK_SHARE * here.node_bytes_per_s)
+    across = away / (LINK_SHARE * (here.network_bytes_per_s or here.node_bytes_per_s))
+    hop = here.node_hop_s + crosses(group) * (_NETWORK_HOP_S - here.node_hop_s)
+    return call.calls * where(group.size > 1, 1, 0) * (_BASE_S + hop) + longest(inside, across)
 
 
 def rate(group: Group, here: Links) -> Float:

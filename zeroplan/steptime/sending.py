@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zeroplan.engines.fsdp2.traffic import REPLICAS, ROOT
+from zeroplan.engines.fsdp2.traffic import EXPERTS, REPLICAS, ROOT
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Float, Int, longest
 from zeroplan.spec.batch import Batch
@@ -80,6 +80,8 @@ def _least(a: Float, b: Float) -> Float:
 def _group(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
     if recipe.engine == "fsdp2" and call.what.startswith(REPLICAS):
         return strided(call.group, mesh.dp_shard, here.per_node)
+    if recipe.engine == "fsdp2" and EXPERTS in call.what:
+        return strided(call.group, mesh.ep, here.per_node)
     return neighbours(call.group, here.per_node)
 
 
@@ -99,6 +101,8 @@ def _placed(call: Collective, recipe: RecipeSpec) -> tuple[str, str]:
     if "step" in when:
         return "step", "none"
     window = "forward" if "forward" in when else "backward"
+    if call.operation == "all_to_all":
+        return window, "none"  # the experts wait for their tokens
     if recipe.engine == "fsdp2":
         return window, "none" if ROOT in call.what and window in _ROOT_WINDOWS else "first"
     if recipe.engine == "ddp":

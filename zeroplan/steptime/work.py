@@ -39,14 +39,14 @@ class Work(NamedTuple):
     """The matrices that are multiplied with, once."""
 
 
-def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
+def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, expert_ranks: int = 1) -> Work:
     """Count one micro-batch. [FLOPs, bytes]
 
     Experts count as often as tokens choose them, evenly spread. Leaves out: sliding windows, which only some kernels skip;
     weights that are frozen, whose gradients nobody takes; writing
     out weights in four bits.
     """
-    whole, compute = layout(_multiplied(model)), compute_of(recipe)
+    whole, compute = layout(_multiplied(model)), compute_of(recipe)._replace(expert_ranks=expert_ranks)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len
     in_blocks = block_matrices(whole)
     outside = matmul_parameters(model, whole) - in_blocks

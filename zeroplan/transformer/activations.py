@@ -81,6 +81,10 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
 
         recompute = "full" if recomputed else compute.recompute
         return traced_block(model, widths(model, compute, batch), windowed=kind != "global", recompute=recompute)
+    if kind == "moe" and compute.expert_ranks > 1:
+        from zeroplan.transformer.families.traced import dispatched_block  # noqa: PLC0415  as above
+
+        return dispatched_block(model, widths(model, compute, batch), "full" if recomputed else compute.recompute)
     return _by_formulas(model, kind, compute, batch, recomputed=recomputed)
 
 

@@ -26,6 +26,8 @@ class Compute(NamedTuple):
     """A linear layer saves its input, though its weight is frozen, as DeepSpeed's own for stage 3 does."""
     offloaded: bool = False
     """What blocks keep for their backward goes to host memory (:mod:`zeroplan.transformer.offloaded`)."""
+    expert_ranks: int = 1
+    """Ranks that share the experts out; tokens go to the rank of their expert and come back."""
 
 
 #: Begins the name of a point at which a block that was checkpointed is being recomputed, where that may be higher than its

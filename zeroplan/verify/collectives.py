@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # in no stub
 
 from zeroplan.verify.recording import Call
 
@@ -19,6 +20,12 @@ _NAMES = {
 COLLECTIVES: dict[OpOverload, str] = {
     getattr(torch.ops.c10d, name).default: said for name, said in _NAMES.items() if hasattr(torch.ops.c10d, name)
 }
+_FUNCTIONAL = {
+    "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all", "broadcast": "broadcast",
+}  # fmt: skip
+#: Those that return a tensor, which DTensor and transformers' experts call.
+COLLECTIVES |= {getattr(torch.ops._c10d_functional, name).default: said for name, said in _FUNCTIONAL.items()}
 
 
 def call(func: OpOverload, args: tuple[object, ...], span: int) -> Call:
@@ -39,6 +46,8 @@ def _tensors(argument: object) -> list[torch.Tensor]:
 
 
 def _ranks(args: tuple[object, ...]) -> int:
+    if isinstance(name := args[-1], str):  # a functional collective's last argument is its group
+        return dist.get_world_size(_resolve_process_group(name))  # type: ignore[arg-type]  # torch's own alias of a text
     groups = [argument for argument in args if isinstance(argument, torch.ScriptObject)]
     return next((size for size in map(_size, groups) if size), 1)
 

@@ -25,6 +25,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Precision, RecipeSpec
+from zeroplan.verify.experts import ExpertMeshes, divide_by_nothing, placement
 from zeroplan.verify.workload import Workload
 
 
@@ -132,16 +133,28 @@ class Fsdp2:
     handed_on = Kind.UNSHARDED_GRADIENTS
     kept: Kind | None = Kind.GRADIENTS
 
-    def __init__(self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh, *, experts: ExpertMeshes | None = None
+    ) -> None:  # fmt: skip
         policy, reshard = _policy(recipe), _reshard(recipe)
         offload = CPUOffloadPolicy() if recipe.fsdp2.cpu_offload else OffloadPolicy()
         for block in work.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=offload)
+            where = None if experts is None else placement(block, mesh, experts)
+            fully_shard(
+                block,
+                mesh=mesh,
+                mp_policy=policy,
+                reshard_after_forward=reshard,
+                offload_policy=offload,
+                shard_placement_fn=where,
+            )
         self._model: FSDPModule = fully_shard(
             work.module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload
         )
         if next(work.module.parameters()).is_meta:
             give_memory(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
+        if experts is not None:
+            divide_by_nothing(work.module)
         self._work, self._recipe = work, recipe
         self.optimizer = make_optimizer(trained(work.module), recipe)
 

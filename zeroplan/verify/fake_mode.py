@@ -25,6 +25,7 @@ _ALIKE_OF_ONE = frozenset({
 _ALIKE_OF_TWO = frozenset({_aten.mul.Tensor, _aten.add.Tensor, _aten.silu_backward.default})
 _NEW = frozenset({_aten.empty.memory_format, _aten.empty_strided.default})
 _CAT = _aten.cat.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _META = torch.device("meta")
 
 
@@ -46,8 +47,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
             with in_kernel_invocation_manager(self):
                 made = torch.empty_strided(alike.shape, alike.stride(), dtype=alike.dtype, device=_META)
             return FakeTensor(self, made, alike.fake_device)
-        if func.namespace == "profiler":
-            return func(*args, **options)
+        if (
+            func is _WAIT or func.namespace == "profiler"
+        ):  # torch's answer for fake tensors is another tensor, the real one the same
+            return args[0] if func is _WAIT else func(*args, **options)
         if func.namespace == "aten" and func._opname.startswith("_foreach_") and self._device_of_all(args[0]) is not None:
             return self._foreach(func, args, options)
         return super().dispatch(func, types, args, options)

@@ -1,9 +1,9 @@
 """What a block recomputes in its backward: everything, or everything but the operators that are dear.
 
 Selective recomputation is torch's own ``create_selective_checkpoint_contexts`` with the policy that torchtitan made known: the
-outputs of attention kernels and of every second matrix product are kept, the first of a block among them. A product with a
-bias is another operator (``addmm``), neither counted nor kept. Later torchtitan also keeps outputs of ``addmm``, ``bmm`` and
-``topk``, and never a router's.
+outputs of attention kernels, of all-to-alls and of every second matrix product are kept, the first of a block among them. A
+product with a bias is another operator (``addmm``), neither counted nor kept. Later torchtitan also keeps outputs of ``addmm``,
+``bmm`` and ``topk``, and never a router's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -67,16 +67,17 @@ def every_second_product() -> Policy:
         if operator is _PRODUCT:
             seen[context.is_recompute] += 1
             return _KEEP if seen[context.is_recompute] % 2 else _AGAIN
-        return _KEEP if operator in _ATTENTION else _AGAIN
+        return _KEEP if operator in _DEAR else _AGAIN
 
     return policy
 
 
 _KEEP, _AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 _PRODUCT = torch.ops.aten.mm.default
-_ATTENTION = frozenset({
+_DEAR = frozenset({
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # which torch prefers on Hopper and later
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 })  # fmt: skip

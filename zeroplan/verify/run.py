@@ -24,6 +24,7 @@ from zeroplan.verify.adapters import beside_parameters, unwrapped
 from zeroplan.verify.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.card_autocast import cuda_lists
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, train, weights_dtype
+from zeroplan.verify.experts import dispatched, evenly_visited
 from zeroplan.verify.fake_mode import QuickFakes
 from zeroplan.verify.reducer import readable_bookkeeping
 from zeroplan.verify.replaced import replaced
@@ -40,7 +41,8 @@ def run(
     model.
     """
     fakes = fake_tensors(watcher, device) if fake else nullcontext()
-    with fake_ranks(job, rank, device) as mesh, answered(job.recipe, device), fakes:
+    visits = evenly_visited(job) if job.mesh.ep > 1 else nullcontext()
+    with fake_ranks(job, rank, device) as mesh, answered(job.recipe, device), fakes, visits:
         observe(job, watcher, mesh, steps=steps, make=make)
 
 
@@ -62,7 +64,7 @@ def observe(
 
 def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> Engine:
     if job.recipe.engine == "fsdp2":
-        return Fsdp2(work, job.recipe, mesh)
+        return Fsdp2(work, job.recipe, mesh, experts=dispatched(job, work.module, mesh, watcher))
     if job.recipe.engine == "ddp":
         with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
             engine = Ddp(work, job.recipe)
@@ -195,13 +197,20 @@ def _grouped_products() -> AbstractContextManager[None]:
     return replaced(_meta_registrations, "_meta_grouped_mm_common", product)
 
 
-def _real_meshes(watcher: Watcher) -> AbstractContextManager[None]:
-    """Let FSDP2 arrange ranks in real tensors, which it reads, and keep them out of the record."""
-    name = "_get_post_forward_mesh_info"
-    original: Callable[..., object] = getattr(_fully_shard, name)
+@contextmanager
+def _real_meshes(watcher: Watcher) -> Iterator[None]:
+    """Let FSDP2 and DTensor arrange ranks in real tensors, which they read, and keep them out of the record."""
 
-    def arranged(*args: object) -> object:
-        with unset_fake_temporarily(), watcher.looking_away():
-            return original(*args)
+    def arranged(original: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
+            with unset_fake_temporarily(), watcher.looking_away():
+                return original(*args, **kwargs)
 
-    return replaced(_fully_shard, name, arranged)
+        return run
+
+    with ExitStack() as patches:
+        for owner, name in ((_fully_shard, "_get_post_forward_mesh_info"), (DeviceMesh, "__init__"), (DeviceMesh, "mesh")):
+            original = getattr(owner, name)
+            made = property(arranged(original.fget)) if isinstance(original, property) else arranged(original)  # type: ignore[arg-type]
+            patches.enter_context(replaced(owner, name, made))
+        yield

@@ -15,7 +15,7 @@ from zeroplan.engines.activations_away import NOTE, NOTHING, Away, away
 from zeroplan.engines.fsdp2.backward import after_the_loss, backward, end_of_backward
 from zeroplan.engines.fsdp2.buffers import smaller_shard
 from zeroplan.engines.fsdp2.forward import forward, loss_forward
-from zeroplan.engines.fsdp2.plan import Plan, make_plan
+from zeroplan.engines.fsdp2.plan import Group, Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
 from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.engines.pinned import beyond, beyond_symbol, rounding
@@ -54,7 +54,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     return Account(
         states=states,
         moments=moments,
-        collectives=collectives(plan, mesh, batch),
+        collectives=collectives(plan, mesh, batch, model),
         host=(*_in_host_memory(plan, activations), *there),
         symbols=(*_symbols(plan, model, activations), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
@@ -105,7 +105,7 @@ def _symbols(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, .
             symbol
             for group, kept in zip(plan.blocks, plan.kept, strict=True)
             for symbol in (
-                Symbol(f"P_{group.symbol}", group.padded, f"padded parameters of one {group.symbol} block"),
+                _padded(plan, group),
                 Symbol(f"G_{group.symbol}", group.numel, f"parameters of one {group.symbol} block without padding"),
                 Symbol(f"S_{group.symbol}", kept, f"bytes one {group.symbol} block keeps from its forward to its backward"),
             )
@@ -114,7 +114,22 @@ def _symbols(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, .
         *((beyond_symbol(_beyond_pinned(plan) + activations.beyond_bytes),) if plan.recipe.offloads else ()),
         *(_of_trained(plan) if plan.trained_root is not plan.root else ()),
         *_of_quantised(model),
+        *(_of_experts(plan, model) if plan.has_experts_apart else ()),
     )
+
+
+def _padded(plan: Plan, group: Group) -> Symbol:
+    name = f"P_{group.symbol}"
+    if group.experts is None:
+        return Symbol(name, group.padded, f"padded parameters of one {group.symbol} block")
+    return Symbol(name, plan.n * group.shard, f"N times this rank's chunk of one {group.symbol} block")
+
+
+def _of_experts(plan: Plan, model: ModelSpec) -> Iterator[Symbol]:
+    from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+    yield from experts.symbols(plan)
+    yield experts.local_experts(model, plan.ep)
 
 
 def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:
@@ -150,6 +165,11 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield NOTE
     if plan.offloaded:
         yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
+    if plan.has_experts_apart:
+        from zeroplan.engines.fsdp2.experts import NOTE as EVENLY  # noqa: PLC0415  the others' answers need not wait for it
+
+        yield EVENLY
+        return
     shards, even = plan.padded // plan.n, plan.numel // plan.n
     if not isinstance(shards, int) or shards - even <= even // _NOTABLE_EXCESS:
         return

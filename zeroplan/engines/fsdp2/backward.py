@@ -10,6 +10,7 @@ from zeroplan.engines.fsdp2.buffers import (
     gathered,
     gathered_below,
     kept,
+    last_gathered,
     output,
     reduce_input,
     reduce_output_bytes,
@@ -45,7 +46,7 @@ def after_the_loss(plan: Plan) -> Iterator[Moment]:
         *still_unsharded(plan, plan.every_layer),
         *output(plan),
     )
-    ahead = () if plan.reshard is False else (gathered(plan, last, "the last block, gathered ahead of its backward"),)
+    ahead = () if plan.reshard is False else (last_gathered(plan, last, "the last block, gathered ahead of its backward"),)
     for point in plan.head.points:
         by_itself = plan.recipe.loss == "chunked" and point.name != "final norm"
         yield Moment(
@@ -79,7 +80,7 @@ def backward(plan: Plan) -> Iterator[Moment]:
         yield _unsharding(plan, position, (*common, *waiting))
         for point, lines in insides[position.run]:
             yield Moment(_point_of(position.name, point), Phase.BACKWARD, (*computing, *lines))
-        yield _reducing(plan, position, (*common, *below))
+        yield from _reducing(plan, position, (*common, *below))
 
 
 def _whatever_happens(plan: Plan, position: Position) -> tuple[Line, ...]:
@@ -148,6 +149,10 @@ def _unsharding(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Mome
 def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> tuple[Line, ...]:
     if plan.reshard is False:
         return ()
+    if group.experts is not None:
+        from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+        return experts.own_buffers_then_the_next(plan, position)
     if position.previous_run is None:
         return (gathered(plan, group, "this block's, until it is copied out"),)
     below, width = plan.blocks[position.previous_run], plan.width.compute
@@ -177,17 +182,26 @@ def _point_of(block: str, point: str) -> str:
     return f"backward of {block}: {point}"
 
 
-def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment:
+def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
     """Gradients are copied into the reduce-scatter input; then the output joins the input, the gradients gone."""
     group = plan.trained_blocks[position.run]
+    beside = (
+        flowing(plan, "gradient that flows out of this block"),
+        *(plan.passes[position.run].checkpoint if plan.recomputed and not plan.recipe.offload_activations else ()),
+    )
+    if group.experts is not None:
+        from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+        widths = reduce_output_width(plan), *_copied_width(plan)
+        yield from experts.reducing(plan, position, (*alive, *beside), widths)
+        return
     lines = (
         *alive,
         reduce_input(plan, group, "reduce-scatter input of this block"),
         _copied_in_or_reduced(plan, group),
-        flowing(plan, "gradient that flows out of this block"),
-        *(plan.passes[position.run].checkpoint if plan.recomputed and not plan.recipe.offload_activations else ()),
+        *beside,
     )
-    return Moment(f"backward: reducing {position.name}", Phase.BACKWARD, lines)
+    yield Moment(f"backward: reducing {position.name}", Phase.BACKWARD, lines)
 
 
 def _copied_in_or_reduced(plan: Plan, group: Group) -> Line:
@@ -222,9 +236,15 @@ def _gradients_formula(width: int, accumulated: int | None, symbol: str) -> str:
 
 def _gradients_to_copy(plan: Plan, group: Group) -> Int:
     """What the copy reads: this micro-batch's gradients, or the accumulated ones that have taken them up."""
-    if plan.recipe.sync_every_micro_batch:
-        return plan.width.compute * group.numel
-    return where(plan.several > 0, plan.reduce_bytes * group.numel, plan.width.compute * group.numel)
+    return _copied_width(plan)[0] * group.numel
+
+
+def _copied_width(plan: Plan) -> tuple[Int, str]:
+    """Bytes of an element that the copy reads, and their formula."""
+    compute, reduced = plan.width.compute, plan.reduce_bytes
+    if plan.recipe.sync_every_micro_batch or reduced == compute:
+        return compute, f"{compute}"
+    return where(plan.several > 0, reduced, compute), f"({reduced}·M + {compute}·(1-M))"
 
 
 def _at_the_embedding(plan: Plan, common: tuple[Line, ...]) -> Iterator[Moment]:

@@ -27,7 +27,7 @@ _KEPT = {
 def unsharded(plan: Plan, group: Group) -> Line:
     """A block's parameters, copied out of the all-gather buffer for use."""
     width = plan.width.compute
-    formula = f"{width}·P_{group.symbol}"
+    formula = f"{width}·{group.whole}"
     return Line(Kind.UNSHARDED_PARAMETERS, width * group.padded, "this block's, copied out for use", formula, COPY_OUT)
 
 
@@ -40,9 +40,22 @@ def root_unsharded(plan: Plan) -> Line:
 
 def gathered(plan: Plan, group: Group, reason: str, source: str = GATHER) -> Line:
     """An all-gather buffer: the whole group, on a stream of its own; none with a single rank."""
+    if group.experts is not None:
+        from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+        return experts.gathered(plan, group, group.experts, reason, source)
     width = plan.width.compute
     formula = f"{width}·P_{group.symbol}·min(1, N-1)"
     return Line(Kind.GATHER, plan.gathers * width * group.padded, reason, formula, source)
+
+
+def last_gathered(plan: Plan, group: Group, reason: str, source: str = GATHER) -> Line:
+    """Of a block with experts on several ranks the experts' buffer, which is the last; else the block's."""
+    if group.experts is None:
+        return gathered(plan, group, reason, source)
+    from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+    return experts.last_gathered(plan, group, group.experts, reason, source)
 
 
 def gathered_below(plan: Plan, position: Position) -> tuple[Line, ...]:
@@ -60,7 +73,9 @@ def still_unsharded(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
     for count, group in zip(layers, plan.blocks, strict=True):
         elements = elements + count * (group.padded if plan.reshard is False else smaller_shard(plan, group))
     reason = "blocks unsharded until their backward" if plan.reshard is False else "blocks' smaller shards until their backward"
-    formula = _still_formula(plan.width.compute, "P" if plan.reshard is False else "Q", layers, plan.kinds)
+    formula = _still_formula(
+        plan.width.compute, "P" if plan.reshard is False and not plan.has_experts_apart else "Q", layers, plan.kinds
+    )
     return (Line(Kind.UNSHARDED_PARAMETERS, plan.width.compute * elements, reason, formula, POST_FORWARD),)
 
 
@@ -101,7 +116,7 @@ def root_gradients(plan: Plan, made: int, current: int = 0, *, waiting: int = 0)
 def reduce_input(plan: Plan, group: Group, reason: str) -> Line:
     """A reduce-scatter input: the whole group in the reduction's dtype."""
     width = plan.reduce_bytes
-    return Line(Kind.REDUCE, width * group.padded, reason, f"{width}·P_{group.symbol}", REDUCE)
+    return Line(Kind.REDUCE, width * group.padded, reason, f"{width}·{group.whole}", REDUCE)
 
 
 def reduce_output_bytes(plan: Plan, group: Group) -> Int:

@@ -2,7 +2,14 @@
 
 from collections.abc import Iterator
 
-from zeroplan.engines.fsdp2.buffers import PARKED, gathered, kept, root_unsharded, still_unsharded, unsharded
+from zeroplan.engines.fsdp2.buffers import (
+    PARKED,
+    kept,
+    last_gathered,
+    root_unsharded,
+    still_unsharded,
+    unsharded,
+)
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.ledger import Line, Moment, Phase
 
@@ -22,19 +29,27 @@ def forward(plan: Plan) -> Iterator[Moment]:
     for position in plan.corners:
         group, one = plan.blocks[position.run], plan.passes[position.run]
         below = plan.root if position.previous_run is None else plan.blocks[position.previous_run]
-        common = (
+        before = (
             *plan.persistent,
             *left,
             root_unsharded(plan),
             *kept(plan, position.before),
             *still_unsharded(plan, position.before),
-            unsharded(plan, group),
-            gathered(plan, group, "this block's, parked until the next copy-out", PARKED),
-            *plan.head.forward,
-            *(plan.head.first_input if position.layer else ()),
         )
-        entering = gathered(plan, below, "the one before, freed at the end of the copy-out", PARKED)
-        yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))
+        beside = (*plan.head.forward, *(plan.head.first_input if position.layer else ()))
+        common = (
+            *before,
+            unsharded(plan, group),
+            last_gathered(plan, group, "this block's, parked until the next copy-out", PARKED),
+            *beside,
+        )
+        entering = last_gathered(plan, below, "the one before, freed at the end of the copy-out", PARKED)
+        if group.experts is None:
+            yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))
+        else:
+            from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+            yield from experts.entering(plan, position, before, entering, (*beside, *one.checkpoint))
         inside = (*one.kept(plan.recipe.recompute), *one.forward_recompute) if recomputed else (*one.saved, *one.forward)
         yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *one.entered, *inside))
 
@@ -47,7 +62,7 @@ def loss_forward(plan: Plan) -> Moment:
         root_unsharded(plan),
         *kept(plan, plan.every_layer, every=True),
         *still_unsharded(plan, plan.every_layer),
-        gathered(plan, plan.blocks[-1], "the last block's, parked until the root's forward ends", PARKED),
+        last_gathered(plan, plan.blocks[-1], "the last block's, parked until the root's forward ends", PARKED),
         *plan.head.saved,
         *plan.head.loss_forward,
     )

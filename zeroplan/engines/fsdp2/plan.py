@@ -26,6 +26,24 @@ OFFLOAD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffl
 ACCUMULATE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_accumulated_grad_if_needed"
 
 
+class Apart(NamedTuple):
+    """The experts of a block, which are sharded among fewer ranks than the rest of it. [elements]"""
+
+    ranks: Int
+    """Ranks that have the same experts."""
+    shard: Int
+    padded: Int
+    numel: int
+    first: int
+    """Of the first of their weights."""
+    last: int
+    """Of the last."""
+    narrow: Int
+    """1 where they are sharded along dim 1, else 0."""
+    gathers: Int
+    """1 where another rank has the same experts, else 0."""
+
+
 class Group(NamedTuple):
     """One ``fully_shard`` unit. [elements]"""
 
@@ -36,6 +54,27 @@ class Group(NamedTuple):
     numel: int
     """Without padding: what autograd's gradients measure."""
     symbol: str
+    experts: Apart | None = None
+    """With expert parallelism: of a block with experts those that this rank has; the other fields count them too."""
+
+    @property
+    def whole(self) -> str:
+        """What formulas call ``padded``."""
+        return f"P_{self.symbol}" if self.experts is None else f"(D_{self.symbol} + X_{self.symbol})"
+
+    @property
+    def of_experts(self) -> "Group":
+        """Its experts, as a group."""
+        one = self.experts
+        return self if one is None else Group(one.shard, one.padded, one.numel, self.symbol)
+
+    @property
+    def beside_experts(self) -> "Group":
+        """What is not its experts, as a group."""
+        one = self.experts
+        if one is None:
+            return self
+        return Group(self.shard - one.shard, self.padded - one.padded, self.numel - one.numel, self.symbol)
 
 
 class Plan(NamedTuple):
@@ -47,6 +86,8 @@ class Plan(NamedTuple):
     reduce_bytes: int
     """Width of an element in the reduce-scatter."""
     n: Int
+    ep: int
+    """Ranks that share the experts out."""
     gathers: Int
     """1 where there is more than one rank to gather from, else 0."""
     replicated: Int
@@ -93,6 +134,11 @@ class Plan(NamedTuple):
     def offloaded(self) -> bool:
         """Whether shards and optimizer are in host memory."""
         return self.recipe.fsdp2.cpu_offload
+
+    @property
+    def has_experts_apart(self) -> bool:
+        """Whether a rank has some of the experts only."""
+        return any(group.experts is not None for group in self.blocks)
 
     @property
     def recomputed(self) -> bool:
@@ -189,22 +235,24 @@ class Plan(NamedTuple):
 
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Plan:
     """Size the groups and collect what every moment needs."""
-    tree, width, n = layout(model), widths(recipe.precision), mesh.dp_shard
+    tree, width, n, ep = layout(model), widths(recipe.precision), mesh.dp_shard, int(mesh.ep)  # ep is one number in a grid too
     beside: tuple[Line, ...] = ()
     if is_quantised(model):
         from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
 
         tree, beside = packed_layout(model, width.compute), scales_of(model)
+    if ep != 1:
+        tree = _local_layout(model, ep)
     learning = trained_layout(model) if has_frozen(model) else tree
-    compute = compute_of(recipe)
+    compute = compute_of(recipe) if ep == 1 else compute_of(recipe)._replace(expert_ranks=ep)
     recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
     impl, tensors = (
         implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload),
-        _local_tensors(learning, n),
+        _local_tensors(learning, n, ep),
     )
     root = _group((*tree.embeddings, *tree.tail), n, "root")
-    blocks = tuple(_group(run.parameters, n, run.kind) for run in tree.runs)
+    blocks = _block_groups(tree, n, ep)
     if learning is tree:
         trained_root, trained_blocks, symbol = root, blocks, "P/N"
         parameters: tuple[Line, ...] = (_parameter_line(tree, root, blocks, width.stored),)
@@ -224,6 +272,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         impl=impl,
         reduce_bytes=width.compute if recipe.fsdp2.reduce_dtype == "param" else width.stored,
         n=n,
+        ep=ep,
         gathers=where(n > 1, 1, 0),
         replicated=where(mesh.dp_replicate > 1, 1, 0),
         several=where(batch.grad_accum_steps > 1, 1, 0),
@@ -271,6 +320,20 @@ def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
     return Group(shard, shard * n, sum(parameter.numel for parameter in parameters), symbol)
 
 
+def _block_groups(tree: Layout, n: Int, ep: int) -> tuple[Group, ...]:
+    if ep == 1:
+        return tuple(_group(run.parameters, n, run.kind) for run in tree.runs)
+    from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  the others' answers need not wait for it
+
+    return tuple(block_group(run, n, ep) for run in tree.runs)
+
+
+def _local_layout(model: ModelSpec, ep: int) -> Layout:
+    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  as above
+
+    return local_layout(model, ep)
+
+
 def _reshard(recipe: RecipeSpec) -> bool | int:
     chosen = recipe.fsdp2.reshard_after_forward
     return recipe.zero_stage == 3 if chosen is None else chosen
@@ -282,7 +345,10 @@ def _every_parameter(tree: Layout) -> tuple[Parameter, ...]:
     return (*tree.embeddings, *blocks, *tree.tail)
 
 
-def _local_tensors(tree: Layout, n: Int) -> tuple[LocalTensor, ...]:
+def _local_tensors(tree: Layout, n: Int, ep: int) -> tuple[LocalTensor, ...]:
+    if ep != 1:
+        return _local_tensors_with_experts(tree, n, ep)
+
     def chunk(parameter: Parameter, repeat: int, *, in_block: bool) -> LocalTensor:
         return LocalTensor((ceil_div(parameter.shape[0], n), *parameter.shape[1:]), repeat, in_block)
 
@@ -290,6 +356,16 @@ def _local_tensors(tree: Layout, n: Int) -> tuple[LocalTensor, ...]:
         *(chunk(parameter, 1, in_block=False) for parameter in tree.embeddings),
         *(chunk(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters),
         *(chunk(parameter, 1, in_block=False) for parameter in tree.tail),
+    )
+
+
+def _local_tensors_with_experts(tree: Layout, n: Int, ep: int) -> tuple[LocalTensor, ...]:
+    from zeroplan.engines.fsdp2.experts import chunk  # noqa: PLC0415  as above
+
+    return (
+        *(chunk(parameter, 1, n, ep, in_block=False) for parameter in tree.embeddings),
+        *(chunk(parameter, run.layers, n, ep, in_block=True) for run in tree.runs for parameter in run.parameters),
+        *(chunk(parameter, 1, n, ep, in_block=False) for parameter in tree.tail),
     )
 
 

@@ -8,12 +8,13 @@ from zeroplan.ledger import Collective
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
 
-#: What the collectives of the root group, and those over replicas, are said to carry.
-ROOT, REPLICAS = "the root group", "gradient shards"
+#: What the collectives of the root group, those over replicas, and those of experts on several ranks are said to carry.
+ROOT, REPLICAS, EXPERTS = "the root group", "gradient shards", "experts of"
 
 
-def collectives(plan: Plan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
+def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple[Collective, ...]:
     """Every collective of one optimizer step.
 
     The root group is gathered once per micro-batch, blocks twice where they are resharded in between: somewhat less than the
@@ -23,22 +24,29 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch) -> tuple[Collective, ...]:
     calls = list(_of_group(plan, (plan.root, plan.trained_root), 1, ROOT, mesh, batch.grad_accum_steps, reductions))
     for *groups, run, one in zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True):
         name, backward = f"{run.kind} blocks", run.layers if one.points else 1  # the uppermost that no gradient reaches
-        calls += _of_group(
-            plan, (groups[0], groups[1]), run.layers, name, mesh, batch.grad_accum_steps, reductions, backward=backward
-        )
+        if groups[0].experts is not None:
+            from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  the others' answers need not wait for it
+
+            calls += _of_group(
+                plan, (groups[0].of_experts, groups[1].of_experts), run.layers, f"{EXPERTS} {name}", mesh,
+                batch.grad_accum_steps, reductions, backward=backward, ranks=groups[0].experts.ranks,
+            )  # fmt: skip
+            calls += exchanges(plan, run, mesh, batch, model)
+        beside = (groups[0].beside_experts, groups[1].beside_experts)
+        calls += _of_group(plan, beside, run.layers, name, mesh, batch.grad_accum_steps, reductions, backward=backward)
     return tuple(calls)
 
 
 def _of_group(
     plan: Plan, groups: tuple[Group, Group], layers: int, name: str, mesh: Mesh, passes: Int, reductions: Int,
-    *, backward: int = 0,
+    *, backward: int = 0, ranks: Int | None = None,
 ) -> Iterator[Collective]:  # fmt: skip
     (group, trained), what = groups, f"parameters of {name}"
-    yield _gather(plan, group, passes * layers, what, "forward", ranks=plan.n)
+    sharing = plan.n if ranks is None else ranks
+    yield _gather(plan, group, passes * layers, what, "forward", ranks=sharing)
     if plan.reshard is not False and group is not plan.root:
-        ranks = plan.n if plan.reshard is True else plan.reshard
-        yield _gather(plan, group, passes * backward, what, "backward", ranks=ranks)
-    yield _reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}")
+        yield _gather(plan, group, passes * backward, what, "backward", ranks=sharing if plan.reshard is True else plan.reshard)
+    yield _reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}", ranks=sharing)
     yield _over_replicas(plan, trained, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
 
 
@@ -46,16 +54,16 @@ def _gather(plan: Plan, group: Group, calls: Int, what: str, when: str, *, ranks
     payload: Int = plan.width.compute * group.padded
     each: Int = ceil_div(payload, ranks)
     sent: Int = calls * each * (ranks - 1)
-    elements = where(plan.n > 1, calls * group.padded, 0)
+    elements = where(ranks > 1, calls * group.padded, 0)
     return Collective("all_gather", what, when, ranks, calls, payload, sent, elements, GATHER)
 
 
-def _reduce_scatter(plan: Plan, group: Group, calls: Int, what: str) -> Collective:
+def _reduce_scatter(plan: Plan, group: Group, calls: Int, what: str, *, ranks: Int) -> Collective:
     payload: Int = plan.reduce_bytes * group.padded
     each: Int = plan.reduce_bytes * group.shard
-    sent: Int = calls * each * (plan.n - 1)
-    elements = where(plan.n > 1, calls * group.padded, 0)
-    return Collective("reduce_scatter", what, "backward", plan.n, calls, payload, sent, elements, REDUCE)
+    sent: Int = calls * each * (ranks - 1)
+    elements = where(ranks > 1, calls * group.padded, 0)
+    return Collective("reduce_scatter", what, "backward", ranks, calls, payload, sent, elements, REDUCE)
 
 
 def _over_replicas(plan: Plan, group: Group, calls: Int, what: str, replicas: Int) -> Collective:

@@ -68,9 +68,14 @@ class Tape:
     ``keeping`` says whether a checkpoint keeps the outputs of every second plain matrix product and of attention's kernel.
     """
 
-    def __init__(self, *, wide: bool, autocast: bool, saving: bool, frozen: bool = False, keeping: bool = False) -> None:
-        """``wide``: the compute dtype is fp32; ``frozen``: weights and residual stream are in it even under autocast."""
-        self.keeping = keeping
+    def __init__(
+        self, *, wide: bool, autocast: bool, saving: bool, frozen: bool = False, keeping: bool = False, again: bool = False
+    ) -> None:  # fmt: skip
+        """``wide``: the compute dtype is fp32; ``frozen``: weights and residual stream are in it even under autocast.
+
+        ``again``: what is saved is made by a recomputation, and given back as it is used.
+        """
+        self.keeping, self.again = keeping, again
         self.wide, self.autocast, self.saving = wide, autocast, saving
         self.wide_residual = autocast and not frozen
         self.constants: set[Value] = set()
@@ -122,7 +127,7 @@ class Tape:
         """One fewer needs each."""
         for store in stores:
             store.holds -= 1
-            if not store.holds:
+            if not store.holds and store in self.alive:
                 del self.alive[store]
                 self.fell = True
 
@@ -132,6 +137,14 @@ class Tape:
             self.drop(value.store)
             if value.store.twin is not None:
                 self.drop(value.store.twin)
+
+    def used(self, *stores: Store) -> None:
+        """What an operator saved has been read by its backward: gone before that is done, where it was recomputed."""
+        self.note()
+        for store in stores if self.again else ():
+            if store.holds == 1:
+                del self.alive[store]
+                self.fell = True
 
     def part_by_batch(self, store: Store) -> None:
         """Tell apart the store of a single sequence, which a product may save, and that of several, which only names hold."""

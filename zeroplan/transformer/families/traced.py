@@ -9,7 +9,7 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Kernels, Recompute
 from zeroplan.transformer.blocks import RUN_AGAIN, BackwardPoint, BlockPass
-from zeroplan.transformer.families import bloom, gemma, gpt_neox, gpt_oss, mistral, opt, phi3
+from zeroplan.transformer.families import bloom, dispatched, gemma, gpt_neox, gpt_oss, mistral, opt, phi3
 from zeroplan.transformer.families.attend import (
     Attention,
     capped_eager,
@@ -46,6 +46,8 @@ PROGRAMS: dict[str, Program] = {
     "bloom": Program(bloom.bloom, bloom.final_norm, bloom.LAYER),
     "gemma2": Program(gemma.gemma, gemma.final_norm, gemma.LAYER),
     "gemma3_text": Program(gemma.gemma, gemma.final_norm, gemma.LAYER),
+    "mixtral": Program(dispatched.mixtral, dispatched.final_norm, dispatched.MIXTRAL),
+    "qwen3_moe": Program(dispatched.qwen3_moe, dispatched.final_norm, dispatched.QWEN3),
 }
 
 
@@ -64,10 +66,15 @@ class Structure(NamedTuple):
     kernels: Kernels
     parallel: bool = True
     fast_gelu: bool = False
+    again: bool = False
+    """What is saved is recomputed, of a family that tells the two apart."""
 
 
-#: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair.
-RECOMPUTED_HIGHER = frozenset({"gpt_oss"})
+#: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
+#: pairs that were sent and came back.
+RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe"})
+#: Families whose programs say what a recomputed backward gives back early.
+_GIVE_BACK = frozenset({"mixtral", "qwen3_moe"})
 
 Places = tuple[int, ...]
 
@@ -149,6 +156,11 @@ def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False, recompu
     return either(is_masked, _of(model, x, recompute, masked=True), _of(model, x, recompute, masked=False))
 
 
+def dispatched_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
+    """One block whose experts are on several ranks."""
+    return _of(model, x, recompute, masked=False)
+
+
 def masked_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
     """One block, whatever its family's formulas elsewhere, where attention is given a mask."""
     return _of(model, x, recompute, masked=True)
@@ -167,6 +179,7 @@ def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool) -> B
         x.kernels,
         model.parallel_residual,
         model.hidden_act == "gelu_fast",
+        recompute != "none" and model.family in _GIVE_BACK,
     )
     plan = _plan(structure)
     sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
@@ -277,7 +290,9 @@ def _run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str,
 def _run(structure: Structure, *, saving: bool, given: Store | None = None, keeping: bool = False) -> tuple[Tape, Value]:
     """Run the program forward, over an input that another run has had, or over one of its own."""
     program = PROGRAMS[structure.family]
-    tape = Tape(wide=structure.wide, autocast=structure.autocast, saving=saving, keeping=keeping)
+    tape = Tape(
+        wide=structure.wide, autocast=structure.autocast, saving=saving, keeping=keeping, again=structure.again
+    )  # fmt: skip
     store = given or tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", program.source)
     if given is not None:
         store.holds = 1

@@ -49,6 +49,8 @@ class Widths(NamedTuple):
     recomputed: bool = False
     """The backward recomputes the block: what the recomputation saved is given back as it is used."""
     rank: int = 0  # z, of adapters
+    expert_ranks: int = 1
+    """Ranks that share the experts out, so that each has x = E/ep of them."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
@@ -81,6 +83,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         compute.kernels,
         recomputed,
         0 if model.adapter is None else model.adapter.rank,
+        compute.expert_ranks,
     )
 
 

@@ -1,0 +1,109 @@
+"""Expert parallelism under FSDP2: what is refused, formulas, columns, and what a rank holds of the experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.expert_jobs import JOBS, expert_job, expert_model
+from tests.formulas import assert_explained, assert_symbols_mean_one_thing
+from zeroplan.engines.fsdp2 import account
+from zeroplan.errors import SpecError
+from zeroplan.estimator import account_of, estimate
+from zeroplan.ledger import Kind, bytes_by_kind
+from zeroplan.resolve import job as named
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import Fsdp2Options
+from zeroplan.steptime import step_time
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_line_is_explained(name: str) -> None:
+    answer = estimate(JOBS[name])
+    assert_explained(answer)
+    assert_symbols_mean_one_thing(answer)
+    assert any("evenly visited" in note for note in answer.notes)
+
+
+def test_a_rank_holds_its_part_of_its_experts_and_of_everything_else() -> None:
+    """Of Mixtral 8x7B on 64 GPUs every rank has an even share but of the routers, whose eight rows make one each on 64."""
+    answer = estimate(replace(named(model="mixtral-8x7b", gpus=64, stage=3), mesh=MeshSpec(dp_shard=64, ep=8)))
+    assert answer.states_by_kind[Kind.PARAMETERS] == 4 * (46_702_792_704 // 64 + 32 * (4096 - 4096 * 8 // 64))
+
+
+class Columns(NamedTuple):
+    """A mesh and a batch of columns."""
+
+    dp_shard: np.ndarray
+    micro_batch_size: np.ndarray
+    grad_accum_steps: np.ndarray
+    seq_len: int = 64
+    dp_replicate: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 8
+
+
+def test_a_column_of_ranks_and_batches_is_its_points() -> None:
+    one = expert_job(recompute="full")
+    columns = Columns(*(np.array(column, dtype=np.int64) for column in ([8, 16, 32, 64], [1, 2, 2, 4], [1, 2, 3, 1])))
+    whole = account(one.model, one.recipe, columns, columns)
+    for at, (ranks, size, steps) in enumerate(zip(*columns[:3], strict=True)):
+        mesh, batch = (
+            MeshSpec(dp_shard=int(ranks), ep=8),
+            BatchSpec(micro_batch_size=int(size), seq_len=64, grad_accum_steps=int(steps)),
+        )
+        point = account(one.model, one.recipe, mesh, batch)
+        for column, moment in zip(whole.moments, point.moments, strict=True):
+            assert np.broadcast_to(column.total_bytes, 4)[at] == moment.total_bytes, moment.name
+        for sent, call in zip(whole.collectives, point.collectives, strict=True):
+            assert np.broadcast_to(sent.sent_bytes, 4)[at] == call.sent_bytes, call
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"ep": 3, "dp_shard": 9}, "ep=3 does not divide the 8 experts"),
+        ({"ep": 4, "dp_shard": 6}, "ep=4 does not divide the 6 ranks"),
+        ({"ep": 4, "fsdp2": Fsdp2Options(reshard_after_forward=2)}, "a number for reshard_after_forward is not modelled"),
+        ({"ep": 4, "fsdp2": Fsdp2Options(cpu_offload=True)}, "offload to host memory is not modelled"),
+        ({"ep": 4, "engine": "ddp", "zero_stage": 0}, "engine 'ddp' is not modelled"),
+        ({"ep": 2, "dp_shard": 20}, "10 ranks that have the same experts"),
+        ({"ep": 2, "model": named(model="gpt2", gpus=8, stage=3).model}, "has none"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        expert_job(**changed)
+
+
+def test_traffic_is_counted_and_timed() -> None:
+    """Each micro-batch goes out and comes back forward and backward in each of 4 layers, again where recomputed: 3/4 leave."""
+    pairs = 2 * 64 * 2 * 64 * 2  # b·s·t·h elements of 2 bytes
+    for recompute, times in (("none", 4), ("full", 6)):
+        sent = sum(
+            call.sent_bytes
+            for call in estimate(expert_job(recompute=recompute)).traffic.collectives
+            if call.operation == "all_to_all" and call.what.startswith("tokens")
+        )
+        assert sent == times * 4 * pairs * 3 // 4
+    job = named(model="mixtral-8x7b", gpus=64, stage=3, gpu="h100-sxm-80gb", recompute="full")
+    waits = {}
+    for ep in (2, 8):
+        split = replace(job, mesh=replace(job.mesh, ep=ep))
+        took = step_time(account_of(split, split.batch), split.model, split.recipe, split.mesh, split.batch, split.cluster)
+        waits[ep] = sum(part.seconds for part in took.parts if "waiting" in part.name)
+    assert 0 < waits[8] < waits[2], waits  # of eight experts on eight GPUs of a node no one else's weights cross nodes
+
+
+def test_fewer_experts_than_ranks_are_not_padded() -> None:
+    """Along dim 0 eight experts on 64 ranks would take eight times their share."""
+    states = bytes_by_kind(estimate(expert_job(dp_shard=64, ep=8)).states)
+    along_dim_0 = bytes_by_kind(estimate(expert_job(dp_shard=64, ep=1)).states)
+    assert 4 * states[Kind.PARAMETERS] < along_dim_0[Kind.PARAMETERS]
+    assert expert_model().moe.num_experts == 8

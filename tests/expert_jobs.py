@@ -1,0 +1,55 @@
+"""Small jobs whose experts are on several ranks: every way in which blocks, groups and passes differ."""
+
+from __future__ import annotations
+
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+
+def expert_model(family: str = "mixtral", *, width: int = 96, layers: int = 4, dense: int = 0) -> ModelSpec:
+    """Describe a model of eight experts, of which a token visits two."""
+    return ModelSpec(
+        family=family,
+        hidden_size=64,
+        intermediate_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=256,
+        moe=MoeSpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=width, num_dense_layers=dense),
+    )
+
+
+def expert_job(
+    *, model: ModelSpec | None = None, dp_shard: int = 8, ep: int = 4, dp_replicate: int = 1,
+    batch: tuple[int, int, int] = (2, 64, 1), **recipe: object,
+) -> JobSpec:  # fmt: skip
+    """Describe a job; ``batch`` is micro-batch, sequence and micro-batches per step."""
+    size, seq_len, steps = batch
+    return JobSpec(
+        model=model or expert_model(),
+        mesh=MeshSpec(dp_shard=dp_shard, ep=ep, dp_replicate=dp_replicate),
+        batch=BatchSpec(micro_batch_size=size, seq_len=seq_len, grad_accum_steps=steps),
+        recipe=RecipeSpec(**recipe),
+    )
+
+
+_QWEN3, _WIDE, _SHORT = expert_model("qwen3_moe", layers=5, dense=1), expert_model(width=256), (1, 8, 1)
+JOBS: dict[str, JobSpec] = {
+    "mixtral": expert_job(),
+    "mixtral, selective": expert_job(recompute="selective"),
+    "mixtral, stage 2, fp32": expert_job(zero_stage=2, precision="fp32"),
+    "mixtral, no one has the same experts, recomputed": expert_job(model=_WIDE, ep=8, batch=_SHORT, recompute="full"),
+    "mixtral, fewer experts than ranks, whole gradients accumulated": expert_job(
+        model=_WIDE, dp_shard=32, batch=(1, 8, 3), sync_every_micro_batch=False
+    ),
+    "mixtral, fewer experts than ranks, replicas, accumulated": expert_job(
+        model=_WIDE, dp_shard=32, dp_replicate=2, batch=(1, 8, 2), recompute="full"
+    ),
+    "qwen3 with a dense layer, recomputed": expert_job(model=_QWEN3, recompute="full"),
+    "qwen3 with a dense layer, bf16, no one has the same experts": expert_job(model=_QWEN3, ep=8, precision="bf16"),
+}  # fmt: skip
