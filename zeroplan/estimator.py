@@ -96,7 +96,7 @@ class Estimate:
     def legend(self) -> dict[str, int]:
         """The number of every symbol that the formulas of the lines use."""
         job = self.job
-        of_the_model = legend(job.model, compute_of(job.recipe), job.batch)
+        of_the_model = legend(job.model, compute_of(job.recipe), job.batch, tp=job.mesh.tp)
         common = {"Ψ": self.parameters, "L": job.model.num_hidden_layers, "N": job.mesh.dp_shard}
         symbols = {**common, **of_the_model, **{symbol.name: symbol.value for symbol in self.symbols}}
         return {name: int(value) for name, value in symbols.items()}
@@ -171,8 +171,8 @@ class Estimate:
 
     @property
     def bytes_on_slowest_link(self) -> int:
-        """What one GPU sends per step without what stays inside a group that ZeRO++ forms, whose ranks may share a node."""
-        ranks, calls = self.job.mesh.dp_shard, self.traffic.collectives
+        """What one GPU sends per step without what stays among ranks that may share a node: tensor-parallel ones, ZeRO++'s."""
+        ranks, calls = self.job.mesh.world_size, self.traffic.collectives
         return int(self.traffic.total_bytes) - sum(int(call.sent_bytes) for call in calls if call.near and call.group != ranks)
 
     @property

@@ -76,7 +76,7 @@ def test_an_engine_without_the_stage_names_those_that_have_it(engine: str, stage
     assert others in str(caught.value)
 
 
-@pytest.mark.parametrize(("mesh", "engine"), [({"dp_replicate": 2}, "deepspeed"), ({"tp": 2}, "fsdp2")])
+@pytest.mark.parametrize(("mesh", "engine"), [({"dp_replicate": 2}, "deepspeed"), ({"tp": 2}, "deepspeed")])
 def test_degrees_an_engine_does_not_know_are_refused(mesh: dict[str, int], engine: str):
     with pytest.raises(SpecError, match=engine):
         JobSpec(model=ModelSpec(**TINY), recipe=RecipeSpec(engine=engine, zero_stage=3), mesh=MeshSpec(**mesh))

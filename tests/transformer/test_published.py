@@ -45,6 +45,16 @@ def test_agrees_with_figure_1_of_korthikanti(row: dict[str, Any]) -> None:
     assert states / GIB == pytest.approx(row["parameters_and_optimizer_gib"], abs=1e-8)
 
 
+@pytest.mark.parametrize("row", GOLDEN["table_2"], ids=lambda row: row["configuration"])
+def test_agrees_with_table_2_of_korthikanti(row: dict[str, Any]) -> None:
+    seq_len, micro_batch, hidden, heads, tp = 2048, 2, 12288, 96, row["tp"]
+    tokens = seq_len * micro_batch
+    printed = tokens * (hidden * (row["whole"] * tp + row["split"]) + row["scores"] * heads * seq_len) // tp
+    technique = {key: row[key] for key in ("tp", "sequence_parallel", "recompute")}
+    size = {"micro_batch": micro_batch, "seq_len": seq_len, "hidden": hidden, "heads": heads}
+    assert split_layer_activation_bytes(**size, **technique) == printed
+
+
 @pytest.mark.parametrize("row", GOLDEN["figure_7"], ids=lambda row: row["model"])
 @pytest.mark.parametrize(
     ("column", "technique"),

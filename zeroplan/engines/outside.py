@@ -8,11 +8,11 @@ from zeroplan.transformer.blocks import HeadPass
 from zeroplan.transformer.head import head_pass
 
 
-def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> HeadPass:
-    """Embedding, final norm, head and loss in one pass."""
+def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1) -> HeadPass:
+    """Embedding, final norm, head and loss in one pass, on one of ``tp`` ranks that split them."""
     return head_pass(
         model,
-        compute_of(recipe),
+        compute_of(recipe, tp=tp),
         batch,
         recomputed=recipe.recompute != "none",
         loss=recipe.loss,

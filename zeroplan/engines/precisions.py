@@ -40,8 +40,10 @@ def widths(precision: Precision) -> Widths:
     return _WIDTHS[precision]
 
 
-def compute_of(recipe: RecipeSpec) -> Compute:
+def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1) -> Compute:
     """How an engine runs the module: DDP casts under ``torch.autocast``, the others hold a copy in the compute dtype.
+
+    ``tp`` is the number of ranks that split it, ``ep`` of those that share its experts out.
 
     >>> compute_of(RecipeSpec(engine="ddp", zero_stage=0)).autocast, compute_of(RecipeSpec()).autocast
     (True, False)
@@ -56,4 +58,6 @@ def compute_of(recipe: RecipeSpec) -> Compute:
         recipe.recompute,
         recipe.engine == "deepspeed" and recipe.zero_stage == 3,
         recipe.offload_activations,
+        ep,
+        tp,
     )

@@ -9,6 +9,7 @@ from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Engine, RecipeSpec, Stage
+from zeroplan.spec.split import check_tensor_parallel
 
 #: Which ZeRO stages each engine offers, and under what name.
 ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
@@ -87,10 +88,12 @@ class JobSpec(Spec):
     def _check_model_ranks(self) -> None:
         """Refuse ways of splitting the model that the engine does not have, or that are not modelled."""
         engine, mesh = self.recipe.engine, self.mesh
-        if mesh.tp > 1 and engine != "paper":
+        if mesh.tp > 1 and engine not in ("paper", "fsdp2"):
             raise SpecError(
-                f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'paper' for Megatron-style splitting"
+                f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'fsdp2', or 'paper' for Megatron-style splitting"
             )
+        if mesh.tp > 1 and engine == "fsdp2":
+            check_tensor_parallel(self.model, self.recipe, self.batch, mesh.tp)
         for degree, ways in (("cp", mesh.cp), ("pp", mesh.pp)):
             if ways > 1:
                 raise SpecError(f"{degree}={ways} with engine {engine!r} is not modelled; leave it out")

@@ -142,7 +142,8 @@ class RecipeSpec(Spec):
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False
-    """Megatron's activation formula only: norms and dropouts are split over the tensor-parallel ranks too."""
+    """Megatron's activation formula only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 always
+    splits them."""
     loss: Loss = "full"
     """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's."""
     keep_logits: bool | Literal["fp32"] = False
@@ -177,7 +178,10 @@ class RecipeSpec(Spec):
         if self.offload_activations:
             self._check_offloaded_activations()
         if self.sequence_parallel and self.activation_model != "megatron":
-            raise SpecError("sequence_parallel=True needs activation_model='megatron' (engine 'paper'); leave it out otherwise")
+            raise SpecError(
+                "sequence_parallel=True needs activation_model='megatron' (engine 'paper'); leave it out otherwise: engine 'fsdp2' "
+                "always splits the sequence with tp"
+            )
 
     def _check_offloaded_activations(self) -> None:
         """Refuse what is not modelled with them."""

@@ -3,9 +3,9 @@
 Forward and backward compute while collectives go on beside them, as the engine lets them: FSDP2 gathers the next block while
 this one computes and reduces the last one's gradients, DDP reduces bucket by bucket during the backward, DeepSpeed gathers ahead
 at stage 3 and reduces beside the backward where ``overlap_comm`` is on. What goes on beside adds nothing but what is longer than
-the computing, and what has nothing to hide behind.
+the computing, and what has nothing to hide behind: of tensor-parallel ranks, which wait for each other's activations, all.
 
-Left out: data loading, launch of small kernels, stragglers, congestion, pipelines and tensor parallelism, checkpoints.
+Left out: data loading, launch of small kernels, stragglers, congestion, pipelines, checkpoints.
 """
 
 from zeroplan.engines.account import Account
@@ -47,13 +47,14 @@ def step_time(
             "a profile does not say how many operations its module takes, so it has no time; use --model or --config"
         )
     share = share or efficiency(gpu.architecture)
-    asked = work(model, recipe, batch, expert_ranks=int(mesh.ep))
+    tp = int(mesh.tp) if recipe.engine == "fsdp2" else 1
+    asked = work(model, recipe, batch, tp=tp, expert_ranks=int(mesh.ep))
     busy = computing(asked, model, recipe, batch, gpu, share, mfu)
     on_host = _steps_on_host(recipe)
     step = stepping(account, recipe, gpu, share, on_host=on_host, ranks_per_node=here.per_node)
     copies = _copies(account, recipe, batch, busy, gpu.architecture) if recipe.offloads else ()
     parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
-    tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps
+    tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / tp
     flops = batch.grad_accum_steps * 3.0 * (asked.blocks_flops + asked.head_flops + asked.attention_flops)
     return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
 

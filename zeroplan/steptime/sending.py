@@ -78,11 +78,13 @@ def _least(a: Float, b: Float) -> Float:
 
 
 def _group(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
-    if recipe.engine == "fsdp2" and call.what.startswith(REPLICAS):
-        return strided(call.group, mesh.dp_shard, here.per_node)
-    if recipe.engine == "fsdp2" and EXPERTS in call.what:
+    """Where a collective's ranks are: tensor-parallel ones are neighbours, the shards ``tp`` apart, replicas ``dp_shard · tp``."""
+    if recipe.engine != "fsdp2" or call.near:
+        return neighbours(call.group, here.per_node)
+    if EXPERTS in call.what and not call.what.startswith(REPLICAS):
         return strided(call.group, mesh.ep, here.per_node)
-    return neighbours(call.group, here.per_node)
+    stride = mesh.tp * mesh.dp_shard if call.what.startswith(REPLICAS) else mesh.tp
+    return strided(call.group, stride, here.per_node)
 
 
 def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, here: Links) -> Float:
@@ -103,6 +105,8 @@ def _placed(call: Collective, recipe: RecipeSpec) -> tuple[str, str]:
     window = "forward" if "forward" in when else "backward"
     if call.operation == "all_to_all":
         return window, "none"  # the experts wait for their tokens
+    if recipe.engine == "fsdp2" and call.near:
+        return window, "none"  # the next matrix waits for it
     if recipe.engine == "fsdp2":
         return window, "none" if ROOT in call.what and window in _ROOT_WINDOWS else "first"
     if recipe.engine == "ddp":

@@ -39,14 +39,14 @@ class Work(NamedTuple):
     """The matrices that are multiplied with, once."""
 
 
-def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, expert_ranks: int = 1) -> Work:
-    """Count one micro-batch. [FLOPs, bytes]
+def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, expert_ranks: int = 1) -> Work:
+    """Count one micro-batch on one of ``tp`` ranks that split it. [FLOPs, bytes]
 
     Experts count as often as tokens choose them, evenly spread. Leaves out: sliding windows, which only some kernels skip;
     weights that are frozen, whose gradients nobody takes; writing
     out weights in four bits.
     """
-    whole, compute = layout(_multiplied(model)), compute_of(recipe)._replace(expert_ranks=expert_ranks)
+    whole, compute = layout(_multiplied(model)), compute_of(recipe, tp=tp, ep=expert_ranks)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len
     in_blocks = block_matrices(whole)
     outside = matmul_parameters(model, whole) - in_blocks
@@ -57,12 +57,12 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, expert_ranks: in
         saved = saved + 1.0 * run.layers * total_bytes(block_pass(model, run.kind, compute, batch).saved)
     head = head_pass(model, compute, batch, loss=recipe.loss)
     return Work(
-        blocks_flops=2.0 * in_blocks * tokens,
-        head_flops=2.0 * outside * tokens,
-        attention_flops=scores * keys * tokens,
+        blocks_flops=2.0 * in_blocks * tokens / tp,
+        head_flops=2.0 * outside * tokens / tp,
+        attention_flops=scores * keys * tokens / tp,
         blocks_bytes=saved,
         head_bytes=1.0 * total_bytes((*head.saved, *head.loss_forward)),
-        weights_bytes=1.0 * compute.element_bytes * (in_blocks + outside),
+        weights_bytes=1.0 * compute.element_bytes * (in_blocks + outside) / tp,
     )
 
 

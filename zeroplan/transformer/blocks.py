@@ -28,6 +28,8 @@ class Compute(NamedTuple):
     """What blocks keep for their backward goes to host memory (:mod:`zeroplan.transformer.offloaded`)."""
     expert_ranks: int = 1
     """Ranks that share the experts out; tokens go to the rank of their expert and come back."""
+    tp: int = 1
+    """Ranks that split matrices and, between them, the sequence (:mod:`zeroplan.transformer.families.split`)."""
 
 
 #: Begins the name of a point at which a block that was checkpointed is being recomputed, where that may be higher than its
@@ -162,3 +164,14 @@ class HeadPass(NamedTuple):
     def at_embedding(self) -> tuple[Line, ...]:
         """What of ``shared`` is alive when the embedding goes backward."""
         return self.shared[: len(self.shared) - len(self.with_blocks)]
+
+
+class AtEmbedding(NamedTuple):
+    """What the backward of an embedding takes that is split over tensor-parallel ranks.
+
+    The gradient of its output before and after it is put in order, and that of the whole embedding.
+    """
+
+    gathered: Line
+    by_rank: Line
+    whole: Line

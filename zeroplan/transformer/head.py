@@ -55,6 +55,10 @@ def head_pass(
         from zeroplan.transformer.profiled import profile_of, profiled_head  # noqa: PLC0415  only a profile pays for it
 
         return profiled_head(profile_of(model), compute, batch)
+    if compute.tp > 1:
+        from zeroplan.transformer.split_head import split_head  # noqa: PLC0415  the others' answers need not wait for it
+
+        return split_head(model, compute, batch, recomputed=recomputed, fp32_output=fp32_output)
     x = widths(model, compute, batch)
     norm = _final_norm(model, x)
     frozen = _is_frozen(model, "head")

@@ -1,9 +1,11 @@
 """Which collectives are called, on how many ranks, and with how many bytes?"""
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]  # in no stub
 
 from zeroplan.verify.recording import Call
 
@@ -30,11 +32,21 @@ COLLECTIVES |= {getattr(torch.ops._c10d_functional, name).default: said for name
 
 def call(func: OpOverload, args: tuple[object, ...], span: int) -> Call:
     """Describe one call of a collective's operator."""
+    if func.namespace == "_c10d_functional":
+        return _functional(func, args, span)
     buffers = [list(_tensors(argument)) for argument in args]
     largest = max(buffers, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
     n_bytes = sum(tensor.nbytes for tensor in largest)
     dtype = str(largest[0].dtype).removeprefix("torch.") if largest else ""
     return Call(COLLECTIVES[func], dtype, n_bytes, _ranks(args), span)
+
+
+def _functional(func: OpOverload, args: tuple[object, ...], span: int) -> Call:
+    given, group = cast("torch.Tensor", args[0]), args[-1]
+    resolved = group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)  # type: ignore[arg-type]
+    ranks, dtype = resolved.size(), str(given.dtype).removeprefix("torch.")
+    n_bytes = given.nbytes * (ranks if COLLECTIVES[func] == "all_gather" else 1)
+    return Call(COLLECTIVES[func], dtype, n_bytes, ranks, span)
 
 
 def _tensors(argument: object) -> list[torch.Tensor]:
@@ -46,8 +58,6 @@ def _tensors(argument: object) -> list[torch.Tensor]:
 
 
 def _ranks(args: tuple[object, ...]) -> int:
-    if isinstance(name := args[-1], str):  # a functional collective's last argument is its group
-        return dist.get_world_size(_resolve_process_group(name))  # type: ignore[arg-type]  # torch's own alias of a text
     groups = [argument for argument in args if isinstance(argument, torch.ScriptObject)]
     return next((size for size in map(_size, groups) if size), 1)
 

@@ -81,9 +81,29 @@ class WatchedGroup(dist.ProcessGroup):
         return self._inner
 
 
+#: What DTensor asks for, with lists of a single tensor, and no transport has in Python: it is the other on each of them.
+_OF_LISTS = {
+    "allgather_into_tensor_coalesced": "_allgather_base", "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}  # fmt: skip
+
+
+def _one_by_one(inner: object, names: tuple[str, ...]) -> Callable[..., Work] | None:
+    each: Callable[..., Work] | None = getattr(inner, _OF_LISTS.get(names[-1], ""), None)
+    if each is None:
+        return None
+
+    def run(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *arguments: object) -> Work:
+        for made, given in zip(outputs, inputs, strict=True):
+            each(made, given, *arguments).wait()
+        return _ended(outputs)
+
+    return run
+
+
 def _method(operation: str, names: tuple[str, ...]) -> Callable[..., Work]:
     def collective(self: WatchedGroup, *arguments: object, **options: object) -> Work:
         run = next((found for name in names if (found := getattr(self.inner, name, None))), None)
+        run = run or _one_by_one(self.inner, names)
         if run is None:
             raise MeasurementError(f"this torch's {operation} is not one that zeroplan can hand on")
         return self.handed_on(operation, lambda *given: run(*given, **options), arguments)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from zeroplan.verify.experts import dispatched, evenly_visited
 from zeroplan.verify.fake_mode import QuickFakes
 from zeroplan.verify.reducer import readable_bookkeeping
 from zeroplan.verify.replaced import replaced
+from zeroplan.verify.tensor_parallel import TENSOR, TensorParallel, split
 from zeroplan.verify.workload import Workload, workload
 
 
@@ -40,7 +42,7 @@ def run(
     Fake ones may be on a pretended GPU (:mod:`zeroplan.verify.card`). ``make`` builds another workload than the job's own
     model.
     """
-    fakes = fake_tensors(watcher, device) if fake else nullcontext()
+    fakes = fake_tensors(watcher, device, strided=job.mesh.tp > 1) if fake else nullcontext()
     visits = evenly_visited(job) if job.mesh.ep > 1 else nullcontext()
     with fake_ranks(job, rank, device) as mesh, answered(job.recipe, device), fakes, visits:
         observe(job, watcher, mesh, steps=steps, make=make)
@@ -53,6 +55,8 @@ def observe(
     with warnings.catch_warnings(), watcher, _real_meshes(watcher):
         warnings.simplefilter("ignore")
         work = make() if make is not None else workload(job, dtype=weights_dtype(job), device=mesh.device_type)
+        if job.mesh.tp > 1:
+            work = split(work, mesh, seq_len=job.batch.seq_len)
         watcher.name_modules(unwrapped(work.module))
         watcher.claim(Kind.ACTIVATIONS, work.batch.values())
         engine = _build(job, work, mesh, watcher)
@@ -64,6 +68,8 @@ def observe(
 
 def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> Engine:
     if job.recipe.engine == "fsdp2":
+        if job.mesh.tp > 1:
+            return TensorParallel(work, job, mesh)
         return Fsdp2(work, job.recipe, mesh, experts=dispatched(job, work.module, mesh, watcher))
     if job.recipe.engine == "ddp":
         with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
@@ -84,9 +90,8 @@ _FAKE = "fake"
 @contextmanager
 def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
     """One rank of the job's mesh under torch's fake process group, which moves nothing."""
-    ranks = job.mesh.dp_replicate * job.mesh.dp_shard
     dist.init_process_group(
-        _FAKE if device == "cpu" else _fake_group_on(device), rank=rank, world_size=ranks, store=FakeStore()
+        _FAKE if device == "cpu" else _fake_group_on(device), rank=rank, world_size=job.mesh.world_size, store=FakeStore()
     )
     try:
         yield mesh_of(job, device)
@@ -104,7 +109,9 @@ def _fake_group_on(device: str) -> str:
 
 def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
     """The job's ranks as FSDP2 takes them: one dimension, or replicas of a sharded group."""
-    replicas, shards = job.mesh.dp_replicate, job.mesh.dp_shard
+    replicas, shards, tensor = job.mesh.dp_replicate, job.mesh.dp_shard, job.mesh.tp
+    if tensor > 1:
+        return init_device_mesh(device, (replicas, shards, tensor), mesh_dim_names=("replicate", "shard", TENSOR))
     if replicas == 1:
         return init_device_mesh(device, (shards,))
     return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
@@ -133,11 +140,15 @@ _LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
 
 
 @contextmanager
-def fake_tensors(watcher: Watcher, device: str = "cpu") -> Iterator[None]:
-    """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes."""
+def fake_tensors(watcher: Watcher, device: str = "cpu", *, strided: bool = False) -> Iterator[None]:
+    """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes.
+
+    ``strided`` says that a dimension may be sharded over two dimensions of the mesh.
+    """
     as_on_cuda = (decisions(), cuda_lists()) if device == CARD else ()
     mode = FakeCardMode() if device == CARD else QuickFakes()
-    as_real = _unpacked_rows(), _chunks_as_wanted(), _no_strided_shards(), _grouped_products(), readable_bookkeeping(watcher)
+    plain = () if strided else (_no_strided_shards(),)
+    as_real = _unpacked_rows(), _chunks_as_wanted(), *plain, _grouped_products(), readable_bookkeeping(watcher)
     with ExitStack() as answers:
         for answer in (*as_real, *as_on_cuda, mode):
             answers.enter_context(answer)
@@ -179,7 +190,7 @@ def _chunks_as_wanted() -> AbstractContextManager[None]:
 
 
 def _no_strided_shards() -> AbstractContextManager[None]:
-    """Spare DTensor the search for dimensions that are sharded twice: no mesh here has them, and lists of tensors take long."""
+    """Spare DTensor the search for dimensions that are sharded twice, where none is: lists of tensors take long."""
     name = "_propagate_use_strided_shard_flag"  # since torch 2.13
     return replaced(_sharding_prop, name, lambda *_: None) if hasattr(_sharding_prop, name) else nullcontext()
 
@@ -209,8 +220,8 @@ def _real_meshes(watcher: Watcher) -> Iterator[None]:
         return run
 
     with ExitStack() as patches:
-        for owner, name in ((_fully_shard, "_get_post_forward_mesh_info"), (DeviceMesh, "__init__"), (DeviceMesh, "mesh")):
-            original = getattr(owner, name)
-            made = property(arranged(original.fget)) if isinstance(original, property) else arranged(original)  # type: ignore[arg-type]
-            patches.enter_context(replaced(owner, name, made))
+        for owner, name in ((_fully_shard, "_get_post_forward_mesh_info"), (DeviceMesh, "__init__")):
+            patches.enter_context(replaced(owner, name, arranged(getattr(owner, name))))
+        mesh = cast("property", DeviceMesh.mesh)
+        patches.enter_context(replaced(DeviceMesh, "mesh", property(arranged(cast("Callable[..., object]", mesh.fget)))))
         yield

@@ -72,15 +72,15 @@ def is_of_the_loss(block: Block, phase: Phase) -> bool:
     """Whether a block is logits or the loss's own: asked for by the whole module itself, or in forward by its last layer.
 
     What that layer makes in backward is no longer logits, but the gradients of its weight and of its input; and in forward, a
-    cast of that input is none yet.
+    cast of that input is none yet, nor is what it is gathered in from other ranks.
     """
     if block.module == _HEAD:
-        return phase is Phase.FORWARD and block.operation != _CAST
+        return phase is Phase.FORWARD and block.operation not in _OF_ITS_INPUT
     return not block.module
 
 
 _HEAD = "lm_head"
-_CAST = "aten._to_copy.default"
+_OF_ITS_INPUT = ("aten._to_copy.default", "_c10d_functional.all_gather_into_tensor.default", "aten.cat.default")
 
 
 def initialisation(timeline: Timeline) -> PhaseMeasured:

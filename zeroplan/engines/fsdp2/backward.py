@@ -255,6 +255,11 @@ def _at_the_embedding(plan: Plan, common: tuple[Line, ...]) -> Iterator[Moment]:
     """
     flow = flowing(plan, "gradient that flows into the embedding")
     waiting = plan.waiting_elements
+    if plan.at_embedding is not None:
+        from zeroplan.engines.fsdp2.split import at_the_split_embedding  # noqa: PLC0415  as all of tensor parallelism
+
+        yield from at_the_split_embedding(plan, plan.at_embedding, common, flow)
+        return
     alive = (
         *common,
         *plan.left_behind(tuple(0 for _ in plan.blocks)),
@@ -310,7 +315,7 @@ def _gathered_in_vain(plan: Plan) -> tuple[Line, ...]:
 def end_of_backward(plan: Plan) -> Iterator[Moment]:
     """The embedding's gradient, then the reduction of the root group."""
     root = plan.trained_root
-    common = (*plan.persistent, *_reduced(plan, plan.every_layer), *_gathered_in_vain(plan))
+    common = (*plan.persistent, *_reduced(plan, plan.every_layer), *_gathered_in_vain(plan), *output(plan))
     width = plan.width.compute
     yield from _at_the_embedding(plan, common)
     if not root.numel:

@@ -15,10 +15,11 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.blocks import BlockPass, HeadPass
+from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
 from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import has_frozen, layout, trained_layout
+from zeroplan.transformer.params_split import split_layout
 
 SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param"
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
@@ -123,6 +124,8 @@ class Plan(NamedTuple):
     last_root_elements: int
     passes: tuple[BlockPass, ...]
     head: HeadPass
+    at_embedding: AtEmbedding | None
+    """What a split embedding's backward takes."""
     kept: tuple[Int, ...]
     """Bytes one block of each run keeps from its forward to its backward."""
     persistent: tuple[Line, ...]
@@ -235,7 +238,9 @@ class Plan(NamedTuple):
 
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Plan:
     """Size the groups and collect what every moment needs."""
-    tree, width, n, ep = layout(model), widths(recipe.precision), mesh.dp_shard, int(mesh.ep)  # ep is one number in a grid too
+    width, n = widths(recipe.precision), mesh.dp_shard
+    tp, ep = int(mesh.tp), int(mesh.ep)  # one number in a grid too
+    tree = layout(model) if tp == 1 else split_layout(model, tp)
     beside: tuple[Line, ...] = ()
     if is_quantised(model):
         from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
@@ -244,7 +249,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     if ep != 1:
         tree = _local_layout(model, ep)
     learning = trained_layout(model) if has_frozen(model) else tree
-    compute = compute_of(recipe) if ep == 1 else compute_of(recipe)._replace(expert_ranks=ep)
+    compute = compute_of(recipe, tp=tp, ep=ep)
     recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
     impl, tensors = (
@@ -295,11 +300,18 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),
         last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
         passes=passes,
-        head=outside(model, recipe, batch),
+        head=outside(model, recipe, batch, tp=tp),
+        at_embedding=None if tp == 1 else _at_embedding(model, compute, batch),
         kept=tuple(total_bytes(one.kept(recipe.recompute)) for one in passes),
         persistent=tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent,
         in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
     )
+
+
+def _at_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbedding:
+    from zeroplan.transformer.split_head import at_the_embedding  # noqa: PLC0415  the others' answers need not wait for it
+
+    return at_the_embedding(model, compute, batch)
 
 
 def _trained_groups(learning: Layout, n: Int) -> tuple[Group, tuple[Group, ...]]:

@@ -34,6 +34,10 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
             calls += exchanges(plan, run, mesh, batch, model)
         beside = (groups[0].beside_experts, groups[1].beside_experts)
         calls += _of_group(plan, beside, run.layers, name, mesh, batch.grad_accum_steps, reductions, backward=backward)
+    if plan.at_embedding is not None:
+        from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  the others' answers need not wait for it
+
+        calls += split_collectives(plan, batch, int(mesh.tp), reductions=reductions)
     return tuple(calls)
 
 

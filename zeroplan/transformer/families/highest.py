@@ -4,7 +4,7 @@ from zeroplan.transformer.families.sizes import Monomial, expanded
 from zeroplan.transformer.families.tape import Alive
 
 #: What is never more than what: a token's numbers are at least as many as its heads, its heads at least one; keys are at most as
-#: wide as queries; a norm's weight has a token's width.
+#: wide as queries; a norm's weight has a token's width; a share of the sequence is no more than all of it.
 _AT_MOST: dict[Monomial, tuple[Monomial, ...]] = {
     ("T",): (("T", "h"), ("T", "q"), ("T", "f")),
     ("T", "a"): (("T", "q"), ("T", "h"), ("T", "f")),
@@ -12,6 +12,8 @@ _AT_MOST: dict[Monomial, tuple[Monomial, ...]] = {
     ("T", "k"): (("T", "q"),),
     ("h",): (("T", "h"),),
     ("d",): (("T", "q"),),
+    ("T/p",): (("T/p", "h"), ("T", "h")),
+    ("T/p", "h"): (("T", "h"),),
 }
 #: Values are as wide as keys and attention's output as queries, in every family that is written as a program.
 _AS_WIDE = {"v": "k", "c": "q"}

@@ -80,6 +80,8 @@ class Tape:
         self.wide_residual = autocast and not frozen
         self.constants: set[Value] = set()
         """Tensors that autograd does not follow."""
+        self.summed_anew: set[Value] = set()
+        """Tensors whose gradients autograd never adds in place: DTensors, as all subclasses."""
         self._apart = False
         self._last_saving: tuple[int, Alive, tuple[Value, ...]] | None = None
         self.alive: dict[Store, None] = {}
@@ -268,7 +270,7 @@ class Tape:
         if first is None:
             waiting[value] = gradient
             return
-        if first.holds == 1:
+        if first.holds == 1 and value not in self.summed_anew:
             self.drop(gradient)
             return
         waiting[value] = self.make(first.kind, first.reason, first.formula, first.source)

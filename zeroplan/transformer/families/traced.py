@@ -249,8 +249,8 @@ def _plan(structure: Structure) -> Plan:
     points = index.moments(highest(saving.moments, **dtypes))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
     if structure.family in RECOMPUTED_HIGHER:
-        reruns["full"] = index.moments(_run_again(saving, until_saved, given.store, dtypes))
-        reruns["selective"] = index.moments(_run_again(saving, whole, given.store, dtypes))
+        reruns["full"] = index.moments(run_again(saving, until_saved, given.store, dtypes))
+        reruns["selective"] = index.moments(run_again(saving, whole, given.store, dtypes))
     selective = index.of(saving.kept())
     recompute = checkpointed(
         index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
@@ -272,7 +272,7 @@ def checkpointed(
     return {"full": forward(keeping=False), "selective": forward(keeping=True)}
 
 
-def _run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool]) -> list[Alive]:
+def run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool]) -> list[Alive]:
     """Moments of a checkpoint that is run again, beside gradients that wait; those that the backward itself is above left out.
 
     The block's input is the checkpoint's own, unless the block saves it.

@@ -1,0 +1,95 @@
+"""FSDP2 over tensor-parallel ranks: columns are their points, the step's time, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, SpecError, estimate
+from zeroplan.catalog.gpu import gpu
+from zeroplan.catalog.model import model
+from zeroplan.engines import fsdp2
+from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.recipe import Fsdp2Options
+from zeroplan.steptime import step_time
+
+LLAMA = model("llama-3.1-8b")
+JOB = JobSpec(model=LLAMA, mesh=MeshSpec(dp_shard=2, tp=4), batch=BatchSpec(seq_len=4096))
+
+
+@dataclass(frozen=True)
+class Columns:
+    dp_shard: np.ndarray
+    dp_replicate: np.ndarray
+    micro_batch_size: np.ndarray
+    seq_len: np.ndarray
+    grad_accum_steps: np.ndarray
+    tp: int = 2
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_columns_are_their_points(recompute: str):
+    recipe = RecipeSpec(recompute=recompute)
+    points = [(1, 1, 1, 128, 1), (8, 1, 3, 4096, 2), (4, 2, 2, 64, 3)]
+    columns = Columns(*(np.array(column, dtype=np.int64) for column in zip(*points, strict=True)))
+    grid = fsdp2.account(LLAMA, recipe, columns, columns)
+    for at, (shard, replicate, micro_batch, seq_len, steps) in enumerate(points):
+        mesh = MeshSpec(dp_shard=shard, dp_replicate=replicate, tp=2)
+        batch = BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps)
+        one = fsdp2.account(LLAMA, recipe, mesh, batch)
+        totals = [int(np.broadcast_to(moment.total_bytes, 3)[at]) for moment in grid.moments]
+        assert max(totals) == max(moment.total_bytes for moment in one.moments)
+        sent = [int(np.broadcast_to(call.sent_bytes, 3)[at]) for call in grid.collectives]
+        assert sent == [call.sent_bytes for call in one.collectives]
+
+
+def test_ranks_that_split_hold_their_share():
+    """Everything but norms is split; the gradient of the embedding is whole for a moment."""
+    whole, split = estimate(replace(JOB, mesh=MeshSpec(dp_shard=2))), estimate(JOB)
+    norms = 65 * LLAMA.hidden_size
+    assert sum(split.states_by_kind.values()) * 4 == sum(whole.states_by_kind.values()) + 3 * 16 * norms // 2
+    (line,) = {line for moment in split.moments for line in moment.lines if line.reason == "gradient of the whole embedding"}
+    assert line.n_bytes == 2 * LLAMA.vocab_size * LLAMA.hidden_size
+
+
+def test_tensor_parallel_traffic_stays_among_neighbours_and_nothing_hides_it():
+    cluster = ClusterSpec(gpu=gpu("h100-sxm-80gb"), gpus_per_node=8)
+    mesh = MeshSpec(dp_shard=2, tp=8)
+    account = fsdp2.account(LLAMA, RecipeSpec(), mesh, JOB.batch)
+    among = [call for call in account.collectives if call.near]
+    assert {int(call.group) for call in among} == {8}
+    assert {call.operation for call in among} == {"all_gather", "reduce_scatter", "all_reduce"}
+    quick = step_time(account, LLAMA, RecipeSpec(), mesh, JOB.batch, cluster)
+    slow = step_time(account, LLAMA, RecipeSpec(), mesh, JOB.batch, replace(cluster, gpus_per_node=4))
+    assert slow.seconds > 1.2 * quick.seconds  # the same calls, now between nodes
+    alone = step_time(
+        fsdp2.account(LLAMA, RecipeSpec(), MeshSpec(dp_shard=16), JOB.batch), LLAMA, RecipeSpec(), MeshSpec(dp_shard=16),
+        JOB.batch, cluster,
+    )  # fmt: skip
+    assert alone.model_flops == pytest.approx(8 * quick.model_flops)
+    assert alone.tokens == 8 * quick.tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mesh": MeshSpec(tp=16)}, "num_key_value_heads"),
+        ({"batch": BatchSpec(seq_len=1002)}, "seq_len"),
+        ({"model": model("gemma-2-2b")}, "gemma2"),
+        ({"recipe": RecipeSpec(engine="ddp", zero_stage=0)}, "ddp"),
+        ({"recipe": RecipeSpec(attention="eager")}, "eager"),
+        ({"recipe": RecipeSpec(loss="chunked")}, "chunked"),
+        ({"recipe": RecipeSpec(sync_every_micro_batch=False)}, "sync_every_micro_batch"),
+        ({"recipe": RecipeSpec(fsdp2=Fsdp2Options(reshard_after_forward=2))}, "reshard_after_forward"),
+        ({"recipe": RecipeSpec(optimizer="muon")}, "muon"),
+        ({"model": model("mistral-7b-v0.1")}, "sliding window"),
+        ({"recipe": RecipeSpec(recompute="full", offload_activations=True)}, "offload_activations"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_split_is_refused_in_one_line(changes: dict[str, object], says: str):
+    with pytest.raises(SpecError, match=says) as refused:
+        replace(JOB, **changes)
+    assert "tp=" in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,87 @@
+"""Models split over tensor-parallel ranks: DTensor and FSDP2 as they run, against the estimate, to what it leaves out by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.formulas import assert_explained, assert_symbols_mean_one_thing
+from zeroplan import estimate
+from zeroplan.catalog.model import model
+from zeroplan.comparison import compare
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+TINY = ModelSpec(
+    family="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=8, vocab_size=512,
+)  # fmt: skip
+CASES = {
+    "llama, 2 x 2": JobSpec(
+        model=TINY, mesh=MeshSpec(dp_shard=2, tp=2), batch=BatchSpec(micro_batch_size=2, seq_len=32)
+    ),
+    "mistral, wide vocabulary, replicas, stage 2, recomputed": JobSpec(
+        model=replace(TINY, family="mistral", vocab_size=4800),
+        mesh=MeshSpec(dp_shard=3, dp_replicate=2, tp=2),
+        recipe=RecipeSpec(zero_stage=2, recompute="full", keep_logits=True),
+        batch=BatchSpec(micro_batch_size=1, seq_len=16, grad_accum_steps=2),
+    ),
+    "qwen2, fp32, one key head a rank, selective": JobSpec(
+        model=replace(TINY, family="qwen2", attention_bias=True, num_attention_heads=16),
+        mesh=MeshSpec(dp_shard=2, tp=4),
+        recipe=RecipeSpec(precision="fp32", recompute="selective"),
+        batch=BatchSpec(micro_batch_size=1, seq_len=64),
+    ),
+    "qwen3, tied, bf16, long sequences": JobSpec(
+        model=replace(TINY, family="qwen3", tie_word_embeddings=True, head_dim=16),
+        mesh=MeshSpec(dp_shard=2, tp=4),
+        recipe=RecipeSpec(precision="bf16", optimizer_impl="fused"),
+        batch=BatchSpec(micro_batch_size=3, seq_len=128),
+    ),
+    "qwen3, tied, wide vocabulary, offloaded": JobSpec(
+        model=replace(TINY, family="qwen3", tie_word_embeddings=True, vocab_size=4800),
+        mesh=MeshSpec(dp_shard=2, tp=2),
+        recipe=RecipeSpec(recompute="full", fsdp2=Fsdp2Options(cpu_offload=True)),
+        batch=BatchSpec(micro_batch_size=1, seq_len=16),
+    ),
+    "llama 70B, 8 x 8": JobSpec(
+        model=model("llama-3.1-70b"),
+        mesh=MeshSpec(dp_shard=8, tp=8),
+        recipe=RecipeSpec(recompute="full"),
+        batch=BatchSpec(seq_len=8192),
+    ),
+}  # fmt: skip
+ROTARY_AND_STATE = 2_000
+"""Rotary frequencies, the random state of flash attention (24 bytes a layer) and single numbers. [bytes]"""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_is_the_run(name: str):
+    from zeroplan.verify.simulate import simulate
+
+    job = CASES[name]
+    seen = compare(estimate(job), simulate(job, all_layers=False))
+    tokens = 8 * job.batch.seq_len * (job.batch.micro_batch_size + 1)  # ids and positions, which outlive a step
+    for row in (seen.peak, *seen.phases):
+        beside = tokens if row.what == "optimizer step" or row is seen.peak else 0
+        assert abs(row.difference) <= ROTARY_AND_STATE + beside, row
+    assert abs(seen.held.difference) <= ROTARY_AND_STATE + tokens
+    assert all(row.predicted == row.measured for row in seen.collectives), seen.collectives
+    for kind in seen.kinds:
+        assert abs(kind.difference) <= ROTARY_AND_STATE + tokens, kind
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_formulas_say_what_is_computed(name: str):
+    answer = estimate(CASES[name])
+    assert_explained(answer)
+    assert_symbols_mean_one_thing(answer)
+    assert answer.legend["p"] == CASES[name].mesh.tp

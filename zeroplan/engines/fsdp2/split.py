@@ -1,0 +1,85 @@
+"""FSDP2 over tensor-parallel ranks: what it does otherwise where parameters are DTensors already, and what those ranks send."""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.formulas import product
+from zeroplan.engines.fsdp2.buffers import reduce_input, root_gradients, root_unsharded
+from zeroplan.engines.fsdp2.plan import REDUCE, Plan
+from zeroplan.engines.sources import INPUT_BUFFER
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.transformer.blocks import AtEmbedding
+from zeroplan.transformer.families.split import GATHER, SCATTER
+from zeroplan.transformer.split_head import LOSS
+
+SUM_OF_TIED = "sum of the embedding's and the tied head's gradient"
+#: What the collectives of tensor-parallel ranks are said to carry.
+ACTIVATIONS, ROWS, NORMS = "activations", "sums over the vocabulary", "gradients of norms"
+
+
+def at_the_split_embedding(plan: Plan, at: AtEmbedding, common: tuple[Line, ...], flow: Line) -> Iterator[Moment]:
+    """The gradient of the embedding's output is gathered, makes that of the whole embedding, of which the rank takes its share."""
+    waiting = plan.waiting_elements
+    whole = at.whole._replace(kind=Kind.TEMPORARY) if waiting else at.whole  # untied, it is what the parameter is given
+    made = plan.trained_root.numel + plan.tied_head_elements - waiting
+    alive = (
+        *common,
+        *plan.head.at_embedding,
+        root_unsharded(plan),
+        reduce_input(plan, plan.trained_blocks[0], "reduce-scatter input of the first block"),
+        root_gradients(plan, made - plan.embedding_elements, waiting=waiting),
+    )
+    yield Moment("backward of the embedding: gathering", Phase.BACKWARD, (*alive, at.gathered, at.by_rank, flow))
+    yield Moment("backward of the embedding", Phase.BACKWARD, (*alive, at.gathered, whole))
+    width, own = plan.width.compute, plan.embedding_elements
+    share = Line(Kind.UNSHARDED_GRADIENTS, width * own, "this rank's share of it", product(width, own), REDUCE)
+    yield Moment("backward of the embedding: this rank's share", Phase.BACKWARD, (*alive, whole, share))
+    if waiting:
+        total = share._replace(reason="sum of the embedding's and the tied head's", source=INPUT_BUFFER)
+        yield Moment(SUM_OF_TIED, Phase.BACKWARD, (*alive, whole, share, total))
+
+
+def split_collectives(plan: Plan, batch: Batch, ranks: int, *, reductions: Int) -> tuple[Collective, ...]:
+    """What tensor-parallel ranks send among themselves in one optimizer step.
+
+    Each block gathers and scatters what its two branches read and make; a recomputation does so again, up to the last tensor that
+    is needed: not what the MLP has made, unless it keeps the outputs of every second product and so runs to the end.
+    """
+    layers, passes = sum(plan.every_layer), batch.grad_accum_steps
+    tokens = batch.micro_batch_size * batch.seq_len
+    whole, e = tokens * plan.parameters[0].shape[1], plan.width.compute
+    again = {"none": (0, 0), "full": (2 * layers, layers), "selective": (2 * layers, 2 * layers)}[plan.recipe.recompute]
+    ends = 2 * layers + 1
+    norms, elements = _norms(plan)
+
+    def of(operation: str, when: str, calls: Int, source: str) -> Collective:
+        return _among(operation, ACTIVATIONS, when, ranks, calls, whole, e, source)
+
+    return (
+        of("all_gather", "forward", passes * ends, GATHER),
+        of("reduce_scatter", "forward", passes * ends, SCATTER),
+        _among("all_reduce", ROWS, "forward", ranks, 3 * passes, tokens, 4, LOSS),
+        of("all_gather", "backward", passes * (ends + again[0]), GATHER),
+        of("reduce_scatter", "backward", passes * (ends + again[1]), SCATTER),
+        _among("all_reduce", NORMS, "backward", ranks, reductions * norms, elements // norms, e, REDUCE)._replace(
+            of_all=reductions * e * elements
+        ),
+    )
+
+
+def _norms(plan: Plan) -> tuple[int, int]:
+    """How many norms there are, and the elements of their weights, which every rank holds whole."""
+    in_blocks = [(run.layers, one) for run in plan.runs for one in run.parameters]
+    outside = [(1, one) for one in plan.parameters if one.name.startswith("model.norm")]
+    found = [(layers, one.numel) for layers, one in (*in_blocks, *outside) if "norm" in one.name]
+    return sum(layers for layers, _ in found), sum(layers * numel for layers, numel in found)
+
+
+def _among(
+    operation: str, what: str, when: str, ranks: int, calls: Int, elements: Int, width: int, source: str
+) -> Collective:  # fmt: skip
+    times = 2 if operation == "all_reduce" else 1
+    payload: Int = width * elements
+    sent: Int = times * calls * (payload // ranks) * (ranks - 1)
+    return Collective(operation, what, when, ranks, calls, payload, sent, times * calls * elements, source, near=True)

@@ -1,0 +1,55 @@
+"""Which jobs can tensor-parallel ranks split, under FSDP2 and DTensor?"""
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+#: Families whose blocks are split as torchtitan splits them.
+SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
+
+
+def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: int) -> None:
+    """Refuse what DTensor cannot split evenly, and what is not modelled with it, in one line.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    ...                  num_key_value_heads=2, head_dim=16, vocab_size=256)
+    >>> check_tensor_parallel(tiny, RecipeSpec(), BatchSpec(), 4)
+    Traceback (most recent call last):
+    zeroplan.errors.SpecError: tp=4 does not divide num_key_value_heads=2; use a factor of it
+    """
+    if model.family not in SPLIT_FAMILIES or model.profile is not None:
+        what = "a profile" if model.profile is not None else f"family {model.family!r}"
+        raise SpecError(f"tp={ranks} of {what} is not modelled; use tp=1, or one of {', '.join(SPLIT_FAMILIES)}")
+    for name, number in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("num_key_value_heads", model.num_key_value_heads),
+        ("intermediate_size", model.intermediate_size),
+        ("vocab_size", model.vocab_size),
+        ("seq_len", batch.seq_len),
+    ):
+        if number % ranks:
+            raise SpecError(f"tp={ranks} does not divide {name}={number:,}; use a factor of it")
+    if type(recipe.fsdp2.reshard_after_forward) is int:  # torch 2.13, _fsdp_param.py, FSDPParam.to_sharded_post_forward
+        raise SpecError(f"tp={ranks} with reshard_after_forward as a number is what FSDP2 refuses; use true or false for it")
+    for asked, instead in _not_modelled(model, recipe, batch):
+        if asked:
+            raise SpecError(f"tp={ranks} with {asked} is not modelled; use {instead}, or tp=1")
+
+
+def _not_modelled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tuple[tuple[str | bool, str], ...]:
+    window = model.sliding_window
+    biased = model.mlp_bias or (model.attention_bias and model.family != "qwen2")
+    return (
+        (model.adapter is not None and "adapters", "full training"),
+        (model.frozen is not None and "frozen parameters", "full training"),
+        (biased and "biases of matrices whose outputs are added up", "a model without them"),
+        (window is not None and batch.seq_len >= window and f"a sliding window of {window:,}", "a shorter seq_len"),
+        (recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"),
+        (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+        (recipe.offload_activations and "offload_activations", "recompute 'full' alone"),
+        (recipe.optimizer not in _OPTIMIZERS and f"optimizer {recipe.optimizer!r}", "adamw"),
+        (not recipe.sync_every_micro_batch and "sync_every_micro_batch=False", "true for it"),
+    )

@@ -1,0 +1,223 @@
+"""Blocks of the Llama kind split over tensor-parallel ranks by DTensor, and along the sequence between their matrices.
+
+The program is that of a rank: heads and the MLP's width are its share, ``q`` standing for ``q/p`` until the plan is written down.
+What the norms read and the residual stream are shares of the sequence, ``T/p`` tokens; what the projections read is whole,
+gathered from all ranks, and so are what they make before it is reduced and scattered, and their gradients.
+"""
+
+import re
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Kind
+from zeroplan.numeric import Int
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Recompute
+from zeroplan.transformer.blocks import BlockPass, Compute
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families import traced
+from zeroplan.transformer.families.attend import Heads
+from zeroplan.transformer.families.highest import highest
+from zeroplan.transformer.families.llama import has_head_norms
+from zeroplan.transformer.families.norms import FinalNorm
+from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.sizes import quantities
+from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.widths import Widths, beyond_the_window
+
+LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
+ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
+MLP = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
+GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single"
+SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
+FROM_LOCAL = "torch 2.13, torch/distributed/tensor/parallel/style.py, SequenceParallel"
+NORM = NormAs(one_plus=False, source="transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward")
+
+
+class Structure(NamedTuple):
+    """Everything the program branches on."""
+
+    block: traced.Structure
+    head_norms: bool
+    recompute: Recompute
+
+
+def split_block(model: ModelSpec, compute: Compute, x: Widths) -> BlockPass:
+    """One block on one of ``compute.tp`` ranks."""
+    structure, plan = _structure(model, compute, x), _plan(_structure(model, compute, x))
+    sizes = traced.Sizes(plan, local_quantities(model, x, compute.tp))
+    return traced.pass_of(plan, sizes, autocast=False, recompute=structure.recompute)
+
+
+def split_norm(model: ModelSpec, x: Widths, ranks: int) -> FinalNorm:
+    """The final norm over a rank's share of the sequence."""
+    plan = _final_plan(wide=x.element == 4)
+    sizes = traced.Sizes(plan, local_quantities(model, x, ranks))
+    return FinalNorm(sizes.lines(plan.saved), tuple([sizes.point(moment) for moment in plan.points]))
+
+
+def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
+    """What the symbols of a rank's formulas stand for."""
+    whole = quantities(x, model.intermediate_size)
+    shares = {f"{name}/p": whole[name] // ranks for name in ("T", "a", "q", "k", "v", "c", "f")}
+    return {**whole, **shares, "k/p/d": x.key // ranks // x.head_dim, "V/p": model.vocab_size // ranks}
+
+
+def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
+    if beyond_the_window(model, x) is not False:
+        raise SpecError(f"tp={compute.tp} with a sliding window shorter than the sequence is not modelled; use tp=1")
+    query, key = x.query // compute.tp, x.key // compute.tp
+    block = traced.Structure(
+        model.family, x.element == 4, False, x.attention, False, key != query, key == x.head_dim, model.attention_bias, x.kernels
+    )  # fmt: skip
+    return Structure(block, has_head_norms(model), compute.recompute)
+
+
+@lru_cache(maxsize=256)
+def _plan(structure: Structure) -> traced.Plan:
+    index, dtypes = traced.Index(), {"wide": structure.block.wide, "autocast": False}
+    tape, given, output = _run(structure, saving=True)
+    forward, saved = index.moments(highest(tape.moments, **dtypes)), index.of(tape.saved)
+    whole, until_saved = tape.moments.copy(), tape.until_last_saved(done=False)
+    tape.release(output, given)
+    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"e·{output.shape}", LAYER)
+    tape.run_backward(output, arriving)
+    points, selective = index.moments(highest(tape.moments, **dtypes)), index.of(tape.kept())
+    again: dict[Recompute, tuple[traced.Placed, ...]] = {
+        "full": index.moments(traced.run_again(tape, until_saved, given.store, dtypes)),
+        "selective": index.moments(traced.run_again(tape, whole, given.store, dtypes)),
+    }
+    places = index.of((given.store,))
+    checkpointed = traced.checkpointed(
+        index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
+    )
+    stores, weights = _of_a_rank(index)
+    return traced.Plan(stores, weights, saved, forward, checkpointed, points, (), selective, places, LAYER, again)
+
+
+@lru_cache(maxsize=4)
+def _final_plan(*, wide: bool) -> traced.Plan:
+    tape, index = Tape(wide=wide, autocast=False, saving=True), traced.Index()
+    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "e·T/p·h", LAYER), "e", "T/p·h")
+    made = _norm(tape, given, "final norm")
+    tape.release(made, given)
+    saved = index.of(tape.saved)
+    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "e·T/p·h", LAYER))
+    points = index.moments(highest(tape.moments, wide=wide, autocast=False))
+    return traced.Plan(*_of_a_rank(index), saved, (), {}, points, (), (), (), LAYER, {})
+
+
+_SHARED = re.compile(r"\b([aqkvcf])\b(?!/p)")
+
+
+def _of_a_rank(index: traced.Index) -> tuple[tuple[Store, ...], tuple[str, ...]]:
+    """Every tensor and weight, the widths that are split written as shares."""
+    for store in index.stores:
+        store.formula = _SHARED.sub(r"\1/p", store.formula)
+    return tuple(index.stores), tuple(_SHARED.sub(r"\1/p", formula) for formula in index.weights)
+
+
+def _run(
+    structure: Structure, *, saving: bool, given: Store | None = None, keeping: bool = False
+) -> tuple[Tape, Value, Value]:  # fmt: skip
+    """Run the block forward, over an input that another run has had, or over one of its own."""
+    tape = Tape(wide=structure.block.wide, autocast=False, saving=saving, keeping=keeping)
+    store = given or tape.make(Kind.ACTIVATIONS, "block input, a share of the sequence", "e·T/p·h", LAYER)
+    if given is not None:
+        store.holds = 1
+        tape.alive[store] = None
+    value = Value(store, "e", "T/p·h")
+    return tape, value, _layer(tape, value, structure)
+
+
+# --- the program -------------------------------------------------------------------------------------------------------
+
+
+def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
+    addition = Site("residual addition", LAYER)
+    normal = _norm(tape, given, "norm before attention")
+    attended = _attention(tape, normal, structure)
+    tape.release(normal)
+    middle = op.add(tape, given, attended, "residual stream between attention and MLP", addition)
+    tape.release(attended)
+    normal = _norm(tape, middle, "norm before the MLP")
+    branch = _mlp(tape, normal)
+    tape.release(normal)
+    made = op.add(tape, middle, branch, "block output", addition)
+    tape.release(branch, middle)
+    return made
+
+
+def _norm(tape: Tape, given: Value, name: str) -> Value:
+    """RMSNorm over a share of the sequence, as a DTensor: the gradients of its input add up to a tensor of their own."""
+    share = Value(tape.hold(given.store), given.dtype, given.shape)
+    tape.add(name, (share,), (), lambda _tape, taken: [op.through(given, taken[0])])
+    tape.summed_anew.add(share)
+    made = op.rms_norm(tape, share, name, NORM, rows="T/p")
+    tape.release(share)
+    return made
+
+
+def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
+    block, whole = structure.block, gathered(tape, normal, "input of attention")
+    names, bias = (("q", "q projection"), ("k", "k projection"), ("v", "v projection")), block.attention_bias
+    query, key, value = (op.linear(tape, whole, width, Site(name, ATTENTION), bias=bias) for width, name in names)
+    if structure.head_norms:
+        bare = query, key
+        query = op.rms_norm(tape, query, "norm of the queries", NORM, weight="d", rows="T·a")
+        key = op.rms_norm(tape, key, "norm of the keys", NORM, weight="d", rows="T·k/d")
+        tape.release(*bare)
+    turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
+    tape.release(query, key)
+    context, _ = traced.kernel_of(block)(tape, Heads(*turned, value, block.grouped, block.one_key))
+    partial = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
+    made = scattered(tape, partial, "output of attention")
+    tape.release(partial, value, *turned, context, whole)
+    return made
+
+
+def _mlp(tape: Tape, normal: Value) -> Value:
+    whole = gathered(tape, normal, "input of the MLP")
+    gate = op.linear(tape, whole, "f", Site("gate projection", MLP))
+    active = op.pointwise(tape, gate, "silu of the gate", Site("silu", MLP))
+    tape.release(gate)
+    up = op.linear(tape, whole, "f", Site("up projection", MLP))
+    inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", MLP))
+    tape.release(active, up)
+    partial = op.linear(tape, inner, "h", Site("down projection", MLP), reads="f")
+    made = scattered(tape, partial, "output of the MLP")
+    tape.release(partial, inner, whole)
+    return made
+
+
+def gathered(tape: Tape, value: Value, name: str) -> Value:
+    """Gather along the sequence; sequences of a batch come rank by rank, and are put in order by a copy.
+
+    The gradients of what reads it are each rank's part of a sum; they are DTensors, which autograd never adds in place.
+    """
+    by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", "e·T·h·min(1, b-1)", GATHER)
+    made = op.tensor(tape, f"{name}, gathered along the sequence", value.dtype, "T·h", GATHER)
+    tape.drop(by_rank)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(f"gradient of the {name}, cut by ranks", "e·T·h", SCATTER)
+        return [(value, op.gradient(tape, value, f"gradient of the {name}, reduced and scattered", SCATTER))]
+
+    tape.add(f"{name}: gathered along the sequence", (made,), (), backward)
+    tape.summed_anew.add(made)
+    return made
+
+
+def scattered(tape: Tape, value: Value, name: str) -> Value:
+    """Add up what the ranks made, and give each its share of the sequence."""
+    cut = tape.make(Kind.TEMPORARY, f"{name}, cut by ranks", "e·T·h", SCATTER)
+    made = op.tensor(tape, f"{name}, reduced and scattered along the sequence", value.dtype, "T/p·h", SCATTER)
+    tape.drop(cut)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary(f"gradient of the {name}, gathered rank by rank", "e·T·h·min(1, b-1)", GATHER)
+        return [(value, op.gradient(tape, value, f"gradient of the {name}, gathered along the sequence", GATHER))]
+
+    tape.add(f"{name}: scattered along the sequence", (made,), (), backward)
+    return made
