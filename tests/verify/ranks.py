@@ -19,10 +19,15 @@ from zeroplan.measurement import Measurement
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, RecipeSpec
 
 STEPS = 3
 GPT2 = model("gpt2")
+SPLIT = ModelSpec(
+    family="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, vocab_size=64,
+)  # fmt: skip
 
 
 def _job(engine: str, stage: int, *, accumulate: int = 1, **recipe: Any) -> JobSpec:
@@ -35,6 +40,7 @@ CASES = {
     "fsdp2, stage 3": _job("fsdp2", 3),
     "fsdp2, stage 2, accumulation without reduction": _job("fsdp2", 2, accumulate=2, sync_every_micro_batch=False),
     "fsdp2, two replicas": _job("fsdp2", 3, precision="fp32"),
+    "fsdp2, tensor-parallel": JobSpec(model=SPLIT, batch=BatchSpec(micro_batch_size=2, seq_len=16)),
     "ddp": _job("ddp", 0),
     "ddp, bucket views, accumulation": _job("ddp", 0, accumulate=2, ddp=DdpOptions(gradient_as_bucket_view=True)),
     "ddp, stage 1": _job("ddp", 1, precision="bf16"),
@@ -48,8 +54,8 @@ CASES = {
 
 def on(name: str, ranks: int) -> JobSpec:
     """Return a case on so many ranks."""
-    replicas = 2 if "replicas" in name else 1
-    return replace(CASES[name], mesh=MeshSpec(dp_shard=ranks // replicas, dp_replicate=replicas))
+    replicas, tensor = 2 if "replicas" in name else 1, 2 if "tensor" in name else 1
+    return replace(CASES[name], mesh=MeshSpec(dp_shard=ranks // (replicas * tensor), dp_replicate=replicas, tp=tensor))
 
 
 def can_be(name: str, rank: int) -> bool:
@@ -64,6 +70,7 @@ def main(folder: Path) -> None:
     """Measure every case on every rank of two and of four."""
     import torch
     import torch._dynamo  # optimizers ask for it in their first step
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
     import zeroplan.verify.cpu
 
@@ -112,7 +119,25 @@ def _measured(name: str, ranks: int, rank: int, transport: Any, log: Any) -> Mea
     from zeroplan.verify.cpu import measured
 
     log.calls.clear()
-    return measured(on(name, ranks), _work, rank=rank, transport=transport, log=log, steps=STEPS, say=lambda _: None)
+    job = on(name, ranks)
+    return measured(
+        job,
+        _work if job.mesh.tp == 1 else lambda: _split(job),
+        rank=rank,
+        transport=transport,
+        log=log,
+        steps=STEPS,
+        say=lambda _: None,
+    )
+
+
+def _split(job: JobSpec) -> Any:
+    """The job's own model, which is split by the names of its parts."""
+    import torch
+
+    from zeroplan.verify.workload import with_weights, workload
+
+    return with_weights(workload(job, dtype=torch.float32))
 
 
 def _work() -> Any:

@@ -20,7 +20,9 @@ def run_name(job: JobSpec, workload: str, rank: int) -> str:
     """What a rank ran, in letters that every file system takes: ``gpt2-ddp-stage1-n4-rank0``."""
     named = (workload or job.model.name or job.model.family).lower()
     model = re.sub(r"[^a-z0-9.]+", "-", named).strip("-.") or job.model.family
-    return f"{model[:80]}-{job.recipe.engine}-stage{job.recipe.zero_stage}-n{job.mesh.world_size}-rank{rank}"
+    degrees = (("tp", job.mesh.tp), ("cp", job.mesh.cp), ("pp", job.mesh.pp), ("ep", job.mesh.ep))
+    ways = "".join(f"-{name}{degree}" for name, degree in degrees if degree > 1)
+    return f"{model[:80]}-{job.recipe.engine}-stage{job.recipe.zero_stage}-n{job.mesh.world_size}{ways}-rank{rank}"
 
 
 def write_record(measured: Measurement, folder: Path) -> Path:
