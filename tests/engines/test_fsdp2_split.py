@@ -27,6 +27,7 @@ class Columns:
     seq_len: np.ndarray
     grad_accum_steps: np.ndarray
     tp: int = 2
+    ep: int = 1
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
