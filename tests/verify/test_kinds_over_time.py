@@ -1,0 +1,25 @@
+"""What a recording says of each kind adds up to all that is alive, at every moment."""
+
+from zeroplan.ledger import Kind, Phase
+from zeroplan.verify.recording import Block, Recording, Span
+from zeroplan.verify.timeline import Timeline
+
+
+def block(n_bytes: int, born: int, died: int | None, kind: Kind) -> Block:
+    made = Block(n_bytes, born, "aten.empty.default", "", 1)
+    made.kind = kind
+    if died is not None:
+        made.died = died
+    return made
+
+
+def test_kinds_add_up_to_what_is_alive_after_every_request_and_release():
+    blocks = [
+        block(8, 1, None, Kind.PARAMETERS),
+        block(3, 2, 4, Kind.ACTIVATIONS),
+        block(5, 3, None, Kind.ACTIVATIONS),
+    ]
+    timeline = Timeline(Recording(blocks, [Span(-1, Phase.INIT, 0), Span(0, Phase.FORWARD, 0)], [], 4))
+    blocks[2].died = 9  # given back when the recording is over
+    assert timeline.by_kind() == {"parameters": [0, 8, 8, 8, 8], "activations": [0, 0, 3, 8, 5]}
+    assert [sum(alive) for alive in zip(*timeline.by_kind().values(), strict=True)] == timeline.live == [0, 8, 11, 16, 13]
