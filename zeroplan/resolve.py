@@ -187,7 +187,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         model=model,
         cluster=cluster,
         recipe=_on_nodes(_recipe(request, stage), cluster),
-        mesh=_mesh(request, gpus),
+        mesh=mesh_of(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
     notes = (model_note, seq_note, *read.notes, *config_notes, _beyond_positions(complete), *_unheeded(complete.recipe))
@@ -481,7 +481,8 @@ def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec) -> RecipeSpec:
     return replace(recipe, deepspeed=replace(recipe.deepspeed, gpus_per_node=known))
 
 
-def _mesh(request: Request, gpus: int) -> MeshSpec:
+def mesh_of(request: Request, gpus: int) -> MeshSpec:
+    """How so many GPUs are arranged; raises :class:`~zeroplan.errors.SpecError` where the degrees do not divide them."""
     ways = {
         "--replicas": request.replicas or 1,
         "--tensor-parallel": request.tensor_parallel or 1,

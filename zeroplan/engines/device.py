@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from zeroplan.engines.device_figures import band_of, of_gpu, sources
 from zeroplan.ledger import Band, Kind, Line
-from zeroplan.numeric import maximum
+from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.hardware import GpuSpec
-from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.mesh import Mesh, MeshSpec
 from zeroplan.units import KIB, MB, MIB
 
 _WORKSPACE_SOURCE = "torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize"
@@ -82,13 +82,25 @@ def outside(mesh: MeshSpec, gpu: GpuSpec | None = None) -> tuple[Outside, ...]:
     >>> [len(outside(MeshSpec(dp_shard=ranks))) for ranks in (1, 8)]
     [1, 2]
     """
-    same_experts = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep if mesh.ep > 1 else 1
-    degrees = (mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep, same_experts)
-    return _outside(sum(degree > 1 for degree in degrees), "" if gpu is None else gpu.name)
+    return outside_beside(int(communicators(mesh)), "" if gpu is None else gpu.name)
+
+
+def communicators(mesh: Mesh) -> Int:
+    """How many process groups a rank is in.
+
+    >>> communicators(MeshSpec(dp_shard=4, tp=2))
+    2
+    """
+    same_experts = where(mesh.ep > 1, mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep, 1)
+    groups: Int = 0
+    for degree in (mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep, same_experts):
+        groups = groups + where(degree > 1, 1, 0)
+    return groups
 
 
 @cache
-def _outside(groups: int, gpu: str) -> tuple[Outside, ...]:
+def outside_beside(groups: int, gpu: str) -> tuple[Outside, ...]:
+    """The same for so many process groups, on a GPU of this name. [bytes]"""
     context, communicator = _context(gpu), _communicator(gpu)
     if not groups:
         return (context,)

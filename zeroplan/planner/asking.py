@@ -19,13 +19,13 @@ from zeroplan.planner.questions import (
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid
 from zeroplan.planner.space import Fixed
-from zeroplan.resolve import Request, Resolved, resolve, with_setup
+from zeroplan.resolve import Request, Resolved, mesh_of, resolve, with_setup
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.transformer.params import parameter_count
 
 #: Fields of a request that the search decides where they are not given.
-_SEARCHED = ("engine", "stage", "replicas", "micro_batch", "grad_accum", "optimizer_impl", "recompute", "loss",
-             "offload_optimizer", "offload_param")  # fmt: skip
+_SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
+             "micro_batch", "grad_accum", "optimizer_impl", "recompute", "loss", "offload_optimizer", "offload_param")  # fmt: skip
 
 #: Options of one engine, which stay with it whatever else is tried.
 _OPTIONS = ("ddp", "fsdp2", "deepspeed")
@@ -103,14 +103,6 @@ def _refuse(request: Request, question: Question) -> None:
         )
     named = next((name for name in ("model", "params", "config", "profile") if getattr(request, name) is not None), "")
     for flag, said, instead in (
-        ("--tensor-parallel", (request.tensor_parallel or 1) > 1, "tensor parallelism is not part of a plan yet; leave it out"),
-        (
-            "--context-parallel",
-            (request.context_parallel or 1) > 1,
-            "context parallelism is not part of a plan yet; leave it out",
-        ),
-        ("--pipeline-parallel", (request.pipeline_parallel or 1) > 1, "pipelines are not part of a plan yet; leave it out"),
-        ("--expert-parallel", (request.expert_parallel or 1) > 1, "expert parallelism is not part of a plan yet; leave it out"),
         ("--engine paper", request.engine == "paper", "nobody runs the paper; use ddp, fsdp2 or deepspeed"),
         ("--deepspeed-config", request.deepspeed_config is not None, "it decides already; ask `zeroplan estimate`"),
         ("--min-gpus", question.min_gpus and request.gpus is not None, "it looks for --gpus; leave one of them out"),
@@ -145,9 +137,8 @@ def _refuse_values(request: Request, question: Question) -> None:
         raise SpecError(
             f"engine {request.engine!r} has no ZeRO stage {request.stage} (it has {offered}); leave one of them out"
         )
-    gpus, replicas = request.gpus or 1, request.replicas or 1
-    if gpus % replicas:
-        raise SpecError(f"--gpus {gpus} is not divisible by --replicas {replicas}; every replica has the same number of GPUs")
+    if request.gpus is not None:
+        mesh_of(request, request.gpus)
 
 
 def _fixed(request: Request, question: Question) -> Fixed:
@@ -163,6 +154,10 @@ def _fixed(request: Request, question: Question) -> Fixed:
         fsdp2=request.fsdp2,
         deepspeed=request.deepspeed,
         dp_replicate=request.replicas,
+        tp=request.tensor_parallel,
+        cp=request.context_parallel,
+        pp=request.pipeline_parallel,
+        ep=request.expert_parallel,
         micro_batch_size=request.micro_batch,
         grad_accum_steps=request.grad_accum,
         global_batch_size=question.global_batch,

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of, estimate
+from zeroplan.planner.degrees import degrees
 from zeroplan.planner.explain import binding, why_not
 from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Rival
@@ -78,7 +79,7 @@ def plan(
         raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
     if base.model.profile is not None:
         raise SpecError("a plan needs to know a model's operations, which a profile does not tell; use --model or --config")
-    check_batch(base, fixed)
+    check_batch(base, fixed, sorted({base.mesh.world_size // one.model_ranks for one in degrees(base, fixed)}, reverse=True))
     found, tally = search(base, fixed, mfu=mfu, unsaid=unsaid)
     if not found:
         raise SpecError(_nothing_starts(tally.fallen))

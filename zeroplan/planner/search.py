@@ -8,18 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.device import outside, reserved_as_seen, total_band, workspace_line
+from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_line
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.estimator import engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Moment, Phase
 from zeroplan.numeric import for_each_value
 from zeroplan.planner.columns import highest
+from zeroplan.planner.degrees import SPLITTING, degrees
 from zeroplan.planner.rules import Rule, Tally
-from zeroplan.planner.space import Column, Fixed, Grid, numbers, structures
+from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers, structures
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime import step_time
 from zeroplan.transformer.params import parameter_count
@@ -80,21 +80,31 @@ def _searched(
 ) -> Iterator[Found]:
     for recipe in structures(base, fixed, offload=offload):
         missing = "" if unsaid is None else unsaid(recipe)
-        if missing:
-            tally.cut(Rule.EMITTED, numbers(recipe, base, fixed).grid.layouts, missing)
-        else:
-            yield from _of_structure(base, recipe, fixed, tally, mfu=mfu, whatever_weighs=whatever_weighs)
+        for split in degrees(base, fixed):
+            if split != WHOLE and recipe.engine not in SPLITTING:
+                continue
+            if missing:
+                tally.cut(Rule.EMITTED, numbers(recipe, base, fixed, split).grid.layouts, missing)
+            else:
+                yield from _of_structure(base, recipe, fixed, split, tally, mfu=mfu, whatever_weighs=whatever_weighs)
 
 
 def _of_structure(
-    base: JobSpec, recipe: RecipeSpec, fixed: Fixed, tally: Tally, *, mfu: float | None, whatever_weighs: bool
+    base: JobSpec,
+    recipe: RecipeSpec,
+    fixed: Fixed,
+    split: Degrees,
+    tally: Tally,
+    *,
+    mfu: float | None,
+    whatever_weighs: bool,
 ) -> Iterator[Found]:
-    grid, indivisible = numbers(recipe, base, fixed)
+    grid, indivisible = numbers(recipe, base, fixed, split)
     tally.cut(Rule.DIVISIBILITY, indivisible)
     fitting = _resharded(recipe, grid)
     tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
     grid = grid.only(fitting)
-    if not whatever_weighs and weights_alone_are_too_large(base, recipe):
+    if not whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
         try:
@@ -103,12 +113,12 @@ def _of_structure(
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
 
-def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec) -> bool:
-    """Whether one copy of the weights, which every stage below 3 gathers or holds, is more than the GPU has."""
+def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:
+    """Whether a rank's part of the weights, which every stage below 3 gathers or holds, is more than the GPU has."""
     gpu, adapter = base.cluster.gpu, base.model.adapter
     if adapter is not None and adapter.quantize != "none":
         return False
-    whole = widths(recipe.precision).compute * parameter_count(base.model)
+    whole = widths(recipe.precision).compute * parameter_count(base.model) // (split.tp * split.pp * split.ep)
     return gpu is not None and recipe.zero_stage < 3 and whole > gpu.memory_bytes.value
 
 
@@ -159,11 +169,10 @@ def _account(base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column) -> Acc
 
 
 def outside_column(grid: Grid, gpu: GpuSpec | None) -> Column:
-    """Context and communicators, expected. [bytes] They depend on whether there are replicas and shards, not on how many."""
+    """Context and communicators, expected. [bytes]"""
+    name = "" if gpu is None else gpu.name
 
-    def taken(several: int) -> int:
-        mesh = MeshSpec(dp_replicate=1 + several // 2, dp_shard=1 + several % 2)
-        return int(total_band(outside(mesh, gpu)).expected_bytes)
+    def taken(groups: int) -> int:
+        return int(total_band(outside_beside(groups, name)).expected_bytes)
 
-    several = 2 * np.minimum(grid.dp_replicate - 1, 1) + np.minimum(grid.dp_shard - 1, 1)
-    return np.asarray(for_each_value(taken, several))
+    return np.asarray(for_each_value(taken, communicators(grid)))

@@ -4,7 +4,7 @@ A *structure* is a recipe: engine, stage, recomputation, optimizer implementatio
 there are and how many sequences go through a GPU at once; accumulation follows from the global batch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -60,9 +60,31 @@ class Fixed(Spec):
     fsdp2: Fsdp2Options | None = None
     deepspeed: DeepSpeedOptions | None = None
     dp_replicate: Count | None = None
+    tp: Count | None = None
+    cp: Count | None = None
+    pp: Count | None = None
+    ep: Count | None = None
     micro_batch_size: Count | None = None
     grad_accum_steps: Count | None = None
     global_batch_size: Count | None = None
+
+
+class Degrees(NamedTuple):
+    """One way of splitting the model, beside its data."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that work on one and the same sequence."""
+        return self.tp * self.cp * self.pp
+
+
+#: The model whole on every rank, but for what a ZeRO stage shards.
+WHOLE = Degrees()
 
 
 class Grid(NamedTuple):
@@ -108,7 +130,8 @@ class Grid(NamedTuple):
     def mesh_at(self, at: int) -> MeshSpec:
         """How the GPUs are arranged in one layout."""
         row = at // self.shape[1]
-        return MeshSpec(dp_replicate=int(self.dp_replicate[row, 0]), dp_shard=int(self.dp_shard[row, 0]))
+        replicas, shards = int(self.dp_replicate[row, 0]), int(self.dp_shard[row, 0])
+        return MeshSpec(dp_replicate=replicas, dp_shard=shards, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
 
     def batch_at(self, at: int, base: BatchSpec) -> BatchSpec:
         """The batch of one layout; ``base`` says what is no number of the grid."""
@@ -122,12 +145,19 @@ class Grid(NamedTuple):
 
 
 def grid_of(
-    replicas: Column, gpus: int, *, micro_batch_size: Column, grad_accum_steps: Column, seq_len: Column | int
-) -> Grid:  # fmt: skip
+    replicas: Column,
+    gpus: int,
+    *,
+    micro_batch_size: Column,
+    grad_accum_steps: Column,
+    seq_len: Column | int,
+    degrees: Degrees = WHOLE,
+) -> Grid:
     """Every one of so many replicas with every batch; a sequence length for each batch, or one for all."""
     over = replicas[:, None]
     length = seq_len if isinstance(seq_len, int) else seq_len[None, :]
-    return Grid(over, gpus // over, micro_batch_size[None, :], length, grad_accum_steps[None, :])
+    shards = gpus // degrees.model_ranks // over
+    return Grid(over, shards, micro_batch_size[None, :], length, grad_accum_steps[None, :], *degrees)
 
 
 def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[RecipeSpec]:
@@ -236,13 +266,17 @@ class Numbers(NamedTuple):
     indivisible: int
 
 
-def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Numbers:
-    """Every arrangement of the GPUs and of the batch under this recipe."""
+def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = WHOLE) -> Numbers:
+    """Every arrangement of the GPUs and of the batch under this recipe, the model split in one way."""
     gpus = base.mesh.world_size
-    replicas = _replicas(recipe, gpus, fixed)
-    sequences, steps, indivisible = _batches(base, fixed)
-    grid = grid_of(replicas, gpus, micro_batch_size=sequences, grad_accum_steps=steps, seq_len=base.batch.seq_len)
-    return Numbers(grid, indivisible * len(replicas))
+    sharing = gpus // degrees.model_ranks
+    replicas = _replicas(recipe, sharing, fixed)
+    sequences, steps, indivisible = _batches(base, fixed, sharing)
+    grid = grid_of(
+        replicas, gpus, micro_batch_size=sequences, grad_accum_steps=steps, seq_len=base.batch.seq_len, degrees=degrees
+    )
+    among = grid.dp_shard * (degrees.cp * degrees.tp)
+    return Numbers(grid.only(among % degrees.ep == 0), indivisible * len(replicas))
 
 
 def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed) -> Column:
@@ -253,14 +287,16 @@ def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed) -> Column:
     return np.array([1, *(n for n in range(2, gpus // 2 + 1) if several and gpus % n == 0)], dtype=np.int64)
 
 
-def _batches(base: JobSpec, fixed: Fixed) -> tuple[Column, Column, int]:
-    """Sequences per GPU and micro-batch, how many micro-batches, and how many sizes do not divide the batch of a GPU."""
-    total, size, steps, gpus = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps, base.mesh.world_size
+def _batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column, int]:
+    """Sequences per micro-batch, how many micro-batches, and how many sizes do not divide the batch of one of ``sharing``."""
+    total, size, steps = fixed.global_batch_size, fixed.micro_batch_size, fixed.grad_accum_steps
     most = max(1, MOST_TOKENS // base.batch.seq_len)
     if total is None:
         sizes = [one for one in _SEQUENCES if one <= most] if size is None else [size]
         return np.array(sizes, dtype=np.int64), np.full(len(sizes), steps or 1, dtype=np.int64), 0
-    of_gpu = total // gpus
+    of_gpu = total // sharing
+    if total % sharing or of_gpu % (steps or 1) or (steps is not None and size not in (None, of_gpu // steps)):
+        return np.array([], dtype=np.int64), np.array([], dtype=np.int64), 1
     if steps is not None:
         size = of_gpu // steps
     tried = np.arange(1, min(of_gpu, most) + 1, dtype=np.int64) if size is None else np.array([size], dtype=np.int64)
@@ -268,17 +304,28 @@ def _batches(base: JobSpec, fixed: Fixed) -> tuple[Column, Column, int]:
     return fitting, of_gpu // fitting, len(tried) - len(fitting)
 
 
-def check_batch(base: JobSpec, fixed: Fixed) -> None:
-    """Refuse a batch that contradicts itself, or that no GPU holds: columns are exact only up to 2^63."""
-    gpus, tokens = base.mesh.world_size, base.batch.seq_len * (fixed.micro_batch_size or 1)
+def check_batch(base: JobSpec, fixed: Fixed, sharing: Sequence[int]) -> None:
+    """Refuse a batch that contradicts itself, or that no GPU holds: columns are exact only up to 2^63.
+
+    ``sharing`` has every number of ranks that the batch may be cut over, the most first.
+    """
+    gpus, tokens = sharing[0], base.batch.seq_len * (fixed.micro_batch_size or 1)
     if tokens > MOST_TOKENS:
         raise SpecError(
             f"{tokens:,} tokens on a GPU at once are more than the {MOST_TOKENS:,} that a plan goes up to; use fewer"
         )
     if (fixed.global_batch_size or 1) // gpus > _MOST_OF_A_GPU or (fixed.grad_accum_steps or 1) > _MOST_OF_A_GPU:
         raise SpecError(f"a step of more than {_MOST_OF_A_GPU:,} sequences per GPU is beyond what a plan goes up to; use fewer")
-    if fixed.global_batch_size is not None:
-        _check_product(gpus, fixed, fixed.global_batch_size)
+    total = fixed.global_batch_size
+    if total is not None and not any(_cuts(total, ranks, fixed) for ranks in sharing):
+        _check_product(gpus, fixed, total)
+
+
+def _cuts(total: int, ranks: int, fixed: Fixed) -> bool:
+    """Whether the batch can be cut over so many ranks as it is asked for."""
+    size, steps, each = fixed.micro_batch_size, fixed.grad_accum_steps, total // ranks
+    whole = total % ranks == 0 and each % (size or 1) == 0 and each % (steps or 1) == 0
+    return whole and (size is None or steps is None or size * steps == each)
 
 
 def _check_product(gpus: int, fixed: Fixed, total: int) -> None:

@@ -1,0 +1,61 @@
+"""In which ways may a model be split over GPUs, beside its data? Tensor, context, pipeline and expert parallelism.
+
+These degrees are structure: every combination is looked at by itself, under the one engine that has them, FSDP2. Tensor
+parallelism stays within a node; a sequence is cut only into parts of many tokens; what divides nothing evenly is not tried.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+
+from zeroplan.planner.space import Degrees, Fixed, gpus_per_node
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import Engine
+
+#: Engines that split a model over ranks.
+SPLITTING: tuple[Engine, ...] = ("fsdp2",)
+#: A rank with fewer tokens of a sequence than this would wait more than it computes, and none is tried. [tokens]
+LEAST_OF_A_SEQUENCE = 4096
+
+
+def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
+    """Every way of splitting the model that divides the GPUs, the plainest first; what is given is taken as it is."""
+    gpus = base.mesh.world_size // (fixed.dp_replicate or 1)
+    ways = product(
+        _pipelines(base) if fixed.pp is None else (fixed.pp,),
+        _contexts(base) if fixed.cp is None else (fixed.cp,),
+        _tensors(base) if fixed.tp is None else (fixed.tp,),
+        _experts(base) if fixed.ep is None else (fixed.ep,),
+    )
+    for pp, cp, tp, ep in ways:
+        one = Degrees(tp, cp, pp, ep)
+        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0:
+            yield one
+
+
+def _powers(most: int) -> Iterator[int]:
+    return (1 << power for power in range(max(most, 1).bit_length()))
+
+
+def _tensors(base: JobSpec) -> Iterator[int]:
+    """Within a node, and so that every rank has whole heads of keys and values."""
+    heads = base.model.num_key_value_heads
+    return (ways for ways in _powers(gpus_per_node(base)) if heads % ways == 0)
+
+
+def _contexts(base: JobSpec) -> Iterator[int]:
+    """So that every rank has two even parts of a long sequence, one from its beginning and one from its end."""
+    length = base.batch.seq_len
+    most = max(1, length // LEAST_OF_A_SEQUENCE)
+    return (ways for ways in _powers(most) if ways == 1 or length % (2 * ways) == 0)
+
+
+def _pipelines(base: JobSpec) -> Iterator[int]:
+    """So that every stage has as many layers."""
+    layers = base.model.num_hidden_layers
+    return (ways for ways in _powers(layers) if layers % ways == 0)
+
+
+def _experts(base: JobSpec) -> Iterator[int]:
+    """So that every rank has as many experts."""
+    experts = 1 if base.model.moe is None else base.model.moe.num_experts
+    return (ways for ways in _powers(experts) if experts % ways == 0)
