@@ -209,7 +209,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
 @pytest.mark.parametrize(
     ("fixed", "says"),
     [
-        (Fixed(global_batch_size=12), "not divisible by 8 GPUs"),
+        (Fixed(global_batch_size=12, engine="deepspeed"), "not divisible by 8 GPUs"),
         (Fixed(global_batch_size=64, micro_batch_size=3), "does not divide"),
         (Fixed(global_batch_size=64, micro_batch_size=2, grad_accum_steps=2), "leave one out"),
         (Fixed(engine="ddp", offload_optimizer="cpu"), "no engine offers"),

@@ -67,7 +67,7 @@ def plan_command(
 ) -> int:
     """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
     from zeroplan.export.command import estimate_command  # noqa: PLC0415  no other command pays for the planner and NumPy
-    from zeroplan.export.files import cannot_say  # noqa: PLC0415
+    from zeroplan.export.files import cannot_say, cannot_split  # noqa: PLC0415
     from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415
     from zeroplan.report.plan import Beside  # noqa: PLC0415
     from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
@@ -79,7 +79,7 @@ def plan_command(
     question = question._replace(max_params=max_params)
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
-    unsaid = None if target is None else lambda recipe: cannot_say(recipe, target)
+    unsaid = None if target is None else lambda recipe, split: cannot_say(recipe, target) or cannot_split(split, target)
     told, from_setup = told_by_a_setup(asked.request)
     request = _as_accelerate_has_it(told) if target == "accelerate" else told
     answer = ask(request, question, extra=asked.extra, unsaid=unsaid)

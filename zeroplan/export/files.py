@@ -10,6 +10,7 @@ from zeroplan.export.accelerate import accelerate_yaml
 from zeroplan.export.deepspeed import with_optimizer
 from zeroplan.export.fsdp2 import fsdp2_script
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import Split
 from zeroplan.spec.recipe import RecipeSpec
 
 Target = Literal["deepspeed", "accelerate", "fsdp2"]
@@ -45,6 +46,18 @@ def cannot_say(recipe: RecipeSpec, target: Target) -> str:
     return next((said for missing, said in (*_MISSING_FROM_ALL, *words) if missing(recipe)), "")
 
 
+def cannot_split(mesh: Split, target: Target) -> str:
+    """What of the ways in which a model is split a target has no words for; empty where it has.
+
+    >>> from zeroplan.spec.mesh import MeshSpec
+    >>> cannot_split(MeshSpec(dp_shard=8), "fsdp2"), cannot_split(MeshSpec(dp_shard=4, tp=2), "fsdp2")
+    ('', 'the file for fsdp2 splits no model (tp=2)')
+    """
+    degrees = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "ep": mesh.ep}
+    split = ", ".join(f"{name}={ways}" for name, ways in degrees.items() if ways != 1)
+    return f"the file for {target} splits no model ({split})" if split else ""
+
+
 Missing = tuple[Callable[[RecipeSpec], bool], str]
 _MISSING_FROM_ALL: tuple[Missing, ...] = (
     (lambda recipe: recipe.loss != "full", "its loss is not the model's own; the training script would have to bring it"),
@@ -71,11 +84,9 @@ _MISSING_FROM_OTHERS: tuple[Missing, ...] = (
 
 def export(job: JobSpec, target: Target) -> Export:
     """Return the files that run a job; raises SpecError where the target cannot say it."""
-    missing = cannot_say(job.recipe, target)
+    missing = cannot_say(job.recipe, target) or cannot_split(job.mesh, target)
     if missing:
         raise SpecError(f"--emit {target} cannot say this layout: {missing}")
-    if job.mesh.model_ranks * job.mesh.ep > 1:
-        raise SpecError(f"--emit {target} cannot say this layout: its model is split over ranks, which is not written yet")
     if job.model.adapter is None:
         return _WRITERS[target](job)
     if target == "fsdp2":

@@ -7,9 +7,9 @@ parallelism stays within a node; a sequence is cut only into parts of many token
 from collections.abc import Iterator
 from itertools import product
 
-from zeroplan.planner.space import Degrees, Fixed, gpus_per_node
+from zeroplan.planner.space import WHOLE, Degrees, Fixed, gpus_per_node
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import Engine
+from zeroplan.spec.recipe import Engine, RecipeSpec
 
 #: Engines that split a model over ranks.
 SPLITTING: tuple[Engine, ...] = ("fsdp2",)
@@ -18,7 +18,10 @@ LEAST_OF_A_SEQUENCE = 4096
 
 
 def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
-    """Every way of splitting the model that divides the GPUs, the plainest first; what is given is taken as it is."""
+    """Every way of splitting the model that divides the GPUs, the plainest first; what is given is taken as it is.
+
+    An engine that does not split a model leaves it whole.
+    """
     gpus = base.mesh.world_size // (fixed.dp_replicate or 1)
     ways = product(
         _pipelines(base) if fixed.pp is None else (fixed.pp,),
@@ -28,8 +31,15 @@ def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
     )
     for pp, cp, tp, ep in ways:
         one = Degrees(tp, cp, pp, ep)
+        if one != WHOLE and fixed.engine not in (None, *SPLITTING):
+            continue
         if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0:
             yield one
+
+
+def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
+    """Those that the recipe's engine has."""
+    return (one for one in degrees(base, fixed) if one == WHOLE or recipe.engine in SPLITTING)
 
 
 def _powers(most: int) -> Iterator[int]:

@@ -50,7 +50,8 @@ def field(found: Sequence[Found]) -> Field:
 
 def _tokens(one: Found) -> NDArray[np.float64]:
     grid = one.grid
-    return grid.times(1.0 * grid.micro_batch_size * grid.grad_accum_steps * grid.seq_len)
+    of_the_group = 1.0 * grid.micro_batch_size * grid.grad_accum_steps * grid.seq_len
+    return grid.times(of_the_group / (grid.tp * grid.cp * grid.pp))
 
 
 def _complexities(one: Found) -> Column:

@@ -1,19 +1,21 @@
 """What is the smallest or largest number with which something fits: GPUs, sequence length, sequences per GPU, parameters?"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from zeroplan.errors import SpecError
 from zeroplan.planner.choose import plan
+from zeroplan.planner.degrees import degrees_of
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid, evaluated, weights_alone_are_too_large
-from zeroplan.planner.space import MOST_TOKENS, Column, Fixed, gpus_per_node, grid_of, structures
+from zeroplan.planner.space import MOST_TOKENS, Column, Degrees, Fixed, gpus_per_node, grid_of, structures
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import RecipeSpec
 
 #: Nobody asks for more GPUs, sequences or tokens than this.
 _MOST_GPUS, _MOST_SEQUENCES, _MOST_TOKENS = 4096, 4096, 1 << 20
@@ -133,19 +135,34 @@ def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
     room = 0 if gpu is None else int(gpu.memory_bytes.value)
     steps = fixed.grad_accum_steps or max(1, (fixed.global_batch_size or gpus) // (gpus * size))
     one = np.ones(1, dtype=np.int64)
-    replicas = one * (fixed.dp_replicate or 1)
-    grid = grid_of(replicas, gpus, micro_batch_size=one * size, grad_accum_steps=one * steps, seq_len=base.batch.seq_len)
-    for recipe in structures(base, fixed, offload=False):
-        ways = recipe.fsdp2.reshard_after_forward
-        unwanted = (recipe.engine == "fsdp2" and type(ways) is int) or (unsaid is not None and unsaid(recipe))
-        if unwanted or weights_alone_are_too_large(base, recipe):
+    for recipe, split in _wholly_sharded(base, fixed, unsaid):
+        if weights_alone_are_too_large(base, recipe, split):
             continue
+        grid = grid_of(
+            one * (fixed.dp_replicate or 1),
+            gpus,
+            micro_batch_size=one * size,
+            grad_accum_steps=one * steps,
+            seq_len=base.batch.seq_len,
+            degrees=split,
+        )
         try:
             if evaluated(base, recipe, grid).comfortable_bytes[0] <= room:
                 return True
         except SpecError:
             continue
     return False
+
+
+def _wholly_sharded(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> Iterator[tuple[RecipeSpec, Degrees]]:
+    """Every structure that takes as little as it can: no smaller shards between forward and backward, no offload unless asked."""
+    for recipe in structures(base, fixed, offload=False):
+        ways = recipe.fsdp2.reshard_after_forward
+        if recipe.engine == "fsdp2" and type(ways) is int:
+            continue
+        for split in degrees_of(recipe, base, fixed):
+            if unsaid is None or not unsaid(recipe, split):
+                yield recipe, split
 
 
 #: No smaller transformer is looked for; and how many counts above the first that does not fit are tried.
@@ -157,18 +174,17 @@ def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: 
     gpus, gpu = base.mesh.world_size, base.cluster.gpu
     room = 0 if gpu is None else int(gpu.memory_bytes.value)
     ones = np.ones(len(values), dtype=np.int64)
-    grid = grid_of(
-        np.ones(1, dtype=np.int64),
-        gpus,
-        micro_batch_size=ones if tokens else values,
-        grad_accum_steps=ones * (fixed.grad_accum_steps or 1),
-        seq_len=values if tokens else base.batch.seq_len,
-    )
+    longest = replace(base, batch=replace(base.batch, seq_len=int(values.max()))) if tokens and len(values) else base
     most = 0
-    for recipe in structures(base, fixed, offload=False):
-        ways = recipe.fsdp2.reshard_after_forward
-        if (recipe.engine == "fsdp2" and type(ways) is int) or (unsaid is not None and unsaid(recipe)):
-            continue
+    for recipe, split in _wholly_sharded(longest, fixed, unsaid):
+        grid = grid_of(
+            np.ones(1, dtype=np.int64),
+            gpus,
+            micro_batch_size=ones if tokens else values,
+            grad_accum_steps=ones * (fixed.grad_accum_steps or 1),
+            seq_len=values if tokens else base.batch.seq_len,
+            degrees=split,
+        )
         try:
             found = evaluated(base, recipe, grid)
         except SpecError:

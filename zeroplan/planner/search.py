@@ -15,7 +15,7 @@ from zeroplan.estimator import engine_module, flattened_through_the_host, flatte
 from zeroplan.ledger import Band, Moment, Phase
 from zeroplan.numeric import for_each_value
 from zeroplan.planner.columns import highest
-from zeroplan.planner.degrees import SPLITTING, degrees
+from zeroplan.planner.degrees import degrees_of
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers, structures
 from zeroplan.spec.hardware import GpuSpec
@@ -49,8 +49,8 @@ class Searched(NamedTuple):
     tally: Tally
 
 
-#: What of a recipe the file that is asked for cannot say; empty where it can.
-Unsaid = Callable[[RecipeSpec], str]
+#: What of a recipe, or of a way to split the model, the file that is asked for cannot say; empty where it can.
+Unsaid = Callable[[RecipeSpec, Degrees], str]
 
 
 def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Unsaid | None = None) -> Searched:
@@ -79,10 +79,8 @@ def _searched(
     whatever_weighs: bool = False,
 ) -> Iterator[Found]:
     for recipe in structures(base, fixed, offload=offload):
-        missing = "" if unsaid is None else unsaid(recipe)
-        for split in degrees(base, fixed):
-            if split != WHOLE and recipe.engine not in SPLITTING:
-                continue
+        for split in degrees_of(recipe, base, fixed):
+            missing = "" if unsaid is None else unsaid(recipe, split)
             if missing:
                 tally.cut(Rule.EMITTED, numbers(recipe, base, fixed, split).grid.layouts, missing)
             else:

@@ -58,6 +58,8 @@ def layout_words(job: JobSpec) -> str:
     recipe, batch = job.recipe, job.batch
     words = [ENGINE_STAGES[recipe.engine][recipe.zero_stage]]
     words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
+    degrees = (("tensor", job.mesh.tp), ("context", job.mesh.cp), ("pipeline", job.mesh.pp), ("expert", job.mesh.ep))
+    words += [f"{number}-way {name} parallelism" for name, number in degrees if number > 1]
     ways = recipe.fsdp2.reshard_after_forward
     words += [f"resharded to {ways} after forward"] if recipe.engine == "fsdp2" and type(ways) is int else []
     words += [f"recomputation {recipe.recompute}"]
@@ -242,6 +244,10 @@ def _layout(one: Layout) -> dict[str, object]:
         "offload": recipe.offloads,
         "replicas": mesh.dp_replicate,
         "shards": mesh.dp_shard,
+        "tensor_parallel": mesh.tp,
+        "context_parallel": mesh.cp,
+        "pipeline_parallel": mesh.pp,
+        "expert_parallel": mesh.ep,
         "seq_len": batch.seq_len,
         "micro_batch": batch.micro_batch_size,
         "grad_accum": batch.grad_accum_steps,

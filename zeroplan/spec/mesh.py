@@ -8,18 +8,8 @@ from zeroplan.numeric import Int
 from zeroplan.spec.base import Degree, Spec
 
 
-class Mesh(Protocol):
-    """What a formula may ask of a layout."""
-
-    @property
-    def dp_replicate(self) -> Int:
-        """Replicas of the sharded group (HSDP); 1 without replicas."""
-        ...
-
-    @property
-    def dp_shard(self) -> Int:
-        """Ranks that share one copy of what the ZeRO stage shards. With stage 0, the data-parallel ranks."""
-        ...
+class Split(Protocol):
+    """The ways in which a model is split over ranks, beside its data."""
 
     @property
     def tp(self) -> Int:
@@ -39,6 +29,20 @@ class Mesh(Protocol):
     @property
     def ep(self) -> Int:
         """Expert-parallel ranks, which split the experts: no ranks of their own, but a part of ``dp_shard · cp · tp``."""
+        ...
+
+
+class Mesh(Split, Protocol):
+    """What a formula may ask of a layout."""
+
+    @property
+    def dp_replicate(self) -> Int:
+        """Replicas of the sharded group (HSDP); 1 without replicas."""
+        ...
+
+    @property
+    def dp_shard(self) -> Int:
+        """Ranks that share one copy of what the ZeRO stage shards. With stage 0, the data-parallel ranks."""
         ...
 
 
