@@ -93,6 +93,11 @@ def test_what_was_seen_on_a_gpu_is_its_band(seen):
     assert outside(MeshSpec(dp_shard=8)) == outside(MeshSpec(dp_shard=8), H100) == GENERAL
 
 
+def test_of_several_versions_of_torch_the_newest_counts(seen):
+    seen(figure("process", 700, torch="2.9.1"), figure("process", 900, torch="2.11.0+cu130"), figure("process", 100, torch=""))
+    assert outside(MeshSpec(), T4)[0].band == Band(900, 900, 900)
+
+
 def test_a_workspace_that_was_seen_goes_before_the_one_of_torchs_source(seen):
     seen(figure("workspace", 1000))
     assert workspace_line(T4).n_bytes == 2000
