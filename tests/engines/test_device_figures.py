@@ -56,8 +56,8 @@ def test_a_gpu_that_nobody_reported_has_the_general_bands():
 
 def test_a_context_seen_alone_is_the_least_and_leaves_room_for_kernels():
     context, communicator = outside(MeshSpec(dp_shard=8), H100)
-    assert context.band == Band(566_231_040, 566_231_040, 700_000_000)
-    assert "OEvortex/unsloth issue 20" in context.source
+    assert context.band == Band(520_000_000, 540_000_000, 700_000_000)
+    assert "pytorch/pytorch issue 151030" in context.source
     assert communicator == GENERAL[1]
     assert estimate(job(model="gpt2", gpus=8, gpu="h100")).outside == (context, communicator)
 
@@ -91,6 +91,11 @@ def test_what_was_seen_on_a_gpu_is_its_band(seen):
     assert (communicator.what, communicator.band) == ("2 NCCL communicators", Band(100, 100, 100))
     assert process.source.startswith("a record (torch 2.11.0, CUDA 13.0, 2026-11); ")
     assert outside(MeshSpec(dp_shard=8)) == outside(MeshSpec(dp_shard=8), H100) == GENERAL
+
+
+def test_of_several_versions_of_torch_the_newest_counts(seen):
+    seen(figure("process", 700, torch="2.9.1"), figure("process", 900, torch="2.11.0+cu130"), figure("process", 100, torch=""))
+    assert outside(MeshSpec(), T4)[0].band == Band(900, 900, 900)
 
 
 def test_a_workspace_that_was_seen_goes_before_the_one_of_torchs_source(seen):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.verify.test_tracker import job
+from zeroplan import __version__
 from zeroplan.measurement import BlocksMeasured, CardMeasured, Measurement, PhaseMeasured
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -90,6 +91,7 @@ def test_the_kernels_of_attention_are_named_and_the_day(measured: Measurement):
         "flash_attention_for_cpu", "flash_attention_for_cpu_backward",
     ]  # fmt: skip
     assert measured.environment.date.count("-") == 2
+    assert measured.environment.packages["zeroplan"] == __version__  # also where it is run from its sources
 
 
 def test_what_libraries_take_is_told_by_who_asked_and_when_it_goes():

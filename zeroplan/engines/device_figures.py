@@ -68,10 +68,23 @@ def _figure(table: dict[str, object], where: str) -> DeviceFigure:
 def of_gpu(what: What, gpu: str, engine: str = "") -> tuple[DeviceFigure, ...]:
     """The figures of one kind that were seen on a GPU of the catalogue, by its canonical name; none on most.
 
+    Of several versions of torch the newest, which is the one nearest to what the estimate models; those that name none come last.
+
     >>> [figure.value for figure in of_gpu("communicator", "a100-sxm-80gb")], of_gpu("process", "t4-16gb")
     ([544000000, 688000000], ())
     """
-    return tuple(one for one in figures() if one.what == what and gpu in one.gpus and one.engine == engine)
+    found = [one for one in figures() if one.what == what and gpu in one.gpus and one.engine == engine]
+    newest = max((_version(one.torch) for one in found), default=())
+    return tuple(one for one in found if _version(one.torch) == newest)
+
+
+def _version(torch: str) -> tuple[int, ...]:
+    """Major and minor of a version, to be compared; nothing, which is less than all, where none is named.
+
+    >>> _version("2.9.1") < _version("2.11.0+cu130"), _version("")
+    (True, ())
+    """
+    return tuple(int(part) for part in torch.split(".")[:2]) if torch else ()
 
 
 def band_of(found: tuple[DeviceFigure, ...]) -> Band:

@@ -4,9 +4,10 @@ import platform
 from datetime import UTC, datetime
 from importlib import metadata
 
+from zeroplan import __version__
 from zeroplan.measurement import Environment
 
-_PACKAGES = ("zeroplan", "torch", "transformers", "deepspeed", "accelerate")
+_PACKAGES = ("torch", "transformers", "deepspeed", "accelerate")
 
 
 def environment(*, device: str = "") -> Environment:
@@ -14,7 +15,7 @@ def environment(*, device: str = "") -> Environment:
     return Environment(
         python=platform.python_version(),
         platform=platform.platform(),
-        packages={name: version for name in _PACKAGES if (version := _version(name))},
+        packages={"zeroplan": __version__, **{name: version for name in _PACKAGES if (version := _version(name))}},
         device=device,
         date=datetime.now(UTC).date().isoformat(),
     )

@@ -7,6 +7,7 @@ that have the same ones, everything else on all.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -15,7 +16,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import Shard
 
 from zeroplan.errors import MeasurementError
@@ -24,9 +26,13 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.replaced import replaced
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+
     from zeroplan.verify.engines import Watcher
 
-Placement = Callable[[nn.Parameter], ShardPlacementResult]
+Placement = Callable[[nn.Parameter], "ShardPlacementResult"]
+#: What of the libraries' own older ones lack: where a parameter goes, and the dispatch of tokens.
+_PLACEMENT, _DISPATCH = "ShardPlacementResult", "transformers.distributed.expert_parallel"
 
 
 class ExpertMeshes(NamedTuple):
@@ -45,6 +51,8 @@ def dispatched(job: JobSpec, model: nn.Module, mesh: DeviceMesh, watcher: "Watch
         return None
     if not isinstance(next(model.parameters()), FakeTensor):
         raise MeasurementError("experts on several ranks run on fake tensors only, evenly visited; use --backend simulate")
+    if not hasattr(_fsdp_common, _PLACEMENT) or find_spec(_DISPATCH) is None:
+        raise MeasurementError("experts on several ranks need torch 2.13 and transformers 5.23, or newer ones")
     with watcher.looking_away():
         meshes = expert_meshes(job.mesh, mesh.device_type)
     dispatch(model, meshes)
@@ -81,8 +89,8 @@ def placement(block: nn.Module, mesh: DeviceMesh, meshes: ExpertMeshes) -> Place
         return None
     ranks = meshes.sharded.size(-1) * meshes.dispatched.size()
     dim = 1 if any(ranks > parameter.shape[0] for parameter in experts) else 0
-    theirs = ShardPlacementResult(placement=Shard(dim), mesh_info=_info(meshes.sharded))
-    others = ShardPlacementResult(placement=Shard(0), mesh_info=_info(mesh))
+    theirs = _fsdp_common.ShardPlacementResult(placement=Shard(dim), mesh_info=_info(meshes.sharded))
+    others = _fsdp_common.ShardPlacementResult(placement=Shard(0), mesh_info=_info(mesh))
     return lambda parameter: theirs if parameter in experts else others
 
 

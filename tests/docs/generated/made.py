@@ -25,6 +25,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "optimizer-symbols": steps.optimizer_symbols,
     "workspaces": steps.workspaces,
     "outside-the-allocator": steps.outside_the_allocator,
+    "device-figures": steps.device_figures,
     "bands": steps.bands,
     "step-time": steps.parts_of_a_step,
     "shares": steps.shares,

@@ -7,6 +7,7 @@ from tests.docs.generated.ledger import STAGES
 from tests.docs.generated.markdown import Sources, code, gigabytes, once, table
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.engines.device import outside, workspace_line
+from zeroplan.engines.device_figures import figures
 from zeroplan.engines.optimizers import IMPLEMENTATIONS
 from zeroplan.estimator import engine_module
 from zeroplan.ledger import Kind, Phase
@@ -60,6 +61,18 @@ def outside_the_allocator() -> str:
         for one in (*outside(MeshSpec(dp_shard=8)), *outside(MeshSpec(dp_shard=8, dp_replicate=2))[1:])
     ]
     return table(("what", "least, GB:", "expected, GB:", "most, GB:", "source"), rows)
+
+
+def device_figures() -> str:
+    """Figures that were seen on a GPU, with where."""
+    rows = [
+        (one.what, ", ".join(map(code, one.gpus)), _size(one.what, one.value), one.where, one.source) for one in figures()
+    ]  # fmt: skip
+    return table(("what", "GPU", "GB:", "versions and date", "source"), rows)
+
+
+def _size(what: str, value: int) -> str:
+    return f"{value / 1000:.2f} of what is expected" if what == "reserved" else gigabytes(value)
 
 
 def bands() -> str:

@@ -1,0 +1,57 @@
+"""GPU machines have a torch of their own, of which 2.11 is the oldest that is promised: nothing newer is imported to run at all.
+
+What torch keeps to itself comes and goes with its versions, and the tests run on one of them. So each such name that a module of
+``zeroplan.verify`` imports at its beginning stands here, by the module of torch 2.11.0 where it was looked up. A name that 2.11 lacks is
+asked for where it is needed, and refused in one line where it is not there (``zeroplan/verify/experts.py``). Needs no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import zeroplan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+IN_TORCH_2_11 = {
+    "torch._C._distributed_c10d": "FakeProcessGroup GradBucket ProcessGroupGloo Reducer Store Work _create_work_from_future",
+    "torch._C._profiler": "_EventType _ExtraFields_Allocation _ProfilerEvent",
+    "torch._ops": "OpOverload",
+    "torch._subclasses.fake_tensor": "DataDependentOutputException FakeTensor "
+    "FakeTensorMode in_kernel_invocation_manager unset_fake_temporarily",
+    "torch._subclasses": "fake_impls",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "OffloadWrapper offload_wrapper",
+    "torch.distributed.algorithms._checkpoint": "checkpoint_wrapper",
+    "torch.distributed.distributed_c10d": "_resolve_process_group",
+    "torch.distributed.fsdp._fully_shard._fsdp_common": "FSDPMeshInfo HSDPMeshInfo",
+    "torch.distributed.fsdp._fully_shard._fsdp_param": "FSDPParam",
+    "torch.distributed.fsdp._fully_shard": "_fsdp_common _fsdp_param _fsdp_param_group _fully_shard",
+    "torch.distributed.tensor._op_schema": "OpSchema",
+    "torch.distributed.tensor._sharding_prop": "ShardingPropagator",
+    "torch.distributed.tensor": "_sharding_prop",
+    "torch.testing._internal.distributed.fake_pg": "FakeStore _create_fake_pg",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+    "torch.utils.backend_registration": "_setup_privateuseone_for_python_backend",
+    "torch": "_meta_registrations",
+}
+
+
+def imported() -> Iterator[tuple[str, str, str]]:
+    """File, module and name of every import of torch's own names that is done when the file is imported."""
+    for path in sorted((Path(zeroplan.__file__).parent / "verify").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "torch":
+                for name in (alias.name for alias in node.names):
+                    if "._" in node.module or name.startswith("_"):
+                        yield path.name, node.module, name
+
+
+def test_what_is_imported_of_torchs_own_is_in_the_oldest_that_is_promised():
+    found = list(imported())
+    known = {name for names in IN_TORCH_2_11.values() for name in names.split()}
+    assert len(found) > len(known) // 2
+    newer = [one for one in found if one[2] not in known]
+    assert not newer, f"look these up in torch 2.11: {newer}"
