@@ -65,7 +65,10 @@ def plan_command(
     calibrate: Calibrate = None,
     tokens: Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")] = None,
     price_per_gpu_hour: Annotated[str | None, _text("What a GPU costs per hour: what the budget costs.", "AMOUNT")] = None,
-    emit: Annotated[str | None, _text("Write what runs the layout: deepspeed, accelerate or fsdp2.", "TARGET", _OUTPUT)] = None,
+    emit: Annotated[
+        str | None,
+        _text("Write what runs the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron.", "TARGET", _OUTPUT),
+    ] = None,
     out: Annotated[str | None, _text("The folder to write into. (default: the current one)", "FOLDER", _OUTPUT)] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.", rich_help_panel=_OUTPUT)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
