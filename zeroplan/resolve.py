@@ -182,7 +182,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     gpus = request.gpus or 1
     stage: Stage = request.stage if request.stage is not None else (3 if gpus > 1 else 0)
     seq_len, seq_note = _seq_len(request, model)
-    cluster = _cluster(request, extra)
+    cluster = cluster_of(request, extra)
     complete = JobSpec(
         model=model,
         cluster=cluster,
@@ -468,7 +468,8 @@ def _contradiction(mine: str, where: str, stated: object) -> str:
 # The rest of the job
 
 
-def _cluster(request: Request, extra: Path | None) -> ClusterSpec:
+def cluster_of(request: Request, extra: Path | None) -> ClusterSpec:
+    """The GPU that a request names, and how many share a node."""
     gpu = find_gpu(request.gpu, extra=own_folder(extra, "gpus")) if isinstance(request.gpu, str) else request.gpu
     return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node)
 

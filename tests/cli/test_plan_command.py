@@ -114,7 +114,7 @@ def test_logits_that_accelerate_hands_on_are_counted(run: Run, tmp_path: Path):
         ((*ASKED[1:], "--mfu", "nan"), "share of the peak"),
         ((*ASKED[1:], "--price-per-gpu-hour", "free"), "not an amount"),
         ((*ASKED[1:], "--objective", "beauty"), "throughput, headroom, cost"),
-        ((*ASKED[1:], "--emit", "yaml"), "deepspeed, accelerate, fsdp2"),
+        ((*ASKED[1:], "--emit", "yaml"), "deepspeed, accelerate, fsdp2, torchtitan, megatron"),
         ((*ASKED[1:], "--force"), "--emit is not given"),
         ((*ASKED[1:], "--emit", "fsdp2", "--out", "nowhere"), "not a folder"),
         ((*ASKED[1:], "--emit", "deepspeed", "--engine", "fsdp2"), "its engine is fsdp2"),

@@ -68,6 +68,36 @@ def test_deepspeeds_own_parser_takes_its_file(said: dict, monkeypatch: pytest.Mo
     assert (taken.zero_config.offload_optimizer is not None) == (one.recipe.deepspeed.offload_optimizer != "none")
 
 
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("said", JOBS)
+def test_transformers_takes_deepspeeds_file_beside_its_own_arguments(said: dict, tmp_path: Path):
+    """`HfArgumentParser` parses arguments that name the file; where they contradict it, transformers refuses, and so do we."""
+    pytest.importorskip("deepspeed")
+    from transformers import HfArgumentParser, TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    one = described(**said)
+    write(export(one, "deepspeed"), tmp_path, force=False)
+    precision = {"bf16-mixed": {"bf16": True}, "fp16-mixed": {"fp16": True}}[one.recipe.precision]
+    arguments = {"per_device_train_batch_size": one.batch.micro_batch_size, "use_cpu": True, "report_to": "none",
+                 "gradient_accumulation_steps": one.batch.grad_accum_steps, "output_dir": str(tmp_path)} | precision  # fmt: skip
+    for changed in ({}, {"gradient_accumulation_steps": 7}):
+        (parsed,) = HfArgumentParser(TrainingArguments).parse_dict({**arguments, **changed})
+        config = HfTrainerDeepSpeedConfig(str(tmp_path / "ds_config.json"))
+        config.trainer_config_process(parsed)
+        assert bool(config.mismatches) == bool(changed)
+        file = tmp_path / "args.json"
+        asked = {key: value for key, value in {**arguments, **changed}.items() if key != "use_cpu"}
+        file.write_text(json.dumps({**asked, "deepspeed": "ds_config.json"}))
+        beside = replace(ASKED, from_file=str(file), recompute=said.get("recompute"))
+        if changed:
+            with pytest.raises(SpecError, match="contradicts"):
+                resolve(beside)
+        else:
+            impl = said.get("optimizer_impl", "fused")
+            assert resolve(beside).job == replace(one, recipe=replace(one.recipe, optimizer_impl=impl))
+
+
 @pytest.mark.parametrize(
     "said",
     [

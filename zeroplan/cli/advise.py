@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli.job_flags import Asked, takes_a_request
+from zeroplan.cli.plan import Calibrate, shares_measured
 from zeroplan.resolve import Request, SetupRead, resolve, with_setup
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _OUTPUT = "Output"
 def _advise(
     *,
     asked: Asked,
+    calibrate: Calibrate = None,
     as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
 ) -> int:
     """Single changes of a set-up or a job, ranked by what they free and what they cost, in the file's own words."""
@@ -26,7 +28,8 @@ def _advise(
     from zeroplan.report.advice import advice_payload, advice_text  # noqa: PLC0415
 
     job, notes = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
-    found = _setup(asked)
+    shares = shares_measured(calibrate, asked)
+    job, found = replace(job, cluster=replace(job.cluster, shares=shares)), _setup(asked)
     job = _as_its_program_would(job, found)
     advised = advise(job)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zeroplan.planner.objectives import Objective
     from zeroplan.planner.result import Plan
     from zeroplan.report.plan import Beside
+    from zeroplan.spec.hardware import SharesSpec
 
 _PLAN, _OUTPUT = "Plan", "Output"
 NO = 1
@@ -44,6 +45,10 @@ MaxSeq = Annotated[bool, _asks("--max-seq", "Find the longest sequence that fits
 MaxBatch = Annotated[bool, _asks("--max-batch", "Find the largest micro-batch that fits.")]
 MaxParams = Annotated[bool, _asks("--max-params", "Find the largest model that fits, of a shape as --params takes it.")]
 Mfu = Annotated[str | None, _text("Share of the dense peak at which a GPU computes, instead of the fitted ones.", "SHARE")]
+Calibrate = Annotated[
+    str | None,
+    _text("A record of a step on this GPU (`zeroplan verify --backend cuda`), whose rates stand for the fitted.", "FILE"),
+]
 
 
 @takes_a_request
@@ -57,9 +62,13 @@ def plan_command(
     max_batch: MaxBatch = False,
     max_params: MaxParams = False,
     mfu: Mfu = None,
+    calibrate: Calibrate = None,
     tokens: Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")] = None,
     price_per_gpu_hour: Annotated[str | None, _text("What a GPU costs per hour: what the budget costs.", "AMOUNT")] = None,
-    emit: Annotated[str | None, _text("Write what runs the layout: deepspeed, accelerate or fsdp2.", "TARGET", _OUTPUT)] = None,
+    emit: Annotated[
+        str | None,
+        _text("Write what runs the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron.", "TARGET", _OUTPUT),
+    ] = None,
     out: Annotated[str | None, _text("The folder to write into. (default: the current one)", "FOLDER", _OUTPUT)] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.", rich_help_panel=_OUTPUT)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
@@ -76,7 +85,7 @@ def plan_command(
         raise SpecError("--json and --markdown are two renderings; choose one")
     target = _target(emit, out, force=force)
     question = question_of(global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch)
-    question = question._replace(max_params=max_params)
+    question = question._replace(max_params=max_params, shares=shares_measured(calibrate, asked))
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     unsaid = None if target is None else lambda recipe, split: cannot_say(recipe, target) or cannot_split(split, target)
@@ -111,6 +120,17 @@ def question_of(
     batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k")
     share = None if mfu is None else _share(mfu)
     return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
+
+
+def shares_measured(record: str | None, asked: Asked) -> "SharesSpec | None":
+    """What the step in a record reached of the rates of the GPU that is asked about."""
+    if record is None:
+        return None
+    from zeroplan.calibration import calibrated  # noqa: PLC0415  only this flag pays for it
+    from zeroplan.records import read_record  # noqa: PLC0415
+    from zeroplan.resolve import cluster_of  # noqa: PLC0415
+
+    return calibrated(read_record(Path(record)), cluster_of(asked.request, asked.extra)).shares
 
 
 def _as_accelerate_has_it(request: Request) -> Request:

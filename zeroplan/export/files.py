@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from zeroplan.errors import SpecError
+from zeroplan.export import megatron, torchtitan
 from zeroplan.export.accelerate import accelerate_yaml
 from zeroplan.export.deepspeed import with_optimizer
 from zeroplan.export.fsdp2 import fsdp2_script
@@ -13,10 +14,13 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Split
 from zeroplan.spec.recipe import RecipeSpec
 
-Target = Literal["deepspeed", "accelerate", "fsdp2"]
-TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2")
+Target = Literal["deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron"]
+TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron")
+#: Targets that have words for tensor, context, pipeline and expert parallelism.
+_WITH_DEGREES = ("torchtitan", "megatron")
 
 DEEPSPEED_FILE, ACCELERATE_FILE, FSDP2_FILE = "ds_config.json", "accelerate.yaml", "train_fsdp2.py"
+TORCHTITAN_MODULE, TORCHTITAN_FILE, MEGATRON_FILE = "torchtitan_planned", "torchtitan.toml", "megatron_args.txt"
 
 
 class File(NamedTuple):
@@ -40,6 +44,10 @@ def cannot_say(recipe: RecipeSpec, target: Target) -> str:
     >>> cannot_say(RecipeSpec(), "fsdp2"), cannot_say(RecipeSpec(), "deepspeed")
     ('', 'its engine is fsdp2')
     """
+    if target == "torchtitan":
+        return torchtitan.missing(recipe)
+    if target == "megatron":
+        return megatron.missing(recipe)
     words = _MISSING_FROM_ACCELERATE if target == "accelerate" else _MISSING_FROM_OTHERS
     if target not in ("accelerate", recipe.engine):
         return f"its engine is {recipe.engine}"
@@ -55,7 +63,7 @@ def cannot_split(mesh: Split, target: Target) -> str:
     """
     degrees = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "ep": mesh.ep}
     split = ", ".join(f"{name}={ways}" for name, ways in degrees.items() if ways != 1)
-    return f"the file for {target} splits no model ({split})" if split else ""
+    return f"the file for {target} splits no model ({split})" if split and target not in _WITH_DEGREES else ""
 
 
 Missing = tuple[Callable[[RecipeSpec], bool], str]
@@ -125,15 +133,47 @@ def _accumulates(job: JobSpec) -> str:
 
 
 def _fsdp2(job: JobSpec) -> Export:
-    gpus, nodes = _nodes(job)
-    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500 " if nodes > 1 else "--standalone "
-    launch = f"torchrun {several}--nproc-per-node {gpus} {FSDP2_FILE} MODEL"
     return Export(
-        (File(FSDP2_FILE, fsdp2_script(job)),), launch, ("MODEL is a folder with a config.json, or a name on the Hub",)
+        (File(FSDP2_FILE, fsdp2_script(job)),),
+        f"torchrun {_ranks(job)}{FSDP2_FILE} MODEL",
+        ("MODEL is a folder with a config.json, or a name on the Hub",),
     )
 
 
-_WRITERS: dict[Target, Callable[[JobSpec], Export]] = {"deepspeed": _deepspeed, "accelerate": _accelerate, "fsdp2": _fsdp2}
+def _torchtitan(job: JobSpec) -> Export:
+    """Both forms; loss in chunks is 0.3's alone."""
+    launch = f"torchrun {_ranks(job)}-m torchtitan.train --module {TORCHTITAN_MODULE} --config planned"
+    files = [File(f"{TORCHTITAN_MODULE}.py", torchtitan.torchtitan_function(job, launch))]
+    notes = ["torchtitan's own modules, with FlexAttention, save a little more or less than transformers', which are counted"]
+    if job.recipe.loss == "full":
+        files.append(File(TORCHTITAN_FILE, torchtitan.torchtitan_toml(job)))
+        notes.append(f"torchtitan up to 0.2 takes {TORCHTITAN_FILE} (--job.config_file) instead")
+    return Export(
+        tuple(files), launch, (*notes, "data, tokenizer, steps and checkpoints are those of the function it begins with")
+    )
+
+
+def _megatron(job: JobSpec) -> Export:
+    text = megatron.megatron_arguments(job)
+    launch = f"torchrun {_ranks(job)}pretrain_gpt.py $(cat {MEGATRON_FILE})"
+    notes = (megatron.OTHER_BUFFERS, "data, tokenizer, learning rate and checkpoints are added to the arguments")
+    return Export((File(MEGATRON_FILE, text),), launch, notes)
+
+
+def _ranks(job: JobSpec) -> str:
+    """What torchrun is told of nodes and GPUs."""
+    gpus, nodes = _nodes(job)
+    several = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500 " if nodes > 1 else "--standalone "
+    return f"{several}--nproc-per-node {gpus} "
+
+
+_WRITERS: dict[Target, Callable[[JobSpec], Export]] = {
+    "deepspeed": _deepspeed,
+    "accelerate": _accelerate,
+    "fsdp2": _fsdp2,
+    "torchtitan": _torchtitan,
+    "megatron": _megatron,
+}
 _LEARNING_RATE = "the learning rate is DeepSpeed's default until optimizer.params.lr says another"
 
 

@@ -20,6 +20,7 @@ from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid
 from zeroplan.planner.space import Fixed
 from zeroplan.resolve import Request, Resolved, mesh_of, resolve, with_setup
+from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.transformer.params import parameter_count
 
@@ -41,6 +42,7 @@ class Question(NamedTuple):
     max_seq: bool = False
     max_batch: bool = False
     max_params: bool = False
+    shares: SharesSpec | None = None
 
 
 def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
@@ -64,6 +66,7 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
     if question.max_params:
         request = _with_the_largest_model(request, fixed, extra, unsaid)
     base, notes = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
+    base = replace(base, cluster=replace(base.cluster, shares=question.shares))
     if question.min_gpus:
         answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
     elif question.objective == "cost":
@@ -130,6 +133,8 @@ def _refuse(request: Request, question: Question) -> None:
 
 
 def _refuse_values(request: Request, question: Question) -> None:
+    if question.mfu is not None and question.shares is not None:
+        raise SpecError("--mfu and --calibrate are two rates at which a GPU computes; leave one of them out")
     if question.mfu is not None and not 0 < question.mfu <= 1:
         raise SpecError(f"--mfu {question.mfu} is no share of the peak; give a number above 0 and up to 1, as 0.45")
     if request.engine is not None and request.stage is not None and request.stage not in ENGINE_STAGES[request.engine]:

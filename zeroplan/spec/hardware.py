@@ -95,6 +95,25 @@ class GpuSpec(Spec):
         return hash((self.name, self.memory_bytes.value))
 
 
+_Share = Annotated[float, Range(0.001, 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharesSpec(Spec):
+    """What a measured step reached of the data sheet's rates, in place of the fitted shares, and where that was."""
+
+    matrices: _Share
+    """Of the dense peak, in matrix multiplications."""
+    attention: _Share
+    """Of the dense peak, in a fused causal attention kernel."""
+    bandwidth: _Share
+    """Of the memory's bandwidth, in operators that are bound by it."""
+    stepping: _Share
+    """Of the memory's bandwidth, in the optimizer's step."""
+    source: str
+    """The run, in words."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec(Spec):
     """The GPU, if one is named, and how many share a node."""
@@ -103,3 +122,5 @@ class ClusterSpec(Spec):
     """The accelerator; None where only the need is asked for."""
     gpus_per_node: Count | None = None
     """How many share a node; None for the accelerator's usual server."""
+    shares: SharesSpec | None = None
+    """What a step measured there reached of its rates; None for the fitted shares."""

@@ -18,13 +18,13 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing, computing, peak_flops_per_s, stepping
-from zeroplan.steptime.efficiency import PCIE_SOURCE, Efficiency, efficiency, pcie_bytes_per_s
+from zeroplan.steptime.efficiency import PCIE_SOURCE, Efficiency, efficiency, pcie_bytes_per_s, shares_of
 from zeroplan.steptime.links import links
 from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.sending import exposed
 from zeroplan.steptime.work import work
 
-__all__ = ["Part", "StepTime", "efficiency", "step_time"]
+__all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time"]
 
 
 def step_time(
@@ -46,7 +46,7 @@ def step_time(
         raise SpecError(
             "a profile does not say how many operations its module takes, so it has no time; use --model or --config"
         )
-    share = share or efficiency(gpu.architecture)
+    share = share or shares_of(cluster)
     tp = int(mesh.tp) if recipe.engine == "fsdp2" else 1
     asked = work(model, recipe, batch, tp=tp, expert_ranks=int(mesh.ep))
     busy = computing(asked, model, recipe, batch, gpu, share, mfu)

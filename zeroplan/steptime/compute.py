@@ -133,7 +133,8 @@ def stepping(
     if on_host:
         rate, where, source = HOST_BYTES_PER_S / ranks_per_node, "on the CPU, bound by the host's memory", HOST_SOURCE
     else:
-        rate, where, source = share.bandwidth * gpu.memory_bandwidth_bytes_per_s.value, "bound by memory", _STEP_SOURCE
+        reached = share.bandwidth if share.stepping is None else share.stepping
+        rate, where, source = reached * gpu.memory_bandwidth_bytes_per_s.value, "bound by memory", _STEP_SOURCE
     return _part("optimizer step", times * once / rate, f"{recipe.optimizer} ({impl}), {where}", source)
 
 

@@ -7,6 +7,8 @@ both. An architecture without such rows has Hopper's shares, and the answer says
 
 from typing import NamedTuple
 
+from zeroplan.spec.hardware import ClusterSpec
+
 _FITTED = "fitted to half of the published runs in tests/golden/throughput.toml"
 _NOT_FITTED = "Hopper's, for want of published runs on this architecture"
 
@@ -21,6 +23,14 @@ class Efficiency(NamedTuple):
     bandwidth: float
     """Of the memory's bandwidth, in operators that are bound by it."""
     source: str
+    stepping: float | None = None
+    """Of the memory's bandwidth, in the optimizer's step, where that was measured apart."""
+
+    def scaled(self, factor: float, *, stepping: float) -> "Efficiency":
+        """The same shares times a factor, and the optimizer's step times another; none beyond the data sheet."""
+        parts = (self.matrices, self.attention, self.bandwidth)
+        matrices, attention, bandwidth = (min(factor * share, 1.0) for share in parts)
+        return Efficiency(matrices, attention, bandwidth, self.source, min(stepping * (self.stepping or self.bandwidth), 1.0))
 
 
 _AMPERE = Efficiency(0.75, 0.30, 0.9, _FITTED)
@@ -55,6 +65,14 @@ def efficiency(architecture: str) -> Efficiency:
     True
     """
     return _EFFICIENCIES.get(architecture, _HOPPER._replace(source=_NOT_FITTED))
+
+
+def shares_of(cluster: ClusterSpec) -> Efficiency:
+    """The shares of a cluster's GPU: those that a step there was measured to reach, or its architecture's."""
+    if cluster.shares is not None:
+        told = cluster.shares
+        return Efficiency(told.matrices, told.attention, told.bandwidth, told.source, told.stepping)
+    return efficiency("" if cluster.gpu is None else cluster.gpu.architecture)
 
 
 def pcie_bytes_per_s(architecture: str) -> float:

@@ -14,6 +14,11 @@ _LONGEST_YAML = 1 << 20
 
 def parsed(text: str, path: Path, where: str) -> dict[str, object]:
     """Return the file's keys and values; raises SpecError in one line where it has none."""
+    if path.suffix.lower() == ".py":
+        raise SpecError(
+            f"{where} is a program, which is not run; give the JSON that torchtitan saves its configuration in "
+            "(debug.save_config_file), or say the job as flags"
+        )
     try:
         data = _data(text, path.suffix.lower(), where)
     except RecursionError:

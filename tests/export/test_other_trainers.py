@@ -1,0 +1,127 @@
+"""What is written for torchtitan and Megatron-LM: names of their own parsers, the degrees, and read back as the same job."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroplan import JobSpec, Request, SpecError, estimate, job
+from zeroplan.export.files import cannot_say, export, write
+from zeroplan.resolve import resolve
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+HERE = Path(__file__).parent
+KEYS = tomllib.loads((HERE.parent / "catalog" / "setups" / "torchtitan_keys.toml").read_text())
+MEGATRON = {line for line in (HERE / "megatron_arguments.txt").read_text().split("\n") if line.startswith("--")}
+JOBS: list[dict[str, Any]] = [
+    {"model": "llama-3.1-8b", "gpus": 16, "stage": 3, "recompute": "full", "micro_batch": 2, "grad_accum": 2, "replicas": 2},
+    {"model": "qwen3-0.6b", "gpus": 8, "stage": 2, "precision": "fp32"},
+    {"model": "llama-3.1-70b", "gpus": 64, "offload_optimizer": "cpu", "offload_param": "cpu", "optimizer_impl": "fused"},
+    {"model": "llama-3.1-8b", "gpus": 4, "stage": 0, "precision": "bf16", "optimizer_impl": "forloop"},
+    {"model": "qwen3-30b-a3b", "gpus": 8, "expert_parallel": 4},
+]
+
+
+def described(**said: Any) -> JobSpec:
+    return job(gpu="h100", seq_len=2048, **said)
+
+
+@pytest.mark.parametrize("said", JOBS)
+def test_torchtitans_toml_reads_back_as_the_same_job(said: dict, tmp_path: Path):
+    one = described(**said)
+    made = export(one, "torchtitan")
+    write(made, tmp_path, force=False)
+    back = resolve(Request(from_file=str(tmp_path / "torchtitan.toml"), gpu="h100")).job
+    impl = one.recipe.optimizer_impl or "foreach"
+    assert back == replace(one, recipe=replace(one.recipe, optimizer_impl=impl))
+    assert estimate(back).peak_bytes == estimate(one).peak_bytes
+
+
+@pytest.mark.parametrize("said", [*JOBS, {"model": "llama-3.1-8b", "gpus": 8, "loss": "chunked"}])
+def test_torchtitan_knows_every_key(said: dict):
+    made = {file.name: file.text for file in export(described(**said), "torchtitan").files}
+    of_toml = KEYS["0.2.2"]["tables"]
+    for table, keys in tomllib.loads(made.get("torchtitan.toml", "")).items():
+        assert set(keys) <= set(of_toml[table]), table
+    assert ("torchtitan.toml" in made) == (said.get("loss") is None)
+    function = made["torchtitan_planned.py"]
+    targets = [node.targets[0] for node in ast.walk(ast.parse(function)) if isinstance(node, ast.Assign)]
+    for name in (ast.unparse(target).split(".")[1:] for target in targets if isinstance(target, ast.Attribute)):
+        table, key = (*name, None)[:2]
+        assert key is None or key in KEYS["0.3.0"]["tables"][table], name
+        assert table in KEYS["0.3.0"]["tables"]
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"model": "llama-3.1-8b", "stage": 3, "recompute": "full", "grad_accum": 4},
+         {"--num-query-groups 8", "--use-torch-fsdp2", "--recompute-granularity full", "--global-batch-size 32", "--bf16"}),
+        ({"model": "qwen2.5-7b", "stage": 1}, {"--use-distributed-optimizer", "--add-qkv-bias", "--vocab-size 152064"}),
+        ({"model": "qwen3-30b-a3b", "stage": 3, "expert_parallel": 4},
+         {"--qk-layernorm", "--num-experts 128", "--moe-router-topk 8", "--moe-ffn-hidden-size 768",
+          "--expert-model-parallel-size 4"}),
+        ({"model": "llama-3.2-1b", "stage": 2, "precision": "fp32"}, {"--torch-fsdp2-no-reshard-after-forward"}),
+    ],
+)  # fmt: skip
+def test_megatron_is_told_in_its_own_options(said: dict, expected: set[str]):
+    text = export(described(gpus=8, **said), "megatron").files[0].text
+    lines = text.splitlines()
+    assert expected <= set(lines)
+    assert {line.partition(" ")[0] for line in lines} <= MEGATRON
+    assert ("--untie-embeddings-and-output-weights" in lines) != (said["model"] == "llama-3.2-1b")
+
+
+def test_every_degree_is_written():
+    """No engine takes all of them yet: the writers are asked alone."""
+    from zeroplan.export.megatron import megatron_arguments
+    from zeroplan.export.torchtitan import torchtitan_toml
+
+    class Meshed:
+        """A job with a mesh of its own, unchecked."""
+
+        def __init__(self, one: JobSpec, mesh: MeshSpec) -> None:
+            self.model, self.recipe, self.batch, self.cluster, self.mesh = one.model, one.recipe, one.batch, one.cluster, mesh
+
+    mesh = MeshSpec(dp_shard=8, tp=4, cp=2, pp=2, ep=16)
+    split: Any = Meshed(described(model="qwen3-30b-a3b", gpus=8, stage=0), mesh)
+    said = megatron_arguments(split)
+    for option in ("--tensor-model-parallel-size 4", "--sequence-parallel", "--pipeline-model-parallel-size 2",
+                   "--context-parallel-size 2", "--expert-model-parallel-size 16", "--global-batch-size 8"):  # fmt: skip
+        assert f"{option}\n" in said
+    sharded: Any = Meshed(described(model="qwen3-30b-a3b", gpus=8, stage=3), mesh)
+    parallelism = tomllib.loads(torchtitan_toml(sharded))["parallelism"]
+    degrees = {name: parallelism[f"{name}_parallel_degree"] for name in ("tensor", "context", "pipeline", "expert")}
+    assert degrees == {"tensor": 4, "context": 2, "pipeline": 2, "expert": 16}
+    assert parallelism["data_parallel_shard_degree"] == 8
+
+
+@pytest.mark.parametrize(
+    ("said", "target", "expected"),
+    [
+        ({"model": "llama-2-7b"}, "torchtitan", "configures no llama-2-7b"),
+        ({"model": "llama-3.1-8b", "recompute": "selective"}, "torchtitan", "every second matrix"),
+        ({"model": "llama-3.1-8b", "engine": "deepspeed"}, "torchtitan", "FSDP2, or DDP"),
+        ({"model": "llama-3.1-8b", "grad_accum": 2, "sync_every_micro_batch": False}, "torchtitan", "after every micro-batch"),
+        ({"model": "gemma-2-2b"}, "megatron", "shape of gemma-2-2b is not written"),
+        ({"model": "llama-3.1-8b", "replicas": 2}, "megatron", "neither replicas nor pipelines"),
+        ({"model": "llama-3.1-8b", "engine": "deepspeed", "stage": 1}, "megatron", "has no deepspeed"),
+        ({"params": "7e9"}, "megatron", "is not written"),
+    ],
+)
+def test_what_they_cannot_say_is_refused(said: dict, target: str, expected: str):
+    with pytest.raises(SpecError, match=expected):
+        export(described(gpus=8, **said), target)  # type: ignore[arg-type]
+    assert not cannot_say(RecipeSpec(), target)  # type: ignore[arg-type]
+
+
+def test_a_python_configuration_is_not_read(tmp_path: Path):
+    write(export(described(model="llama-3.1-8b", gpus=8), "torchtitan"), tmp_path, force=False)
+    with pytest.raises(SpecError, match="is a program"):
+        resolve(Request(from_file=str(tmp_path / "torchtitan_planned.py"), model="llama-3.1-8b"))

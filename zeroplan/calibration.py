@@ -1,0 +1,112 @@
+"""What does one measured step say of the rates that a GPU reaches?
+
+All fitted shares are scaled by one factor until the modelled step takes as long as the measured one; where the optimizer's step
+was timed apart it has a factor of its own. One run cannot tell more: which operators were slow, it does not say.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from zeroplan.engines.account import Account
+from zeroplan.errors import SpecError
+from zeroplan.estimator import account_of
+from zeroplan.measurement import Measurement
+from zeroplan.spec.hardware import ClusterSpec, SharesSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.steptime import Efficiency, StepTime, shares_of, step_time
+
+#: Parts of a step that a record times with the optimizer, and parts that move data between GPUs.
+_STEP, _SENT = ("optimizer step", "collectives around"), ("waiting", "collectives")
+_LEAST, _HALVINGS = 0.02, 40
+
+
+class Measured(NamedTuple):
+    """How long a step took. [s]"""
+
+    computing_s: float
+    """Forward and backward; the whole step where ``stepping_s`` is None."""
+    stepping_s: float | None = None
+    """The optimizer's step."""
+    moved_data: bool = True
+    """Whether collectives took their time: not on one card that stands for many."""
+
+
+def calibrated(record: Measurement, cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with the shares that the record's step reached on its GPU.
+
+    Raises :class:`~zeroplan.errors.SpecError` where the record has no time, is of another GPU, or fits no share of its rates.
+    """
+    steady, there = record.steady, record.job.cluster.gpu
+    if steady.seconds is None or not steady.seconds:
+        raise SpecError(f"the record is of a run without a GPU (backend {record.backend}), whose time says nothing")
+    if cluster.gpu is None or (there is not None and there.name != cluster.gpu.name):
+        mine = "none is named" if cluster.gpu is None else f"the job's is {cluster.gpu.name}"
+        raise SpecError(f"the record is of {'a GPU without a name' if there is None else there.name}, and {mine}; use one GPU")
+    stepping = sum(one.blocks.seconds for one in steady.phases if one.phase == "optimizer step" and one.blocks is not None)
+    job = replace(record.job, cluster=replace(record.job.cluster, gpu=cluster.gpu))
+    moved = record.process_group not in ("fake", "none")
+    took = Measured(steady.seconds - stepping, stepping, moved) if stepping else Measured(steady.seconds, None, moved)
+    return replace(cluster, shares=_spec(shares_reached(job, took), f"calibrated by a step of {steady.seconds:.3f} s"))
+
+
+def _spec(share: Efficiency, source: str) -> SharesSpec:
+    return SharesSpec(
+        matrices=share.matrices,
+        attention=share.attention,
+        bandwidth=share.bandwidth,
+        stepping=share.stepping or share.bandwidth,
+        source=source,
+    )
+
+
+def shares_reached(job: JobSpec, took: Measured) -> Efficiency:
+    """The shares with which the model of this job's step takes as long as it took.
+
+    Raises :class:`~zeroplan.errors.SpecError` where no share up to the data sheet's rates does.
+    """
+    base, account = shares_of(job.cluster), account_of(job, job.batch)
+    most = 1 / min(base.matrices, base.attention, base.bandwidth)
+
+    def computing(factor: float) -> float:
+        stepping = factor if took.stepping_s is None else 1.0
+        time = _time(job, account, base.scaled(factor, stepping=stepping))
+        return _seconds(time, took, step=None if took.stepping_s is None else False)
+
+    factor = _solved(computing, took.computing_s, most)
+    if took.stepping_s is None:
+        return base.scaled(factor, stepping=factor)
+
+    def stepping(second: float) -> float:
+        return _seconds(_time(job, account, base.scaled(factor, stepping=second)), took, step=True)
+
+    return base.scaled(factor, stepping=_solved(stepping, took.stepping_s, 1 / base.bandwidth))
+
+
+def _time(job: JobSpec, account: Account, share: Efficiency) -> StepTime:
+    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, share=share)
+
+
+def _seconds(time: StepTime, took: Measured, *, step: bool | None) -> float:
+    """Of the parts that were timed: the optimizer's, the others, or all."""
+    parts = (part for part in time.parts if took.moved_data or not part.name.startswith(_SENT))
+    return sum(float(part.seconds) for part in parts if step is None or part.name.startswith(_STEP) == step)
+
+
+def _solved(seconds: Callable[[float], float], measured: float, most: float) -> float:
+    """The factor at which so many seconds are taken; time falls as rates rise."""
+    if seconds(most) > measured:
+        raise SpecError(
+            f"a part of the step took {measured:.4f} s, which is quicker than the GPU's rates allow ({seconds(most):.4f} s); the "
+            "record is of another job or GPU"
+        )
+    low, high = _LEAST * most, most
+    if seconds(low) < measured:
+        raise SpecError(
+            f"a part of the step took {measured:.4f} s, which a fiftieth of the GPU's rates would not explain; the record does not "
+            "show a step that only computes"
+        )
+    for _ in range(_HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if seconds(middle) < measured else (middle, high)
+    return high

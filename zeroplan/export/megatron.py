@@ -1,0 +1,114 @@
+"""A job as Megatron-LM's arguments (megatron/training/arguments.py), one per line.
+
+Shape, degrees, batch, precision and recomputation are said; data, tokenizer, learning rate and checkpoints are the user's. Megatron
+holds other buffers than torch's DDP and FSDP2, for which the memory is told.
+"""
+
+from collections.abc import Iterator
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+OTHER_BUFFERS = (
+    "Megatron-LM keeps bf16 weights, fp32 gradients and fp32 weights and moments in buffers of its own: 18 bytes per parameter, or "
+    "6 + 12 / ranks with its distributed optimizer, where the layout was found with what torch holds"
+)
+
+
+def missing(recipe: RecipeSpec) -> str:
+    """What of a recipe Megatron's arguments have no words for; empty where they have."""
+    sharded = recipe.engine == "fsdp2"
+    for unsaid, said in (
+        (recipe.engine not in ("ddp", "fsdp2"), f"Megatron-LM has no {recipe.engine}"),
+        (recipe.recompute == "selective", "Megatron's selective recomputation is of attention alone"),
+        (recipe.loss != "full", "its loss is not Megatron's own"),
+        (recipe.precision == "bf16", "Megatron keeps fp32 weights beside 16-bit ones"),
+        (recipe.optimizer not in ("adam", "adamw"), "only Adam is written"),
+        (recipe.offloads, "what is offloaded is not written"),
+        (sharded and type(recipe.fsdp2.reshard_after_forward) is int, "Megatron reshards over all ranks or none"),
+        (bool(recipe.keep_logits), "Megatron lets go of its logits"),
+    ):
+        if unsaid:
+            return said
+    return ""
+
+
+def megatron_arguments(job: JobSpec) -> str:
+    """Return the arguments, a line for each with its value."""
+    _refuse(job)
+    lines = (*_shape(job.model), *_degrees(job), *_batch(job), *_recipe(job.recipe))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _refuse(job: JobSpec) -> None:
+    model = job.model
+    biased = model.mlp_bias or (model.attention_bias and model.family != "qwen2")
+    partly = model.adapter is not None or model.frozen is not None or model.unplaced_parameters
+    if model.family not in _GATED or biased or partly:
+        raise SpecError(
+            f"--emit megatron: the shape of {model.name or model.family} is not written; published models of {', '.join(_GATED)}, "
+            "trained as a whole, are"
+        )
+    if job.recipe.engine == "fsdp2" and (job.mesh.dp_replicate > 1 or job.mesh.pp > 1):
+        raise SpecError("--emit megatron: --use-torch-fsdp2 has neither replicas nor pipelines; leave them out")
+
+
+def _shape(model: ModelSpec) -> Iterator[str]:
+    yield f"--num-layers {model.num_hidden_layers}"
+    yield f"--hidden-size {model.hidden_size}"
+    yield f"--ffn-hidden-size {model.intermediate_size}"
+    yield f"--num-attention-heads {model.num_attention_heads}"
+    if model.num_key_value_heads != model.num_attention_heads:
+        yield "--group-query-attention"
+        yield f"--num-query-groups {model.num_key_value_heads}"
+    yield f"--kv-channels {model.head_dim}"
+    yield from ("--swiglu", "--normalization RMSNorm", "--position-embedding-type rope", "--disable-bias-linear")
+    if model.family == "qwen2":
+        yield "--add-qkv-bias"
+    if model.family in ("qwen3", "qwen3_moe"):
+        yield "--qk-layernorm"
+    if not model.tie_word_embeddings:
+        yield "--untie-embeddings-and-output-weights"
+    yield f"--vocab-size {model.vocab_size}"
+    yield "--make-vocab-size-divisible-by 1"
+    if model.moe is not None:
+        yield f"--num-experts {model.moe.num_experts}"
+        yield f"--moe-router-topk {model.moe.num_experts_per_tok}"
+        yield f"--moe-ffn-hidden-size {model.moe.moe_intermediate_size}"
+
+
+def _degrees(job: JobSpec) -> Iterator[str]:
+    mesh = job.mesh
+    yield f"--tensor-model-parallel-size {mesh.tp}"
+    if mesh.tp > 1:
+        yield "--sequence-parallel"
+    yield f"--pipeline-model-parallel-size {mesh.pp}"
+    yield f"--context-parallel-size {mesh.cp}"
+    if job.model.moe is not None:
+        yield f"--expert-model-parallel-size {mesh.ep}"
+    if job.recipe.engine == "fsdp2":
+        yield "--use-torch-fsdp2"
+        if job.recipe.zero_stage == 2:
+            yield "--torch-fsdp2-no-reshard-after-forward"
+    elif job.recipe.zero_stage == 1:
+        yield "--use-distributed-optimizer"
+
+
+def _batch(job: JobSpec) -> Iterator[str]:
+    batch, ranks = job.batch, job.mesh.dp_replicate * job.mesh.dp_shard
+    yield f"--micro-batch-size {batch.micro_batch_size}"
+    yield f"--global-batch-size {batch.micro_batch_size * batch.grad_accum_steps * ranks}"
+    yield f"--seq-length {batch.seq_len}"
+    yield f"--max-position-embeddings {max(batch.seq_len, min(job.model.max_position_embeddings, 10**7))}"
+
+
+def _recipe(recipe: RecipeSpec) -> Iterator[str]:
+    yield "--optimizer adam"
+    yield from {"bf16-mixed": ("--bf16",), "fp16-mixed": ("--fp16",)}.get(recipe.precision, ())
+    if recipe.recompute == "full":
+        yield from ("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1")
+    if recipe.attention != "sdpa":
+        yield f"--attention-backend {'unfused' if recipe.attention == 'eager' else 'flash'}"

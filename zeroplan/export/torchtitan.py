@@ -1,0 +1,152 @@
+"""A job for torchtitan: a function that returns its configuration (0.3), and the same as TOML (up to 0.2).
+
+Since 0.3 a run is described by a Python function, up to 0.2 by a TOML file (config/README.md and config/manager.py of either).
+"""
+
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+
+class _Flavor(NamedTuple):
+    """A model as torchtitan names it: the module, the flavour, the function that configures a run of it."""
+
+    module: str
+    flavor: str
+    function: str
+
+
+#: By the catalogue's names (0.3, models/<module>/config_registry.py).
+_FLAVORS = {
+    "llama-3.1-8b": _Flavor("llama3", "8B", "llama3_8b"),
+    "llama-3.1-70b": _Flavor("llama3", "70B", "llama3_70b"),
+    "llama-3.1-405b": _Flavor("llama3", "405B", "llama3_405b"),
+    "qwen3-0.6b": _Flavor("qwen3", "0.6B", "qwen3_0_6b"),
+    "qwen3-1.7b": _Flavor("qwen3", "1.7B", "qwen3_1_7b"),
+    "qwen3-14b": _Flavor("qwen3", "14B", "qwen3_14b"),
+    "qwen3-32b": _Flavor("qwen3", "32B", "qwen3_32b"),
+    "qwen3-30b-a3b": _Flavor("qwen3", "30B-A3B", "qwen3_30b_a3b"),
+}
+_IMPLEMENTATIONS = {None: "foreach", "foreach": "foreach", "fused": "fused", "forloop": "for-loop"}
+
+_Value = str | int | bool
+
+
+def missing(recipe: RecipeSpec) -> str:
+    """What of a recipe torchtitan has no words for; empty where it has."""
+    sharded = recipe.engine == "fsdp2"
+    for unsaid, said in (
+        (not sharded and not (recipe.engine == "ddp" and recipe.zero_stage == 0), "torchtitan runs FSDP2, or DDP without ZeRO"),
+        (recipe.recompute == "selective", "torchtitan's selective recomputation multiplies every second matrix again"),
+        (recipe.loss == "fused", "torchtitan has no fused head and loss"),
+        (recipe.precision == "fp16-mixed", "torchtitan has no fp16"),
+        (recipe.optimizer != "adamw", "only the optimizer adamw is written"),
+        (sharded and type(recipe.fsdp2.reshard_after_forward) is int, "torchtitan reshards over all ranks or none"),
+        (sharded and recipe.precision == "bf16-mixed" and recipe.fsdp2.reduce_dtype == "param", "torchtitan reduces in fp32"),
+        (recipe.ddp.gradient_as_bucket_view and not sharded, "torchtitan's DDP has no gradient_as_bucket_view"),
+        (recipe.attention != "sdpa", "only the attention sdpa is written"),
+        (bool(recipe.keep_logits), "torchtitan lets go of its logits"),
+        (recipe.offload_activations, "torchtitan keeps activations on the GPU"),
+    ):
+        if unsaid:
+            return said
+    return ""
+
+
+def _flavor(job: JobSpec) -> _Flavor:
+    found = _FLAVORS.get(job.model.name)
+    if found is None or job.model.adapter is not None or job.model.frozen is not None:
+        raise SpecError(
+            f"--emit torchtitan: torchtitan configures no {job.model.name or 'such model'} trained as a whole; it has "
+            f"{', '.join(_FLAVORS)}"
+        )
+    if job.batch.grad_accum_steps > 1 and not job.recipe.sync_every_micro_batch:
+        raise SpecError("--emit torchtitan: torchtitan reduces gradients after every micro-batch; leave --no-sync out")
+    return found
+
+
+def _tables(job: JobSpec) -> dict[str, dict[str, _Value]]:
+    """Tables and keys that both forms have."""
+    recipe, mesh, batch = job.recipe, job.mesh, job.batch
+    sharded = recipe.engine == "fsdp2"
+    ranks = mesh.dp_replicate * mesh.dp_shard
+    degrees = {
+        "data_parallel_replicate_degree": mesh.dp_replicate if sharded else ranks,
+        "data_parallel_shard_degree": mesh.dp_shard if sharded else 1,
+        "tensor_parallel_degree": mesh.tp,
+        "context_parallel_degree": mesh.cp,
+        "pipeline_parallel_degree": mesh.pp,
+        "expert_parallel_degree": mesh.ep,
+    }
+    whole = "float32" if recipe.precision in ("fp32", "bf16-mixed") else "bfloat16"
+    return {
+        "training": {
+            "local_batch_size": batch.micro_batch_size,
+            "global_batch_size": batch.micro_batch_size * batch.grad_accum_steps * ranks,
+            "seq_len": batch.seq_len,
+            "enable_cpu_offload": sharded and recipe.fsdp2.cpu_offload,
+            "dtype": whole,
+            "mixed_precision_param": "float32" if recipe.precision == "fp32" else "bfloat16",
+        },
+        "parallelism": {**degrees, "fsdp_reshard_after_forward": "always" if recipe.zero_stage == 3 else "never"},
+        "optimizer": {"implementation": _IMPLEMENTATIONS[recipe.optimizer_impl]},
+        "compile": {"enable": False},
+    }
+
+
+def torchtitan_toml(job: JobSpec) -> str:
+    """Return the TOML that torchtitan up to 0.2 reads."""
+    flavor, tables = _flavor(job), _tables(job)
+    tables["optimizer"] = {"name": "AdamW", **tables["optimizer"]}
+    model: dict[str, _Value] = {"name": flavor.module, "flavor": flavor.flavor}
+    whole: dict[str, dict[str, _Value]] = {"model": model, **tables, "activation_checkpoint": {"mode": job.recipe.recompute}}
+    return "\n".join(_toml(whole)) + "\n"
+
+
+def _toml(tables: dict[str, dict[str, _Value]]) -> Iterator[str]:
+    for at, (name, table) in enumerate(tables.items()):
+        yield f"{chr(10) if at else ''}[{name}]"
+        yield from (f"{key} = {json.dumps(value)}" for key, value in table.items())
+
+
+def _python(value: _Value) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+_SCRIPT = '''"""As planned by zeroplan, for torchtitan 0.3: start it with
+
+    {launch}
+"""
+
+{imports}
+
+def planned():
+    config = {function}()
+{assigned}
+    return config
+'''
+
+
+def torchtitan_function(job: JobSpec, launch: str) -> str:
+    """Return the Python file whose ``planned`` torchtitan 0.3 takes with ``--module`` and ``--config``."""
+    flavor, tables = _flavor(job), _tables(job)
+    tables["training"]["disable_cuda_graphs"] = True
+    lines = [f"config.{name}.{key} = {_python(value)}" for name, table in tables.items() for key, value in table.items()]
+    full = job.recipe.recompute == "full"
+    lines.append(f"config.activation_checkpoint = {'FullAC.Config()' if full else None}")
+    if job.recipe.loss == "full":
+        lines.append("config.loss = config.loss.loss_fn")
+    imports = [
+        *(["from torchtitan.distributed.activation_checkpoint import FullAC"] if full else []),
+        f"from torchtitan.models.{flavor.module}.config_registry import {flavor.function}",
+    ]
+    return _SCRIPT.format(
+        launch=launch,
+        imports="\n".join(imports) + "\n",
+        function=flavor.function,
+        assigned="\n".join(f"    {line}" for line in lines),
+    )
