@@ -181,11 +181,22 @@ def test_a_plan_is_the_command_lines_and_its_layouts_can_be_loaded(page: Page):
 def test_what_cannot_be_planned_is_said(page: Page):
     page.fill("#p-batch", "7")
     page.click("#p-find")
-    page.wait_for_function("document.getElementById('plan-said').textContent.includes('not divisible')")
+    page.get_by_text("not divisible").wait_for()
     assert page.locator("#layouts li").count() == 0
     moved(page, model="llama-3.1-405b", gpus="1", gpu="l4-24gb")
     planned(page, batch="")
     assert "nothing fits" in (page.text_content("#plan-said") or "")
+
+
+def test_layouts_for_a_file_are_loaded_with_it(page: Page):
+    moved(page, model="llama-3.2-1b", gpus="4", seq_len="2048", stage="0")
+    page.select_option("#p-file", "accelerate")
+    planned(page)
+    page.locator("#layouts button").first.click()
+    page.wait_for_timeout(300)
+    page.wait_for_selector(ANSWERED)
+    assert page.get_by_role("button", name="Download accelerate.yaml").count() == 1
+    assert page.input_value("#c-keep_logits") == "fp32"
 
 
 def test_a_configuration_is_handed_out_as_emit_writes_it(page: Page):

@@ -40,10 +40,21 @@ def test_a_plan_is_the_command_lines_and_each_layout_is_its_state(said: dict[str
     assert found["plan"]["fits"] is (said is not ASKED["nothing fits"])  # type: ignore[index]
 
 
+@pytest.mark.parametrize("target", ["deepspeed", "accelerate", "fsdp2"])
+def test_layouts_for_a_file_are_those_that_it_can_say(target: str):
+    found = planned_payload({**EIGHT, "global_batch": "64", "file": target})
+    for layout in found["layouts"]:  # type: ignore[attr-defined]
+        answer = answer_payload(layout["said"])
+        (one,) = [one for one in answer["configurations"] if one["target"] == target]  # type: ignore[attr-defined]
+        assert (one["refusal"], bool(one["files"])) == ("", True)
+        assert answer["stages"]["columns"][layout["stage"]]["needed_bytes"] == layout["least_bytes"]  # type: ignore[index]
+    assert str(found["command"]).endswith(f"--emit {target}")
+
+
 @pytest.mark.parametrize(("said", "why"), [
     ({"model": "gpt2"}, "needs a GPU"), ({**EIGHT, "gpus": "8192"}, "up to 4,096 GPUs"), ({**EIGHT, "colour": "red"}, "no control"),
     ({**EIGHT, "objective": "cost"}, "none of throughput, headroom"), ({**EIGHT, "global_batch": "7"}, "not divisible"),
-    ({**EIGHT, "global_batch": "many"}, "many"),
+    ({**EIGHT, "global_batch": "many"}, "many"), ({**EIGHT, "file": "torchtitan"}, "none of deepspeed, accelerate, fsdp2"),
 ])  # fmt: skip
 def test_what_cannot_be_planned_is_one_line(said: dict[str, str], why: str):
     with pytest.raises(ZeroplanError, match=why) as refused:
@@ -55,7 +66,7 @@ def test_what_cannot_be_planned_is_one_line(said: dict[str, str], why: str):
 def test_what_is_handed_out_is_what_emit_writes(tmp_path: Path, target: str, engine: str):
     said = {"model": "llama-3.2-1b", "gpu": "h100-sxm-80gb", "gpus": "8", "seq_len": "4096", "engine": engine, "stage": "3",
             "micro_batch": "2", "grad_accum": "2"}  # fmt: skip
-    option = f"{engine}.{'reshard_after_forward=true' if engine == 'fsdp2' else 'contiguous_gradients=true'}"
+    option = f"{engine}.{'reduce_dtype=param' if engine == 'fsdp2' else 'contiguous_gradients=true'}"
     flags = str(answer_payload(said)["command"]).split()[2:]
     command = ["plan", *flags, "--recompute", "none", "--optimizer-impl", "foreach", "--set", option]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):

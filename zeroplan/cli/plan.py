@@ -8,8 +8,6 @@ import typer
 
 from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.errors import SpecError
-from zeroplan.resolve import Request
-from zeroplan.spec.recipe import Fsdp2Options
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
@@ -66,7 +64,8 @@ def plan_command(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)] = False,
 ) -> int:
     """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
-    from zeroplan.export.command import estimate_command  # noqa: PLC0415  no other command pays for the planner and NumPy
+    from zeroplan.export.accelerate import as_accelerate_has_it  # noqa: PLC0415  no other command pays for the planner and NumPy
+    from zeroplan.export.command import estimate_command  # noqa: PLC0415
     from zeroplan.export.files import cannot_say  # noqa: PLC0415
     from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415
     from zeroplan.report.plan import Beside  # noqa: PLC0415
@@ -81,7 +80,7 @@ def plan_command(
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     unsaid = None if target is None else lambda recipe: cannot_say(recipe, target)
     told, from_setup = told_by_a_setup(asked.request)
-    request = _as_accelerate_has_it(told) if target == "accelerate" else told
+    request = as_accelerate_has_it(told) if target == "accelerate" else told
     answer = ask(request, question, extra=asked.extra, unsaid=unsaid)
     answer = replace(answer, notes=(*from_setup, *answer.notes))
     if answer.best is None:
@@ -111,17 +110,6 @@ def question_of(
     batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k")
     share = None if mfu is None else _share(mfu)
     return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
-
-
-def _as_accelerate_has_it(request: Request) -> Request:
-    """Accelerate hands on logits in fp32, which a loop that says nothing holds while it goes backward.
-
-    Its FSDP2 reduces gradients in the dtype it computes in (accelerate 1.15, utils/dataclasses.py, ``set_mixed_precision``).
-    """
-    if request.precision == "fp32":
-        return request
-    held = "fp32" if request.keep_logits is None else request.keep_logits
-    return replace(request, keep_logits=held, fsdp2=request.fsdp2 or Fsdp2Options(reduce_dtype="param"))
 
 
 def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:

@@ -9,7 +9,7 @@ from typing import cast
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
 from zeroplan.explore.configurations import configurations
-from zeroplan.explore.controls import Control, controls
+from zeroplan.explore.controls import KEEP_LOGITS, Control, controls
 from zeroplan.remedies import remedies
 from zeroplan.report.palette import LOOKS
 from zeroplan.report.payload import estimate_payload
@@ -139,7 +139,7 @@ def _goes_without_saying(control: Control, text: str) -> bool:
 
 _SAME_BY_DEFAULT = (
     "precision", "recompute", "optimizer", "attention", "loss", "micro_batch", "grad_accum", "replicas", "offload_optimizer",
-    "offload_param",
+    "offload_param", "keep_logits",
 )  # fmt: skip
 
 
@@ -159,4 +159,4 @@ def _value(control: Control, text: str) -> object:
         return parse_count(text, what=control.label.lower(), examples="8, 4096 or 4k")
     if text not in control.choices:
         raise SpecError(f"{control.label.lower()} {text!r} is none of {', '.join(filter(None, control.choices))}")
-    return int(text) if text.isdigit() else text
+    return KEEP_LOGITS[text] if control.name == "keep_logits" else int(text) if text.isdigit() else text

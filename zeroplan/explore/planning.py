@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from zeroplan.errors import SpecError
 from zeroplan.explore.answers import DESCRIBE, flags, request_of
 from zeroplan.explore.controls import controls
+from zeroplan.export.accelerate import as_accelerate_has_it
 from zeroplan.export.command import estimate_command
+from zeroplan.export.files import TARGETS, Target, cannot_say
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.objectives import OBJECTIVES
 from zeroplan.planner.result import Layout, Plan
@@ -17,8 +19,11 @@ from zeroplan.units import parse_count
 
 SCHEMA_VERSION = 1
 
-#: What is asked beside the controls.
-ASKED = {"global_batch": "Sequences of all GPUs per step", "objective": "What for"}
+#: What is asked beside the controls: what it is called, and its flag.
+ASKED = {
+    "global_batch": ("Sequences of all GPUs per step", "--global-batch"), "objective": ("Best for", "--objective"),
+    "file": ("For a file", "--emit"),
+}  # fmt: skip
 _OBJECTIVES = tuple(one for one in OBJECTIVES if one != "cost")
 """Cost asks for plans on fewer GPUs, too: too long for a page that waits."""
 _MOST_GPUS = 4096
@@ -29,10 +34,15 @@ def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
 
     Beside each stand the controls' values that show it in full, and why it is the best or is not.
     """
-    request, question = request_of({name: said[name] for name in DESCRIBE if name in said}), _question(said)
+    request, question, target = (
+        request_of({name: said[name] for name in DESCRIBE if name in said}),
+        _question(said),
+        _target(said),
+    )
+    request = as_accelerate_has_it(request) if target == "accelerate" else request
     if (request.gpus or 1) > _MOST_GPUS:
         raise SpecError(f"the page plans for up to {_MOST_GPUS:,} GPUs; ask `zeroplan plan` for more")
-    plan = ask(request, question)
+    plan = ask(request, question, unsaid=None if target is None else lambda recipe: cannot_say(recipe, target))
     best = "" if plan.best is None else estimate_command(plan.best.layout.job, request)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -50,11 +60,21 @@ def _question(said: Mapping[str, str]) -> Question:
     for one in _OBJECTIVES:
         if objective in ("", one):
             return Question(one, parse_count(batch, what="global batch", examples="1024 or 4k") if batch else None)
-    raise SpecError(f"what for {objective!r} is none of {', '.join(_OBJECTIVES)}")
+    raise SpecError(f"best for {objective!r} is none of {', '.join(_OBJECTIVES)}")
+
+
+def _target(said: Mapping[str, str]) -> Target | None:
+    text = said.get("file", "").strip()
+    for target in TARGETS:
+        if text == target:
+            return target
+    if text:
+        raise SpecError(f"file {text!r} is none of {', '.join(TARGETS)}")
+    return None
 
 
 def _command(said: Mapping[str, str]) -> str:
-    asked = [word for name in ASKED if (text := said.get(name, "").strip()) for word in ("--" + name.replace("_", "-"), text)]
+    asked = [word for name, (_, flag) in ASKED.items() if (text := said.get(name, "").strip()) for word in (flag, text)]
     described = flags({name: said[name] for name in DESCRIBE if name in said})
     return shlex.join(("zeroplan", "plan", *described, *asked))
 

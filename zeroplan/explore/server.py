@@ -74,7 +74,7 @@ def _said_of(question: str) -> dict[str, object]:
     """What may be said of a job, for the schema: the controls, and what a plan is asked beside them."""
     said = [(control.name, control.label, control.choices) for control in controls() if control.name not in ("model", "set")]
     said += [("model", "Model", ()), ("set", "Options of the engine", ())]
-    said += [(name, label, ()) for name, label in ASKED.items()] if question == "plan" else []
+    said += [(name, label, ()) for name, (label, _) in ASKED.items()] if question == "plan" else []
     return {"parameters": [_parameter(*one) for one in said]}
 
 

@@ -148,6 +148,7 @@ async function plan() {
   const query = said(), job = described(query);
   if (of("p-batch").value.trim()) query.set("global_batch", of("p-batch").value.trim());
   query.set("objective", of("p-objective").value);
+  if (of("p-file").value) query.set("file", of("p-file").value);
   of("p-find").disabled = true;
   of("plan-said").textContent = "Searching…";
   let response = null, told = {};
