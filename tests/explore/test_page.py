@@ -22,8 +22,8 @@ UNNAMED = (
     ".filter((one) => !one.labels?.length && !one.ariaLabel && !one.textContent).map((one) => one.id)"
 )
 ANSWERED = "#answer[aria-busy=false]"
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine, and none is fetched")
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
