@@ -6,6 +6,13 @@ from hypothesis import strategies as st
 
 from zeroplan.explore.controls import Control, controls
 
+OPTIONS = (
+    "",
+    "fsdp2.reshard_after_forward=8",
+    "deepspeed.reduce_bucket_size=5e7 deepspeed.overlap_comm=true",
+    "ddp.bucket=",
+    "x",
+)
 SMALL = ("gpt2", "llama-3.2-1b", "qwen3-0.6b", "mixtral-8x7b", "7e9")
 
 
@@ -14,6 +21,8 @@ def _values(control: Control) -> st.SearchStrategy[str]:
         return st.sampled_from(SMALL)
     if control.kind == "choice":
         return st.sampled_from(control.choices)
+    if control.name == "set":
+        return st.sampled_from(OPTIONS)
     return st.integers(0, 6).map(lambda power: str(min(control.least * 2**power, control.most)))
 
 

@@ -8,6 +8,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,9 +17,13 @@ from tests.explore.test_answers import printed
 
 uvicorn = pytest.importorskip("uvicorn")
 sync_api = pytest.importorskip("playwright.sync_api")
+UNNAMED = (
+    "[...document.querySelectorAll('input, select, button')]"
+    ".filter((one) => !one.labels?.length && !one.ariaLabel && !one.textContent).map((one) => one.id)"
+)
 ANSWERED = "#answer[aria-busy=false]"
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine, and none is fetched")
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -96,6 +101,10 @@ def test_every_control_moves_the_answer_or_is_refused_in_words(page: Page):
     for name, kind, choices in names:
         if kind == "number":
             page.fill(f"#c-{name}", "2")
+            page.focus(f"#c-{name}-slide")
+            page.keyboard.press("ArrowRight")
+            assert int(page.input_value(f"#c-{name}")) > 2, name
+            page.keyboard.press("ArrowLeft")
         elif name == "stage":
             page.check("#c-stage-2", force=True)
         elif kind == "choice":
@@ -119,18 +128,100 @@ def test_the_keyboard_reaches_everything(page: Page):
     page.wait_for_timeout(300)
     assert page.is_checked("#c-stage-2")
     assert "stage 2" in (page.text_content("#headline") or "")
-    unnamed = page.evaluate(
-        "[...document.querySelectorAll('input, select, button')]"
-        ".filter((one) => !one.labels?.length && !one.ariaLabel && !one.textContent).map((one) => one.id)"
-    )
-    assert unnamed == []
+    assert page.evaluate(UNNAMED) == []
 
 
 @pytest.mark.parametrize("width", [360, 768, 1440])
 def test_nothing_sticks_out(page: Page, width: int):
     page.set_viewport_size({"width": width, "height": 800})
+    planned(page)
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def planned(page: Page, batch: str = "64") -> None:
+    """Ask for layouts by keyboard, and wait for them."""
+    page.fill("#p-batch", batch)
+    page.press("#p-batch", "Enter")
+    page.wait_for_selector("#p-find:enabled", timeout=60_000)
+    page.wait_for_selector("#layouts li")
+
+
+def test_a_plan_is_the_command_lines_and_its_layouts_can_be_loaded(page: Page):
+    moved(page, model="llama-3.2-1b", gpus="4", seq_len="2048", stage="0")
+    planned(page)
+    told = printed(page.text_content("#plan-command code") or "")
+    layouts = [told["best"], *told["rivals"]]  # type: ignore[misc]
+    shown = page.locator("#layouts li").all_text_contents()
+    assert len(shown) == len(layouts) > 1
+    for text, layout in zip(shown, layouts, strict=True):
+        figures = (
+            layout["layout"],
+            f"{layout['least_bytes'] / 1e9:.2f} GB",
+            f"{round(layout['tokens_per_s_per_gpu']):,} tokens/s",
+        )
+        assert all(figure in text for figure in figures), (text, figures)
+    assert f"{told['considered']:,} layouts" in (page.text_content("#plan-said") or "")
+    page.locator("#layouts button").nth(1).focus()
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(300)
+    page.wait_for_selector(ANSWERED)
+    answer = printed(page.text_content("#command") or "")
+    peak = answer["peak"]["allocated_bytes"]  # type: ignore[index]
+    assert f"{peak / 1e9:.2f} GB" in (page.text_content("#figure-peak") or "")
+    taken = layouts[1]["least_bytes"] - peak
+    assert 0 < taken < 3e9  # the context and NCCL, which a plan counts in
+    assert page.input_value("#c-micro_batch") == str(layouts[1]["micro_batch"])
+    assert not page.locator("#layouts.stale").count()
+    moved(page, gpus="8")
+    assert page.locator("#layouts.stale").count()
+    assert page.evaluate(UNNAMED) == []
+
+
+def test_what_cannot_be_planned_is_said(page: Page):
+    page.fill("#p-batch", "7")
+    page.click("#p-find")
+    page.get_by_text("not divisible").wait_for()
+    assert page.locator("#layouts li").count() == 0
+    moved(page, model="llama-3.1-405b", gpus="1", gpu="l4-24gb")
+    planned(page, batch="")
+    assert "nothing fits" in (page.text_content("#plan-said") or "")
+
+
+def test_layouts_for_a_file_are_loaded_with_it(page: Page):
+    moved(page, model="llama-3.2-1b", gpus="4", seq_len="2048", stage="0")
+    page.select_option("#p-file", "accelerate")
+    planned(page)
+    page.locator("#layouts button").first.click()
+    page.wait_for_timeout(300)
+    page.wait_for_selector(ANSWERED)
+    assert page.get_by_role("button", name="Download accelerate.yaml").count() == 1
+    assert page.input_value("#c-keep_logits") == "fp32"
+
+
+def test_a_configuration_is_handed_out_as_emit_writes_it(page: Page):
+    moved(page, model="llama-3.2-1b", engine="deepspeed", stage="3")
+    with page.expect_download() as coming:
+        page.get_by_role("button", name="Download ds_config.json").first.click()
+    config = json.loads(Path(coming.value.path()).read_text())
+    assert coming.value.suggested_filename == "ds_config.json"
+    assert config["zero_optimization"]["stage"] == 3
+    assert "its engine is deepspeed" in (page.text_content("#files") or "")
+
+
+def test_a_report_hands_out_too_and_plans_nothing(browser: Any, tmp_path: Path):
+    from zeroplan.explore.report import report_html
+    from zeroplan.resolve import Request, resolve
+
+    path, page = tmp_path / "report.html", browser.new_page()
+    path.write_text(report_html(resolve(Request(model="gpt2", gpus=2)), "zeroplan estimate"))
+    page.goto(path.as_uri())
+    page.wait_for_selector(ANSWERED)
+    assert page.is_hidden("#plan")
+    with page.expect_download() as coming:
+        page.get_by_role("button", name="Download train_fsdp2.py").click()
+    compile(Path(coming.value.path()).read_text(), "train_fsdp2.py", "exec")
+    page.close()
 
 
 def test_what_is_no_job_is_said_and_the_last_answer_fades(page: Page):

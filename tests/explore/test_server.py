@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from typing import Any, NamedTuple
@@ -17,20 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 
-from zeroplan.explore.server import LONGEST_QUERY, Guarded, explore_app  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(explore_app(), log_level="critical", lifespan="off"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    yield listening.getsockname()[1]
-    server.should_exit = True
-    thread.join(timeout=10)
+from zeroplan.explore.server import LONGEST_QUERY, Guarded, Planning, explore_app
 
 
 class Answer(NamedTuple):
@@ -49,7 +36,7 @@ def ask(port: int, path: str, method: str = "GET", body: bytes | None = None, he
 @pytest.mark.parametrize(("path", "begins"), [
     ("/", b"<!doctype html>"), ("/page.js", b'"use strict"'), ("/page.css", b":root"), ("/api/controls", b'{"schema_version"'),
     ("/api/answer?model=gpt2&gpus=4", b'{"schema_version"'), ("/api/changes?model=gpt2", b'{"schema_version"'),
-    ("/openapi.json", b"{"),
+    ("/api/plan?model=gpt2&gpu=l4-24gb&gpus=2&seq_len=256", b'{"schema_version"'), ("/openapi.json", b"{"),
 ])  # fmt: skip
 def test_what_there_is(port: int, path: str, begins: bytes):
     status, body, headers = ask(port, path)
@@ -63,7 +50,9 @@ def test_what_there_is(port: int, path: str, begins: bytes):
     ("/", {"Origin": "http://example.com"}, 403), ("/", {"Origin": "null"}, 403),
     ("/api/answer?model=gpt2", {"Sec-Fetch-Site": "cross-site"}, 403),
     ("/api/answer?model=" + "x" * LONGEST_QUERY, {}, 414), ("/nothing", {}, 404), ("/../../etc/passwd", {}, 404),
-    ("/api/answer?model=nobody", {}, 422), ("/api/answer?model=" + "x" * 300, {}, 422),
+    ("/api/answer?model=nobody", {}, 422), ("/api/plan?model=nobody&gpu=l4-24gb", {}, 422), ("/api/plan?model=gpt2", {}, 422),
+    ("/api/plan?model=gpt2&gpu=l4-24gb&objective=cost", {}, 422), ("/api/plan?model=gpt2&colour=red", {}, 422),
+    ("/api/answer?model=" + "x" * 300, {}, 422),
 ])  # fmt: skip
 def test_what_there_is_not_and_for_whom(port: int, path: str, headers: dict[str, str], status: int):
     found, body, _ = ask(port, path, headers=headers)
@@ -123,3 +112,40 @@ def test_too_many_at_once_are_told_to_wait_and_later_let_in():
     assert answers == [200] * 2000 + [429]
     now[0] += 0.001
     assert [asked(app, b"") for _ in range(2)] == [200, 429]
+
+
+def request_for(**said: str) -> Any:
+    from fastapi import Request
+
+    query = "&".join(f"{name}={value}" for name, value in said.items()).encode()
+    return Request({"type": "http", "method": "GET", "path": "/api/plan", "query_string": query, "headers": []})
+
+
+def test_a_plan_takes_its_time_beside_the_other_answers():
+    done = threading.Event()
+
+    def planned(_said: object) -> dict[str, object]:
+        return {"the loop went on": done.wait(timeout=10)}
+
+    async def both() -> Any:
+        asking = asyncio.create_task(Planning(planned)(request_for()))
+        await asyncio.sleep(0.05)
+        done.set()
+        return await asking
+
+    assert json.loads(asyncio.run(both()).body) == {"the loop went on": True}
+
+
+def test_plans_are_so_many_per_minute_and_one_that_was_made_is_not_made_again():
+    now, made = [0.0], []
+
+    def planned(said: Any) -> dict[str, object]:
+        made.append(dict(said))
+        return {}
+
+    planning = Planning(planned, clock=lambda: now[0])
+    answers = [asyncio.run(planning(request_for(gpus=str(at % 3)))).status_code for at in range(21)]
+    assert answers == [200] * 20 + [429]
+    assert len(made) == 3
+    now[0] += 0.5
+    assert [asyncio.run(planning(request_for())).status_code for _ in range(2)] == [200, 429]

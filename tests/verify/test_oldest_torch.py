@@ -1,8 +1,9 @@
 """GPU machines have a torch of their own, of which 2.11 is the oldest that is promised: nothing newer is imported to run at all.
 
-What torch keeps to itself comes and goes with its versions, and the tests run on one of them. So each such name that a module of
-``zeroplan.verify`` imports at its beginning stands here, by the module of torch 2.11.0 where it was looked up. A name that 2.11 lacks is
-asked for where it is needed, and refused in one line where it is not there (``zeroplan/verify/experts.py``). Needs no torch.
+What torch keeps to itself comes and goes with its versions, and the tests run on one of them. So each such name that a module
+of ``zeroplan.verify`` imports at its beginning stands here, by the module of torch 2.11.0 where it was looked up. A name that
+2.11 lacks is asked for where it is needed, and refused in one line where it is not there (``zeroplan/verify/experts.py``).
+Needs no torch.
 """
 
 from __future__ import annotations

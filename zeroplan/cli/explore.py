@@ -51,6 +51,7 @@ def _listening(port: int) -> "socket.socket":
         if os.name == "posix":
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((HOST, port))
+        listening.listen()  # from now on whoever asks waits, as a browser does that is quicker than the server
     except OSError as error:
         listening.close()
         raise MeasurementError(f"port {port} cannot be had: {error.strerror}; --port 0 takes a free one") from None
@@ -62,8 +63,9 @@ def _serve(listening: "socket.socket") -> None:
 
     from zeroplan.explore.server import LONGEST_QUERY, explore_app  # noqa: PLC0415
 
+    # Of the two readers of HTTP that uvicorn knows, this one bounds what it reads before it answers.
     config = uvicorn.Config(
         explore_app(), log_level="warning", lifespan="off", access_log=False, server_header=False, timeout_keep_alive=5,
-        limit_concurrency=256, h11_max_incomplete_event_size=4 * LONGEST_QUERY,
+        limit_concurrency=256, http="h11", h11_max_incomplete_event_size=4 * LONGEST_QUERY,
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=[listening])

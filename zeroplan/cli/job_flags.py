@@ -6,7 +6,6 @@ flags as its signature, so that help, completion and parsing come from the same 
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -15,7 +14,7 @@ import typer
 from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
-from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
+from zeroplan.settings import with_setting
 from zeroplan.units import parse_count
 
 
@@ -85,8 +84,6 @@ FLAGS = (
     _Flag("micro_batch", "N", "Sequences per GPU in one forward pass. (default: 1)", _BATCH, number=True),
     _Flag("grad_accum", "N", "Micro-batches per optimizer step. (default: 1)", _BATCH, number=True),
 )  # fmt: skip
-
-_OPTION_GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions}
 
 
 def takes_a_job(
@@ -196,7 +193,7 @@ def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Aske
     request = _from_file(str(job_file), read_file) if job_file is not None else Request()
     request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
     for setting in settings:
-        request = _with_setting(request, str(setting))
+        request = with_setting(request, str(setting))
     chosen = tuple(str(setting).partition("=")[0].removeprefix("deepspeed.") for setting in settings)
     return Asked(request, folder(None if catalog is None else str(catalog)), chosen)
 
@@ -222,24 +219,3 @@ def _from_file(text: str, read_file: _ReadFile | None) -> Request:
     from zeroplan.job_file import read_job_file  # noqa: PLC0415  only a job file pays for it
 
     return read_job_file(Path(text))
-
-
-def _with_setting(request: Request, setting: str) -> Request:
-    """Apply ``engine.option=value``."""
-    key, equals, text = setting.partition("=")
-    group, dot, option = key.partition(".")
-    kind = _OPTION_GROUPS.get(group)
-    if not (equals and dot and kind):
-        raise SpecError(f"--set {setting!r} is not engine.option=value; write deepspeed.reduce_bucket_size=5e7, say")
-    names = [field.name for field in fields(kind)]
-    if option not in names:
-        raise SpecError(f"--set {setting!r}: {group} has no option {option!r}; it has {', '.join(names)}")
-    now = getattr(request, group) or kind()
-    return replace(request, **{group: replace(now, **{option: _setting_value(text)})})
-
-
-def _setting_value(text: str) -> object:
-    words = {"true": True, "false": False, "none": None, "null": None, "0": 0}
-    if text.lower() in words:
-        return words[text.lower()]
-    return parse_count(text, what="--set value") if text[:1].isdigit() else text

@@ -8,8 +8,6 @@ import typer
 
 from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.errors import SpecError
-from zeroplan.resolve import Request
-from zeroplan.spec.recipe import Fsdp2Options
 from zeroplan.units import parse_count
 
 if TYPE_CHECKING:
@@ -75,8 +73,9 @@ def plan_command(
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)] = False,
 ) -> int:
     """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
-    from zeroplan.export.command import estimate_command  # noqa: PLC0415  no other command pays for the planner and NumPy
-    from zeroplan.export.files import cannot_say, cannot_split  # noqa: PLC0415
+    from zeroplan.export.accelerate import as_accelerate_has_it  # noqa: PLC0415  no other command pays for the planner and NumPy
+    from zeroplan.export.command import estimate_command  # noqa: PLC0415
+    from zeroplan.export.files import unsaid_by  # noqa: PLC0415
     from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415
     from zeroplan.report.plan import Beside  # noqa: PLC0415
     from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
@@ -88,10 +87,9 @@ def plan_command(
     question = question._replace(max_params=max_params, shares=shares_measured(calibrate, asked))
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
-    unsaid = None if target is None else lambda recipe, split: cannot_say(recipe, target) or cannot_split(split, target)
     told, from_setup = told_by_a_setup(asked.request)
-    request = _as_accelerate_has_it(told) if target == "accelerate" else told
-    answer = ask(request, question, extra=asked.extra, unsaid=unsaid)
+    request = as_accelerate_has_it(told) if target == "accelerate" else told
+    answer = ask(request, question, extra=asked.extra, unsaid=unsaid_by(target))
     answer = replace(answer, notes=(*from_setup, *answer.notes))
     if answer.best is None:
         _show(answer, Beside("", budget, price), as_json=as_json, as_markdown=as_markdown)
@@ -131,17 +129,6 @@ def shares_measured(record: str | None, asked: Asked) -> "SharesSpec | None":
     from zeroplan.resolve import cluster_of  # noqa: PLC0415
 
     return calibrated(read_record(Path(record)), cluster_of(asked.request, asked.extra)).shares
-
-
-def _as_accelerate_has_it(request: Request) -> Request:
-    """Accelerate hands on logits in fp32, which a loop that says nothing holds while it goes backward.
-
-    Its FSDP2 reduces gradients in the dtype it computes in (accelerate 1.15, utils/dataclasses.py, ``set_mixed_precision``).
-    """
-    if request.precision == "fp32":
-        return request
-    held = "fp32" if request.keep_logits is None else request.keep_logits
-    return replace(request, keep_logits=held, fsdp2=request.fsdp2 or Fsdp2Options(reduce_dtype="param"))
 
 
 def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:

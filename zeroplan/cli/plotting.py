@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from zeroplan.cli.compare import TOLERANCE, parse_tolerance
 from zeroplan.cli.job_flags import Asked, takes_a_job, takes_a_request
-from zeroplan.cli.plan import NO, GlobalBatch, MaxBatch, MaxSeq, Mfu, MinGpus, ObjectiveName, question_of
+from zeroplan.cli.plan import NO, GlobalBatch, MaxBatch, MaxParams, MaxSeq, Mfu, MinGpus, ObjectiveName, question_of
 from zeroplan.cli.quick import QuickCommand
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.report.palette import THEMES
@@ -130,16 +131,18 @@ for _kind in _HELP:
 
 def _pareto(
     *, asked: Asked, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
-    max_seq: MaxSeq = False, max_batch: MaxBatch = False, mfu: Mfu = None, out: _Out = None, theme: _Theme = "light",
-    text: _Text = False,
+    max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, mfu: Mfu = None, out: _Out = None,
+    theme: _Theme = "light", text: _Text = False,
 ) -> int:  # fmt: skip
     """Every layout that `zeroplan plan` computes, by memory and speed: the front, and the best one. Exit code 1: nothing fits."""
-    from zeroplan.planner.asking import ask  # noqa: PLC0415  only this kind pays for the planner
+    from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415  only this kind pays for the planner
     from zeroplan.report.series.pareto import pareto  # noqa: PLC0415
 
     where = _where(out, theme, text=text)
     question = question_of(global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch)
-    answer = ask(asked.request, question, extra=asked.extra)
+    request, notes = told_by_a_setup(asked.request)
+    answer = ask(request, question._replace(max_params=max_params), extra=asked.extra)
+    answer = replace(answer, notes=(*notes, *answer.notes))
     _drawn("pareto", pareto(answer), where)
     return NO if answer.best is None else 0
 

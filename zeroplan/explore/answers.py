@@ -1,13 +1,15 @@
 """What the page asks, answered as plain data by the functions that answer the command line. Nothing is kept between questions."""
 
-from collections.abc import Hashable, Mapping
+import shlex
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import cast
 
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
-from zeroplan.explore.controls import Control, controls
+from zeroplan.explore.configurations import configurations
+from zeroplan.explore.controls import KEEP_LOGITS, Control, controls
 from zeroplan.remedies import remedies
 from zeroplan.report.palette import LOOKS
 from zeroplan.report.payload import estimate_payload
@@ -15,9 +17,13 @@ from zeroplan.report.series.stages import stages
 from zeroplan.report.series.timeline import timeline
 from zeroplan.report.words import headline, verdict_sentence
 from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.settings import with_setting
 from zeroplan.units import parse_count
 
 SCHEMA_VERSION = 1
+
+#: Of the controls what describes the job to the planner, whose search decides the others.
+DESCRIBE = ("model", "lora_rank", "gpu", "gpus", "precision", "optimizer", "attention", "seq_len")
 
 
 @cache
@@ -30,6 +36,7 @@ def controls_payload() -> dict[str, object]:
     return {
         "schema_version": SCHEMA_VERSION,
         "controls": [plain(control) for control in _controls().values()],
+        "describe": DESCRIBE,
         "colours": {what: look.colour for what, look in LOOKS.items()},
     }
 
@@ -53,6 +60,7 @@ def answer_of(resolved: Resolved, command: str) -> dict[str, object]:
         "estimate": estimate_payload(answer, resolved.notes),
         "stages": plain(stages(resolved.job, answer)),
         "timeline": plain(timeline(resolved.job, own=answer)),
+        "configurations": configurations(resolved.job),
     }
 
 
@@ -83,24 +91,45 @@ def _names(series: Hashable) -> tuple[str, ...]:
 
 def resolved_of(said: Mapping[str, str]) -> Resolved:
     """The job that is described; what is left empty is left to the defaults of the command line."""
+    return resolve(request_of(said), chosen=tuple(key.removeprefix("deepspeed.") for key in _set_keys(said)))
+
+
+def request_of(said: Mapping[str, str]) -> Request:
+    """What is said, not yet completed."""
     unknown = said.keys() - _controls().keys()
     if unknown:
         raise SpecError(f"there is no control {min(unknown)!r}; there are {', '.join(_controls())}")
-    values = {name: _value(_controls()[name], text.strip()) for name, text in said.items() if text.strip()}
+    values = {
+        name: _value(_controls()[name], text.strip()) for name, text in said.items() if text.strip() and name != _SETTINGS
+    }
     name = values.pop("model", None)
     where = {} if name is None else {_model_key(str(name)): name}
-    return resolve(Request(**where, **values))  # type: ignore[arg-type]  # Request checks every field
+    request = Request(**where, **values)  # type: ignore[arg-type]  # Request checks every field
+    for setting in said.get(_SETTINGS, "").split():
+        request = with_setting(request, setting)
+    return request
+
+
+_SETTINGS = "set"
+
+
+def _set_keys(said: Mapping[str, str]) -> list[str]:
+    return [setting.partition("=")[0] for setting in said.get(_SETTINGS, "").split()]
 
 
 def command(said: Mapping[str, str]) -> str:
     """The command line that gives the same answer, defaults of the command line left out."""
-    words = ["zeroplan", "estimate"]
+    return shlex.join(("zeroplan", "estimate", *flags(said)))
+
+
+def flags(said: Mapping[str, str]) -> Iterator[str]:
+    """The flags of the command line for what is said, its defaults left out."""
     for name, control in _controls().items():
         text = said.get(name, "").strip()
         if text and not _goes_without_saying(control, text):
             key = _model_key(text) if name == "model" else name
-            words += ["--" + key.replace("_", "-"), text]
-    return " ".join(words)
+            for one in text.split() if name == _SETTINGS else (text,):
+                yield from ("--" + key.replace("_", "-"), one)
 
 
 def _goes_without_saying(control: Control, text: str) -> bool:
@@ -110,7 +139,7 @@ def _goes_without_saying(control: Control, text: str) -> bool:
 
 _SAME_BY_DEFAULT = (
     "precision", "recompute", "optimizer", "attention", "loss", "micro_batch", "grad_accum", "replicas", "offload_optimizer",
-    "offload_param",
+    "offload_param", "keep_logits",
 )  # fmt: skip
 
 
@@ -130,4 +159,4 @@ def _value(control: Control, text: str) -> object:
         return parse_count(text, what=control.label.lower(), examples="8, 4096 or 4k")
     if text not in control.choices:
         raise SpecError(f"{control.label.lower()} {text!r} is none of {', '.join(filter(None, control.choices))}")
-    return int(text) if text.isdigit() else text
+    return KEEP_LOGITS[text] if control.name == "keep_logits" else int(text) if text.isdigit() else text

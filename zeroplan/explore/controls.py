@@ -28,6 +28,8 @@ class Control:
     hint: str = ""
 
 
+#: What the flag says, and what a request has for it.
+KEEP_LOGITS: dict[str, bool | Literal["fp32"]] = {"no": False, "yes": True, "fp32": "fp32"}
 _WHAT, _WHERE, _HOW, _FED = "Model", "GPUs", "Recipe", "Batch"
 _AUTO = ""
 """Nothing chosen: what the command line takes then."""
@@ -54,6 +56,10 @@ def controls() -> tuple[Control, ...]:
         Control(name="offload_param", label="Offload parameters", group=_HOW, choices=("none", "cpu"), default="none"),
         Control(name="attention", label="Attention", group=_HOW, choices=get_args(Attention), default="sdpa"),
         Control(name="loss", label="Loss", group=_HOW, choices=get_args(Loss), default="full"),
+        Control(name="keep_logits", label="Logits in backward", group=_HOW, choices=tuple(KEEP_LOGITS), default="no",
+                hint="whether the loop holds the model's output"),
+        Control(name="set", label="Options of the engine", group=_HOW, kind="text",
+                hint="as fsdp2.reshard_after_forward=8, spaces between several"),
         Control(name="seq_len", label="Tokens per sequence", group=_FED, kind="number", least=128, most=1_048_576, default="4096"),
         Control(name="micro_batch", label="Sequences per GPU", group=_FED, kind="number", least=1, most=256, default="1"),
         Control(name="grad_accum", label="Micro-batches per step", group=_FED, kind="number", least=1, most=256, default="1"),

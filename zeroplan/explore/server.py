@@ -5,26 +5,32 @@ is kept; every answer follows from its address.
 """
 
 import json
+import threading
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from functools import lru_cache
 from importlib.resources import files
-from typing import Annotated
 
-from fastapi import FastAPI, Query, Request, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 
 from zeroplan.errors import ZeroplanError
 from zeroplan.explore.answers import answer_payload, changes_payload, controls_payload
+from zeroplan.explore.controls import controls
+from zeroplan.explore.planning import ASKED, planned_payload
 
 _Scope = MutableMapping[str, object]
 _Receive = Callable[[], Awaitable[MutableMapping[str, object]]]
 _Send = Callable[[MutableMapping[str, object]], Awaitable[None]]
+_Question = Callable[[Request], Awaitable[Response]]
 _App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 LONGEST_QUERY = 2000
 """Bytes of an address behind the question mark."""
+_LONGEST_HEADERS = 8000
 _PER_SECOND, _AT_ONCE = 1000.0, 2000.0
+_PLANS_PER_SECOND, _PLANS_AT_ONCE, _TURN_S = 2.0, 20.0, 10.0
 _PAGE = {"/": ("index.html", "text/html"), "/page.js": ("page.js", "text/javascript"), "/page.css": ("page.css", "text/css")}
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -34,7 +40,6 @@ _HEADERS = {
     "cache-control": "no-store",
     "cross-origin-resource-policy": "same-origin",
 }  # fmt: skip
-_Text = Annotated[str, Query(max_length=200)]
 
 
 def explore_app() -> _App:
@@ -42,15 +47,40 @@ def explore_app() -> _App:
     app = FastAPI(title="zeroplan", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     for path, (name, media_type) in _PAGE.items():
         app.add_api_route(path, _file(name, media_type), methods=["GET"], include_in_schema=False)
-    app.add_api_route("/api/controls", _controls, methods=["GET"])
-    app.add_api_route("/api/answer", _answer, methods=["GET"], responses=_REFUSED)
-    app.add_api_route("/api/changes", _changes, methods=["GET"], responses=_REFUSED)
+    app.add_api_route("/api/controls", _controls, methods=["GET"], responses=_GUARDED)
+    questions: dict[str, _Question] = {"answer": _answer, "changes": _changes, "plan": Planning(planned_payload)}
+    for name, question in questions.items():
+        app.add_api_route(
+            f"/api/{name}", question, methods=["GET"], name=name, responses=_REFUSED, openapi_extra=_said_of(name)
+        )
     return Guarded(app)
 
 
-_REFUSED: dict[int | str, dict[str, object]] = {
-    422: {"description": "What is described is no job; `error` says why in one line."}
+_GUARDED: dict[int | str, dict[str, object]] = {
+    403: {"description": "Another site asks."},
+    413: {"description": "The question has a body."},
+    414: {"description": "The address is too long."},
+    421: {"description": "The request names another host."},
+    431: {"description": "The headers are too long."},
+    429: {"description": "Too many questions at once; `error` says so in one line."},
 }
+_REFUSED: dict[int | str, dict[str, object]] = {
+    **_GUARDED,
+    422: {"description": "What is described is no job; `error` says why in one line."},
+}
+
+
+def _said_of(question: str) -> dict[str, object]:
+    """What may be said of a job, for the schema: the controls, and what a plan is asked beside them."""
+    said = [(control.name, control.label, control.choices) for control in controls() if control.name not in ("model", "set")]
+    said += [("model", "Model", ()), ("set", "Options of the engine", ())]
+    said += [(name, label, ()) for name, (label, _) in ASKED.items()] if question == "plan" else []
+    return {"parameters": [_parameter(*one) for one in said]}
+
+
+def _parameter(name: str, label: str, choices: tuple[str, ...]) -> dict[str, object]:
+    schema: dict[str, object] = {"type": "string", **({"enum": list(choices)} if choices else {})}
+    return {"name": name, "in": "query", "description": label, "required": False, "schema": schema}
 
 
 def _file(name: str, media_type: str) -> Callable[[], Response]:
@@ -62,12 +92,45 @@ async def _controls() -> Response:
     return _json(controls_payload())
 
 
-async def _answer(request: Request, model: _Text = "", gpus: _Text = "") -> Response:  # noqa: ARG001  named for the schema; all are in the query
+async def _answer(request: Request) -> Response:
     return _answered("answer", request)
 
 
-async def _changes(request: Request, model: _Text = "", gpus: _Text = "") -> Response:  # noqa: ARG001  as above
+async def _changes(request: Request) -> Response:
     return _answered("changes", request)
+
+
+class Planning:
+    """Plans one question after the other, beside the other answers, since a plan takes seconds; so many per minute.
+
+    A question that was answered is answered again at no cost. What waits too long for its turn is told to wait.
+    """
+
+    def __init__(
+        self, planned: Callable[[Mapping[str, str]], dict[str, object]], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._planned = lru_cache(maxsize=64)(lambda said: _text(planned(dict(said))))
+        self._bucket, self._one = Bucket(_PLANS_PER_SECOND, _PLANS_AT_ONCE, clock), threading.Lock()
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer one question."""
+        if not self._bucket.gives():
+            return JSONResponse({"error": "too many plans at once; wait a moment"}, status_code=429)
+        said = tuple(sorted(request.query_params.items()))
+        try:
+            return Response(await run_in_threadpool(self._in_turn, said), media_type=_JSON)
+        except ZeroplanError as error:
+            return JSONResponse({"error": str(error)}, status_code=422)
+        except TimeoutError:
+            return JSONResponse({"error": "another plan is being made; wait a moment"}, status_code=429)
+
+    def _in_turn(self, said: tuple[tuple[str, str], ...]) -> bytes:
+        if not self._one.acquire(timeout=_TURN_S):
+            raise TimeoutError
+        try:
+            return self._planned(said)
+        finally:
+            self._one.release()
 
 
 def _answered(what: str, request: Request) -> Response:
@@ -99,8 +162,7 @@ class Guarded:
     """Lets in what this page asks on this machine, so much of it per second, and says of every answer how it may be used."""
 
     def __init__(self, app: _App, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._app, self._clock = app, clock
-        self._left, self._at = _AT_ONCE, clock()
+        self._app, self._bucket = app, Bucket(_PER_SECOND, _AT_ONCE, clock)
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         """Answer one request."""
@@ -131,13 +193,24 @@ class Guarded:
             return 403, "this page answers itself alone"
         if len(scope.get("query_string", b"")) > LONGEST_QUERY:  # type: ignore[arg-type]  # bytes
             return 414, f"the address is longer than {LONGEST_QUERY} bytes"
+        if sum(map(len, headers.values())) > _LONGEST_HEADERS:
+            return 431, f"the headers are longer than {_LONGEST_HEADERS} bytes"
         if int(headers.get("content-length", "0") or 0) > 0 or "transfer-encoding" in headers:
             return 413, "a question has no body"
-        return None if self._has_room() else (429, "too many questions at once; wait a moment")
+        return None if self._bucket.gives() else (429, "too many questions at once; wait a moment")
 
-    def _has_room(self) -> bool:
+
+class Bucket:
+    """So many at once, and so many per second after that."""
+
+    def __init__(self, per_second: float, at_once: float, clock: Callable[[], float]) -> None:
+        self._per_second, self._at_once, self._clock = per_second, at_once, clock
+        self._left, self._at = at_once, clock()
+
+    def gives(self) -> bool:
+        """Whether there is one left; takes it."""
         now = self._clock()
-        self._left = min(_AT_ONCE, self._left + (now - self._at) * _PER_SECOND)
+        self._left = min(self._at_once, self._left + (now - self._at) * self._per_second)
         self._at = now
         if self._left < 1:
             return False

@@ -1,8 +1,11 @@
 """A job as the YAML that ``accelerate launch`` reads (accelerate 1.15, commands/config/config_args.py, ClusterConfig)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from zeroplan.resolve import Request
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import Fsdp2Options
 
 _MIXED = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 
@@ -10,6 +13,17 @@ _MIXED = {"bf16-mixed": "bf16", "fp16-mixed": "fp16"}
 def accelerate_yaml(job: JobSpec, *, nodes: int, deepspeed_file: str) -> str:
     """Return the YAML of a DDP, FSDP2 or DeepSpeed layout; DeepSpeed's own configuration stands in a file beside it."""
     return "".join(f"{line}\n" for line in _lines(job, nodes, deepspeed_file))
+
+
+def as_accelerate_has_it(request: Request) -> Request:
+    """What is asked for, as accelerate would run it: it hands on logits in fp32, which a loop that says nothing holds in backward.
+
+    Its FSDP2 reduces gradients in the dtype it computes in (accelerate 1.15, utils/dataclasses.py, ``set_mixed_precision``).
+    """
+    if request.precision == "fp32":
+        return request
+    held = "fp32" if request.keep_logits is None else request.keep_logits
+    return replace(request, keep_logits=held, fsdp2=request.fsdp2 or Fsdp2Options(reduce_dtype="param"))
 
 
 def _lines(job: JobSpec, nodes: int, deepspeed_file: str) -> Iterator[str]:

@@ -66,6 +66,13 @@ def cannot_split(mesh: Split, target: Target) -> str:
     return f"the file for {target} splits no model ({split})" if split and target not in _WITH_DEGREES else ""
 
 
+def unsaid_by(target: Target | None) -> Callable[[RecipeSpec, Split], str] | None:
+    """What a search asks of every layout where a file is to be written; None where none is."""
+    if target is None:
+        return None
+    return lambda recipe, split: cannot_say(recipe, target) or cannot_split(split, target)
+
+
 Missing = tuple[Callable[[RecipeSpec], bool], str]
 _MISSING_FROM_ALL: tuple[Missing, ...] = (
     (lambda recipe: recipe.loss != "full", "its loss is not the model's own; the training script would have to bring it"),

@@ -224,15 +224,16 @@ def plan_payload(plan: Plan, beside: Beside) -> dict[str, object]:
         "considered": plan.considered,
         "evaluated": plan.evaluated,
         "fallen": [{"rule": one.rule.value, "layouts": one.layouts, "example": one.example} for one in plan.fallen],
-        "best": None if plan.best is None else {**_layout(plan.best.layout), **_detail(plan.best, beside)},
-        "rivals": [{**_layout(one.layout), "why_not": one.why_not} for one in plan.rivals],
-        "front": [_layout(one) for one in plan.front],
+        "best": None if plan.best is None else {**layout_payload(plan.best.layout), **_detail(plan.best, beside)},
+        "rivals": [{**layout_payload(one.layout), "why_not": one.why_not} for one in plan.rivals],
+        "front": [layout_payload(one) for one in plan.front],
         "notes": [*plan.notes, *beside.notes],
         "written": list(beside.written),
     }
 
 
-def _layout(one: Layout) -> dict[str, object]:
+def layout_payload(one: Layout) -> dict[str, object]:
+    """A layout as plain data; sizes in bytes, times in seconds."""
     recipe, mesh, batch = one.job.recipe, one.job.mesh, one.job.batch
     return {
         "layout": layout_words(one.job),
@@ -282,4 +283,4 @@ def _part(one: Part) -> dict[str, object]:
 
 
 def _more(more: More | None) -> dict[str, object] | None:
-    return None if more is None else {**_layout(more.layout), "gain": more.gain, "missing_bytes": more.missing_bytes}
+    return None if more is None else {**layout_payload(more.layout), "gain": more.gain, "missing_bytes": more.missing_bytes}

@@ -36,7 +36,10 @@ function fieldOf(control) {
   else if (control.kind === "choice") field.append(choiceField(control, id));
   else if (control.kind === "text") field.append(...textField(control, id));
   else field.append(...numberField(control, id));
-  if (control.hint) field.append(node("p", { class: "hint", id: `${id}-hint` }, control.hint));
+  if (control.hint) {
+    field.append(node("p", { class: "hint", id: `${id}-hint` }, control.hint));
+    field.querySelector(`#${id}`).setAttribute("aria-describedby", `${id}-hint`);
+  }
   return field;
 }
 
@@ -77,7 +80,7 @@ function place(control, count, slide) {
 }
 
 function build(told) {
-  Object.assign(state, { colours: told.colours, controls: told.controls });
+  Object.assign(state, { colours: told.colours, controls: told.controls, describe: told.describe });
   const groups = new Map();
   for (const control of told.controls) {
     if (!groups.has(control.group)) groups.set(control.group, node("fieldset", {}, node("legend", {}, control.group)));
@@ -87,6 +90,7 @@ function build(told) {
   restore();
   of("controls").addEventListener("input", () => { busy(true); clearTimeout(state.timer); state.timer = setTimeout(ask, WAIT_MS); });
   of("controls").addEventListener("submit", (event) => event.preventDefault());
+  of("asked").addEventListener("submit", (event) => { event.preventDefault(); plan(); });
   addEventListener("hashchange", () => { restore(); ask(); });
 }
 
@@ -117,6 +121,7 @@ async function ask() {
   busy(true);
   const mine = ++state.asked, query = said();
   history.replaceState(null, "", `#${query}`);
+  of("layouts").classList.toggle("stale", state.planned !== undefined && state.planned !== described(query));
   let response, told;
   try {
     response = await fetch(`/api/answer?${query}`);
@@ -135,6 +140,27 @@ async function changes(query, mine) {
   const told = await response.json();
   if (mine !== state.asked || !response.ok) return;
   showChanges(told.changes);
+}
+
+const described = (query) => state.describe.map((name) => query.get(name) || "").join(" ");
+
+async function plan() {
+  const query = said(), job = described(query);
+  if (of("p-batch").value.trim()) query.set("global_batch", of("p-batch").value.trim());
+  query.set("objective", of("p-objective").value);
+  if (of("p-file").value) query.set("file", of("p-file").value);
+  of("p-find").disabled = true;
+  of("plan-said").textContent = "Searching…";
+  let response = null, told = {};
+  try {
+    response = await fetch(`/api/plan?${query}`);
+    told = await response.json();
+  } catch {
+    told = { error: "zeroplan does not answer any more; start `zeroplan explore` again" };
+  }
+  of("p-find").disabled = false;
+  if (response && response.ok) { state.planned = job; of("layouts").classList.remove("stale"); showPlan(told); }
+  else { clearPlan(); of("plan-said").textContent = told.error || "these controls do not go together"; }
 }
 
 function refuse(why) {
@@ -157,6 +183,7 @@ function show(told) {
   timeline(told.timeline);
   ledger(told.estimate);
   sent(told.estimate.communication);
+  files(told.configurations);
   of("command").textContent = told.command;
   of("notes").replaceChildren(...told.estimate.notes.map((note) => node("li", {}, note)));
   busy(false);
@@ -181,6 +208,53 @@ function figures(told) {
 function showChanges(found) {
   of("changes").hidden = !found.length;
   of("changes").replaceChildren(...found.map((one) => node("li", {}, node("code", {}, one.flags), ` ${one.change}: ${size(one.needed_bytes)}`)));
+}
+
+// --- what should be run -------------------------------------------------------------------------------------------------------
+
+function clearPlan() {
+  of("layouts").replaceChildren();
+  of("fell").hidden = of("plan-command").hidden = true;
+}
+
+function showPlan(told) {
+  const { plan: found, layouts } = told, counted = `${found.considered.toLocaleString("en")} layouts considered`;
+  of("plan-said").textContent = found.fits ? `${counted}; the best and what comes next:` : `${counted}; nothing fits. The closest:`;
+  of("layouts").replaceChildren(...layouts.map((one, at) => layout(one, found.fits && at === 0 ? `Best for ${found.objective}: ` : "")));
+  of("fallen").replaceChildren(...found.fallen.map((one) => node("li", {}, `${one.layouts.toLocaleString("en")}: ${one.rule}`)));
+  of("fell").hidden = !found.fallen.length;
+  of("plan-command").hidden = false;
+  of("plan-command").querySelector("code").textContent = told.command;
+}
+
+function layout(one, best) {
+  const load = node("button", { type: "button", "aria-label": `Load into the controls: ${one.layout}` }, "Load");
+  load.addEventListener("click", () => { location.hash = new URLSearchParams(one.said); of("answer").focus(); });
+  const figures = `${size(one.least_bytes)} needed, ${Math.round(one.tokens_per_s_per_gpu).toLocaleString("en")} tokens/s per GPU, ${one.step_s.toPrecision(3)} s per step`;
+  return node("li", { class: best ? "best" : "" }, node("p", {}, node("strong", {}, best), one.layout), node("p", { class: "figures" }, figures), node("p", { class: "note" }, one.why), load);
+}
+
+// --- the configuration --------------------------------------------------------------------------------------------------------
+
+const TARGETS = { deepspeed: "DeepSpeed", accelerate: "Accelerate", fsdp2: "FSDP2 script" };
+
+function files(found) {
+  of("files").replaceChildren(...found.map((one) => node("div", {}, node("h3", {}, TARGETS[one.target] || one.target), ...(one.refusal ? [node("p", { class: "note" }, one.refusal)] : handedOut(one)))));
+}
+
+function handedOut(one) {
+  const buttons = one.files.map((file) => {
+    const button = node("button", { type: "button" }, `Download ${file.name}`);
+    button.addEventListener("click", () => download(file));
+    return button;
+  });
+  return [node("p", {}, ...buttons), node("p", {}, node("code", {}, one.launch)), node("ul", { class: "note" }, ...one.notes.map((note) => node("li", {}, note)))];
+}
+
+function download(file) {
+  const address = URL.createObjectURL(new Blob([file.text], { type: "text/plain" }));
+  node("a", { href: address, download: file.name }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 
 function legend(kinds) {

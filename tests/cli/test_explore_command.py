@@ -1,0 +1,63 @@
+"""``zeroplan explore``: on the loopback alone, nothing left behind, and one line where it cannot begin."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from zeroplan.cli import explore
+
+Run = Callable[..., tuple[int, str, str]]
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[int]:
+    """The command as a user starts it, in an empty folder that is its home, too."""
+    environment = {**os.environ, "HOME": str(tmp_path), "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1",
+                   "PYTHONPATH": os.pathsep.join(sys.path)}  # fmt: skip
+    command = [sys.executable, "-m", "zeroplan", "explore", "--no-browser", "--port", "0"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True) as server:  # fmt: skip
+        assert server.stdout is not None
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/", server.stdout.readline())
+        assert found is not None
+        yield int(found[1])
+        server.terminate()
+
+
+def asked(port: int, path: str, headers: dict[str, str] | None = None) -> int:
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers=headers or {})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+def test_it_listens_on_the_loopback_alone_and_leaves_nothing_behind(served: int, tmp_path: Path):
+    job = "model=gpt2&gpu=l4-24gb&gpus=2&seq_len=256"
+    paths = ("/", "/api/controls", f"/api/answer?{job}", f"/api/changes?{job}", f"/api/plan?{job}")
+    assert {path: asked(served, path) for path in paths} == dict.fromkeys(paths, 200)
+    assert asked(served, "/", {"X-Long": "x" * 10_000}) == 431
+    with pytest.raises((AssertionError, ConnectionError)):  # cut off while it still comes in
+        assert asked(served, "/", {"X-Long": "x" * 4_000_000}) == 200
+    assert list(tmp_path.iterdir()) == []
+    listening = explore._listening(0)
+    assert listening.getsockname()[0] == "127.0.0.1"
+    listening.close()
+
+
+def test_a_port_that_is_taken_is_one_line(run: Run):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, out, err = run("explore", "--port", str(taken.getsockname()[1]), "--no-browser")
+    assert (code, out, len(err.splitlines())) == (4, "", 1)
+    assert "cannot be had" in err

@@ -1,0 +1,32 @@
+"""Whatever is asked by the server's own OpenAPI is answered as that says, and never with an error of the server's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+CHECKS = [getattr(schemathesis.checks, name) for name in (
+    "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
+)]  # fmt: skip
+A_JOB = {"model": "gpt2", "seq_len": "128", "gpus": "4", "gpu": "l4-24gb", "lora_rank": ""}
+QUESTIONS = ("/api/controls", "/api/answer", "/api/changes", "/api/plan")
+
+
+@pytest.mark.parametrize("path", QUESTIONS)
+def test_no_question_is_too_odd(port: int, path: str):
+    described = schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
+    asked: list[int] = []
+
+    @settings(max_examples=20 if path == "/api/plan" else 40, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(described[path]["GET"].as_strategy())
+    def ask(case: Any) -> None:
+        if path != "/api/controls" and len(asked) % 2:  # what it makes up is rarely a model's name
+            case.query = {**dict(list((case.query or {}).items())[:1]), **A_JOB}
+        asked.append(case.call_and_validate(checks=CHECKS).status_code)
+
+    ask()
+    assert set(described) == set(QUESTIONS)
+    assert set(asked) == ({200} if path == "/api/controls" else {200, 422})

@@ -1,0 +1,99 @@
+"""What should be run on these GPUs? The planner's answer, each layout with the state of the controls that shows it."""
+
+import shlex
+from collections.abc import Mapping
+
+from zeroplan.errors import SpecError
+from zeroplan.explore.answers import DESCRIBE, flags, request_of
+from zeroplan.explore.controls import controls
+from zeroplan.export.accelerate import as_accelerate_has_it
+from zeroplan.export.command import estimate_command
+from zeroplan.export.files import TARGETS, Target, unsaid_by
+from zeroplan.planner.asking import Question, ask
+from zeroplan.planner.objectives import OBJECTIVES
+from zeroplan.planner.result import Layout, Plan
+from zeroplan.report.plan import Beside, layout_payload, plan_payload
+from zeroplan.resolve import Request
+from zeroplan.spec.job import JobSpec
+from zeroplan.units import parse_count
+
+SCHEMA_VERSION = 1
+
+#: What is asked beside the controls: what it is called, and its flag.
+ASKED = {
+    "global_batch": ("Sequences of all GPUs per step", "--global-batch"), "objective": ("Best for", "--objective"),
+    "file": ("For a file", "--emit"),
+}  # fmt: skip
+_OBJECTIVES = tuple(one for one in OBJECTIVES if one != "cost")
+"""Cost asks for plans on fewer GPUs, too: too long for a page that waits."""
+_MOST_GPUS = 4096
+
+
+def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
+    """The best layouts for the model, the GPUs and the sequence that are said, as ``zeroplan plan --json`` has them.
+
+    Beside each stand the controls' values that show it in full, and why it is the best or is not.
+    """
+    request, question, target = (
+        request_of({name: said[name] for name in DESCRIBE if name in said}),
+        _question(said),
+        _target(said),
+    )
+    request = as_accelerate_has_it(request) if target == "accelerate" else request
+    if (request.gpus or 1) > _MOST_GPUS:
+        raise SpecError(f"the page plans for up to {_MOST_GPUS:,} GPUs; ask `zeroplan plan` for more")
+    plan = ask(request, question, unsaid=unsaid_by(target))
+    best = "" if plan.best is None else estimate_command(plan.best.layout.job, request)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": _command(said),
+        "plan": plan_payload(plan, Beside(best)),
+        "layouts": _layouts(plan, request),
+    }
+
+
+def _question(said: Mapping[str, str]) -> Question:
+    unknown = said.keys() - {control.name for control in controls()} - ASKED.keys()
+    if unknown:
+        raise SpecError(f"there is no control {min(unknown)!r}")
+    batch, objective = said.get("global_batch", "").strip(), said.get("objective", "").strip()
+    for one in _OBJECTIVES:
+        if objective in ("", one):
+            return Question(one, parse_count(batch, what="global batch", examples="1024 or 4k") if batch else None)
+    raise SpecError(f"best for {objective!r} is none of {', '.join(_OBJECTIVES)}")
+
+
+def _target(said: Mapping[str, str]) -> Target | None:
+    text = said.get("file", "").strip()
+    for target in TARGETS:
+        if text == target:
+            return target
+    if text:
+        raise SpecError(f"file {text!r} is none of {', '.join(TARGETS)}")
+    return None
+
+
+def _command(said: Mapping[str, str]) -> str:
+    asked = [word for name, (_, flag) in ASKED.items() if (text := said.get(name, "").strip()) for word in (flag, text)]
+    described = flags({name: said[name] for name in DESCRIBE if name in said})
+    return shlex.join(("zeroplan", "plan", *described, *asked))
+
+
+def _layouts(plan: Plan, request: Request) -> list[dict[str, object]]:
+    best = [] if plan.best is None else [_layout(plan.best.layout, request, plan.best.binding)]
+    return best + [_layout(rival.layout, request, rival.why_not) for rival in plan.rivals]
+
+
+def _layout(layout: Layout, request: Request, why: str) -> dict[str, object]:
+    return {**layout_payload(layout), "why": why, "said": said_of(layout.job, request)}
+
+
+def said_of(job: JobSpec, request: Request) -> dict[str, str]:
+    """The controls' values that are this job, by the flags of its command; what has no control is what the page takes anyway."""
+    names, words = {control.name for control in controls()}, shlex.split(estimate_command(job, request))[2:]
+    said: dict[str, str] = {}
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        name = "model" if flag == "--params" else flag.removeprefix("--").replace("-", "_")
+        if name in names:
+            said[name] = f"{said[name]} {value}" if name in said else value
+    return said

@@ -1,0 +1,31 @@
+"""An engine's own option as text, ``engine.option=value``: of the flag ``--set``, and of the page."""
+
+from dataclasses import fields, replace
+
+from zeroplan.errors import SpecError
+from zeroplan.resolve import Request
+from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
+from zeroplan.units import parse_count
+
+_GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions}
+
+
+def with_setting(request: Request, setting: str) -> Request:
+    """Apply ``engine.option=value``; raises SpecError where it is none, or the engine has no such option."""
+    key, equals, text = setting.partition("=")
+    group, dot, option = key.partition(".")
+    kind = _GROUPS.get(group)
+    if not (equals and dot and kind):
+        raise SpecError(f"--set {setting!r} is not engine.option=value; write deepspeed.reduce_bucket_size=5e7, say")
+    names = [field.name for field in fields(kind)]
+    if option not in names:
+        raise SpecError(f"--set {setting!r}: {group} has no option {option!r}; it has {', '.join(names)}")
+    now = getattr(request, group) or kind()
+    return replace(request, **{group: replace(now, **{option: _value(text)})})
+
+
+def _value(text: str) -> object:
+    words = {"true": True, "false": False, "none": None, "null": None, "0": 0}
+    if text.lower() in words:
+        return words[text.lower()]
+    return parse_count(text, what="--set value") if text[:1].isdigit() else text
