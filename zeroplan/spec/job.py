@@ -124,7 +124,8 @@ class JobSpec(Spec):
     def _check_chunks_of_experts(self, moe: MoeSpec) -> None:
         """Refuse what ``fully_shard`` refuses: along dim 1, where experts are fewer than ranks, chunks must be even."""
         ranks = self.mesh.dp_shard // self.mesh.ep
-        widths = 2 * moe.moe_intermediate_size, self.model.hidden_size
+        own = moe.moe_intermediate_size if self.model.family == "gpt_oss" else 2 * moe.moe_intermediate_size  # as they lie
+        widths = own, self.model.hidden_size
         if self.mesh.dp_shard > moe.num_experts and any(width % ranks for width in widths):
             raise SpecError(
                 f"{ranks:,} ranks that have the same experts (dp_shard={self.mesh.dp_shard:,} / ep={self.mesh.ep}) do not divide "
