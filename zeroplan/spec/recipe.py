@@ -144,7 +144,8 @@ class RecipeSpec(Spec):
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False
-    """Megatron's formulas only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 always splits them."""
+    """Megatron's formulas only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 always splits
+    them."""
     loss: Loss = "full"
     """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's."""
     keep_logits: bool | Literal["fp32"] = False
