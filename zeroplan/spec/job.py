@@ -113,7 +113,7 @@ class JobSpec(Spec):
         for asked, instead in (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
-            (self.mesh.tp > 1 and f"tp={self.mesh.tp}", "one of them"),
+            (self.mesh.model_ranks > 1 and "ranks that split the model otherwise (tp, cp, pp)", "one of them"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
             (type(recipe.fsdp2.reshard_after_forward) is int and "a number for reshard_after_forward", "true or false"),
         ):
