@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
@@ -38,6 +40,7 @@ def expert_job(
     )
 
 
+_GPT_OSS = replace(expert_model("gpt_oss"), attention_bias=True, sliding_window=128)
 _QWEN3, _WIDE, _SHORT = expert_model("qwen3_moe", layers=5, dense=1), expert_model(width=256), (1, 8, 1)
 JOBS: dict[str, JobSpec] = {
     "mixtral": expert_job(),
@@ -49,6 +52,10 @@ JOBS: dict[str, JobSpec] = {
     ),
     "mixtral, fewer experts than ranks, replicas, accumulated": expert_job(
         model=_WIDE, dp_shard=32, dp_replicate=2, batch=(1, 8, 2), recompute="full"
+    ),
+    "gpt-oss, selective": expert_job(model=_GPT_OSS, recompute="selective"),
+    "gpt-oss, fewer experts than ranks, recomputed": expert_job(
+        model=_GPT_OSS, dp_shard=16, ep=2, batch=_SHORT, recompute="full"
     ),
     "qwen3 with a dense layer, recomputed": expert_job(model=_QWEN3, recompute="full"),
     "qwen3 with a dense layer, bf16, no one has the same experts": expert_job(model=_QWEN3, ep=8, precision="bf16"),

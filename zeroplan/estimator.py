@@ -15,7 +15,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Engine, OptimizerImpl, RecipeSpec
+from zeroplan.spec.recipe import ON_PAPER, Engine, OptimizerImpl, RecipeSpec
 from zeroplan.timeline import peak, reserved
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import approximation
@@ -42,7 +42,7 @@ def step_implementation(recipe: RecipeSpec) -> OptimizerImpl | None:
     >>> step_implementation(RecipeSpec()), step_implementation(RecipeSpec(engine="deepspeed"))
     ('foreach', 'fused')
     """
-    if recipe.engine == "paper":
+    if recipe.engine in ON_PAPER:
         return None
     if recipe.engine == "deepspeed":
         from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  see engine_module
@@ -323,7 +323,7 @@ def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:
     narrow = job.recipe.engine in ("paper", "deepspeed") or job.recipe.fsdp2.reduce_dtype == "param"
     return traffic(
         account.collectives,
-        parameters=-(-parameters // job.mesh.tp),
+        parameters=-(-parameters // (job.mesh.tp * job.mesh.pp)),
         ranks=job.mesh.dp_shard * job.mesh.dp_replicate,
         reductions=job.batch.grad_accum_steps if job.recipe.sync_every_micro_batch else 1,
         gradient_bytes=width.compute if narrow else width.stored,

@@ -58,6 +58,7 @@ class Grid:
     grad_accum_steps: Any
     dp_replicate: int = 1
     tp: int = 1
+    ep: int = 1
 
 
 def recipe(stage: int, **fields: Any) -> RecipeSpec:

@@ -94,6 +94,7 @@ class Columns(NamedTuple):
     seq_len: object
     grad_accum_steps: object
     tp: int = 1
+    ep: int = 1
 
 
 #: Every tenth, and two whose column has batches on both sides of a mask, where blocks are of two kinds.

@@ -9,13 +9,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.formulas import WITHOUT_FORMULA, assert_symbols_mean_one_thing, evaluate
-from tests.strategies import batches, highest, jobs, models, recipes
+from tests.strategies import ENGINES, batches, highest, jobs, models, recipes
 from zeroplan import JobSpec, Kind, MeshSpec, estimate
 from zeroplan.errors import SpecError
 from zeroplan.estimator import engine_module
 from zeroplan.report.payload import estimate_payload
 from zeroplan.spec.base import read
-from zeroplan.spec.job import ENGINE_STAGES
 
 thorough = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 PB = 10**15
@@ -84,7 +83,7 @@ class GridBatch:
     grad_accum_steps: np.ndarray
 
 
-@pytest.mark.parametrize("engine", list(ENGINE_STAGES))
+@pytest.mark.parametrize("engine", ENGINES)
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_grid_is_its_points(engine: str, data: st.DataObject):

@@ -11,6 +11,7 @@ from zeroplan.cli.compare import DISAGREES, TOLERANCE, parse_tolerance
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.units import format_gb, parse_count
 
 if TYPE_CHECKING:
@@ -259,8 +260,11 @@ def _snapshots(folder: str | None, backend: str) -> str:
 
 
 def _refuse_what_is_no_run(task: "Task") -> None:
-    if task.job.recipe.engine == "paper":
-        raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or deepspeed")
+    if task.job.recipe.engine in ON_PAPER:
+        raise SpecError(
+            f"engine {task.job.recipe.engine!r} is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or "
+            "deepspeed"
+        )
     if task.job.model.profile is not None and not task.workload:
         raise SpecError("a profile says what a module takes, and is no module; name it with --workload PACKAGE.MODULE:FUNCTION")
 

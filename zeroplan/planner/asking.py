@@ -107,6 +107,7 @@ def _refuse(request: Request, question: Question) -> None:
     named = next((name for name in ("model", "params", "config", "profile") if getattr(request, name) is not None), "")
     for flag, said, instead in (
         ("--engine paper", request.engine == "paper", "nobody runs the paper; use ddp, fsdp2 or deepspeed"),
+        ("--engine megatron", request.engine == "megatron", "its steps have no time yet; use ddp, fsdp2 or deepspeed"),
         ("--deepspeed-config", request.deepspeed_config is not None, "it decides already; ask `zeroplan estimate`"),
         ("--min-gpus", question.min_gpus and request.gpus is not None, "it looks for --gpus; leave one of them out"),
         ("--max-seq", question.max_seq and request.seq_len is not None, "it looks for --seq-len; leave one of them out"),

@@ -65,6 +65,7 @@ ENGINES: dict[str, LineLook] = {
     "ddp": LineLook(GREEN, "o", "-"),
     "fsdp2": LineLook(BLUE, "s", "--"),
     "deepspeed": LineLook(VERMILLION, "^", "-."),
+    "megatron": LineLook(ORANGE, "P", "--"),
 }
 
 

@@ -6,9 +6,10 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec, MoeSpec
-from zeroplan.spec.recipe import Engine, RecipeSpec, Stage
+from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage
 from zeroplan.spec.split import check_tensor_parallel
 
 #: Which ZeRO stages each engine offers, and under what name.
@@ -16,6 +17,7 @@ ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
     "paper": {0: "plain data parallelism", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"},
     "ddp": {0: "DDP", 1: "DDP + ZeroRedundancyOptimizer"},
     "fsdp2": {2: "FSDP2, reshard_after_forward=False", 3: "FSDP2"},
+    "megatron": {0: "Megatron-Core", 1: "Megatron-Core's distributed optimizer"},
     "deepspeed": {0: "DeepSpeed stage 0", 1: "DeepSpeed stage 1", 2: "DeepSpeed stage 2", 3: "DeepSpeed stage 3"},
 }
 
@@ -88,10 +90,11 @@ class JobSpec(Spec):
     def _check_model_ranks(self) -> None:
         """Refuse ways of splitting the model that the engine does not have, or that are not modelled."""
         engine, mesh = self.recipe.engine, self.mesh
+        if engine == "megatron":
+            check_megatron(self.model, self.recipe, mesh, self.batch)
+            return
         if mesh.tp > 1 and engine not in ("paper", "fsdp2"):
-            raise SpecError(
-                f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'fsdp2', or 'paper' for Megatron-style splitting"
-            )
+            raise SpecError(f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'fsdp2', 'megatron' or 'paper'")
         if mesh.tp > 1 and engine == "fsdp2":
             check_tensor_parallel(self.model, self.recipe, self.batch, mesh.tp)
         for degree, ways in (("cp", mesh.cp), ("pp", mesh.pp)):
@@ -110,7 +113,7 @@ class JobSpec(Spec):
         for asked, instead in (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
-            (self.mesh.tp > 1 and f"tp={self.mesh.tp}", "one of them"),
+            (self.mesh.model_ranks > 1 and "ranks that split the model otherwise (tp, cp, pp)", "one of them"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
             (type(recipe.fsdp2.reshard_after_forward) is int and "a number for reshard_after_forward", "true or false"),
         ):
@@ -121,7 +124,8 @@ class JobSpec(Spec):
     def _check_chunks_of_experts(self, moe: MoeSpec) -> None:
         """Refuse what ``fully_shard`` refuses: along dim 1, where experts are fewer than ranks, chunks must be even."""
         ranks = self.mesh.dp_shard // self.mesh.ep
-        widths = 2 * moe.moe_intermediate_size, self.model.hidden_size
+        own = moe.moe_intermediate_size if self.model.family == "gpt_oss" else 2 * moe.moe_intermediate_size  # as they lie
+        widths = own, self.model.hidden_size
         if self.mesh.dp_shard > moe.num_experts and any(width % ranks for width in widths):
             raise SpecError(
                 f"{ranks:,} ranks that have the same experts (dp_shard={self.mesh.dp_shard:,} / ep={self.mesh.ep}) do not divide "
@@ -131,8 +135,8 @@ class JobSpec(Spec):
     def _check_what_a_profile_tells(self) -> None:
         """Refuse what the trace of a module with its own loss says nothing of."""
         recipe = self.recipe
-        if recipe.engine == "paper":
-            raise SpecError("engine 'paper' does not take a profile; use fsdp2, ddp or deepspeed")
+        if recipe.engine in ON_PAPER:
+            raise SpecError(f"engine {recipe.engine!r} does not take a profile; use fsdp2, ddp or deepspeed")
         if recipe.engine == "deepspeed" and recipe.offloads:
             raise SpecError("offload with engine 'deepspeed' and a profile is not modelled; leave one of them out")
         if recipe.loss != "full":

@@ -20,7 +20,7 @@ WINDOWED_FAMILIES: tuple[str, ...] = ("mistral", "phi3", "gemma2", "gemma3_text"
 #: The families whose blocks have experts.
 MOE_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 #: Those of which it is known what blocks keep where experts are on several ranks.
-DISPATCHED_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe")
+DISPATCHED_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,9 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
 
 Kernels = Literal["cuda", "cpu"]
-Engine = Literal["paper", "ddp", "fsdp2", "deepspeed"]
+Engine = Literal["paper", "ddp", "fsdp2", "deepspeed", "megatron"]
+#: Engines that are closed forms: there is nothing to run.
+ON_PAPER: tuple[Engine, ...] = ("paper", "megatron")
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
 Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit"]
@@ -142,8 +144,8 @@ class RecipeSpec(Spec):
     activation_model: ActivationModel = "module"
     """``module``: what autograd saves for the transformers module; ``megatron``: Korthikanti et al. 2022."""
     sequence_parallel: bool = False
-    """Megatron's activation formula only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 always
-    splits them."""
+    """Megatron's formulas only: norms and dropouts are split over the tensor-parallel ranks too. Engine fsdp2 always splits
+    them."""
     loss: Loss = "full"
     """``full``: all logits at once (transformers); ``chunked``: an eighth at a time (torchtitan); ``fused``: Liger's."""
     keep_logits: bool | Literal["fp32"] = False
@@ -177,10 +179,10 @@ class RecipeSpec(Spec):
             raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")
         if self.offload_activations:
             self._check_offloaded_activations()
-        if self.sequence_parallel and self.activation_model != "megatron":
+        if self.sequence_parallel and self.activation_model != "megatron" and self.engine != "megatron":
             raise SpecError(
-                "sequence_parallel=True needs activation_model='megatron' (engine 'paper'); leave it out otherwise: engine 'fsdp2' "
-                "always splits the sequence with tp"
+                "sequence_parallel=True needs engine 'megatron', or activation_model='megatron' (engine 'paper'); leave it out "
+                "otherwise: engine 'fsdp2' always splits the sequence with tp"
             )
 
     def _check_offloaded_activations(self) -> None:

@@ -19,6 +19,7 @@ from zeroplan.estimator import estimate
 from zeroplan.resolve import Request, resolve
 from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec, read
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.verify.needs import needed_bytes, on_a_card_of
 from zeroplan.verify.task import Task
 
@@ -133,8 +134,8 @@ def _case(said: dict[str, object], where: str, on: _Here) -> Case:
 
 def _task(job: JobSpec, own: Own, tensors: Tensors) -> Task:
     ranks = job.mesh.world_size
-    if job.recipe.engine == "paper":
-        raise SpecError("engine 'paper' is an account on paper, there is nothing to run")
+    if job.recipe.engine in ON_PAPER:
+        raise SpecError(f"engine {job.recipe.engine!r} is an account on paper, there is nothing to run")
     if own.nproc not in (None, ranks):
         raise SpecError(f"nproc={own.nproc} does not fit the job's {ranks:,} GPUs; each process is one of them")
     if own.as_rank >= ranks:

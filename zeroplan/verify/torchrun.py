@@ -25,6 +25,7 @@ from zeroplan.measurement import Measurement
 from zeroplan.resolve import resolve
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.verify.failures import OutOfMemoryError, text_of, whose
 from zeroplan.verify.task import Task
 
@@ -78,8 +79,10 @@ def _task(asked: argparse.Namespace) -> Task:
 
 def task_of(job: JobSpec, asked: argparse.Namespace) -> Task:
     """The task of all ranks of a job, in processes that are there already."""
-    if job.recipe.engine == "paper":
-        raise SpecError("engine 'paper' is an account on paper, there is nothing to run; use engine ddp, fsdp2 or deepspeed")
+    if job.recipe.engine in ON_PAPER:
+        raise SpecError(
+            f"engine {job.recipe.engine!r} is an account on paper, there is nothing to run; use engine ddp, fsdp2 or deepspeed"
+        )
     return Task(
         job=job,
         transport="nccl" if asked.backend == "cuda" else "gloo",

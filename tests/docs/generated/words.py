@@ -79,14 +79,20 @@ def choices() -> str:
 def engines() -> str:
     """The engines with their stages."""
     rows = [
-        (code(engine), f"[{name}](model/{_PAGES[engine]}.md)", str(stage))
+        (code(engine), f"[{name}]({_PAGES[engine]}.md)", str(stage))
         for engine, stages in ENGINE_STAGES.items()
         for stage, name in stages.items()
     ]
     return table(("`--engine`", "what runs", "`--stage`:"), rows)
 
 
-_PAGES = {"paper": "states", "ddp": "ddp", "fsdp2": "fsdp2", "deepspeed": "deepspeed"}
+_PAGES = {
+    "paper": "model/states",
+    "ddp": "model/ddp",
+    "fsdp2": "model/fsdp2",
+    "deepspeed": "model/deepspeed",
+    "megatron": "megatron",
+}
 
 
 def options(engine: str) -> str:

@@ -85,9 +85,23 @@ def block_group(run: BlockRun, n: Int, ep: int) -> Group:
     ranks = n // ep
     experts = Apart(
         ranks, apart, apart * ranks, sum(parameter.numel for parameter in theirs),
-        theirs[0].numel, theirs[-1].numel, where(_is_narrow(theirs[0].shape[0], n, ep), 1, 0), where(ranks > 1, 1, 0),
+        _cast_one_by_one(tuple(parameter.numel for parameter in theirs)), theirs[-1].numel,
+        where(_is_narrow(theirs[0].shape[0], n, ep), 1, 0), where(ranks > 1, 1, 0),
     )  # fmt: skip
     return Group(shard, (shard - apart) * n + experts.padded, numel, run.kind, experts)
+
+
+def _cast_one_by_one(sizes: tuple[int, ...]) -> int:
+    """What is there of casts beside all unsharded weights, at the most: one goes when the next has been made.
+
+    >>> _cast_one_by_one((20, 10)), _cast_one_by_one((20, 2, 10, 1))
+    (20, 10)
+    """
+    most = done = before = 0
+    for size in sizes:
+        most, done = max(most, done + before + size, done + 2 * size), done + size
+        before = size
+    return most - done
 
 
 def symbols(plan: Plan) -> Iterator[Symbol]:
@@ -137,7 +151,7 @@ def _copying(plan: Plan, group: Group, experts: Apart) -> tuple[Int, str]:
     one's cast is there when the second is made.
     """
     width = plan.width.compute
-    alone = width * experts.first if plan.width.mixed else 0
+    alone = width * experts.by_the_way if plan.width.mixed else 0
     n_bytes = experts.narrow * width * experts.padded + (1 - experts.gathers) * alone
     again = f"{experts.narrow}·{width}·X_{group.symbol}" if isinstance(experts.narrow, int) else ""
     return n_bytes, f"{again} + (1 - min(1, F-1))·{alone}" if again else ""

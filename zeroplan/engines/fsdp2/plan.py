@@ -35,8 +35,8 @@ class Apart(NamedTuple):
     shard: Int
     padded: Int
     numel: int
-    first: int
-    """Of the first of their weights."""
+    by_the_way: int
+    """What casting them one after the other takes beside all of them, where nothing is gathered."""
     last: int
     """Of the last."""
     narrow: Int

@@ -1,8 +1,9 @@
-"""Blocks of Mixtral and Qwen3-MoE whose experts are on several ranks: tokens go to the rank of their expert and come back.
+"""Blocks whose experts are on several ranks, of Mixtral and Qwen3-MoE: tokens go to the rank of their expert and come back.
 
 Evenly visited experts are assumed: a rank gets as many pairs of a token and an expert as it sends, T·t.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from zeroplan.transformer.families import operators as op
@@ -56,7 +57,7 @@ def _narrowly_routed(tape: Tape, normal: Value) -> Value:
 def _mlp(tape: Tape, normal: Value, *, narrowed: bool) -> Value:
     """Router, dispatch, experts, combination; ``narrowed``: the router hands its weights on in the dtype of its logits."""
     routing = _router(tape, normal, narrowed=narrowed)
-    made = _dispatched(tape, normal, routing)
+    made = dispatched(tape, normal, routing.weights, _experts)
     tape.drop(routing.indices)
     tape.release(routing.weights, routing.logits)
     return made
@@ -119,13 +120,13 @@ def _picked(tape: Tape, value: Value, made_as: tuple[str, str], by: Store, sourc
 # --- tokens go and come back -----------------------------------------------------------------------------------------------
 
 
-def _dispatched(tape: Tape, normal: Value, routing: _Routing) -> Value:
+def dispatched(tape: Tape, normal: Value, weights: Value, experts: Callable[[Tape, Value], Value]) -> Value:
     """``AllToAllEP.__call__``, which holds what came, and what the experts made of it, by name to its end."""
     order, received = _sent(tape, normal)
     theirs = tape.make(op.TENSOR, "experts of the pairs that came, int64", "8·T·t", DISPATCH)
     ones = tape.make(op.TENSOR, "weights of one for the pairs that came", "e·T·t", DISPATCH)
-    outputs = _experts(tape, received)
-    made = _combined(tape, outputs, routing.weights, order)
+    outputs = experts(tape, received)
+    made = _combined(tape, outputs, weights, order)
     tape.drop(order, theirs, ones)
     tape.release(received, outputs)
     return made
@@ -200,9 +201,15 @@ def _summed(tape: Tape, weighted: Value) -> Value:
 # --- this rank's experts -----------------------------------------------------------------------------------------------------
 
 
-class _Sorting(NamedTuple):
+class Sorting(NamedTuple):
     """What the experts know of the pairs that came."""
 
+    theirs: Store
+    """The expert of each, sorted."""
+    order: Store
+    ones: Store
+    """Weights of one, sorted."""
+    counted: Store
     ends: Store
     """Where each expert's pairs end."""
     beyond: Store
@@ -211,27 +218,40 @@ class _Sorting(NamedTuple):
 
 def _experts(tape: Tape, received: Value) -> Value:
     """``grouped_mm_experts_forward`` with the parts that expert parallelism switches on: pairs of no expert are set to nought."""
-    named = tape.make(op.TEMPORARY, "experts of the pairs, sorted, and their order, int64", "16·T·t", EXPERTS)
-    rows = tape.make(op.TENSOR, "row of each pair, int64", "8·T·t", EXPERTS)
-    selected = _picked(tape, received, ("pairs sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS)
-    tape.drop(rows)
-    ones = tape.make(op.TENSOR, "weights of one, sorted", "e·T·t", EXPERTS)
-    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", "4·T·t + 4·x", EXPERTS)
-    sorting = _Sorting(
-        tape.make(op.TENSOR, "ends of the experts' groups", "4·x", EXPERTS),
-        tape.make(op.TENSOR, "which pairs are of no expert", "T·t", EXPERTS),
-    )
-    masked = _nought(tape, selected, sorting, "input of the experts", in_place=True)
+    selected, sorting = sorted_pairs(tape, received)
+    masked = nought(tape, selected, sorting, "input of the experts", in_place=True)
     tape.hold(selected.store)
     both = _grouped(tape, masked, ("experts: gate and up projections", "h", "(m+m)"), sorting)
     outputs = _grouped(tape, _gated(tape, both), ("experts: down projection", "m", "h"), sorting)
-    made = _unsorted(tape, outputs, ones)
-    tape.drop(named, ones, counted, *sorting)
-    tape.release(outputs, selected)
+    return returned_pairs(tape, outputs, selected, sorting)
+
+
+def sorted_pairs(tape: Tape, received: Value) -> tuple[Value, Sorting]:
+    """Pairs by expert, and what says so."""
+    theirs = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", "8·T·t", EXPERTS)
+    order = tape.make(op.TENSOR, "order of the sorted pairs, int64", "8·T·t", EXPERTS)
+    rows = tape.make(op.TENSOR, "row of each pair, int64", "8·T·t", EXPERTS)
+    selected = _picked(tape, received, ("pairs sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS)
+    tape.drop(rows)
+    return selected, Sorting(
+        theirs,
+        order,
+        tape.make(op.TENSOR, "weights of one, sorted", "e·T·t", EXPERTS),
+        tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", "4·T·t + 4·x", EXPERTS),
+        tape.make(op.TENSOR, "ends of the experts' groups", "4·x", EXPERTS),
+        tape.make(op.TENSOR, "which pairs are of no expert", "T·t", EXPERTS),
+    )
+
+
+def returned_pairs(tape: Tape, outputs: Value, selected: Value, sorting: Sorting, *also: Value) -> Value:
+    """The experts' outputs in the order in which pairs came; what the experts held by name goes."""
+    made = _unsorted(tape, outputs, sorting.ones)
+    tape.drop(*sorting)
+    tape.release(outputs, selected, *also)
     return made
 
 
-def _nought(tape: Tape, value: Value, sorting: _Sorting, name: str, *, in_place: bool = False) -> Value:
+def nought(tape: Tape, value: Value, sorting: Sorting, name: str, *, in_place: bool = False) -> Value:
     """``masked_fill``, whose mask is saved; the name goes over to the result."""
     made = (
         Value(value.store, value.dtype, value.shape)
@@ -248,7 +268,7 @@ def _nought(tape: Tape, value: Value, sorting: _Sorting, name: str, *, in_place:
     return made
 
 
-def _grouped(tape: Tape, value: Value, site: tuple[str, str, str], sorting: _Sorting) -> Value:
+def _grouped(tape: Tape, value: Value, site: tuple[str, str, str], sorting: Sorting) -> Value:
     """``grouped_mm``, to whose result the name goes over, and no expert's pairs set to nought.
 
     The gradient of the weights is made first.
@@ -262,7 +282,7 @@ def _grouped(tape: Tape, value: Value, site: tuple[str, str, str], sorting: _Sor
 
     tape.add(name, (product,), (value.store, sorting.ends), backward)
     tape.release(value)
-    return _nought(tape, product, sorting, f"output of {name}")
+    return nought(tape, product, sorting, f"output of {name}")
 
 
 def _gated(tape: Tape, both: Value) -> Value:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
 from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block
@@ -24,7 +25,7 @@ def gpt_oss(tape: Tape, given: Value, block: Block) -> Value:
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(attended)
     normal = op.rms_norm(tape, middle, "norm before the MLP", NORM)
-    branch, scores = _routed(tape, normal)
+    branch, scores = _routed(tape, normal, dispatch=block.dispatched)
     tape.release(normal)
     if weights is not None:
         tape.release(weights)
@@ -79,7 +80,7 @@ class _Routing(NamedTuple):
     """Where each expert's pairs end."""
 
 
-def _routed(tape: Tape, normal: Value) -> tuple[Value, Value]:
+def _routed(tape: Tape, normal: Value, *, dispatch: bool) -> tuple[Value, Value]:
     """Router and experts; returns the routing weights too, as the module does."""
     logits = op.linear(tape, normal, "E", Site("router", ROUTER), bias=True)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", "8·T·t", ROUTER)
@@ -88,7 +89,7 @@ def _routed(tape: Tape, normal: Value) -> tuple[Value, Value]:
         tape, chosen, "router: softmax of the top-k logits", Site("router: softmax", ROUTER), saves_result=True
     )
     tape.release(chosen)
-    made = _experts(tape, normal, scores, indices)
+    made = dispatched(tape, normal, scores, _own_experts) if dispatch else _experts(tape, normal, scores, indices)
     tape.drop(indices)
     tape.release(logits)
     return made, scores
@@ -128,31 +129,51 @@ def _experts(tape: Tape, normal: Value, scores: Value, indices: Store) -> Value:
     return made
 
 
+def _own_experts(tape: Tape, received: Value) -> Value:
+    """Those of this rank, on the pairs that came for them."""
+    selected, sorting = sorted_pairs(tape, received)
+    routing = _Routing(sorting.order, sorting.theirs, sorting.order, sorting.ends)
+    bias = _bias(tape, "gate and up", "(m+m)", routing, experts="x")
+    masked = nought(tape, selected, sorting, "input of the experts", in_place=True)
+    both = _grouped(tape, masked, bias, ("experts: gate and up projections", "h", "(m+m)"), routing, experts="x")
+    both = nought(tape, both, sorting, "output of experts: gate and up projections")
+    gated = _gated(tape, both)
+    tape.release(both)
+    second_bias = _bias(tape, "down", "h", routing, experts="x")
+    tape.release(bias)
+    outputs = _grouped(tape, gated, second_bias, ("experts: down projection", "m", "h"), routing, experts="x")
+    tape.release(gated)
+    outputs = nought(tape, outputs, sorting, "output of experts: down projection")
+    return returned_pairs(tape, outputs, selected, sorting, second_bias)
+
+
 def _sorted(tape: Tape, indices: Store) -> _Routing:
     experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", "8·T·t", EXPERTS)
     order = tape.make(op.TENSOR, "order of the sorted pairs, int64", "8·T·t", EXPERTS)
     return _Routing(indices, experts, order, tape.make(op.TENSOR, "ends of the experts' groups", "4·E", EXPERTS))
 
 
-def _bias(tape: Tape, name: str, width: str, routing: _Routing) -> Value:
+def _bias(tape: Tape, name: str, width: str, routing: _Routing, *, experts: str = "E") -> Value:
     """The bias of each pair's expert, a row for each pair."""
     made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", "r", f"T·t·{width}", EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(f"E·{width}")
+        tape.weight_gradient(f"{experts}·{width}")
         return []
 
     tape.add(f"experts: bias of the {name} projection", (made,), (routing.experts,), backward)
     return made
 
 
-def _grouped(tape: Tape, value: Value, bias: Value, site: tuple[str, str, str], routing: _Routing) -> Value:
+def _grouped(
+    tape: Tape, value: Value, bias: Value, site: tuple[str, str, str], routing: _Routing, *, experts: str = "E"
+) -> Value:  # fmt: skip
     """``grouped_mm``, which autocast leaves alone, and a bias that is added in place."""
     name, reads, width = site
     product = op.tensor(tape, f"{name}: output", "r", f"T·t·{width}", EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(f"E·{reads}·{width}")
+        tape.weight_gradient(f"{experts}·{reads}·{width}")
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
 
     tape.add(name, (product,), (value.store, routing.ends), backward)

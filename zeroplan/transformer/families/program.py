@@ -20,3 +20,5 @@ class Block(NamedTuple):
     """Attention and MLP read the same input, where a family may have it so."""
     fast_gelu: bool = False
     """GELU is ``gelu_fast``, written out in single operators."""
+    dispatched: bool = False
+    """Experts are on several ranks."""

@@ -67,14 +67,13 @@ class Structure(NamedTuple):
     parallel: bool = True
     fast_gelu: bool = False
     again: bool = False
-    """What is saved is recomputed, of a family that tells the two apart."""
+    """What is saved is recomputed, which blocks whose experts are on several ranks tell apart."""
+    dispatched: bool = False
 
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
 #: pairs that were sent and came back.
 RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe"})
-#: Families whose programs say what a recomputed backward gives back early.
-_GIVE_BACK = frozenset({"mixtral", "qwen3_moe"})
 
 Places = tuple[int, ...]
 
@@ -179,7 +178,8 @@ def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool) -> B
         x.kernels,
         model.parallel_residual,
         model.hidden_act == "gelu_fast",
-        recompute != "none" and model.family in _GIVE_BACK,
+        recompute != "none" and x.expert_ranks > 1,
+        x.expert_ranks > 1,
     )
     plan = _plan(structure)
     sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
@@ -250,7 +250,7 @@ def _plan(structure: Structure) -> Plan:
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
     if structure.family in RECOMPUTED_HIGHER:
         reruns["full"] = index.moments(run_again(saving, until_saved, given.store, dtypes))
-        reruns["selective"] = index.moments(run_again(saving, whole, given.store, dtypes))
+        reruns["selective"] = index.moments(run_again(saving, _with_kept(whole, saving), given.store, dtypes))
     selective = index.of(saving.kept())
     recompute = checkpointed(
         index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
@@ -270,6 +270,16 @@ def checkpointed(
         return Checkpointed(moments, index.of((given, *(tape.kept() if keeping else ()))))
 
     return {"full": forward(keeping=False), "selective": forward(keeping=True)}
+
+
+def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
+    """Moments of a run whose dear outputs are there from the beginning, where it makes them anew."""
+    first = {store: at for at, moment in reversed(list(enumerate(moments))) for store in moment.stores}
+    kept = tape.kept()
+    return [
+        moment._replace(stores=(*moment.stores, *(store for store in kept if first.get(store, 0) > at)))
+        for at, moment in enumerate(moments)
+    ]
 
 
 def run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool]) -> list[Alive]:
@@ -312,6 +322,7 @@ def _block(structure: Structure) -> Block:
         head_norms,
         structure.parallel,
         structure.fast_gelu,
+        structure.dispatched,
     )
 
 

@@ -1,0 +1,151 @@
+"""Engine megatron: its layer is Korthikanti's, its lines are explained, its pipeline's fullest rank is found, the rest refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.formulas import assert_explained, assert_symbols_mean_one_thing
+from zeroplan.engines.megatron import account
+from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate, estimate
+from zeroplan.ledger import Kind, total_bytes
+from zeroplan.resolve import job
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.megatron import layer_lines
+from zeroplan.transformer.published import split_layer_activation_bytes
+
+GPT = ModelSpec(
+    family="gpt2", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
+    head_dim=64, vocab_size=50257, positions=1024, tie_word_embeddings=True,
+)  # fmt: skip
+BATCH = BatchSpec(micro_batch_size=2, seq_len=256, grad_accum_steps=16)
+
+
+def asked(*, model: ModelSpec = GPT, batch: BatchSpec = BATCH, mesh: dict[str, int], **recipe: object) -> JobSpec:
+    said = {"engine": "megatron", "zero_stage": 1, **recipe}
+    return JobSpec(model=model, mesh=MeshSpec(**mesh), batch=batch, recipe=RecipeSpec(**said))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_layer_of_a_gpt_is_korthikanti_s(*, recompute: str, sequence_parallel: bool) -> None:
+    """Equations 1, 2, 4 and 6; the input that full recomputation keeps is split by sequence parallelism, as Megatron has it."""
+    for tp in (1, 2, 8):
+        one = asked(mesh={"tp": tp}, recompute=recompute, sequence_parallel=sequence_parallel, attention="eager")
+        published = split_layer_activation_bytes(
+            micro_batch=2, seq_len=256, hidden=512, heads=8, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
+        )
+        here = total_bytes(layer_lines(one.model, "dense", one.recipe, one.mesh, one.batch))
+        assert here == (published // tp if recompute == "full" and sequence_parallel else published)
+
+
+MIXTRAL, LLAMA = job(model="mixtral-8x7b", gpus=8).model, job(model="llama-3.1-8b", gpus=8).model
+JOBS = {
+    "gpt, tp": asked(mesh={"dp_shard": 4, "tp": 2}, attention="eager"),
+    "gpt, tp and pp, recomputed": asked(mesh={"dp_shard": 3, "tp": 2, "pp": 4}, recompute="full", sequence_parallel=True),
+    "gpt in fp16, no distributed optimizer": asked(mesh={"dp_shard": 2}, precision="fp16-mixed", zero_stage=0),
+    "llama on everything": asked(model=LLAMA, mesh={"dp_shard": 2, "tp": 2, "cp": 4, "pp": 2}, sequence_parallel=True),
+    "mixtral, experts on ranks of two kinds": asked(
+        model=MIXTRAL, mesh={"dp_shard": 4, "tp": 2, "ep": 8}, sequence_parallel=True, recompute="selective"
+    ),
+    "llama, fullest at its end": asked(
+        model=replace(LLAMA, num_hidden_layers=2), batch=replace(BATCH, grad_accum_steps=1), mesh={"pp": 2}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_line_is_explained(name: str) -> None:
+    answer = estimate(JOBS[name])
+    assert_explained(answer)
+    assert_symbols_mean_one_thing(answer)
+    assert any("not held against a run" in note for note in answer.notes)
+
+
+def test_the_fullest_rank_is_named() -> None:
+    """Of many micro-batches the first rank has as many in flight as there are ranks; of one, the head's logits weigh more."""
+    assert "first pipeline rank" in estimate(JOBS["llama on everything"]).peak.name
+    assert "last pipeline rank: loss" in estimate(JOBS["llama, fullest at its end"]).peak.name
+
+
+def test_bytes_of_a_parameter_are_those_of_megatron_s_table() -> None:
+    """dist_optimizer.md: 6 + 12/d and 4 + 16/d with the distributed optimizer, 18, 20 and 16 without."""
+
+    def per_parameter(precision: str, stage: int, ranks: int) -> float:
+        answer = estimate(asked(mesh={"dp_shard": ranks}, precision=precision, zero_stage=stage))
+        return sum(answer.states_by_kind.values()) / _elements(answer)
+
+    for precision, sharded, whole in (("bf16-mixed", (6, 12), 18), ("fp16-mixed", (4, 16), 20), ("fp32", (8, 8), 16)):
+        assert per_parameter(precision, 1, 4) == pytest.approx(sharded[0] + sharded[1] / 4, rel=1e-6)
+        assert per_parameter(precision, 0, 4) == whole
+
+
+def _elements(answer: Estimate) -> int:
+    width = {"fp32": 4}.get(answer.job.recipe.precision, 2)
+    return answer.states_by_kind[Kind.PARAMETERS] // width
+
+
+def test_experts_are_shared_out_among_those_that_have_the_same() -> None:
+    """Eight ranks of tp 2 x dp 4 have one expert each, whose optimizer nobody else shares."""
+    split, whole = (
+        estimate(asked(model=MIXTRAL, mesh={"dp_shard": 4, "tp": 2, "ep": ep}, sequence_parallel=True)) for ep in (8, 1)
+    )
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert whole.states_by_kind[Kind.PARAMETERS] - split.states_by_kind[Kind.PARAMETERS] == 2 * experts * 7 // 8
+    assert whole.states_by_kind[Kind.OPTIMIZER_STATE] == split.states_by_kind[Kind.OPTIMIZER_STATE]
+
+
+class Columns(NamedTuple):
+    """A mesh and a batch of columns."""
+
+    dp_shard: np.ndarray
+    micro_batch_size: np.ndarray
+    grad_accum_steps: np.ndarray
+    seq_len: int = 256
+    dp_replicate: int = 1
+    tp: int = 2
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+
+def test_a_column_of_ranks_and_batches_is_its_points() -> None:
+    one = JOBS["gpt, tp"]
+    columns = Columns(*(np.array(column, dtype=np.int64) for column in ([1, 3, 64], [1, 2, 5], [1, 2, 7])))
+    whole = account(one.model, one.recipe, columns, columns)
+    for at, (ranks, size, steps) in enumerate(zip(*columns[:3], strict=True)):
+        batch = BatchSpec(micro_batch_size=int(size), seq_len=256, grad_accum_steps=int(steps))
+        point = account(one.model, one.recipe, MeshSpec(dp_shard=int(ranks), tp=2), batch)
+        for column, moment in zip(whole.moments, point.moments, strict=True):
+            assert np.broadcast_to(column.total_bytes, 3)[at] == moment.total_bytes, moment.name
+        for sent, call in zip(whole.collectives, point.collectives, strict=True):
+            assert np.broadcast_to(sent.sent_bytes, 3)[at] == call.sent_bytes, call
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mesh": {"pp": 3}}, "8 layers on pp=3"),
+        ({"mesh": {"tp": 3}}, "8 query heads on tp=3"),
+        ({"mesh": {"cp": 3}}, "seq_len=256 on cp=3"),
+        ({"mesh": {"dp_shard": 2, "ep": 2}}, "no experts"),
+        ({"mesh": {"tp": 2}, "model": MIXTRAL}, "tp without sequence_parallel"),
+        ({"mesh": {}, "optimizer": "sgd"}, "optimizer 'sgd'"),
+        ({"mesh": {}, "precision": "bf16"}, "precision 'bf16'"),
+        ({"mesh": {}, "loss": "chunked"}, "loss 'chunked'"),
+        ({"mesh": {}, "zero_stage": 3}, "has no ZeRO stage 3"),
+        ({"mesh": {"dp_replicate": 2}}, "dp_replicate=2"),
+        ({"mesh": {"cp": 2}, "attention": "eager"}, "attention 'eager'"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        asked(**changed)

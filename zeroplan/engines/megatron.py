@@ -1,0 +1,339 @@
+"""What does Megatron-Core hold on its fullest rank? A closed form, not held against a run.
+
+Parameters, gradients and optimizer are as its buffers have them (bf16 weights, fp32 main gradients, fp32 weights and Adam's
+moments, which the distributed optimizer shares out over data- and context-parallel ranks), activations by Korthikanti et al. 2022
+(arXiv:2205.05198), micro-batches in flight by its schedules. Of a pipeline the first and the last rank are worked out; the
+fuller one is the answer.
+
+Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what kernels and collectives take by the way,
+moments within a layer, uneven pipelines, expert tensor parallelism (``--expert-tensor-parallel-size 1``), Megatron's FSDP.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.account import Account, Symbol
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, peak_bytes, total_bytes
+from zeroplan.numeric import Int, ceil_div, minimum, round_up, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Precision, RecipeSpec
+from zeroplan.transformer.megatron import WITH_DROPOUT, layer_lines, whole_layer_lines
+from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.params import layout
+from zeroplan.transformer.published import KORTHIKANTI
+
+STATES = "Megatron-LM 2026-08, docs/user-guide/features/dist_optimizer.md, table of bytes per parameter"
+OPTIMIZER = "Megatron-LM 2026-08, megatron/core/optimizer/distrib_optimizer.py, DistributedOptimizer"
+REPORT = "Megatron-LM 2026-08, megatron/training/theoretical_memory_usage.py, compute_activation_memory"
+SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches"
+VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
+NOTE = (
+    "a closed form after Megatron-Core and its papers, not held against a run; what the allocator keeps beside it is not known"
+)
+#: Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel ranks (``--make-vocab-size-divisible-by``).
+VOCABULARY_MULTIPLE = 128
+
+
+class Bytes(NamedTuple):
+    """Bytes per parameter."""
+
+    weight: int
+    gradient: int
+    """In the buffer that micro-batches add up in."""
+    master: int
+    """Copies in fp32 that the optimizer reads: of the weights, and of fp16 gradients."""
+    name: str
+
+
+_BYTES: dict[Precision, Bytes] = {
+    "bf16-mixed": Bytes(2, 4, 4, "bf16"), "fp16-mixed": Bytes(2, 2, 8, "fp16"), "fp32": Bytes(4, 4, 0, "fp32"),
+}  # fmt: skip
+_MOMENTS = 8
+"""Adam's two, in fp32."""
+
+
+class Rank(NamedTuple):
+    """A pipeline rank: what it holds, and what is in flight on it."""
+
+    name: str
+    elements: Int
+    """Parameters beside experts."""
+    experts: Int
+    layers: int
+    """Of one chunk, of each kind."""
+    chunks: Int
+    """Chunks of layers whose backward has not run yet, at the most."""
+    embeds: Int
+    """Micro-batches whose embedding is kept; 0 on the last rank of several."""
+    has_head: bool
+
+
+def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+    """Memory of the fullest pipeline rank, and its traffic per step. [bytes]
+
+    Source: the files and papers named in each line.
+    """
+    accounts = [_of_rank(rank, model, recipe, mesh, batch) for rank in _ranks(model, recipe, mesh, batch)]
+    totals = [peak_bytes(one.moments) for one in accounts]
+    if all(isinstance(total, int) for total in totals):
+        return accounts[totals.index(max(totals))]
+    return accounts[0]._replace(moments=tuple(moment for one in accounts for moment in one.moments))
+
+
+def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+    states = tuple(_states(rank, recipe, mesh))
+    kinds = tuple(run.kind for run in layout(model).runs)
+    kept = {kind: layer_lines(model, kind, recipe, mesh, batch) for kind in kinds}
+    return Account(
+        states,
+        tuple(_moments(rank, model, recipe, mesh, batch, states)),
+        tuple(_collectives(rank, model, recipe, mesh, batch)),
+        symbols=(
+            Symbol("D_rank", rank.elements, f"parameters of the {rank.name} beside experts"),
+            Symbol("X_rank", rank.experts, f"parameters of the {rank.name} in experts"),
+            Symbol("N_opt", _sharers(recipe, mesh), "ranks that share the optimizer's states"),
+            Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts"),
+            Symbol("K", rank.chunks, "chunks of layers in flight"),
+            Symbol("H", rank.embeds, "micro-batches whose embedding is kept"),
+            Symbol("C", mesh.cp, "context-parallel ranks"),
+            Symbol("p", mesh.tp, "tensor-parallel ranks"),
+            Symbol("V_p", _vocabulary(model, mesh), "vocabulary, padded"),
+            *(Symbol(f"S_{kind}", total_bytes(lines), f"bytes one {kind} layer keeps") for kind, lines in kept.items()),
+        ),
+        notes=(NOTE, *((f"the fullest of {mesh.pp} pipeline ranks is the {rank.name}",) if int(mesh.pp) > 1 else ())),
+        kept=tuple((f"one {kind} layer", lines) for kind, lines in kept.items()),
+    )
+
+
+# --- which ranks there are, and what they hold -------------------------------------------------------------------------------
+
+
+def _ranks(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Rank, ...]:
+    pp, chunks = int(mesh.pp), _chunks(recipe)
+    layers, micro = model.num_hidden_layers // (pp * chunks), batch.grad_accum_steps
+    inside, experts = _elements(model, mesh, pp)
+    embedding, end = _ends(model, mesh)
+    if pp == 1:
+        return (Rank("only pipeline rank", inside + embedding + end, experts, layers, chunks, 1, has_head=True),)
+    first = _in_flight(0, pp, chunks, micro)
+    last = _in_flight(pp - 1, pp, chunks, micro)
+    tied = embedding if model.tie_word_embeddings else 0  # the last rank has a copy of the embedding, for its head
+    return (
+        Rank("first pipeline rank", inside + embedding, experts, layers, first, ceil_div(first, chunks), has_head=False),
+        Rank("last pipeline rank", inside + end + tied, experts, layers, last, 0, has_head=True),
+    )
+
+
+def _chunks(_recipe: RecipeSpec) -> int:
+    """Chunks of layers on each pipeline rank (``--num-virtual-stages-per-pipeline-rank``)."""
+    return 1
+
+
+def _in_flight(rank: int, pp: int, chunks: int, micro_batches: Int) -> Int:
+    """Chunks that have gone forward and not backward, at the most: those of the warm-up, and one.
+
+    1F1B: pp - rank micro-batches; interleaved: 2·(pp - rank - 1) + (v - 1)·pp + 1 chunks of v per rank. Never more than there are.
+
+    >>> _in_flight(0, 8, 1, 64), _in_flight(7, 8, 1, 64), _in_flight(0, 8, 3, 64), _in_flight(0, 8, 1, 4)
+    (8, 1, 31, 4)
+    """
+    warm = pp - rank if chunks == 1 else 2 * (pp - rank - 1) + (chunks - 1) * pp + 1
+    return minimum(warm, micro_batches * chunks)
+
+
+def _elements(model: ModelSpec, mesh: Mesh, pp: int) -> tuple[Int, Int]:
+    """Parameters of the layers of one pipeline rank, beside experts and in them."""
+    beside: Int = 0
+    experts: Int = 0
+    for run in layout(model).runs:
+        for parameter in run.parameters:
+            mine = run.layers // pp * _of_one_rank(parameter, mesh)
+            beside, experts = (beside, experts + mine) if _is_expert(parameter) else (beside + mine, experts)
+    return beside, experts
+
+
+def _of_one_rank(parameter: Parameter, mesh: Mesh) -> Int:
+    """Experts are split over expert-parallel ranks, matrices over tensor-parallel ones; norms and routers are whole."""
+    if _is_expert(parameter):
+        return parameter.numel // mesh.ep
+    return ceil_div(parameter.numel, mesh.tp) if _is_split(parameter.name) else parameter.numel
+
+
+def _is_expert(parameter: Parameter) -> bool:
+    return parameter.active_share != (1, 1)
+
+
+@lru_cache(maxsize=1024)
+def _is_split(name: str) -> bool:
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    if "norm" in module or module.startswith("ln_") or module == "gate":
+        return False
+    return not (name.endswith(".bias") and module in ("o_proj", "down_proj", "c_proj"))  # added after the ranks' sum
+
+
+def _ends(model: ModelSpec, mesh: Mesh) -> tuple[Int, Int]:
+    """The embedding, and what follows the layers: the final norm, and a head that is not the embedding."""
+    tree, padded = layout(model), _vocabulary(model, mesh)
+    table = ceil_div(padded * model.hidden_size, mesh.tp)
+    positions = sum(parameter.numel for parameter in tree.embeddings[1:])
+    norm = sum(parameter.numel for parameter in tree.tail if "norm" in parameter.name or "ln_" in parameter.name)
+    return table + positions, norm + (0 if model.tie_word_embeddings else table)
+
+
+def _vocabulary(model: ModelSpec, mesh: Mesh) -> Int:
+    return round_up(model.vocab_size, VOCABULARY_MULTIPLE * mesh.tp)
+
+
+# --- states -----------------------------------------------------------------------------------------------------------------
+
+
+def _sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:
+    return mesh.dp_shard * mesh.cp if recipe.zero_stage else 1
+
+
+def _expert_sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:
+    return mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep if recipe.zero_stage else 1
+
+
+def _states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+    width, whole = _BYTES[recipe.precision], rank.elements + rank.experts
+    share = ceil_div(rank.elements, _sharers(recipe, mesh)) + ceil_div(rank.experts, _expert_sharers(recipe, mesh))
+    shared = "(ceil(D_rank/N_opt) + ceil(X_rank/N_exp))"
+    yield Line(Kind.PARAMETERS, width.weight * whole, f"{width.name} weights", f"{width.weight}·(D_rank + X_rank)", STATES)
+    yield Line(
+        Kind.GRADIENTS, width.gradient * whole, "main gradients, which micro-batches add up in",
+        f"{width.gradient}·(D_rank + X_rank)", STATES,
+    )  # fmt: skip
+    if width.master:
+        reason = "fp32 copy of the weights" if width.master == 4 else "fp32 copies of weights and gradients"
+        yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)
+    yield Line(Kind.OPTIMIZER_STATE, _MOMENTS * share, "momentum and variance", f"{_MOMENTS}·{shared}", OPTIMIZER)
+
+
+# --- moments ----------------------------------------------------------------------------------------------------------------
+
+
+def _moments(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
+) -> Iterator[Moment]:  # fmt: skip
+    alive = (*states, *_in_layers(rank, model, recipe, mesh, batch), *_embedded(rank, model, recipe, mesh, batch))
+    yield Moment(f"{rank.name}: all that is in flight", Phase.FORWARD, alive)
+    if rank.has_head:
+        yield Moment(f"{rank.name}: loss", Phase.LOSS, (*alive, _head(model, recipe, mesh, batch)))
+    if recipe.recompute == "full":
+        kind = layout(model).runs[-1].kind
+        again = whole_layer_lines(model, kind, recipe, mesh, batch)
+        yield Moment(f"{rank.name}: backward of a layer, recomputed", Phase.BACKWARD, (*alive, *again))
+    yield Moment("optimizer step", Phase.STEP, states)
+
+
+def _in_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    parts = int(mesh.pp) * _chunks(recipe)
+    for run in layout(model).runs:
+        each = total_bytes(layer_lines(model, run.kind, recipe, mesh, batch))
+        layers = run.layers // parts
+        reason = f"what {layers} {run.kind} layers of a chunk keep, of every chunk in flight"
+        yield Line(Kind.ACTIVATIONS, rank.chunks * layers * each, reason, f"K·{layers}·S_{run.kind}", SCHEDULE)
+
+
+def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
+    """Token ids, and the mask of the embedding's dropout."""
+    tokens = batch.micro_batch_size * batch.seq_len
+    ids = ceil_div(8 * tokens, mesh.cp)
+    yield Line(Kind.ACTIVATIONS, rank.embeds * ids, "input ids, int64", "H·ceil(8·T/C)", REPORT)
+    if model.family in WITH_DROPOUT:
+        split = mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp
+        formula = f"H·ceil(T·h/({'C·p' if recipe.sequence_parallel else 'C'}))"
+        masks = rank.embeds * ceil_div(tokens * model.hidden_size, split)
+        yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
+
+
+def _head(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
+    """Inputs of the final norm and of the head, and logits in fp32."""
+    tokens, hidden = batch.micro_batch_size * batch.seq_len, model.hidden_size
+    inputs = ceil_div(4 * tokens * hidden, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
+    logits = ceil_div(4 * tokens * _vocabulary(model, mesh), mesh.cp * mesh.tp)
+    formula = f"ceil(4·T·h/({'C·p' if recipe.sequence_parallel else 'C'})) + ceil(4·T·V_p/(C·p))"
+    return Line(Kind.LOGITS, inputs + logits, "inputs of the final norm and of the head, logits in fp32", formula, REPORT)
+
+
+# --- traffic ----------------------------------------------------------------------------------------------------------------
+
+
+def _collectives(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+    """What a rank sends per step. Leaves out: single numbers, the tied embedding's sum, vocabulary-parallel maxima and sums."""
+    width, beside = _BYTES[recipe.precision], mesh.dp_shard * mesh.cp
+    yield from _of_gradients("parameters", width, recipe, beside, rank.elements)
+    if model.moe is not None:
+        yield from _of_gradients("experts", width, recipe, mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep, rank.experts)
+    yield from _within_layers(model, recipe, mesh, batch)
+    if int(mesh.pp) > 1:
+        tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
+        calls = batch.grad_accum_steps * _chunks(recipe)
+        for when in ("forward", "backward"):
+            yield _sent("hidden states to the next stage", when, 2, calls, 2 * tokens * model.hidden_size)
+
+
+def _of_gradients(what: str, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int) -> Iterator[Collective]:
+    gradients: Int = width.gradient * elements
+    if not recipe.zero_stage:
+        yield _call("all_reduce", f"gradients of {what}", "backward", ranks, 1, gradients, passes=2)
+        return
+    yield _call("reduce_scatter", f"gradients of {what}", "backward", ranks, 1, gradients)
+    yield _call("all_gather", what, "after the step", ranks, 1, width.weight * elements)
+
+
+def _within_layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+    """Tensor parallelism: two sums per layer and pass, or as many gathers and scatters; a backward gathers inputs once more."""
+    layers = model.num_hidden_layers // int(mesh.pp)
+    calls = batch.grad_accum_steps * layers
+    forwards = 2 if recipe.recompute == "full" else 1
+    tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
+    hidden = 2 * tokens * model.hidden_size
+    if recipe.sequence_parallel:
+        yield _call("all_gather", "hidden states", "forward", mesh.tp, 2 * calls, hidden, near=True)
+        yield _call("reduce_scatter", "hidden states", "forward", mesh.tp, 2 * calls, hidden, near=True)
+        yield _call("all_gather", "hidden states", "backward", mesh.tp, (2 + 2 * forwards) * calls, hidden, near=True)
+        yield _call("reduce_scatter", "hidden states", "backward", mesh.tp, 2 * forwards * calls, hidden, near=True)
+    else:
+        yield _call("all_reduce", "hidden states", "forward", mesh.tp, 2 * calls, hidden, passes=2, near=True)
+        yield _call("all_reduce", "hidden states", "backward", mesh.tp, 2 * forwards * calls, hidden, passes=2, near=True)
+    yield from _around_rings(model, mesh, calls, forwards, tokens)
+    if model.moe is not None:
+        yield from _to_experts(model, recipe, mesh, batch, forwards)
+
+
+def _around_rings(model: ModelSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int) -> Iterator[Collective]:
+    """Context parallelism sends keys and values around (``cp_comm_type p2p``), with their gradients in backward."""
+    keys = ceil_div(2 * 2 * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
+    steps = mesh.cp - 1
+    yield _sent("keys and values around the ring", "forward", mesh.cp, calls * steps, keys)
+    yield _sent("keys and values around the ring", "backward", mesh.cp, (1 + forwards) * calls * steps, keys)
+
+
+def _to_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, forwards: int) -> Iterator[Collective]:
+    assert model.moe is not None  # noqa: S101  asked of models with experts only
+    tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * (mesh.tp if recipe.sequence_parallel else 1))
+    payload = 2 * tokens * model.moe.num_experts_per_tok * model.hidden_size
+    layers = (model.num_hidden_layers - model.moe.num_dense_layers) // int(mesh.pp)
+    calls = batch.grad_accum_steps * layers
+    yield _call("all_to_all", "tokens", "forward", mesh.ep, 2 * calls, payload)
+    yield _call("all_to_all", "tokens", "backward", mesh.ep, 2 * forwards * calls, payload)
+
+
+def _call(
+    operation: str, what: str, when: str, ranks: Int, calls: Int, payload: Int, *, passes: int = 1, near: bool = False
+) -> Collective:  # fmt: skip
+    """A collective of a group, of which a rank keeps its own part."""
+    sent = calls * passes * (payload - payload // ranks)
+    volume = where(ranks > 1, passes * calls * payload // 2, 0)
+    return Collective(operation, what, when, ranks, calls, payload, sent, volume, VOLUME, near=near)
+
+
+def _sent(what: str, when: str, ranks: Int, calls: Int, payload: Int) -> Collective:
+    """From one rank to another, whole."""
+    sent: Int = calls * payload
+    return Collective("send", what, when, ranks, calls, payload, sent, sent // 2, VOLUME)

@@ -1,0 +1,52 @@
+"""What the closed form of Megatron-Core takes, and what it refuses: with Megatron-LM's own rules where that refuses it too."""
+
+from collections.abc import Iterator
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+#: Families that Megatron-LM has arguments for and whose layers have a closed form here.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+#: Precisions that have a line in Megatron-LM's table of bytes per parameter.
+PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
+OPTIMIZERS = ("adamw", "adam")
+
+
+def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> None:
+    """Refuse what is not modelled under Megatron-Core, and splits that Megatron-LM refuses (arguments.py, validate_args)."""
+    for asked, instead in (*_not_modelled(model, recipe, mesh), *_not_split(model, mesh, batch)):
+        if asked:
+            raise SpecError(f"engine 'megatron' with {asked} is not modelled; use {instead}")
+
+
+def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    yield model.family not in FAMILIES and f"family {model.family!r}", f"one of {', '.join(FAMILIES)}"
+    yield model.adapter is not None and "LoRA", "engine 'fsdp2'"
+    yield model.frozen is not None and "frozen parameters", "engine 'fsdp2'"
+    yield recipe.precision not in PRECISIONS and f"precision {recipe.precision!r}", f"one of {', '.join(PRECISIONS)}"
+    yield recipe.optimizer not in OPTIMIZERS and f"optimizer {recipe.optimizer!r}", "adamw or adam"
+    yield recipe.optimizer_impl is not None and f"optimizer_impl {recipe.optimizer_impl!r}", "its own"
+    yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
+    yield bool(recipe.keep_logits) and "keep_logits", "no keep_logits"
+    yield recipe.offload_activations and "offload_activations", "recompute 'full'"
+    yield (
+        mesh.tp > 1 and model.moe is not None and not recipe.sequence_parallel and "experts and tp without sequence_parallel",
+        "sequence_parallel",
+    )
+    yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
+
+
+def _not_split(model: ModelSpec, mesh: MeshSpec, batch: BatchSpec) -> Iterator[tuple[str | bool, str]]:
+    layers, experts = model.num_hidden_layers, 0 if model.moe is None else model.moe.num_experts
+    yield layers % mesh.pp > 0 and f"{layers} layers on pp={mesh.pp} ranks", "a factor of the layers"
+    for what, count in (("query", model.num_attention_heads), ("key/value", model.num_key_value_heads)):
+        yield count % mesh.tp > 0 and f"{count} {what} heads on tp={mesh.tp} ranks", "a factor of the heads"
+    cut = 2 * mesh.cp if mesh.cp > 1 else 1
+    yield batch.seq_len % cut > 0 and f"seq_len={batch.seq_len:,} on cp={mesh.cp} ranks", f"a multiple of {cut}"
+    yield mesh.ep > 1 and not experts and f"ep={mesh.ep} and no experts", "ep=1"
+    yield experts % mesh.ep > 0 and f"{experts} experts on ep={mesh.ep} ranks", "a factor of the experts"
+    dense = model.moe is not None and model.moe.num_dense_layers > 0
+    yield mesh.pp > 1 and dense and "dense layers before layers of experts on several pipeline ranks", "pp=1"

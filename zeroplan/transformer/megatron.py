@@ -1,0 +1,111 @@
+"""What one layer of Megatron-Core keeps on one rank, in closed form: Korthikanti et al. 2022 for any width of MLP, heads and gate.
+
+With four times the hidden width, no gate, as many key heads as query heads and dropout it is their 34·s·b·h + 5·a·s²·b. Activations
+are in 16 bits. Experts keep what tokens of even routing bring: a rank gets as many pairs of a token and an expert as it sends.
+"""
+
+from typing import NamedTuple
+
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import ceil_div
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.published import KORTHIKANTI
+
+#: Families with dropout as Megatron trains them, one byte for each element of a mask.
+WITH_DROPOUT = ("gpt2",)
+#: Families whose MLP has no gate.
+UNGATED = ("gpt2",)
+
+_TABLE_2 = f"{KORTHIKANTI}, section 4.1 and table 2"
+_DISPATCH = "Megatron-LM 2026-08, megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher"
+_EXPERTS = "Megatron-LM 2026-08, megatron/core/transformer/moe/experts.py, TEGroupedMLP.forward"
+
+
+class Part(NamedTuple):
+    """Bytes of a token that ranks split, or hold whole, and their formula beside T."""
+
+    reason: str
+    per_token: int
+    formula: str
+    always_split: bool
+    """Over the tensor-parallel ranks; the others only with sequence parallelism."""
+    source: str = _TABLE_2
+
+
+def layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+    """What one layer of ``kind`` keeps from its forward to its backward. [bytes]
+
+    Full recomputation keeps the layer's input, which sequence parallelism splits. Leaves out: what attention kernels and norms
+    save beside their operands (a few numbers per token), masks of attention's own dropout in fused kernels.
+    """
+    if recipe.recompute == "full":
+        given = Part("input of the layer", 2 * model.hidden_size, "2·h", always_split=False, source=f"{_TABLE_2}, last row")
+        return (_line(given, recipe, mesh, batch),)
+    return whole_layer_lines(model, kind, recipe, mesh, batch)
+
+
+def whole_layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+    """The same without full recomputation: also what one layer takes while it is run again."""
+    parts = (*_attention(model), *(_experts(model) if kind == "moe" else _mlp(model)))
+    lines = tuple(_line(part, recipe, mesh, batch) for part in parts)
+    return lines if not _keeps_scores(recipe) else (*lines, _scores(model, mesh, batch))
+
+
+def _keeps_scores(recipe: RecipeSpec) -> bool:
+    """Fused attention never has them; selective recomputation drops them."""
+    return recipe.attention == "eager" and recipe.recompute != "selective"
+
+
+def _line(part: Part, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
+    """Tokens are split by context parallelism, in both cases."""
+    split = part.always_split or recipe.sequence_parallel
+    tokens = batch.micro_batch_size * batch.seq_len
+    n_bytes = ceil_div(part.per_token * tokens, mesh.cp * mesh.tp if split else mesh.cp)
+    formula = f"ceil(T·({part.formula})/({'C·p' if split else 'C'}))"
+    return Line(Kind.ACTIVATIONS, n_bytes, part.reason, formula, part.source)
+
+
+def _attention(model: ModelSpec) -> tuple[Part, ...]:
+    hidden, query, key = (
+        model.hidden_size,
+        model.num_attention_heads * model.head_dim,
+        model.num_key_value_heads * model.head_dim,
+    )
+    parts = (
+        Part("inputs of both norms", 4 * hidden, "4·h", always_split=False),
+        Part("inputs of attention's and MLP's first matrices", 4 * hidden, "4·h", always_split=False),
+        Part("queries, keys and values", 2 * (query + 2 * key), "2·(q+k+k)", always_split=True),
+        Part("attention output, input of the output projection", 2 * query, "2·q", always_split=True),
+    )
+    masks = Part("masks of both dropouts", 2 * hidden, "2·h", always_split=False)
+    return (*parts, masks) if model.family in WITH_DROPOUT else parts
+
+
+def _mlp(model: ModelSpec) -> tuple[Part, ...]:
+    width, gates = model.intermediate_size, 1 if model.family in UNGATED else 2
+    return (
+        Part("MLP: output of the first matrix", 2 * gates * width, f"2·{gates}·f", always_split=True),
+        Part("MLP: input of the second matrix", 2 * width, "2·f", always_split=True),
+    )
+
+
+def _experts(model: ModelSpec) -> tuple[Part, ...]:
+    """Of each token's experts; the routing weights are applied inside, so that what comes back is not kept."""
+    assert model.moe is not None  # noqa: S101  asked of layers with experts only
+    top, width = model.moe.num_experts_per_tok, model.moe.moe_intermediate_size
+    return (
+        Part("router: scores in fp32", 4 * model.moe.num_experts, "4·E", always_split=False, source=_DISPATCH),
+        Part("experts: tokens that came", 2 * top * model.hidden_size, "2·t·h", always_split=False, source=_DISPATCH),
+        Part("experts: output of the first matrix", 4 * top * width, "4·t·m", always_split=False, source=_EXPERTS),
+        Part("experts: input of the second matrix", 2 * top * width, "2·t·m", always_split=False, source=_EXPERTS),
+    )
+
+
+def _scores(model: ModelSpec, mesh: Mesh, batch: Batch) -> Line:
+    """Softmax output; with dropout its output and mask too."""
+    each = 5 if model.family in WITH_DROPOUT else 2
+    scores = each * model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size
+    return Line(Kind.ACTIVATIONS, ceil_div(scores, mesh.tp), "attention scores", f"ceil({each}·a·T·s/p)", _TABLE_2)
