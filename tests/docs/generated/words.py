@@ -19,7 +19,7 @@ from zeroplan.resolve import Request
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES
-from zeroplan.spec.mesh import Mesh, MeshSpec
+from zeroplan.spec.mesh import Mesh, MeshSpec, Split
 from zeroplan.spec.model import FAMILIES
 from zeroplan.spec.recipe import Attention, DdpOptions, DeepSpeedOptions, Fsdp2Options, Loss, Precision, RecipeSpec, Recompute
 
@@ -59,7 +59,7 @@ def numbers() -> str:
     """The numbers that describe a mesh and a batch."""
     rows = [
         (code(name), one_line(inspect.getdoc(value)))
-        for kind in (Mesh, Batch)
+        for kind in (Mesh, Split, Batch)
         for name, value in vars(kind).items()
         if isinstance(value, property)
     ]
@@ -140,7 +140,13 @@ def meant(kind: type) -> dict[str, str]:
         said = {"model": f"{flags['model']} Or a `ModelSpec`.", "gpu": f"{flags['gpu']} Or a `GpuSpec`.", **said}
         return {**documented(RecipeSpec), **flags, **said}
     asked = {MeshSpec: Mesh, BatchSpec: Batch}.get(kind)
-    return {**said, **{name: one_line(inspect.getdoc(value)) for name, value in vars(asked).items()}} if asked else said
+    return {**said, **_asked_of(asked)} if asked else said
+
+
+def _asked_of(protocol: type) -> dict[str, str]:
+    """What a formula may ask for, with its meaning; what it shares with others, too."""
+    asked = inspect.getmembers_static(protocol, lambda value: isinstance(value, property))
+    return {name: one_line(inspect.getdoc(value)) for name, value in asked}
 
 
 def _body(kind: type) -> list[ast.stmt]:
