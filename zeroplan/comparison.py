@@ -81,9 +81,13 @@ class Comparison(NamedTuple):
 
 
 def compare_with_estimate(measured: Measurement) -> Comparison:
-    """Estimate the job of a measurement, with the kernels that ran, and hold the two against each other."""
-    recipe = replace(measured.job.recipe, kernels=measured.kernels)
-    return compare(estimate(replace(measured.job, recipe=recipe)), measured)
+    """Estimate the job of a measurement, with the kernels that ran, and hold the two against each other.
+
+    Of a pipeline, the rank that ran; its stages are the outermost dimension of the ranks.
+    """
+    recipe, mesh = replace(measured.job.recipe, kernels=measured.kernels), measured.job.mesh
+    stage = None if mesh.pp == 1 else measured.rank // (mesh.world_size // mesh.pp)
+    return compare(estimate(replace(measured.job, recipe=recipe), pipeline_rank=stage), measured)
 
 
 def compare(answer: Estimate, measured: Measurement) -> Comparison:

@@ -5,12 +5,12 @@ from functools import cached_property
 from importlib import import_module
 from typing import Literal, NamedTuple, Protocol, cast
 
-from zeroplan.engines.account import Account, Symbol
+from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_line
 from zeroplan.engines.optimizers import implementation
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
@@ -91,6 +91,8 @@ class Estimate:
     """What a reader would trip over, a sentence each."""
     kept: tuple[tuple[str, tuple[Line, ...]], ...]
     """What one block of each kind keeps for its backward, where the moments give it as one line."""
+    pipeline: tuple[PipelineRank, ...] = ()
+    """Every rank of a pipeline, the one that this estimate is of first."""
 
     @property
     def legend(self) -> dict[str, int]:
@@ -211,11 +213,11 @@ class Estimate:
         return None if capacity is None else capacity - self.least_bytes
 
 
-def estimate(job: JobSpec) -> Estimate:
-    """Account for the memory and traffic of one GPU under this job.
+def estimate(job: JobSpec, *, pipeline_rank: int | None = None) -> Estimate:
+    """Account for the memory and traffic of one GPU under this job: of a pipeline, of the rank whose peak is the highest.
 
-    Raises :class:`~zeroplan.errors.SpecError` for a combination that no engine offers (an optimizer without the asked
-    implementation, say).
+    ``pipeline_rank`` asks for another one of a pipeline. Raises :class:`~zeroplan.errors.SpecError` for a combination that no
+    engine offers (an optimizer without the asked implementation, say).
 
     >>> from zeroplan import BatchSpec, MeshSpec, ModelSpec, RecipeSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -224,7 +226,7 @@ def estimate(job: JobSpec) -> Estimate:
     >>> sum(estimate(job).states_by_kind.values()) == 2 * estimate(job).parameters  # 16Ψ/8
     True
     """
-    account = account_of(job, job.batch)
+    account = account_of(job, job.batch) if pipeline_rank is None else _of_each_rank(job, job.batch)[pipeline_rank]
     highest = peak(account.moments)
     workspaces = _workspaces(job)
     parameters = parameter_count(job.model)
@@ -244,6 +246,7 @@ def estimate(job: JobSpec) -> Estimate:
         approximate=approximation(job.model, compute_of(job.recipe)),
         notes=account.notes,
         kept=account.kept,
+        pipeline=account.pipeline,
     )
 
 
@@ -272,9 +275,33 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
     True
     """
     workspaces = _workspaces(job)
-    moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account_of(job, batch).moments)
-    band, beside = _reserved(moments, job), total_band(outside(job.mesh, job.cluster.gpu)).expected_bytes
-    return Needed(band.low_bytes + beside, band.expected_bytes + beside)
+    beside = total_band(outside(job.mesh, job.cluster.gpu)).expected_bytes
+    least: Int = 0
+    comfortable: Int = 0
+    for account in _of_each_rank(job, batch):
+        moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account.moments)
+        band = _reserved(moments, job)
+        least, comfortable = maximum(least, band.low_bytes + beside), maximum(comfortable, band.expected_bytes + beside)
+    return Needed(least, comfortable)
+
+
+def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:
+    """One account where ranks are alike, else that of every pipeline rank."""
+    if job.mesh.pp == 1:
+        return (account_of(job, batch),)
+    return _pipeline().accounts(job.model, job.recipe, job.mesh, batch)
+
+
+class _Pipeline(EngineModule, Protocol):
+    """What :mod:`zeroplan.engines.pipeline` offers beside the account of its worst rank."""
+
+    def accounts(self, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
+        """Memory and traffic of every rank."""
+        ...
+
+
+def _pipeline() -> _Pipeline:
+    return cast("_Pipeline", import_module("zeroplan.engines.pipeline"))
 
 
 def _reserved(moments: tuple[Moment, ...], job: JobSpec) -> Band:
@@ -296,6 +323,8 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
 
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
+    if job.mesh.pp > 1:
+        return _pipeline().account(job.model, job.recipe, job.mesh, batch)
     engine = engine_module(job.recipe.engine)
     account = engine.account(job.model, job.recipe, job.mesh, batch)
     gpu = job.cluster.gpu
@@ -323,8 +352,8 @@ def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:
     narrow = job.recipe.engine in ("paper", "deepspeed") or job.recipe.fsdp2.reduce_dtype == "param"
     return traffic(
         account.collectives,
-        parameters=-(-parameters // (job.mesh.tp * job.mesh.pp)),
+        parameters=account.pipeline[0].parameters if account.pipeline else -(-parameters // (job.mesh.tp * job.mesh.pp)),
         ranks=job.mesh.dp_shard * job.mesh.dp_replicate,
-        reductions=job.batch.grad_accum_steps if job.recipe.sync_every_micro_batch else 1,
+        reductions=job.batch.grad_accum_steps if job.recipe.sync_every_micro_batch and job.mesh.pp == 1 else 1,
         gradient_bytes=width.compute if narrow else width.stored,
     )

@@ -24,6 +24,7 @@ from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.recipe import (
     ActivationModel,
     Attention,
@@ -81,6 +82,8 @@ class Request(Spec):
     context_parallel: Degree | None = None
     pipeline_parallel: Degree | None = None
     expert_parallel: Degree | None = None
+    pipeline_schedule: PipelineSchedule | None = None
+    pipeline_stages_per_rank: Degree | None = None
     stage: Stage | None = None
     engine: Engine | None = None
     precision: Precision | None = None
@@ -135,6 +138,8 @@ def request_of(complete: JobSpec) -> Request:
         context_parallel=mesh.cp,
         pipeline_parallel=mesh.pp,
         expert_parallel=mesh.ep,
+        pipeline_schedule=recipe.pipeline_schedule,
+        pipeline_stages_per_rank=recipe.pipeline_stages_per_rank,
         stage=recipe.zero_stage,
         engine=recipe.engine,
         precision=recipe.precision,
@@ -512,6 +517,8 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "sequence_parallel": request.sequence_parallel,
         "loss": request.loss,
         "keep_logits": request.keep_logits,
+        "pipeline_schedule": request.pipeline_schedule,
+        "pipeline_stages_per_rank": request.pipeline_stages_per_rank,
         "sync_every_micro_batch": request.sync_every_micro_batch,
         "ddp": request.ddp,
         "fsdp2": request.fsdp2,

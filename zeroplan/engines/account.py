@@ -14,6 +14,17 @@ class Symbol(NamedTuple):
     meaning: str
 
 
+class PipelineRank(NamedTuple):
+    """One rank of a pipeline: which stages it has, and its highest moment."""
+
+    rank: int
+    stages: str
+    parameters: int
+    """Of its stages, before they are sharded. [elements]"""
+    peak_bytes: Int
+    moment: str
+
+
 class Account(NamedTuple):
     """The memory and traffic of one rank in the steady state of a training step.
 
@@ -21,7 +32,8 @@ class Account(NamedTuple):
     each with every line alive then (states included as far as they exist at that moment); ``collectives``: what is sent per
     step; ``host``: host memory per rank, empty unless something is offloaded; ``nvme``: files per rank; ``symbols``: what the
     formulas of these lines use beyond the legend of the model; ``notes``: what a reader would trip over, a sentence each;
-    ``kept``: what one block of each kind keeps for its backward, where the moments give it as one line.
+    ``kept``: what one block of each kind keeps for its backward, where the moments give it as one line; ``pipeline``: every
+    rank of a pipeline, the one whose account this is first.
     """
 
     states: tuple[Line, ...]
@@ -32,3 +44,4 @@ class Account(NamedTuple):
     notes: tuple[str, ...] = ()
     kept: tuple[tuple[str, tuple[Line, ...]], ...] = ()
     nvme: tuple[Line, ...] = ()
+    pipeline: tuple[PipelineRank, ...] = ()

@@ -54,6 +54,17 @@ def _product(width: int, elements: int) -> str:
     return f"{width}·{elements}" if elements else "0"
 
 
+def several(*terms: tuple[Int, Int]) -> str:
+    """Write so many of this size, and so many of that; nothing where one is a column.
+
+    >>> several((3, 4096), (0, 10), (1, 512)), several((0, 8))
+    ('3·4096 + 1·512', '0')
+    """
+    if not all(isinstance(figure, int) for term in terms for figure in term):
+        return ""
+    return " + ".join([f"{count}·{size}" for count, size in terms if count and size]) or "0"
+
+
 def unless_zero(n_bytes: Int, formula: str) -> str:
     """Return the formula of a line that is there or not: ``0`` where it is not.
 

@@ -55,10 +55,15 @@ def _cluster(job: JobSpec) -> Iterator[str]:
             yield from (f"--{flag}", str(value))
 
 
+_NAMED = (
+    "precision", "optimizer", "optimizer_impl", "recompute", "attention", "loss", "pipeline_schedule", "pipeline_stages_per_rank",
+)  # fmt: skip
+
+
 def _recipe(recipe: RecipeSpec) -> Iterator[str]:
     default = RecipeSpec()
     yield from ("--engine", recipe.engine, "--stage", str(recipe.zero_stage))
-    for name in ("precision", "optimizer", "optimizer_impl", "recompute", "attention", "loss"):
+    for name in _NAMED:
         if getattr(recipe, name) != getattr(default, name):
             yield from ("--" + name.replace("_", "-"), str(getattr(recipe, name)))
     if recipe.keep_logits:

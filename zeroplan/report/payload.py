@@ -71,6 +71,16 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
         "nvme_bytes": answer.nvme_bytes,
         "nvme_bytes_per_node": answer.nvme_bytes_per_node,
         "nvme_lines": [_line(line) for line in answer.nvme],
+        "pipeline_ranks": [
+            {
+                "rank": one.rank,
+                "stages": one.stages,
+                "parameters": one.parameters,
+                "moment": one.moment,
+                "allocated_bytes": int(one.peak_bytes),
+            }
+            for one in answer.pipeline
+        ],
         "fits": answer.fits,
         "verdict": answer.verdict,
         "capacity_bytes": answer.capacity_bytes,

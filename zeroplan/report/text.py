@@ -30,6 +30,7 @@ def estimate_text(
         [headline(answer), *job_lines(answer)],
         list(_states(answer, explain=explain)),
         list(_peak(answer, explain=explain)),
+        list(_pipeline(answer)),
         list(_card(answer)),
         list(_verdict(answer, changes)),
         list(_communication(answer, explain=explain)),
@@ -68,6 +69,16 @@ def _peak(answer: Estimate, *, explain: bool) -> Iterator[str]:
             yield _row(kind.value, int(by_kind[kind]), "" if explain else _main_reason(lines))
             if explain:
                 yield from _explained(answer, lines)
+
+
+def _pipeline(answer: Estimate) -> Iterator[str]:
+    """The peak of every pipeline rank, and what it has of the model."""
+    if not answer.pipeline:
+        return
+    yield _head("Pipeline ranks, allocated by tensors")
+    for one in sorted(answer.pipeline, key=lambda one: one.rank):
+        mark = " <- this one" if one is answer.pipeline[0] else ""
+        yield _row(f"rank {one.rank}: {one.parameters:,} parameters", int(one.peak_bytes), f"{one.stages}{mark}")
 
 
 def _main_reason(lines: list[Line]) -> str:

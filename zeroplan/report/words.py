@@ -126,7 +126,10 @@ def _unsharded(answer: Estimate) -> dict[Kind, int]:
     job = answer.job
     fsdp2 = replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False)
     here = replace(job.recipe.deepspeed, offload_optimizer="none", offload_param="none")
-    recipe = replace(job.recipe, fsdp2=fsdp2, deepspeed=replace(here, zero_hpz_partition_size=1))
+    recipe = replace(
+        job.recipe, fsdp2=fsdp2, deepspeed=replace(here, zero_hpz_partition_size=1), pipeline_schedule=None,
+        pipeline_stages_per_rank=None,
+    )  # fmt: skip
     return estimate(replace(job, recipe=recipe, mesh=MeshSpec(tp=job.mesh.tp))).states_by_kind
 
 

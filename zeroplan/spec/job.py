@@ -9,6 +9,7 @@ from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec, MoeSpec
+from zeroplan.spec.pipeline import PIPELINED, check_schedule
 from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage
 from zeroplan.spec.split import check_tensor_parallel
 
@@ -97,9 +98,14 @@ class JobSpec(Spec):
             raise SpecError(f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'fsdp2', 'megatron' or 'paper'")
         if mesh.tp > 1 and engine == "fsdp2":
             check_tensor_parallel(self.model, self.recipe, self.batch, mesh.tp)
-        for degree, ways in (("cp", mesh.cp), ("pp", mesh.pp)):
-            if ways > 1:
-                raise SpecError(f"{degree}={ways} with engine {engine!r} is not modelled; leave it out")
+        if mesh.cp > 1:
+            raise SpecError(f"cp={mesh.cp} with engine {engine!r} is not modelled; leave it out")
+        if mesh.pp > 1:
+            self._check_pipeline()
+        elif self.recipe.pipeline_schedule is not None or self.recipe.pipeline_stages_per_rank is not None:
+            raise SpecError(
+                "a pipeline schedule with pp=1 has nothing to do; give the number of pipeline ranks, or leave it out"
+            )
         if mesh.ep > 1:
             self._check_expert_ranks()
 
@@ -131,6 +137,33 @@ class JobSpec(Spec):
                 f"{ranks:,} ranks that have the same experts (dp_shard={self.mesh.dp_shard:,} / ep={self.mesh.ep}) do not divide "
                 f"the widths {widths[0]:,} and {widths[1]:,} of their weights, which FSDP2 needs; use another ep"
             )
+
+    def _check_pipeline(self) -> None:
+        """Refuse what is not modelled on pipeline ranks, and what torch's schedules refuse."""
+        recipe, model = self.recipe, self.model
+        for asked, instead in (
+            (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
+            (model.profile is not None and "a profile", "a model of a known family"),
+            (model.tie_word_embeddings and "a head tied to the embedding (they are on different ranks)", "an untied head"),
+            (model.adapter is not None and "LoRA", "no adapter"),
+            (model.frozen is not None and "frozen parameters", "none"),
+            (self.mesh.tp > 1 and f"tp={self.mesh.tp}", "one of them"),
+            (self.mesh.ep > 1 and f"ep={self.mesh.ep}", "one of them"),
+            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
+            (recipe.keep_logits == "fp32" and "keep_logits 'fp32'", "no keep_logits"),
+            (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
+            (
+                self.recipe.fsdp2.reshard_after_forward not in (None, True, False) and "reshard_after_forward as a number",
+                "a stage",
+            ),
+        ):
+            if asked:
+                raise SpecError(f"pipeline parallelism with {asked} is not modelled; use {instead}")
+        check_schedule(
+            recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank, pp=self.mesh.pp,
+            layers=model.num_hidden_layers, micro_batches=self.batch.grad_accum_steps,
+        )  # fmt: skip
 
     def _check_what_a_profile_tells(self) -> None:
         """Refuse what the trace of a module with its own loss says nothing of."""

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Count, CountOrZero, Degree, Range, Spec
+from zeroplan.spec.pipeline import PipelineSchedule
 
 Kernels = Literal["cuda", "cpu"]
 Engine = Literal["paper", "ddp", "fsdp2", "deepspeed", "megatron"]
@@ -152,6 +153,10 @@ class RecipeSpec(Spec):
     """The training loop holds the model's output (the logits) while it calls backward; ``fp32``: upcast to fp32."""
     sync_every_micro_batch: bool = True
     """Gradients are reduced after every micro-batch (plain loop) rather than after the last one (``no_sync``)."""
+    pipeline_schedule: PipelineSchedule | None = None
+    """In which order pipeline ranks take their micro-batches (torch.distributed.pipelining); ``None``: 1f1b."""
+    pipeline_stages_per_rank: Annotated[int, Range(1, 1000)] | None = None
+    """``None``: 1 with gpipe and 1f1b, else 2."""
     ddp: DdpOptions = DdpOptions()
     """DDP's own options."""
     fsdp2: Fsdp2Options = Fsdp2Options()

@@ -5,7 +5,7 @@ this one computes and reduces the last one's gradients, DDP reduces bucket by bu
 at stage 3 and reduces beside the backward where ``overlap_comm`` is on. What goes on beside adds nothing but what is longer than
 the computing, and what has nothing to hide behind: of tensor-parallel ranks, which wait for each other's activations, all.
 
-Left out: data loading, launch of small kernels, stragglers, congestion, pipelines, checkpoints.
+Left out: data loading, launch of small kernels, stragglers, congestion, checkpoints.
 """
 
 from zeroplan.engines.account import Account
@@ -47,6 +47,8 @@ def step_time(
             "a profile does not say how many operations its module takes, so it has no time; use --model or --config"
         )
     share = share or shares_of(cluster)
+    if account.pipeline:
+        return _on_a_pipeline(account, model, recipe, mesh, batch, cluster, mfu=mfu, share=share)
     tp = int(mesh.tp) if recipe.engine == "fsdp2" else 1
     asked = work(model, recipe, batch, tp=tp, expert_ranks=int(mesh.ep))
     busy = computing(asked, model, recipe, batch, gpu, share, mfu)
@@ -57,6 +59,24 @@ def step_time(
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / tp
     flops = batch.grad_accum_steps * 3.0 * (asked.blocks_flops + asked.head_flops + asked.attention_flops)
     return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
+
+
+def _on_a_pipeline(
+    account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, cluster: ClusterSpec,
+    *, mfu: float | None, share: Efficiency,
+) -> StepTime:  # fmt: skip
+    """The slowest rank's parts; each rank has its part of the operations, and all of them work on the same tokens."""
+    from zeroplan.steptime.pipeline import pipeline_parts  # noqa: PLC0415  the others' answers need not wait for it
+
+    gpu, here = cluster.gpu, links(cluster)
+    assert gpu is not None  # noqa: S101  refused before
+    assert here is not None  # noqa: S101  likewise
+    parts = pipeline_parts(account, model, recipe, mesh, batch, here, gpu, share, mfu)
+    step = stepping(account, recipe, gpu, share, on_host=False, ranks_per_node=here.per_node)
+    asked, passes = work(model, recipe, batch), batch.grad_accum_steps / (1.0 * mesh.pp)
+    flops = passes * 3.0 * (asked.blocks_flops + asked.head_flops + asked.attention_flops)
+    tokens: Float = 1.0 * batch.micro_batch_size * batch.seq_len * passes
+    return StepTime((*parts, step), flops, tokens, peak_flops_per_s(gpu, recipe))
 
 
 def _steps_on_host(recipe: RecipeSpec) -> bool:

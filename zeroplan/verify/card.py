@@ -72,7 +72,7 @@ def _module() -> types.ModuleType:
     module = types.ModuleType(f"torch.{CARD}")
     answers: dict[str, object] = {
         "is_available": True, "is_initialized": True, "current_device": 0, "device_count": 1, "_is_in_bad_fork": False,
-        "set_device": None, "manual_seed_all": None, "_lazy_init": None,
+        "set_device": None, "manual_seed_all": None, "_lazy_init": None, "get_rng_state": None, "set_rng_state": None,
         "get_amp_supported_dtype": [torch.bfloat16, torch.float16], "synchronize": None,
     }  # fmt: skip
     for name, value in (streams() | {name: always(answer) for name, answer in answers.items()}).items():

@@ -16,7 +16,7 @@ _NAMES = {
     "reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce",
     "broadcast_": "broadcast", "reduce_": "reduce", "gather_": "gather", "scatter_": "scatter",
-    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all", "alltoall_base_": "all_to_all", "send": "send",
 }  # fmt: skip
 #: The operators behind ``torch.distributed`` and the names it gives them.
 COLLECTIVES: dict[OpOverload, str] = {

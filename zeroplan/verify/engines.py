@@ -116,10 +116,10 @@ def stored_dtype(recipe: RecipeSpec) -> torch.dtype:
 
 def weights_dtype(job: JobSpec) -> torch.dtype:
     """The dtype in which the job's model is handed to the engine: where it is frozen, that in which it computes."""
-    return stored_dtype(job.recipe) if job.model.adapter is None else _COMPUTE[job.recipe.precision]
+    return stored_dtype(job.recipe) if job.model.adapter is None else COMPUTE[job.recipe.precision]
 
 
-_COMPUTE: dict[Precision, torch.dtype] = {
+COMPUTE: dict[Precision, torch.dtype] = {
     "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
 }  # fmt: skip
 
@@ -136,7 +136,7 @@ class Fsdp2:
     def __init__(
         self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh, *, experts: ExpertMeshes | None = None
     ) -> None:  # fmt: skip
-        policy, reshard = _policy(recipe), _reshard(recipe)
+        policy, reshard = mixed_precision(recipe), resharding(recipe)
         offload = CPUOffloadPolicy() if recipe.fsdp2.cpu_offload else OffloadPolicy()
         for block in work.blocks:
             where = None if experts is None else placement(block, mesh, experts)
@@ -173,7 +173,7 @@ class Fsdp2:
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Tell buffers apart by the function of FSDP2 that asks for them."""
-        return _fsdp2_labels(watcher)
+        return fsdp2_labels(watcher)
 
 
 def give_memory(module: nn.Module, device: str) -> None:
@@ -201,24 +201,26 @@ def forward_and_backward(
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _policy(recipe: RecipeSpec) -> MixedPrecisionPolicy:
+def mixed_precision(recipe: RecipeSpec) -> MixedPrecisionPolicy:
+    """The dtypes in which FSDP2 computes and reduces."""
     if not recipe.precision.endswith("mixed"):
         return MixedPrecisionPolicy()
     reduce_dtype = torch.float32 if recipe.fsdp2.reduce_dtype == "fp32" else None
-    return MixedPrecisionPolicy(param_dtype=_COMPUTE[recipe.precision], reduce_dtype=reduce_dtype)
+    return MixedPrecisionPolicy(param_dtype=COMPUTE[recipe.precision], reduce_dtype=reduce_dtype)
 
 
-def _reshard(recipe: RecipeSpec) -> bool | int:
+def resharding(recipe: RecipeSpec) -> bool | int:
+    """Whether blocks are sharded again after their forward, or over how many ranks."""
     chosen = recipe.fsdp2.reshard_after_forward
     return recipe.zero_stage == 3 if chosen is None else chosen
 
 
 @contextmanager
-def _fsdp2_labels(watcher: Watcher) -> Iterator[None]:
+def fsdp2_labels(watcher: Watcher) -> Iterator[None]:
     """Tell the tracker what FSDP2's buffers are for, by the function of FSDP2 that asks for them."""
     with ExitStack() as patches:
         for owner, name, kind in _FSDP2_LABELS:
-            patches.enter_context(_labelled(watcher, owner, name, kind))
+            patches.enter_context(labelled(watcher, owner, name, kind))
         patches.enter_context(_reduced_gradients(watcher))
         yield
 
@@ -234,7 +236,8 @@ _FSDP2_LABELS: tuple[tuple[object, str, Kind], ...] = (
 
 
 @contextmanager
-def _labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> Iterator[None]:
+def labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> Iterator[None]:
+    """Say what for a function of an engine asks for memory, as long as this is open."""
     original: Callable[..., object] = getattr(owner, name)
 
     def labelled(*args: object, **kwargs: object) -> object:
@@ -317,7 +320,7 @@ class Ddp:
 
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Tell the buckets that the reducer makes in the second forward; the first ones are made with the engine."""
-        return _labelled(watcher, Reducer, "_rebuild_buckets", Kind.REDUCE)
+        return labelled(watcher, Reducer, "_rebuild_buckets", Kind.REDUCE)
 
 
 def _reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -331,7 +334,7 @@ def autocast(recipe: RecipeSpec, device: str) -> AbstractContextManager[object]:
     """The context in which a plain loop computes in mixed precision."""
     if not recipe.precision.endswith("mixed"):
         return nullcontext()
-    return torch.autocast(device, dtype=_COMPUTE[recipe.precision])
+    return torch.autocast(device, dtype=COMPUTE[recipe.precision])
 
 
 # --- optimizers --------------------------------------------------------------------------------------------------------

@@ -75,6 +75,22 @@ class WatchedGroup(dist.ProcessGroup):
             _await_release(buffers, before)
         return _ended(tensors[0] if operation in ("all_reduce", "broadcast") else [])
 
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Work:
+        """Send to one rank, and note it; it ends when the other has received, so nobody may wait for that here."""
+        self._log.calls.append(
+            Call("send", str(tensors[0].dtype).removeprefix("torch."), self._ranks, tensors[0].nbytes, self._log.phase)
+        )
+        return self._peer("send", tensors, destination, tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
+        """Receive from one rank."""
+        return self._peer("recv", tensors, source, tag)
+
+    def _peer(self, operation: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        run: Callable[..., Work] = getattr(self._inner, operation)
+        with record_function(TRANSPORT[0]):
+            return run(tensors, peer, tag)
+
     @property
     def inner(self) -> object:
         """The group that does the work."""

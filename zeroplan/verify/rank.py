@@ -31,6 +31,8 @@ def measure(
 
     Raises MeasurementError where a GPU is not to be had, or a rank does not join in time.
     """
+    if task.workload and task.job.mesh.pp > 1:
+        raise MeasurementError("a workload is not cut into pipeline stages here; leave --workload or --pipeline-parallel out")
     os.environ.update(DS_ACCELERATOR="cuda" if task.tensors == "cuda" else "cpu", HF_HUB_OFFLINE="1")
     found = _simulated(task, rank, say) if task.tensors == "fake" else _measured(task, rank, store, say, card)
     return replace(found, workload=task.workload)

@@ -54,6 +54,9 @@ def observe(
     """Build model and engine and train, in the process group that is there."""
     with warnings.catch_warnings(), watcher, _real_meshes(watcher):
         warnings.simplefilter("ignore")
+        if job.mesh.pp > 1:
+            _observe_pipeline(job, watcher, mesh, steps=steps)
+            return
         work = make() if make is not None else workload(job, dtype=weights_dtype(job), device=mesh.device_type)
         if job.mesh.tp > 1:
             work = split(work, mesh, seq_len=job.batch.seq_len)
@@ -64,6 +67,15 @@ def observe(
         with engine.labels(watcher), moving_from(mesh.device_type, watcher):
             train(engine, watcher, module=work.module, steps=steps, accumulate=job.batch.grad_accum_steps)
         watcher.claim(Kind.PARAMETERS, beside_parameters(work.module))  # biases are cast in the first forward
+
+
+def _observe_pipeline(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps: int) -> None:
+    """Let a schedule take all micro-batches of a step through this rank's stages."""
+    from zeroplan.verify.pipelined import Pipelined  # noqa: PLC0415  only a pipeline imports torch's pipelining
+
+    engine = Pipelined(job, mesh, watcher)
+    with engine.labels(watcher), moving_from(mesh.device_type, watcher):
+        train(engine, watcher, module=engine.module, steps=steps, accumulate=1)
 
 
 def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> Engine:
@@ -110,6 +122,10 @@ def _fake_group_on(device: str) -> str:
 def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
     """The job's ranks as FSDP2 takes them: one dimension, or replicas of a sharded group."""
     replicas, shards, tensor = job.mesh.dp_replicate, job.mesh.dp_shard, job.mesh.tp
+    if job.mesh.pp > 1:
+        from zeroplan.verify.pipelined import pipeline_mesh  # noqa: PLC0415  only a pipeline imports torch's pipelining
+
+        return pipeline_mesh(job, device)
     if tensor > 1:
         return init_device_mesh(device, (replicas, shards, tensor), mesh_dim_names=("replicate", "shard", TENSOR))
     if replicas == 1:

@@ -54,7 +54,7 @@ def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu", batch_dev
     Under a fake tensor mode everything it builds is fake. The batch may be elsewhere, where the weights have no memory yet.
     """
     _refuse_what_cannot_run(job.recipe)
-    module = _causal_model(job.model, job.recipe, dtype, device)
+    module = causal_module(job.model, job.recipe, dtype, device)
     if job.recipe.offload_activations:
         offload_blocks(module, find_blocks(module))
     shape = (job.batch.micro_batch_size, job.batch.seq_len)
@@ -241,7 +241,8 @@ def layer_period(spec: ModelSpec) -> int:
     return next((n for n in range(1, len(kinds)) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False))), 1)
 
 
-def _causal_model(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, device: str) -> nn.Module:
+def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, device: str) -> nn.Module:
+    """Build the causal language model of a shape, recomputed, adapted and frozen as is asked."""
     from transformers import AutoConfig  # noqa: PLC0415  takes seconds, and user workloads need none
 
     made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys

@@ -236,11 +236,14 @@ class Plan(NamedTuple):
         return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
 
 
-def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Plan:
-    """Size the groups and collect what every moment needs."""
+def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, part: Layout | None = None) -> Plan:
+    """Size the groups and collect what every moment needs.
+
+    ``part`` are the parameters of a pipeline stage, where ``model`` has the stage's layers and not all that is outside them.
+    """
     width, n = widths(recipe.precision), mesh.dp_shard
     tp, ep = int(mesh.tp), int(mesh.ep)  # one number in a grid too
-    tree = layout(model) if tp == 1 else split_layout(model, tp)
+    tree = part if part is not None else layout(model) if tp == 1 else split_layout(model, tp)
     beside: tuple[Line, ...] = ()
     if is_quantised(model):
         from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
@@ -248,7 +251,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         tree, beside = packed_layout(model, width.compute), scales_of(model)
     if ep != 1:
         tree = _local_layout(model, ep)
-    learning = trained_layout(model) if has_frozen(model) else tree
+    learning = trained_layout(model) if part is None and has_frozen(model) else tree
     compute = compute_of(recipe, tp=tp, ep=ep)
     recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
@@ -298,7 +301,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
         tail_elements=sum(parameter.numel for parameter in learning.tail),
         tied_head_elements=0 if learning.tied_head is None else learning.tied_head.numel,
         embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),
-        last_root_elements=(tree.tail or tree.embeddings)[-1].numel,
+        last_root_elements=next((one.numel for one in (*tree.tail[::-1], *tree.embeddings[::-1])), 0),
         passes=passes,
         head=outside(model, recipe, batch, tp=tp),
         at_embedding=None if tp == 1 else _at_embedding(model, compute, batch),

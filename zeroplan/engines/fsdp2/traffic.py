@@ -47,14 +47,15 @@ def _of_group(
 ) -> Iterator[Collective]:  # fmt: skip
     (group, trained), what = groups, f"parameters of {name}"
     sharing = plan.n if ranks is None else ranks
-    yield _gather(plan, group, passes * layers, what, "forward", ranks=sharing)
+    yield gather(plan, group, passes * layers, what, "forward", ranks=sharing)
     if plan.reshard is not False and group is not plan.root:
-        yield _gather(plan, group, passes * backward, what, "backward", ranks=sharing if plan.reshard is True else plan.reshard)
-    yield _reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}", ranks=sharing)
-    yield _over_replicas(plan, trained, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
+        yield gather(plan, group, passes * backward, what, "backward", ranks=sharing if plan.reshard is True else plan.reshard)
+    yield reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}", ranks=sharing)
+    yield over_replicas(plan, trained, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
 
 
-def _gather(plan: Plan, group: Group, calls: Int, what: str, when: str, *, ranks: Int) -> Collective:
+def gather(plan: Plan, group: Group, calls: Int, what: str, when: str, *, ranks: Int) -> Collective:
+    """All-gathers of one group's parameters."""
     payload: Int = plan.width.compute * group.padded
     each: Int = ceil_div(payload, ranks)
     sent: Int = calls * each * (ranks - 1)
@@ -62,7 +63,8 @@ def _gather(plan: Plan, group: Group, calls: Int, what: str, when: str, *, ranks
     return Collective("all_gather", what, when, ranks, calls, payload, sent, elements, GATHER)
 
 
-def _reduce_scatter(plan: Plan, group: Group, calls: Int, what: str, *, ranks: Int) -> Collective:
+def reduce_scatter(plan: Plan, group: Group, calls: Int, what: str, *, ranks: Int) -> Collective:
+    """Reduce-scatters of one group's gradients."""
     payload: Int = plan.reduce_bytes * group.padded
     each: Int = plan.reduce_bytes * group.shard
     sent: Int = calls * each * (ranks - 1)
@@ -70,7 +72,8 @@ def _reduce_scatter(plan: Plan, group: Group, calls: Int, what: str, *, ranks: I
     return Collective("reduce_scatter", what, "backward", ranks, calls, payload, sent, elements, REDUCE)
 
 
-def _over_replicas(plan: Plan, group: Group, calls: Int, what: str, replicas: Int) -> Collective:
+def over_replicas(plan: Plan, group: Group, calls: Int, what: str, replicas: Int) -> Collective:
+    """All-reduces of the shards that reduce-scatters leave."""
     payload: Int = plan.reduce_bytes * group.shard
     each: Int = ceil_div(payload, replicas)
     sent: Int = 2 * calls * each * (replicas - 1)

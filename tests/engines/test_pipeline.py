@@ -1,0 +1,150 @@
+"""A rank of a pipeline: what it has, what waits in it, what it sends; and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.formulas import assert_explained
+from zeroplan.engines.pipeline import accounts
+from zeroplan.engines.pipeline.walk import Place, gathers, states
+from zeroplan.errors import SpecError
+from zeroplan.estimator import estimate, needed
+from zeroplan.ledger import Kind
+from zeroplan.report.text import estimate_text
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import cut
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
+
+_MODEL = ModelSpec(family="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=8, num_attention_heads=4,
+                   num_key_value_heads=2, head_dim=16, vocab_size=256)  # fmt: skip
+
+
+def _job(*, pp: int = 4, micro_batches: int = 6, **recipe: object) -> JobSpec:
+    return JobSpec(
+        model=_MODEL, mesh=MeshSpec(pp=pp, dp_shard=2), recipe=RecipeSpec(zero_stage=2, **recipe),  # type: ignore[arg-type]
+        batch=BatchSpec(micro_batch_size=2, seq_len=32, grad_accum_steps=micro_batches),
+    )  # fmt: skip
+
+
+def test_stages_are_cut_as_torchtitan_cuts_them() -> None:
+    """The docstring of its function: three layers, two stages, embedding and head as heavy as a layer each."""
+    assert [(one.start, one.stop) for one in cut(126, 16)] == [
+        (0, 7), *((7 + 8 * at, 15 + 8 * at) for at in range(14)), (119, 126),
+    ]  # fmt: skip
+    assert [stage.layers for stage in cut(8, 4)] == [2, 3, 2, 1]
+
+
+@pytest.mark.parametrize(("rank", "in_flight"), [(0, 4), (1, 3), (2, 2), (3, 1)])
+def test_in_flight_are_as_many_micro_batches_as_there_are_stages_from_here_on(rank: int, in_flight: int) -> None:
+    """Narayanan et al. 2021, arXiv:2104.04473, section 2.2: 1F1B has at most as many in flight as the pipeline is deep."""
+    walk = states(Place("1f1b", rank, 4, 1, 64), resharded=False)
+    assert max(state.flying[0] for state in walk if state.kind == "backward") + 1 == in_flight
+    everything = states(Place("gpipe", rank, 4, 1, 64), resharded=False)
+    assert max(state.flying[0] for state in everything if state.kind == "backward") + 1 == 64
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_the_list_of_moments_does_not_grow_with_micro_batches(schedule: str) -> None:
+    few, many = (estimate(_job(pp=2, micro_batches=count, pipeline_schedule=schedule)) for count in (16, 128))
+    assert len(many.engine_moments) <= len(few.engine_moments)
+
+
+def test_ranks_have_the_whole_model_together() -> None:
+    answer = estimate(_job())
+    assert sum(one.parameters for one in answer.pipeline) == answer.parameters
+    assert answer.peak_bytes == max(int(one.peak_bytes) for one in answer.pipeline) + sum(
+        int(line.n_bytes) for line in answer.workspaces
+    )
+    assert "rank 1: 129,408 parameters" in estimate_text(answer)
+    assert "blocks 3 to 5 <- this one" in estimate_text(answer)
+
+
+def test_a_column_of_shards_and_micro_batch_sizes_is_its_points() -> None:
+    job = _job()
+
+    class _Columns:
+        dp_replicate, tp, cp, pp, ep = 1, 1, 1, 4, 1
+        dp_shard = np.array([2, 4, 8])
+        micro_batch_size = np.array([1, 2, 3])
+        seq_len, grad_accum_steps = 32, 6
+
+    columns = accounts(job.model, job.recipe, _Columns(), _Columns())  # type: ignore[arg-type]
+    for at in range(3):
+        mesh = replace(job.mesh, dp_shard=int(_Columns.dp_shard[at]))
+        batch = replace(job.batch, micro_batch_size=int(_Columns.micro_batch_size[at]))
+        for rank, point in enumerate(accounts(job.model, job.recipe, mesh, batch)):
+            assert columns[rank].pipeline[0].peak_bytes[at] == point.pipeline[0].peak_bytes  # type: ignore[index]
+    assert needed(job, job.batch).least_bytes == estimate(job).least_bytes
+
+
+def test_hidden_states_go_up_and_their_gradients_down_once_for_each_micro_batch() -> None:
+    hidden = 2 * 32 * 64 * 2
+    sent = [
+        {call.what: call.sent_bytes for call in one.collectives if call.operation == "send"}
+        for one in accounts(_job().model, _job().recipe, _job().mesh, _job().batch)
+    ]
+    up, down = "hidden states to the next stage", "gradients to the stage before"
+    assert sent == [{up: 6 * hidden}, *[{up: 6 * hidden, down: 6 * hidden}] * 2, {down: 6 * hidden}]
+
+
+def test_resharded_stages_are_gathered_where_no_backward_has_left_them_whole() -> None:
+    assert gathers(Place("gpipe", 1, 4, 1, 8), resharded=True)[0] == (8, 1)
+    assert gathers(Place("1f1b", 1, 4, 1, 8), resharded=True)[0] == (3, 6)
+    assert gathers(Place("1f1b", 1, 4, 1, 8), resharded=False)[0] == (1, 0)
+
+
+def test_gradients_are_reduced_once() -> None:
+    answer = estimate(_job())
+    reduced = sum(int(call.calls) for call in answer.traffic.collectives if call.operation == "reduce_scatter")
+    assert reduced == 3
+    assert any(line.kind is Kind.UNSHARDED_GRADIENTS for line in answer.peak.lines)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_formulas_are_the_bytes(schedule: str, recompute: str) -> None:
+    job = _job(pp=2, pipeline_schedule=schedule, recompute=recompute)
+    for rank in (0, 1):
+        assert_explained(estimate(job, pipeline_rank=rank))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pipeline_schedule": "1f1b", "pipeline_stages_per_rank": 2}, "has one stage on each rank, not 2"),
+        ({"pipeline_schedule": "zbv", "pipeline_stages_per_rank": 3}, "has two stages on each rank, not 3"),
+        ({"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 1}, "needs several stages"),
+        ({"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 3}, "leave one without a layer"),
+        ({"loss": "chunked"}, "loss 'chunked' is not modelled"),
+        ({"fsdp2": Fsdp2Options(cpu_offload=True)}, "offload to host memory is not modelled"),
+        ({"fsdp2": Fsdp2Options(reshard_after_forward=2)}, "reshard_after_forward as a number is not modelled"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        _job(**change)
+
+
+def test_schedules_that_split_a_backward_are_refused_when_their_memory_is_asked_for() -> None:
+    with pytest.raises(SpecError, match="the memory of schedule 'zbv' is not modelled"):
+        estimate(_job(pp=2, pipeline_schedule="zbv"))
+
+
+def test_rounds_of_an_interleaved_schedule_must_divide_the_micro_batches() -> None:
+    with pytest.raises(SpecError, match="9 micro-batches on 2 ranks in 4 rounds"):
+        _job(pp=2, micro_batches=9, pipeline_schedule="interleaved-1f1b")
+
+
+def test_a_schedule_needs_a_pipeline_and_an_untied_head() -> None:
+    with pytest.raises(SpecError, match="pp=1 has nothing to do"):
+        _job(pp=1, pipeline_schedule="1f1b")
+    with pytest.raises(SpecError, match="tied to the embedding"):
+        replace(_job(), model=replace(_MODEL, tie_word_embeddings=True))
+    with pytest.raises(SpecError, match="family 'gemma2' is not modelled"):
+        replace(_job(), model=replace(_MODEL, family="gemma2"))

@@ -1,0 +1,71 @@
+"""The time of a pipeline: published shares of the bubble, and an order of passes that is played through."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroplan.engines.pipeline.order import Action, interleaved
+from zeroplan.estimator import account_of, estimate
+from zeroplan.resolve import job
+from zeroplan.steptime import step_time
+from zeroplan.steptime.pipeline import Bubble
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(4, 1, 8), (8, 1, 64), (4, 2, 8), (8, 4, 32)])
+def test_equal_ranks_wait_as_long_as_is_published(ranks: int, chunks: int, micro_batches: int) -> None:
+    """Narayanan et al. 2021, arXiv:2104.04473: (p - 1)/m in section 2.2.1, 1/v of that in 2.2.2."""
+    bubble = Bubble((float(micro_batches),) * ranks, chunks, micro_batches)
+    assert bubble.idle_s / bubble.pace_s == pytest.approx((ranks - 1) / (chunks * micro_batches))
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(4, 2, 8), (2, 3, 6), (4, 4, 16)])
+def test_the_order_played_through_takes_that_long(ranks: int, chunks: int, micro_batches: int) -> None:
+    """A forward takes 1 on each stage, a backward 2; a pass begins when its rank is free and what it needs is there."""
+    orders = [interleaved(rank=rank, pp=ranks, chunks=chunks, micro_batches=micro_batches) for rank in range(ranks)]
+    bubble = Bubble((3.0 * chunks * micro_batches,) * ranks, chunks, micro_batches)
+    assert _played(orders, chunks) == bubble.pace_s + bubble.idle_s
+
+
+def _played(orders: list[tuple[Action, ...]], chunks: int) -> float:
+    ranks, ended, free = len(orders), {}, [0.0] * len(orders)
+    stages, waiting = ranks * chunks, [list(order) for order in orders]
+    while any(waiting):
+        for rank, order in enumerate(waiting):
+            while order:
+                one = order[0]
+                stage = one.chunk * ranks + rank
+                needs = [("forward", stage - 1)] if one.kind == "forward" else [("backward", stage + 1), ("forward", stage)]
+                needs = [(kind, at, one.micro_batch) for kind, at in needs if 0 <= at < stages]
+                if not all(need in ended for need in needs):
+                    break
+                free[rank] = max([free[rank], *(ended[need] for need in needs)]) + (1.0 if one.kind == "forward" else 2.0)
+                ended[(one.kind, stage, one.micro_batch)] = free[rank]
+                order.pop(0)
+    return max(free)
+
+
+def test_a_step_on_a_pipeline_has_the_bubble_among_its_parts() -> None:
+    asked = {"model": "llama-3.1-70b", "gpu": "h100-sxm-80gb", "gpus": 64, "seq_len": 4096, "stage": 2, "recompute": "full"}
+    deep = {count: job(**asked, pipeline_parallel=8, grad_accum=count) for count in (8, 64)}  # type: ignore[arg-type]
+    parts = {}
+    for count, one in deep.items():
+        time = step_time(account_of(one, one.batch), one.model, one.recipe, one.mesh, one.batch, one.cluster)
+        parts[count] = {part.name: part.seconds for part in time.parts}, time
+    few, many = parts[8], parts[64]
+    assert few[0]["pipeline bubble"] == pytest.approx(many[0]["pipeline bubble"])
+    assert many[1].tokens_per_s > 1.5 * few[1].tokens_per_s
+    assert many[1].tokens == 64 * 4096 / 8
+    assert 0.3 < many[1].mfu < 0.6
+    assert few[0]["reducing gradients"] > 0
+    assert few[0]["sends between stages"] > 0
+
+
+def test_stages_that_share_a_node_send_faster() -> None:
+    asked = {"model": "llama-3.1-8b", "gpu": "h100-sxm-80gb", "seq_len": 4096, "grad_accum": 8, "pipeline_parallel": 4}
+    seconds = []
+    for gpus in (8, 64):
+        one = job(**asked, gpus=gpus)  # type: ignore[arg-type]
+        time = step_time(account_of(one, one.batch), one.model, one.recipe, one.mesh, one.batch, one.cluster)
+        seconds.append(next(part.seconds for part in time.parts if part.name == "sends between stages"))
+    assert seconds[0] < seconds[1] / 3
+    assert estimate(job(**asked, gpus=8)).pipeline  # type: ignore[arg-type]

@@ -1,0 +1,115 @@
+"""Torch's own pipelining, run on fake tensors, takes what the estimate says; and its orders are ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from zeroplan.comparison import compare_with_estimate
+from zeroplan.engines.pipeline.order import interleaved
+from zeroplan.errors import MeasurementError
+from zeroplan.measurement import Measurement
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+pytestmark = pytest.mark.torch
+
+_MODEL = ModelSpec(family="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=6, num_attention_heads=4,
+                   num_key_value_heads=2, head_dim=16, vocab_size=256)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A job on two pipeline ranks of two shards each, and the rank that is run."""
+
+    rank: int
+    recipe: dict[str, object]
+    micro_batches: int = 3
+    seq_len: int = 32
+    """With a short one gradients outweigh activations, and the peak is where they are reduced."""
+
+
+_CASES = [
+    Case(0, {"zero_stage": 2}, micro_batches=4),
+    Case(1, {"zero_stage": 2, "pipeline_schedule": "gpipe", "precision": "fp32"}),
+    Case(0, {"zero_stage": 3, "pipeline_schedule": "gpipe", "recompute": "full"}),
+    Case(1, {"zero_stage": 3, "precision": "bf16"}),
+    Case(0, {"zero_stage": 2, "pipeline_schedule": "interleaved-1f1b", "recompute": "full"}, micro_batches=2),
+    Case(1, {"zero_stage": 3, "pipeline_schedule": "interleaved-1f1b"}, micro_batches=2),
+    Case(0, {"zero_stage": 2, "pipeline_schedule": "1f1b"}, micro_batches=2, seq_len=2),
+]
+
+
+def _job(case: Case) -> JobSpec:
+    return JobSpec(
+        model=_MODEL, mesh=MeshSpec(pp=2, dp_shard=2), recipe=RecipeSpec(**case.recipe),  # type: ignore[arg-type]
+        batch=BatchSpec(micro_batch_size=2, seq_len=case.seq_len, grad_accum_steps=case.micro_batches),
+    )  # fmt: skip
+
+
+def _names(case: Case) -> str:
+    return f"rank {case.rank}, {', '.join(map(str, case.recipe.values()))}, {case.seq_len} tokens"
+
+
+@pytest.mark.parametrize("case", _CASES, ids=_names)
+def test_a_rank_takes_what_the_estimate_says(case: Case) -> None:
+    """Every phase to the byte but for what no estimate has: rotary frequencies, position ids of one pass, single numbers."""
+    from zeroplan.verify.simulate import simulate
+
+    torch.set_num_threads(1)
+    seen = compare_with_estimate(simulate(_job(case), rank=2 * case.rank))
+    for row in (*seen.phases, seen.peak, seen.held):
+        assert -_SMALL <= row.difference <= 0, row
+    assert all(not row.difference for row in seen.collectives), seen.collectives
+    assert {"all_gather", "reduce_scatter", "send"} == {row.what for row in seen.collectives}
+
+
+#: Two tables of 32 bytes a stage, position ids of 32 tokens under two names, losses.
+_SMALL = 1200
+
+
+@pytest.mark.parametrize(("pp", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 10), (3, 3, 2), (4, 4, 16)])
+def test_the_order_of_interleaved_stages_is_torchs(pp: int, chunks: int, micro_batches: int) -> None:
+    from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
+    torchs = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    torchs.n_local_stages, torchs.pp_group_size, torchs._n_microbatches = chunks, pp, micro_batches
+    torchs.microbatches_per_round = micro_batches // max(1, micro_batches // pp)
+    for rank in range(pp):
+        order = [action for action in torchs._calculate_single_rank_operations(rank) if action is not None]
+        ours = interleaved(rank=rank, pp=pp, chunks=chunks, micro_batches=micro_batches)
+        assert [(one.stage_index // pp, one.microbatch_index, one.computation_type.value[:1]) for one in order] == [
+            (one.chunk, one.micro_batch, "F" if one.kind == "forward" else "B") for one in ours
+        ]
+
+
+def test_ranks_that_really_send_take_and_send_what_the_estimate_says() -> None:
+    """Two processes over gloo, two stages on each."""
+    from zeroplan.verify.launch import launch
+    from zeroplan.verify.task import Task
+
+    job = replace(_job(_CASES[4]), mesh=MeshSpec(pp=2))
+    records: list[Measurement] = []
+    launch(Task(job=job, transport="gloo", steps=2), keep=records.append, say=lambda _: None)
+    assert len(records) == 2
+    for record in records:
+        seen = compare_with_estimate(record)
+        assert all(-_SMALL <= row.difference <= 0 for row in (*seen.phases, seen.peak, seen.held)), seen
+        assert [(row.what, row.difference) for row in seen.collectives] == [("send", 0)]
+
+
+def test_a_workload_is_not_cut() -> None:
+    from zeroplan.verify.rank import measure
+    from zeroplan.verify.task import Task
+
+    task = Task(job=_job(_CASES[0]), transport="fake", tensors="fake", workload="package.module:function")
+    with pytest.raises(MeasurementError, match="not cut into pipeline stages"):
+        measure(task, rank=0, say=lambda _: None)

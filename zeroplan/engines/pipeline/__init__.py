@@ -1,0 +1,139 @@
+"""What does a rank of a pipeline hold, which rank holds most, and what do they send each other?
+
+FSDP2 inside every stage, stages and schedules of ``torch.distributed.pipelining`` (torch 2.13), cut and driven as torchtitan does
+it. A stage is FSDP2's plan of its layers; a schedule says how many micro-batches wait in it while another goes through.
+
+Left out: schedules that split a backward (``interleaved-zero-bubble``, ``zbv``), which are refused.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zeroplan.engines.account import Account, PipelineRank
+from zeroplan.engines.formulas import product, several
+from zeroplan.engines.optimizers import step_temporary_lines
+from zeroplan.engines.pipeline.moments import Rank, moments_of
+from zeroplan.engines.pipeline.stage import StagePlan, stage_plans
+from zeroplan.engines.pipeline.traffic import collectives
+from zeroplan.engines.pipeline.walk import Place, gathers, states
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.numeric import maximum
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
+from zeroplan.spec.recipe import RecipeSpec
+
+RECEIVED = "torch 2.13, torch/distributed/pipelining/stage.py, PipelineStage._setup_forward_recv_info"
+TOKENS = "torch 2.13, torch/distributed/pipelining/schedules.py, _PipelineSchedule.step"
+_UNTOLD = ("interleaved-zero-bubble", "zbv")
+
+
+def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
+    """Memory and traffic per step of every pipeline rank, first to last. [bytes]
+
+    The number of micro-batches is one number: the order of a schedule depends on it. Other numbers may be columns.
+    """
+    if recipe.pipeline_schedule in _UNTOLD:
+        raise SpecError(
+            f"the memory of schedule {recipe.pipeline_schedule!r} is not modelled; use interleaved-1f1b, 1f1b or gpipe"
+        )
+    recipe = replace(recipe, sync_every_micro_batch=False)  # a schedule reduces once
+    pp, schedule = int(mesh.pp), recipe.pipeline_schedule or "1f1b"
+    chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
+    plans = stage_plans(model, recipe, mesh, batch, cut(model.num_hidden_layers, pp * chunks))
+    ranks = []
+    for rank in range(pp):
+        mine = indices_of_rank(schedule, rank=rank, pp=pp, stages=len(plans))
+        place = Place(schedule, rank, pp, chunks, int(batch.grad_accum_steps))
+        ranks.append(_account(recipe, mesh, batch, tuple(plans[at] for at in mine), place))
+    return tuple(ranks)
+
+
+def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+    """The account of the rank whose peak is the highest, the first of equals, with every rank's peak. Sizes are ints here."""
+    every = accounts(model, recipe, mesh, batch)
+    worst = max(every, key=lambda one: int(one.pipeline[0].peak_bytes))
+    others = tuple(one.pipeline[0] for one in every if one is not worst)
+    rank = worst.pipeline[0].rank
+    note = f"figures are of pipeline rank {rank}, whose peak is the highest of {len(every)}; verify it as rank"
+    first = rank * int(mesh.dp_replicate) * int(mesh.dp_shard)
+    return worst._replace(pipeline=(*worst.pipeline, *others), notes=(*worst.notes, f"{note} {first}"))
+
+
+def _account(recipe: RecipeSpec, mesh: Mesh, batch: Batch, stages: tuple[StagePlan, ...], place: Place) -> Account:
+    """Memory and traffic of one rank."""
+    standing = _joined(line for stage in stages for line in stage.plan.persistent)
+    here = Rank(place.rank, stages, (*standing, *_received(stages, batch)))
+    gradients = _joined(stage.plan.gradient_shards(stage.plan.every_layer, "after backward", root=True) for stage in stages)
+    step = Moment("optimizer step", Phase.STEP, (*here.standing, *gradients, *_temporaries(recipe, stages)))
+    resharded = bool(stages[0].plan.reshard)
+    moments = (*moments_of(here, states(place, resharded=resharded)), step)
+    return Account(
+        states=(*standing, *gradients),
+        moments=moments,
+        collectives=collectives(stages, gathers(place, resharded=resharded), mesh, batch),
+        pipeline=(_shown(place.rank, stages, moments),),
+    )
+
+
+def _shown(rank: int, stages: tuple[StagePlan, ...], moments: tuple[Moment, ...]) -> PipelineRank:
+    totals = [moment.total_bytes for moment in moments]
+    if not all(isinstance(total, int) for total in totals):
+        return PipelineRank(rank, "", 0, maximum(0, *totals), "")
+    highest = moments[totals.index(max(totals))]
+    words = "; ".join(_in_words(one.stage) for one in stages)
+    return PipelineRank(rank, words, sum(one.plan.numel for one in stages), highest.total_bytes, highest.name)
+
+
+def _in_words(stage: Stage) -> str:
+    """Name the layers of a stage, counted from 1, and what stands before and after them.
+
+    >>> _in_words(Stage(0, 0, 7, True, False))
+    'embedding, blocks 1 to 7'
+    """
+    blocks = f"blocks {stage.start + 1} to {stage.stop}" if stage.layers > 1 else f"block {stage.stop}"
+    return ", ".join((*(["embedding"] if stage.is_first else []), blocks, *(["norm and head"] if stage.is_last else [])))
+
+
+def _joined(lines: Iterator[Line]) -> tuple[Line, ...]:
+    """Add up what several stages have of the same."""
+    found: dict[tuple[Kind, str], Line] = {}
+    for line in lines:
+        key = (line.kind, line.reason)
+        before = found.get(key)
+        found[key] = line._replace(n_bytes=line.n_bytes + (0 if before is None else before.n_bytes))
+    return tuple(line._replace(formula=product(1, line.n_bytes)) for line in found.values())
+
+
+def _received(stages: tuple[StagePlan, ...], batch: Batch) -> tuple[Line, ...]:
+    """Receive buffers, which a stage has for every micro-batch of a step, and the step's token ids and labels."""
+    count = batch.grad_accum_steps
+    buffers = sum(2 - stage.stage.is_first - stage.stage.is_last for stage in stages)
+    tokens = sum(stage.stage.is_first + stage.stage.is_last for stage in stages)
+    received = count * buffers * stages[0].hidden_bytes
+    ids = 8 * tokens * count * batch.micro_batch_size * batch.seq_len
+    return (
+        Line(
+            Kind.ACTIVATIONS,
+            received,
+            "receive buffers, for hidden states and for gradients, of every micro-batch",
+            several((count * buffers, stages[0].hidden_bytes)),
+            RECEIVED,
+        ),
+        Line(
+            Kind.ACTIVATIONS,
+            ids,
+            "token ids or labels of all micro-batches, int64",
+            several((count * tokens, 8 * batch.micro_batch_size * batch.seq_len)),
+            TOKENS,
+        ),
+    )
+
+
+def _temporaries(recipe: RecipeSpec, stages: tuple[StagePlan, ...]) -> tuple[Line, ...]:
+    tensors = tuple(tensor for stage in stages for tensor in stage.plan.local_tensors)
+    plan = stages[0].plan
+    made = step_temporary_lines(recipe.optimizer, plan.impl, tensors, plan.width.stored, symbol="")
+    return tuple(line._replace(formula=product(1, line.n_bytes)) for line in made)

@@ -1,0 +1,133 @@
+"""One stage of a pipeline as FSDP2 holds it: its layers' plan, and what a micro-batch leaves in it between its passes.
+
+A stage is a model of fewer layers, without the embedding or without the final norm and the head. What it is given by another
+rank stands in a receive buffer, which is there all the time, so that the first block's input and the gradient that comes in at
+the last block cost nothing more.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.fsdp2.plan import Plan, make_plan
+from zeroplan.engines.positions import Position
+from zeroplan.ledger import Line, total_bytes
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import Stage
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.families.parts import SAVED
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params import layout
+
+CHECKPOINT = "torch 2.13, torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator"
+
+
+class StagePlan(NamedTuple):
+    """A stage: the plan of its layers, and the sizes that only a stage has. [bytes]"""
+
+    stage: Stage
+    plan: Plan
+    positions: tuple[Position, ...]
+    """Layers at which a maximum can lie, counted within the stage and named within the model."""
+    hidden_bytes: Int
+    """What it sends for each micro-batch, and what it is sent."""
+    output_bytes: Int
+    """What it returns for each micro-batch: hidden states, or logits."""
+    input_is_kept: bool
+    """The first block's input is among what blocks keep for their backward."""
+
+    @property
+    def kept_bytes(self) -> Int:
+        """What one micro-batch leaves in the stage from its forward to its backward, its output and its input apart."""
+        plan = self.plan
+        n_bytes: Int = total_bytes(plan.head.shared) - (self.hidden_bytes if self.takes_from_buffer else 0)
+        for layers, each in zip(plan.every_layer, plan.kept, strict=True):
+            n_bytes = n_bytes + layers * each
+        return n_bytes + (total_bytes((*plan.head.saved, *plan.head.loss)) if self.stage.is_last else 0)
+
+    @property
+    def takes_from_buffer(self) -> bool:
+        """Whether what blocks are said to keep has a receive buffer among it."""
+        return self.input_is_kept and not self.stage.is_first
+
+    def at_its_beginning(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        """Lines of a stage's first block, whose input stands in a receive buffer."""
+        return lines if self.stage.is_first else _without(lines, self.hidden_bytes, _INPUTS)
+
+    def at_its_end(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        """Lines of a stage's last block until the incoming gradient has been added to, which stands in a receive buffer."""
+        return lines if self.stage.is_last else _without(lines, self.hidden_bytes, _INCOMING)
+
+
+_INPUTS = ("block input", "norm before attention: its input", "norm before attention: its input in fp32")
+_INCOMING = ("gradient of the residual stream",)
+
+
+def _without(lines: tuple[Line, ...], n_bytes: Int, reasons: tuple[str, ...]) -> tuple[Line, ...]:
+    """Leave out the line that is the tensor in the buffer: one of these, as large as that."""
+    for at, line in enumerate(lines):
+        if line.reason in reasons and bool(_same(line.n_bytes, n_bytes)):
+            return (*lines[:at], *lines[at + 1 :])
+    return lines
+
+
+def _same(one: Int, other: Int) -> bool:
+    same = one == other
+    return same if isinstance(same, bool) else bool(same.all())
+
+
+def stage_plans(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, stages: tuple[Stage, ...]
+) -> tuple[StagePlan, ...]:  # fmt: skip
+    """Size the layers of every stage, and what is outside them in it; stages that are alike are sized once."""
+    made: dict[object, StagePlan] = {}
+    plans = []
+    for stage in stages:
+        fewer, part = layers_of(model, stage)
+        alike = (fewer, stage.is_first, stage.is_last)
+        if alike not in made:
+            made[alike] = _stage_plan(fewer, part, recipe, mesh, batch, stage)
+        one = made[alike]
+        plans.append(one._replace(stage=stage, positions=_named(one.plan.corners, stage, model.num_hidden_layers)))
+    return tuple(plans)
+
+
+def _stage_plan(
+    fewer: ModelSpec, part: Layout, recipe: RecipeSpec, mesh: Mesh, batch: Batch, stage: Stage
+) -> StagePlan:  # fmt: skip
+    plan = make_plan(fewer, recipe, mesh, batch, part=part)
+    head = plan.head
+    positions = (
+        (Line(SAVED, 8 * batch.seq_len, "position ids, int64, held by checkpoints", "8·s", CHECKPOINT),)
+        if plan.recomputed
+        else ()
+    )
+    plan = plan._replace(
+        head=head._replace(
+            shared=(*head.with_blocks, *positions), first_input=head.first_input if stage.is_first else ()
+        ),
+        tail_elements=plan.tail_elements if stage.is_last else 0,
+    )  # fmt: skip
+    logits = total_bytes(head.output) if stage.is_last else head.hidden_bytes
+    kept = recipe.recompute != "none" or not plan.passes[0].checkpoint_in_backward
+    return StagePlan(stage, plan, plan.corners, head.hidden_bytes, logits, kept)
+
+
+@lru_cache(maxsize=4096)
+def layers_of(model: ModelSpec, stage: Stage) -> tuple[ModelSpec, Layout]:
+    """The stage's layers as a model of its own, and the parameters that it really has."""
+    moe = model.moe
+    if moe is not None and moe.num_dense_layers:
+        moe = replace(moe, num_dense_layers=max(0, min(stage.layers, moe.num_dense_layers - stage.start)))
+    fewer = replace(model, num_hidden_layers=stage.layers, moe=moe)
+    tree = layout(fewer)
+    embeddings, tail = tree.embeddings if stage.is_first else (), tree.tail if stage.is_last else ()
+    return fewer, tree._replace(embeddings=embeddings, tail=tail)
+
+
+@lru_cache(maxsize=4096)
+def _named(positions: tuple[Position, ...], stage: Stage, layers: int) -> tuple[Position, ...]:
+    return tuple(one._replace(name=f"block {stage.start + one.layer + 1} of {layers}") for one in positions)

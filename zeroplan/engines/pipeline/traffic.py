@@ -1,0 +1,53 @@
+"""What a pipeline rank sends per step: hidden states up, their gradients down, and FSDP2's collectives as a schedule has them.
+
+Gradients are reduced once per step. Parameters are gathered once, or, where blocks are sharded again after their forward, in
+every pass but those that follow a backward, which leaves its stage unsharded.
+"""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.fsdp2.traffic import REPLICAS, ROOT, gather, over_replicas, reduce_scatter
+from zeroplan.engines.pipeline.stage import StagePlan
+from zeroplan.engines.pipeline.walk import Gathers
+from zeroplan.ledger import Collective
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Mesh
+
+P2P = "torch 2.13, torch/distributed/pipelining/stage.py, get_fwd_send_ops and get_bwd_send_ops"
+#: The operation's name, and what is sent.
+SEND, UP, DOWN = "send", "hidden states to the next stage", "gradients to the stage before"
+
+
+def collectives(
+    stages: tuple[StagePlan, ...], gathers: tuple[Gathers, ...], mesh: Mesh, batch: Batch
+) -> tuple[Collective, ...]:
+    """Every collective and every send of one optimizer step of a rank."""
+    sent = _sends(stages, mesh, batch)
+    return (*(call for one in zip(stages, gathers, strict=True) for call in _of_stage(*one, mesh)), *sent)
+
+
+def _of_stage(stage: StagePlan, gathers: Gathers, mesh: Mesh) -> Iterator[Collective]:
+    plan = stage.plan
+    if plan.root.numel:
+        yield gather(plan, plan.root, 1, f"parameters of {ROOT}", "forward", ranks=plan.n)
+        yield reduce_scatter(plan, plan.root, 1, f"gradients of {ROOT}", ranks=plan.n)
+        yield over_replicas(plan, plan.root, 1, f"{REPLICAS} of {ROOT}", mesh.dp_replicate)
+    for group, run in zip(plan.blocks, plan.runs, strict=True):
+        what = f"parameters of {run.kind} blocks"
+        yield gather(plan, group, run.layers * gathers.forward, what, "forward", ranks=plan.n)
+        if gathers.backward:
+            yield gather(plan, group, run.layers * gathers.backward, what, "backward", ranks=plan.n)
+        yield reduce_scatter(plan, group, run.layers, f"gradients of {run.kind} blocks", ranks=plan.n)
+        yield over_replicas(plan, group, run.layers, f"{REPLICAS} of {run.kind} blocks", mesh.dp_replicate)
+
+
+def _sends(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+    """One tensor of hidden states for each micro-batch and boundary, each way."""
+    up = sum(not stage.stage.is_last for stage in stages)
+    down = sum(not stage.stage.is_first for stage in stages)
+    n_bytes, width = stages[0].hidden_bytes, stages[0].plan.width.compute
+    for count, what, when in ((up, UP, "forward"), (down, DOWN, "backward")):
+        calls: Int = count * batch.grad_accum_steps
+        if count:
+            yield Collective(SEND, what, when, mesh.pp, calls, n_bytes, calls * n_bytes, calls * n_bytes // width, P2P)

@@ -1,0 +1,126 @@
+"""How long does a step take on a pipeline: the slowest rank's work, the wait for the pipeline to fill and drain, what is sent?
+
+A rank works on its stages for every micro-batch. The slowest one sets the pace; before it begins and after it ends the others
+work on the first and the last micro-batch alone. With several stages on each rank it begins that much sooner.
+
+Left out: schedules that split a backward, waits inside a step that unequal stages cause beyond the slowest one's pace, sends that
+meet on one link.
+"""
+
+from typing import NamedTuple
+
+from zeroplan.engines.account import Account
+from zeroplan.engines.fsdp2.traffic import REPLICAS
+from zeroplan.engines.pipeline.stage import layers_of
+from zeroplan.engines.pipeline.traffic import SEND
+from zeroplan.ledger import Collective
+from zeroplan.numeric import Float, longest
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.hardware import GpuSpec
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.steptime.compute import Computing, computing
+from zeroplan.steptime.efficiency import LINK_SOURCE, Efficiency
+from zeroplan.steptime.links import Links, neighbours, seconds, strided
+from zeroplan.steptime.parts import Part
+from zeroplan.steptime.work import Work, work
+
+BUBBLE = "Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1 and 2.2.2"
+
+
+class Bubble(NamedTuple):
+    """The times of all micro-batches on each rank, and how many stages a rank has. [s]"""
+
+    ranks: tuple[Float, ...]
+    chunks: int
+    micro_batches: int
+
+    @property
+    def pace_s(self) -> Float:
+        """What the slowest rank works."""
+        return longest(*self.ranks)
+
+    @property
+    def idle_s(self) -> Float:
+        """What it waits for the pipeline to fill and to drain: one micro-batch on every other rank, on one stage each.
+
+        Equal ranks wait (p - 1)/(v·m) of what they work.
+
+        >>> Bubble((8.0,) * 4, chunks=1, micro_batches=8).idle_s, Bubble((8.0,) * 4, chunks=2, micro_batches=8).idle_s
+        (3.0, 1.5)
+        """
+        together: Float = 0.0
+        for rank in self.ranks:
+            together = together + rank
+        return (together - self.pace_s) / (self.chunks * self.micro_batches)
+
+
+def pipeline_parts(
+    account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, gpu: GpuSpec,
+    share: Efficiency, mfu: float | None,
+) -> tuple[Part, ...]:  # fmt: skip
+    """The parts of a step but for the optimizer's: those of the slowest rank, the bubble, collectives and sends. [s]"""
+    schedule, pp = recipe.pipeline_schedule or "1f1b", int(mesh.pp)
+    chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
+    stages = cut(model.num_hidden_layers, pp * chunks)
+    ranks = []
+    for rank in range(pp):
+        mine = tuple(stages[at] for at in indices_of_rank(schedule, rank=rank, pp=pp, stages=len(stages)))
+        ranks.append(computing(_work_of(mine, model, recipe, batch), model, recipe, batch, gpu, share, mfu))
+    steps = int(batch.grad_accum_steps)
+    bubble = Bubble(tuple(one.forward_s + one.backward_s for one in ranks), chunks, steps)
+    slowest = ranks[max(range(pp), key=lambda rank: _largest(bubble.ranks[rank]))]
+    waits = Part("pipeline bubble", bubble.idle_s, 0.0 * bubble.idle_s, f"{pp} ranks fill and drain, {schedule}", BUBBLE)
+    return (*slowest.parts, waits, *_traffic(account.collectives, slowest, mesh, batch, here))
+
+
+def _largest(seconds: Float) -> float:
+    return float(seconds if isinstance(seconds, (int, float)) else seconds.max())
+
+
+def _work_of(stages: tuple[Stage, ...], model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
+    """What one micro-batch asks of a rank: its layers, and with the last stage the head and the loss."""
+    asked = [_work_of_stage(stage, model, recipe, batch) for stage in stages]
+    totals: list[Float] = [0.0 for _ in Work._fields]
+    for one in asked:
+        totals = [total + figure for total, figure in zip(totals, one, strict=True)]
+    return Work(*totals)
+
+
+def _work_of_stage(stage: Stage, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
+    whole = work(layers_of(model, stage)[0], recipe, batch)
+    if stage.is_last:
+        return whole
+    of_head = whole.head_flops / (whole.blocks_flops + whole.head_flops)
+    return whole._replace(head_flops=0.0, head_bytes=0.0, weights_bytes=whole.weights_bytes * (1.0 - of_head))
+
+
+def _traffic(calls: tuple[Collective, ...], busy: Computing, mesh: Mesh, batch: Batch, here: Links) -> tuple[Part, ...]:
+    """Gathers hide behind a micro-batch's passes but for the first block's; reductions come when all passes are over.
+
+    Schedules wait for what they receive: a send takes its time in full once each way in every micro-batch.
+    """
+    gathers: Float = 0.0
+    bare: Float = 0.0
+    reductions: Float = 0.0
+    sends: Float = 0.0
+    for call in calls:
+        stride = mesh.dp_replicate * mesh.dp_shard
+        group = neighbours(call.group, here.per_node)
+        if call.operation == SEND:
+            sends = sends + seconds(call._replace(group=2), strided(2, stride, here.per_node), here)
+        elif call.operation == "all_gather":
+            gathers = gathers + seconds(call, group, here)
+            bare = bare + seconds(call, group, here) / longest(1.0 * call.calls, 1.0)
+        else:
+            group = strided(call.group, mesh.dp_shard, here.per_node) if call.what.startswith(REPLICAS) else group
+            reductions = reductions + seconds(call, group, here)
+    beside = (busy.forward_s + busy.backward_s) / batch.grad_accum_steps
+    waits = longest(gathers - beside, bare)
+    return (
+        Part("waiting for all-gathers", waits, gathers - waits, "gathered ahead of the block that needs it", LINK_SOURCE),
+        Part("reducing gradients", reductions, 0.0 * reductions, "after the last backward, beside nothing", LINK_SOURCE),
+        Part("sends between stages", sends, 0.0 * sends, "the next pass waits for what it receives", LINK_SOURCE),
+    )
