@@ -274,15 +274,20 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
     >>> needed(one, one.batch).least_bytes == estimate(one).least_bytes
     True
     """
-    workspaces = _workspaces(job)
-    beside = total_band(outside(job.mesh, job.cluster.gpu)).expected_bytes
     least: Int = 0
     comfortable: Int = 0
     for account in _of_each_rank(job, batch):
-        moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account.moments)
-        band = _reserved(moments, job)
-        least, comfortable = maximum(least, band.low_bytes + beside), maximum(comfortable, band.expected_bytes + beside)
+        of_rank = needed_by(account, job)
+        least, comfortable = maximum(least, of_rank.least_bytes), maximum(comfortable, of_rank.comfortable_bytes)
     return Needed(least, comfortable)
+
+
+def needed_by(account: Account, job: JobSpec) -> Needed:
+    """What a GPU with this account of the job needs. [bytes]"""
+    workspaces = _workspaces(job)
+    beside = total_band(outside(job.mesh, job.cluster.gpu)).expected_bytes
+    band = _reserved(tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account.moments), job)
+    return Needed(band.low_bytes + beside, band.expected_bytes + beside)
 
 
 def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:

@@ -38,8 +38,21 @@ def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
 
 
 def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
-    """Those that the recipe's engine has."""
-    return (one for one in degrees(base, fixed) if one == WHOLE or recipe.engine in SPLITTING)
+    """Those that the recipe's engine has; pipelines beside the plainest of its recipes, since each layout takes its time."""
+    for one in degrees(base, fixed):
+        if one.pp > 1 and not _plain(recipe, fixed):
+            continue
+        if one == WHOLE or recipe.engine in SPLITTING:
+            yield one
+
+
+def _plain(recipe: RecipeSpec, fixed: Fixed) -> bool:
+    """Whether nothing is said that was not asked for and has a match that is as quick and as small, or nearly so."""
+    return (
+        (recipe.optimizer_impl != "foreach" or fixed.optimizer_impl is not None)
+        and (recipe.loss == "full" or fixed.loss is not None)
+        and (type(recipe.fsdp2.reshard_after_forward) is not int or fixed.fsdp2 is not None)
+    )
 
 
 def _powers(most: int) -> Iterator[int]:

@@ -8,6 +8,7 @@ class Rule(StrEnum):
     """What cuts layouts, in the order in which they are asked."""
 
     DIVISIBILITY = "the micro-batch does not divide the batch of a GPU"
+    PIPELINE = "its micro-batches are fewer than the pipeline's ranks, or no multiple of them"
     RESHARDING = "reshard_after_forward does not divide the ranks that shard, or is all of them"
     EMITTED = "the file that is asked for cannot say it"
     ENGINE = "the engine refuses it, or it is not modelled"

@@ -11,7 +11,7 @@ from zeroplan.engines.account import Account
 from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_line
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
-from zeroplan.estimator import engine_module, flattened_through_the_host, flattens_on_the_gpu
+from zeroplan.estimator import account_of, engine_module, flattened_through_the_host, flattens_on_the_gpu, needed_by
 from zeroplan.ledger import Band, Moment, Phase
 from zeroplan.numeric import for_each_value
 from zeroplan.planner.columns import highest
@@ -102,6 +102,9 @@ def _of_structure(
     fitting = _resharded(recipe, grid)
     tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
     grid = grid.only(fitting)
+    filling = grid.grad_accum_steps % split.pp == 0
+    tally.cut(Rule.PIPELINE, grid.layouts - grid.with_batches(filling).layouts)
+    grid = grid.with_batches(filling)
     if not whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
@@ -130,6 +133,8 @@ def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
 
 def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None = None) -> Found:
     """Figures of all layouts of one structure; raises SpecError where the engine does not take it."""
+    if grid.pp > 1:
+        return _one_by_one(base, recipe, grid, mfu=mfu)
     _checked(base, recipe, grid)
     card = outside_column(grid, base.cluster.gpu)
     account = _account(base, recipe, grid, card)
@@ -142,6 +147,18 @@ def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | Non
     comfortable = grid.row(seen + card) if least.min() <= room else least
     time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
+
+
+def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None) -> Found:
+    """The same, layout by layout: of a pipeline the order of a schedule depends on its numbers."""
+    least, comfortable, seconds = np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts)
+    for at in range(grid.layouts):
+        job = job_at(base, recipe, grid, at)
+        account = account_of(job, job.batch)
+        least[at], comfortable[at] = needed_by(account, job)
+        time = step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
+        seconds[at] = float(time.seconds)
+    return Found(recipe, grid, least, comfortable, seconds)
 
 
 def _checked(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> None:

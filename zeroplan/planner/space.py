@@ -124,8 +124,14 @@ class Grid(NamedTuple):
         return np.broadcast_to(np.asarray(value, dtype=np.float64), self.shape).reshape(-1)
 
     def only(self, kept: NDArray[np.bool_]) -> "Grid":
-        """The arrangements that are kept, one answer below the other."""
+        """The arrangements that are kept, one answer of a column below the other."""
         return self._replace(dp_replicate=self.dp_replicate[kept[:, 0]], dp_shard=self.dp_shard[kept[:, 0]])
+
+    def with_batches(self, kept: NDArray[np.bool_]) -> "Grid":
+        """The batches that are kept, one answer of a row beside the other."""
+        seq_len = self.seq_len if isinstance(self.seq_len, int) else self.seq_len[:, kept[0]]
+        sizes, steps = self.micro_batch_size[:, kept[0]], self.grad_accum_steps[:, kept[0]]
+        return self._replace(micro_batch_size=sizes, grad_accum_steps=steps, seq_len=seq_len)
 
     def mesh_at(self, at: int) -> MeshSpec:
         """How the GPUs are arranged in one layout."""
@@ -270,7 +276,7 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = 
     """Every arrangement of the GPUs and of the batch under this recipe, the model split in one way."""
     gpus = base.mesh.world_size
     sharing = gpus // degrees.model_ranks
-    replicas = _replicas(recipe, sharing, fixed)
+    replicas = _replicas(recipe, sharing, fixed, pipelined=degrees.pp > 1)
     sequences, steps, indivisible = _batches(base, fixed, sharing)
     grid = grid_of(
         replicas, gpus, micro_batch_size=sequences, grad_accum_steps=steps, seq_len=base.batch.seq_len, degrees=degrees
@@ -279,11 +285,11 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = 
     return Numbers(grid.only(among % degrees.ep == 0), indivisible * len(replicas))
 
 
-def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed) -> Column:
-    """Replicas that divide the GPUs and leave at least two to shard over."""
+def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed, *, pipelined: bool) -> Column:
+    """Replicas that divide the GPUs and leave at least two to shard over; of a pipeline none but those asked for."""
     if fixed.dp_replicate is not None:
         return np.array([fixed.dp_replicate], dtype=np.int64)
-    several = recipe.engine == "fsdp2"
+    several = recipe.engine == "fsdp2" and not pipelined
     return np.array([1, *(n for n in range(2, gpus // 2 + 1) if several and gpus % n == 0)], dtype=np.int64)
 
 
