@@ -26,7 +26,8 @@ from zeroplan.transformer.params import parameter_count
 
 #: Fields of a request that the search decides where they are not given.
 _SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
-             "micro_batch", "grad_accum", "optimizer_impl", "recompute", "loss", "offload_optimizer", "offload_param")  # fmt: skip
+             "pipeline_schedule", "pipeline_stages_per_rank", "micro_batch", "grad_accum", "optimizer_impl", "recompute", "loss",
+             "offload_optimizer", "offload_param")  # fmt: skip
 
 #: Options of one engine, which stay with it whatever else is tried.
 _OPTIONS = ("ddp", "fsdp2", "deepspeed")
@@ -164,6 +165,8 @@ def _fixed(request: Request, question: Question) -> Fixed:
         cp=request.context_parallel,
         pp=request.pipeline_parallel,
         ep=request.expert_parallel,
+        pipeline_schedule=request.pipeline_schedule,
+        pipeline_stages_per_rank=request.pipeline_stages_per_rank,
         micro_batch_size=request.micro_batch,
         grad_accum_steps=request.grad_accum,
         global_batch_size=question.global_batch,

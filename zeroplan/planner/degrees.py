@@ -5,14 +5,18 @@ parallelism stays within a node; a sequence is cut only into parts of many token
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from zeroplan.planner.space import WHOLE, Degrees, Fixed, gpus_per_node
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.recipe import Engine, RecipeSpec
 
 #: Engines that split a model over ranks.
 SPLITTING: tuple[Engine, ...] = ("fsdp2",)
+#: Schedules of a pipeline that are tried where none is asked for; the first is what runs where nothing is said.
+SCHEDULES: tuple[PipelineSchedule | None, ...] = (None, "interleaved-1f1b")
 #: A rank with fewer tokens of a sequence than this would wait more than it computes, and none is tried. [tokens]
 LEAST_OF_A_SEQUENCE = 4096
 
@@ -44,6 +48,15 @@ def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Iterator[Degr
             continue
         if one == WHOLE or recipe.engine in SPLITTING:
             yield one
+
+
+def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed) -> Iterator[RecipeSpec]:
+    """The recipe with every schedule of a pipeline that is tried: one stage on each rank, and several that take turns."""
+    if split.pp == 1:
+        yield recipe
+        return
+    for schedule in SCHEDULES if fixed.pipeline_schedule is None else (fixed.pipeline_schedule,):
+        yield replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=fixed.pipeline_stages_per_rank)
 
 
 def _plain(recipe: RecipeSpec, fixed: Fixed) -> bool:

@@ -55,7 +55,9 @@ def _tokens(one: Found) -> NDArray[np.float64]:
 
 
 def _complexities(one: Found) -> Column:
-    return one.grid.row(complexity(one.recipe) + 2 * len(ENGINES) * (one.grid.dp_replicate > 1))
+    grid = one.grid
+    split = sum(degree > 1 for degree in (grid.tp, grid.cp, grid.pp, grid.ep))
+    return grid.row(complexity(one.recipe) + 2 * len(ENGINES) * ((grid.dp_replicate > 1) + 2 * split))
 
 
 def complexity(recipe: RecipeSpec) -> int:

@@ -9,6 +9,7 @@ class Rule(StrEnum):
 
     DIVISIBILITY = "the micro-batch does not divide the batch of a GPU"
     PIPELINE = "its micro-batches are fewer than the pipeline's ranks, or no multiple of them"
+    BUBBLE = "a pipeline of one stage on each rank waits so little already that several on each would buy nearly nothing"
     RESHARDING = "reshard_after_forward does not divide the ranks that shard, or is all of them"
     EMITTED = "the file that is asked for cannot say it"
     ENGINE = "the engine refuses it, or it is not modelled"

@@ -15,7 +15,7 @@ from zeroplan.estimator import account_of, engine_module, flattened_through_the_
 from zeroplan.ledger import Band, Moment, Phase
 from zeroplan.numeric import for_each_value
 from zeroplan.planner.columns import highest
-from zeroplan.planner.degrees import degrees_of
+from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers, structures
 from zeroplan.spec.hardware import GpuSpec
@@ -97,14 +97,27 @@ def _of_structure(
     mfu: float | None,
     whatever_weighs: bool,
 ) -> Iterator[Found]:
+    for one in scheduled(recipe, split, fixed):
+        yield from _of_recipe(base, one, fixed, split, tally, mfu=mfu, whatever_weighs=whatever_weighs)
+
+
+def _of_recipe(
+    base: JobSpec,
+    recipe: RecipeSpec,
+    fixed: Fixed,
+    split: Degrees,
+    tally: Tally,
+    *,
+    mfu: float | None,
+    whatever_weighs: bool,
+) -> Iterator[Found]:
     grid, indivisible = numbers(recipe, base, fixed, split)
     tally.cut(Rule.DIVISIBILITY, indivisible)
     fitting = _resharded(recipe, grid)
     tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
     grid = grid.only(fitting)
-    filling = grid.grad_accum_steps % split.pp == 0
-    tally.cut(Rule.PIPELINE, grid.layouts - grid.with_batches(filling).layouts)
-    grid = grid.with_batches(filling)
+    if split.pp > 1:
+        grid = _filling(grid, recipe, fixed, tally)
     if not whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
@@ -112,6 +125,21 @@ def _of_structure(
             yield evaluated(base, recipe, grid, mfu=mfu)
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
+
+
+def _filling(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid:
+    """The batches with which a pipeline runs; interleaved unasked only where one stage on each rank would wait for long."""
+    filling = grid.with_batches(grid.grad_accum_steps % grid.pp == 0)
+    tally.cut(Rule.PIPELINE, grid.layouts - filling.layouts)
+    if recipe.pipeline_schedule is None or fixed.pipeline_schedule is not None:
+        return filling
+    waiting = filling.with_batches(filling.grad_accum_steps < FULL_ENOUGH * filling.pp)
+    tally.cut(Rule.BUBBLE, filling.layouts - waiting.layouts)
+    return waiting
+
+
+#: With so many micro-batches per rank a pipeline waits for a sixteenth of its step.
+FULL_ENOUGH = 16
 
 
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:

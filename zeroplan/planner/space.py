@@ -17,6 +17,7 @@ from zeroplan.spec.base import Count, Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.recipe import (
     DdpOptions,
     DeepSpeedOptions,
@@ -64,6 +65,8 @@ class Fixed(Spec):
     cp: Count | None = None
     pp: Count | None = None
     ep: Count | None = None
+    pipeline_schedule: PipelineSchedule | None = None
+    pipeline_stages_per_rank: Count | None = None
     micro_batch_size: Count | None = None
     grad_accum_steps: Count | None = None
     global_batch_size: Count | None = None

@@ -60,6 +60,7 @@ def layout_words(job: JobSpec) -> str:
     words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
     degrees = (("tensor", job.mesh.tp), ("context", job.mesh.cp), ("pipeline", job.mesh.pp), ("expert", job.mesh.ep))
     words += [f"{number}-way {name} parallelism" for name, number in degrees if number > 1]
+    words += [f"schedule {recipe.pipeline_schedule}"] if recipe.pipeline_schedule is not None else []
     ways = recipe.fsdp2.reshard_after_forward
     words += [f"resharded to {ways} after forward"] if recipe.engine == "fsdp2" and type(ways) is int else []
     words += [f"recomputation {recipe.recompute}"]
@@ -249,6 +250,7 @@ def layout_payload(one: Layout) -> dict[str, object]:
         "context_parallel": mesh.cp,
         "pipeline_parallel": mesh.pp,
         "expert_parallel": mesh.ep,
+        "pipeline_schedule": recipe.pipeline_schedule,
         "seq_len": batch.seq_len,
         "micro_batch": batch.micro_batch_size,
         "grad_accum": batch.grad_accum_steps,
