@@ -18,11 +18,15 @@ class PipelineRank(NamedTuple):
     """One rank of a pipeline: which stages it has, and its highest moment."""
 
     rank: int
+    """Its place in the pipeline, from 0."""
     stages: str
+    """Its layers, counted from 1, and what stands before and after them."""
     parameters: int
     """Of its stages, before they are sharded. [elements]"""
     peak_bytes: Int
+    """The most that its tensors take, library workspaces left out."""
     moment: str
+    """When that is."""
 
 
 class Account(NamedTuple):

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stages
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
@@ -35,6 +36,7 @@ from zeroplan.verify.engines import (
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import causal_module, find_blocks
 
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 _SCHEDULES = {
     "gpipe": schedules.ScheduleGPipe,
     "1f1b": schedules.Schedule1F1B,
@@ -95,8 +97,9 @@ class Pipelined:
             self._schedule.step(*inputs, target=self._labels, losses=losses, return_outputs=False)
 
     def _schedule_stages(self) -> list[PipelineStage]:
-        single = isinstance(self._schedule, PipelineScheduleSingle)
-        return [self._schedule._stage] if single else self._schedule._stages  # type: ignore[attr-defined]
+        schedule = self._schedule
+        stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+        return cast("list[PipelineStage]", stages)
 
     def optimizer_step(self) -> None:
         """Update this rank's chunks of its stages."""
@@ -165,7 +168,7 @@ def _shard(part: nn.Module, job: JobSpec, mesh: DeviceMesh) -> None:
 # --- the schedule --------------------------------------------------------------------------------------------------------
 
 
-def _schedule(job: JobSpec, mine: tuple[Stage, ...], parts: list[nn.Module], mesh: DeviceMesh) -> _PipelineSchedule:
+def _schedule(job: JobSpec, mine: tuple[Stage, ...], parts: list[nn.Module], mesh: DeviceMesh) -> Schedule:
     name = job.recipe.pipeline_schedule or "1f1b"
     count = job.mesh.pp * len(mine)
     stages = [
@@ -176,7 +179,7 @@ def _schedule(job: JobSpec, mine: tuple[Stage, ...], parts: list[nn.Module], mes
         for stage, part in zip(mine, parts, strict=True)
     ]  # fmt: skip
     last = next((part for stage, part in zip(mine, parts, strict=True) if stage.is_last), None)
-    cls: Callable[..., _PipelineSchedule] = _SCHEDULES[name]
+    cls: Callable[..., Schedule] = _SCHEDULES[name]
     return cls(
         stages if len(mine) > 1 else stages[0], n_microbatches=job.batch.grad_accum_steps, scale_grads=False,
         loss_fn=_loss_of(last, job.model.vocab_size),
@@ -256,6 +259,8 @@ class _Held:
 
 def _unanswered() -> Iterator[AbstractContextManager[None]]:
     """Let stages agree that shapes are given, and let sends hold what they send, where no other rank answers."""
+    if not hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+        raise MeasurementError(f"pipelines are simulated with the schedules of torch 2.13, and this is {torch.__version__}")
     original: Callable[..., object] = schedules._batch_p2p
 
     def held(operations: list[dist.P2POp], desc: str | None = None) -> list[_Held]:
@@ -263,9 +268,9 @@ def _unanswered() -> Iterator[AbstractContextManager[None]]:
         batched = len({one.op for one in operations}) > 1
         return [_Held([one.tensor for one in operations], batched=batched)] if operations else []
 
-    def agreed(_schedule: _PipelineSchedule, stages: list[PipelineStage], *_: object) -> None:
+    def agreed(_schedule: Schedule, stages: list[PipelineStage], *_: object) -> None:
         for stage in stages:
             stage._inference_mode = schedules.InferenceMode.STATIC  # type: ignore[attr-defined]
 
     yield replaced(schedules, "_batch_p2p", held)
-    yield replaced(_PipelineSchedule, "_warmup_p2p", agreed)
+    yield replaced(schedules._PipelineSchedule, "_warmup_p2p", agreed)
