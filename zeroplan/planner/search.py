@@ -122,7 +122,10 @@ def _of_recipe(
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
         try:
-            yield evaluated(base, recipe, grid, mfu=mfu)
+            if split.pp > 1 and fixed.pp is None:
+                grid = _with_room(base, recipe, grid, tally)
+            if grid.layouts:
+                yield evaluated(base, recipe, grid, mfu=mfu)
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
@@ -140,6 +143,23 @@ def _filling(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid
 
 #: With so many micro-batches per rank a pipeline waits for a sixteenth of its step.
 FULL_ENOUGH = 16
+
+
+def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally) -> Grid:
+    """The batches with which the first and the last rank of a pipeline fit the GPU; the others need no closer look."""
+    from zeroplan.engines.pipeline import accounts_of  # noqa: PLC0415  only pipelines need it
+
+    room = 0 if base.cluster.gpu is None else int(base.cluster.gpu.memory_bytes.value)
+    fits = np.ones((1, grid.layouts), dtype=np.bool_)
+    for at in range(grid.layouts):
+        job = job_at(base, recipe, grid, at)
+        for rank in (0, grid.pp - 1):
+            (account,) = accounts_of((rank,), job.model, job.recipe, job.mesh, job.batch)
+            if needed_by(account, job).least_bytes > room:
+                fits[0, at] = False
+                break
+    tally.cut(Rule.MEMORY, int((~fits).sum()))
+    return grid.with_batches(fits)
 
 
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:

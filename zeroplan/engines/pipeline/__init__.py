@@ -35,6 +35,13 @@ def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> 
 
     The number of micro-batches is one number: the order of a schedule depends on it. Other numbers may be columns.
     """
+    return accounts_of(tuple(range(int(mesh.pp))), model, recipe, mesh, batch)
+
+
+def accounts_of(
+    ranks: tuple[int, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
+) -> tuple[Account, ...]:  # fmt: skip
+    """The same of some ranks alone. [bytes]"""
     if recipe.pipeline_schedule in _UNTOLD:
         raise SpecError(
             f"the memory of schedule {recipe.pipeline_schedule!r} is not modelled; use interleaved-1f1b, 1f1b or gpipe"
@@ -42,13 +49,19 @@ def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> 
     recipe = replace(recipe, sync_every_micro_batch=False)  # a schedule reduces once
     pp, schedule = int(mesh.pp), recipe.pipeline_schedule or "1f1b"
     chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
-    plans = stage_plans(model, recipe, mesh, batch, cut(model.num_hidden_layers, pp * chunks))
-    ranks = []
-    for rank in range(pp):
-        mine = indices_of_rank(schedule, rank=rank, pp=pp, stages=len(plans))
-        place = Place(schedule, rank, pp, chunks, int(batch.grad_accum_steps))
-        ranks.append(_account(recipe, mesh, batch, tuple(plans[at] for at in mine), place))
-    return tuple(ranks)
+    stages = cut(model.num_hidden_layers, pp * chunks)
+    indices = [indices_of_rank(schedule, rank=rank, pp=pp, stages=len(stages)) for rank in ranks]
+    plans = iter(stage_plans(model, recipe, mesh, batch, tuple(stages[at] for mine in indices for at in mine)))
+    return tuple(
+        _account(
+            recipe,
+            mesh,
+            batch,
+            tuple(next(plans) for _ in mine),
+            Place(schedule, rank, pp, chunks, int(batch.grad_accum_steps)),
+        )
+        for rank, mine in zip(ranks, indices, strict=True)
+    )
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
