@@ -67,8 +67,8 @@ def seen(monkeypatch: pytest.MonkeyPatch):
     """Figures in place of those of the file; what was looked up is forgotten, before and after."""
 
     def clear() -> None:
-        device_figures.of_gpu.cache_clear()
-        device._outside.cache_clear()
+        for cached in (*vars(device_figures).values(), *vars(device).values()):
+            getattr(cached, "cache_clear", lambda: None)()
 
     def put(*tables: DeviceFigure) -> None:
         monkeypatch.setattr(device_figures, "figures", lambda: tables)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.on_gpus.gpu_records import RECORDS, files, results
 from zeroplan.catalog.gpu import gpu as find_gpu
-from zeroplan.engines.device import workspace
+from zeroplan.engines.device import communicators, workspace
 from zeroplan.errors import ZeroplanError
 from zeroplan.estimator import account_of
 from zeroplan.timeline import reserved
@@ -79,7 +79,10 @@ def derived(records: list[Measurement]) -> Iterator[Derived]:
     if alone:
         without = median_high(_card(record).outside_bytes for record in alone)
         together = [record for record in records if record.process_group == "nccl"]
-        yield from _ends("communicator", [(_card(one).outside_bytes - without) // _groups_of(one) for one in together])
+        yield from _ends(
+            "communicator",
+            [(_card(one).outside_bytes - without) // max(1, int(communicators(one.job.mesh))) for one in together],
+        )
     yield from _workspace(records)
     yield from _reserved(records)
 
@@ -87,11 +90,6 @@ def derived(records: list[Measurement]) -> Iterator[Derived]:
 def _card(record: Measurement) -> CardMeasured:
     assert record.card is not None
     return record.card
-
-
-def _groups_of(record: Measurement) -> int:
-    mesh = record.job.mesh
-    return max(1, sum(degree > 1 for degree in (mesh.dp_shard, mesh.dp_replicate)))
 
 
 def _ends(what: str, values: list[int]) -> Iterator[Derived]:

@@ -163,8 +163,9 @@ def test_a_module_without_memory_gets_this_ranks_share_with_tied_weights_tied():
 
 
 ENTRY = {
-    "pg_id": 0, "profiling_name": "nccl:_all_gather_base", "time_created_ns": 2_000, "duration_ms": 1.5, "input_sizes": [[128]],
-    "input_dtypes": ["BFloat16"], "output_sizes": [[1024]], "output_dtypes": ["BFloat16"],
+    "pg_id": 0, "pg_name": ["0", "default_pg"], "profiling_name": "nccl:_all_gather_base", "time_created_ns": 2_000,
+    "duration_ms": 1.5, "input_sizes": [[128]], "input_dtypes": ["BFloat16"], "output_sizes": [[1024]],
+    "output_dtypes": ["BFloat16"],
 }  # fmt: skip
 
 
@@ -177,8 +178,9 @@ def test_what_the_flight_recorder_kept_becomes_collectives():
     bracket = ENTRY | {"profiling_name": "nccl:coalesced", "time_created_ns": 2_500}
     reduced = ENTRY | {
         "profiling_name": "nccl:all_reduce", "time_created_ns": 3_500, "duration_ms": None, "output_sizes": [[128]], "pg_id": 1,
+        "pg_name": ["5f2a", "mesh_replicate"],
     }  # fmt: skip
-    groups = {"0": {"name": "0", "ranks": "[0, 1, 2, 3, 4, 5, 6, 7]"}, "1": {"name": "1", "ranks": "[0, 4]"}}
+    groups = {"0": {"name": "0", "ranks": "[0, 1, 2, 3, 4, 5, 6, 7]"}, "5f2a": {"name": "5f2a", "ranks": "[0, 4]"}}
     gathered, summed = calls_of({"entries": [ENTRY, bracket, reduced], "pg_config": groups}, log)
     assert gathered == ("all_gather", "bfloat16", 8, 2048, "3:forward", 0.0015)
     assert summed == ("all_reduce", "bfloat16", 2, 256, "3:backward", None)

@@ -1,7 +1,7 @@
 """NCCL's process group as torch makes it, and its collectives as torch's flight recorder kept them: nothing stands between.
 
 The recorder notes every call with sizes, dtypes and, where asked, how long it took. It holds no tensor.
-Source: ``torch/csrc/distributed/c10d/FlightRecorderDetail.hpp`` (``dump_json``), torch 2.13.
+Source: ``torch/csrc/distributed/c10d/FlightRecorderDetail.hpp`` (``dump_json``, ``getPgConfigJson``), torch 2.11 and 2.13.
 """
 
 import json
@@ -29,6 +29,10 @@ _DTYPES = {
 _OPERATIONS = {
     "_all_gather_base": "all_gather", "all_gather_into_tensor_coalesced": "all_gather", "_reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter", "all_to_all_base": "all_to_all", "all_reduce_barrier": "barrier",
+    "allreduce_coalesced": "all_reduce", "_broadcast_oop": "broadcast", "_reduce_oop": "reduce",
+    # As newer versions of torch call the methods (zeroplan.verify.group), should the recorder follow.
+    "all_gather_single": "all_gather", "all_gather_single_coalesced": "all_gather", "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter", "all_to_all_single": "all_to_all",
 }  # fmt: skip
 
 
@@ -67,7 +71,7 @@ def _calls(dump: Mapping[str, object], log: Log) -> Iterator[Call]:
         yield Call(
             operation=_OPERATIONS.get(name, name),
             dtype=_dtype(entry),
-            group=_group_size(groups.get(str(entry.get("pg_id")), {})),
+            group=_group_size(groups.get(_group_name(entry), {})),
             n_bytes=max(sizes),
             phase=log.phase_at(int(str(time_ns))),
             seconds=float(str(took)) / 1000 if took is not None else None,
@@ -84,6 +88,12 @@ def _dtype(entry: Mapping[str, object]) -> str:
     both: list[list[str]] = [entry.get("input_dtypes", []), entry.get("output_dtypes", [])]  # type: ignore[list-item]
     first = next(chain(*both), "")
     return _DTYPES.get(first, (first.lower(), 0))[0]
+
+
+def _group_name(entry: Mapping[str, object]) -> str:
+    """The name under which the recorder has the group's ranks; an entry has name and description together, beside a number."""
+    both = entry.get("pg_name")
+    return str(both[0]) if isinstance(both, list) and both else str(entry.get("pg_id"))
 
 
 def _group_size(group: Mapping[str, str]) -> int:
