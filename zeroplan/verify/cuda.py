@@ -33,8 +33,8 @@ from zeroplan.verify.sizes import sizes_of_one_kind
 from zeroplan.verify.workload import Workload, with_weights, workload
 
 _REMARKS = (
-    ("the last step ran unwatched, and its peaks and times are the allocator's and the clock's own; what was held at its peaks is "
-     "told from the step before, which torch's profiler watched"),
+    ("the last step ran unwatched, and its peaks and times are the allocator's and the clock's own; what was held at its peaks, "
+     "and how memory went block by block, is told from the step before, which torch's profiler watched"),
     ("kinds are by owner where a parameter, gradient or state owns a block, and by the function that asked elsewhere; what "
      "neither tells is counted as temporaries or, if it outlives a forward pass, activations"),
 )  # fmt: skip

@@ -1,8 +1,11 @@
 """A watcher that reads torch's profiler: real execution on real tensors, to the byte; nothing is dispatched differently."""
 
 import gc
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from operator import itemgetter
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -14,9 +17,11 @@ from torch.profiler import record_function
 from zeroplan.ledger import Kind, Phase
 from zeroplan.measurement import PhaseMeasured, StepMeasured
 from zeroplan.verify.allocations import Allocation, Timeline, mark, recorded
+from zeroplan.verify.courses import Asked, Pass, course_of
 from zeroplan.verify.cycles import collected_when_told
 from zeroplan.verify.group import TRANSPORT
 from zeroplan.verify.log import Log
+from zeroplan.verify.places import Places
 
 #: What the CPU's kernels request and CUDA's do not: padded and cast copies inside ``_chunk_cat``, and the cast copy of an
 #: addition of two dtypes (when gradients accumulate in another dtype than they are computed in).
@@ -26,7 +31,7 @@ ONEDNN = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 )  # fmt: skip
-_ASIDE, _LABEL, _START = "zeroplan: aside", "kind: ", "start"
+_ASIDE, _LABEL, _START, _PLACE = "zeroplan: aside", "kind: ", "start", "place "
 _LOSS = ("aten::log_softmax", "aten::nll_loss_nd", "aten::cross_entropy_loss")
 
 
@@ -55,6 +60,8 @@ class Profiled(AbstractContextManager["Profiled"]):
         self._device = device
         self.claims: list[_Claim] = []
         self._entered: list[tuple[int, Phase, str]] = []
+        self.places: list[tuple[str, int | None]] = []
+        self._modules = Places(self._began)
         self._log, self._say = log, say
         self._stack = ExitStack()
 
@@ -62,6 +69,7 @@ class Profiled(AbstractContextManager["Profiled"]):
         """Begin to record."""
         self._stack.enter_context(collected_when_told())
         self._everything = self._stack.enter_context(recorded(self._device))
+        self._stack.enter_context(self._modules)
         self._mark(-1, Phase.INIT)
         return self
 
@@ -85,7 +93,13 @@ class Profiled(AbstractContextManager["Profiled"]):
         mark(name)
 
     def name_modules(self, root: nn.Module) -> None:
-        """Leave modules alone: operators say enough."""
+        """Note whenever a block of the model begins."""
+        self._modules.name(root)
+
+    def _began(self, layer: int | None) -> None:
+        name = f"{_PLACE}{len(self.places)}"
+        self.places.append((name, layer))
+        mark(name)
 
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
         """Note whose memory stands at these addresses now; the last word counts."""
@@ -136,6 +150,7 @@ class Ledger:
         self._timeline, self._sizes = seen.timeline, sizes
         self._kinds: dict[tuple[int, int], Kind] = {}
         self._spans = list(seen.spans())
+        self._places = sorted(((seen.timeline.marks[name], layer) for name, layer in seen.places), key=itemgetter(0))
         for span in self._spans:
             if span.phase is Phase.FORWARD:
                 self._settle(self._born_in(span, self._alive(span.end)), self._kept)
@@ -184,7 +199,25 @@ class Ledger:
 
     def steps(self) -> tuple[StepMeasured, ...]:
         """Every step: its phases and what is held when it ends."""
-        return tuple(self._step(step) for step in sorted({span.step for span in self._spans if span.step >= 0}))
+        steps = sorted({span.step for span in self._spans if span.step >= 0})
+        return (*(self._step(step) for step in steps[:-1]), *(self._with_courses(step) for step in steps[-1:]))
+
+    def _with_courses(self, step: int) -> StepMeasured:
+        measured, spans = self._step(step), [span for span in self._spans if span.step == step]
+        passes = {
+            phase.value: [self._pass(span) for span in spans if span.phase is phase] for phase in {s.phase for s in spans}
+        }
+        return replace(measured, phases=tuple(replace(one, course=course_of(passes[one.phase])) for one in measured.phases))
+
+    def _pass(self, span: Span) -> Pass:
+        requests = (event for event in self._timeline.between(span.start, span.end) if event.n_bytes > 0)
+        asked = [Asked(self._at_work(span, event.time_ns), event.live_bytes) for event in requests]
+        return Pass(self._timeline.live_bytes(span.start), asked, self._timeline.live_bytes(span.end))
+
+    def _at_work(self, span: Span, time_ns: int) -> int | None:
+        """The layer that began last within a span; None outside all."""
+        begun = bisect_right(self._places, time_ns, key=itemgetter(0)) - 1
+        return self._places[begun][1] if begun >= 0 and self._places[begun][0] >= self._timeline.marks[span.start] else None
 
     def _step(self, step: int) -> StepMeasured:
         spans = [span for span in self._spans if span.step == step]

@@ -6,6 +6,7 @@ from itertools import accumulate
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.measurement import CollectiveMeasured, CourseMeasured, PhaseMeasured, StepMeasured
+from zeroplan.verify.courses import Asked, Pass, course_of
 from zeroplan.verify.recording import STILL_HELD, Block, Recording, layer_of
 
 
@@ -139,29 +140,11 @@ def _with_courses(timeline: Timeline, step: int, measured: StepMeasured) -> Step
 
 
 def _course(timeline: Timeline, passes: dict[int, list[Block]]) -> CourseMeasured | None:
-    """The highest of each place; None where the layers are not those of one model, each of which asks."""
-    places = [_places(timeline, index, blocks) for index, blocks in passes.items()]
-    layers = sorted(places[-1].keys() - {_BEFORE, _AFTER})
-    if not layers or layers != list(range(len(layers))):
-        return None
-    before, after = (max(peaks[place] for peaks in places) for place in (_BEFORE, _AFTER))
-    return CourseMeasured(before_bytes=before, blocks=tuple(places[-1][layer] for layer in layers), after_bytes=after)
-
-
-_BEFORE, _AFTER = -1, -2
-
-
-def _places(timeline: Timeline, index: int, blocks: list[Block]) -> dict[int, int]:
-    """The highest of each layer of one pass, of what is before the first and after the last."""
-    window = timeline.window(index)
-    last = max((at for at, block in enumerate(blocks) if layer_of(block) is not None), default=-1)
-    peaks = {_BEFORE: timeline.live[window.start], _AFTER: timeline.live[window.stop - 1]}
-    place = _BEFORE
-    for at, block in enumerate(blocks):
-        layer = layer_of(block)
-        place = _AFTER if at > last else place if layer is None else layer
-        peaks[place] = max(peaks.get(place, 0), timeline.live[block.born])
-    return peaks
+    found = []
+    for index, blocks in passes.items():
+        window, asked = timeline.window(index), [Asked(layer_of(block), timeline.live[block.born]) for block in blocks]
+        found.append(Pass(timeline.live[window.start], asked, timeline.live[window.stop - 1]))
+    return course_of(found)
 
 
 def collectives(recording: Recording) -> tuple[CollectiveMeasured, ...]:
