@@ -280,3 +280,28 @@ def test_every_key_of_accelerates_own_class_is_known(read: Callable[..., Resolve
     sections["fsdp_config"] |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     notes = read(top | sections | {"distributed_type": "FSDP"}).notes
     assert not [note for note in notes if "not known" in note]
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("fsdp", "config"),
+    [
+        (True, {}),
+        (True, {"reshard_after_forward": False, "cpu_offload": True}),
+        ("full_shard offload", {"fsdp_version": 2}),
+        ("shard_grad_op auto_wrap", {"activation_checkpointing": True}),
+    ],
+)
+def test_the_trainers_fsdp_is_read_as_transformers_reads_it(read: Callable[..., Resolved], fsdp: object, config: dict):
+    training = pytest.importorskip("transformers").TrainingArguments
+    from transformers import HfArgumentParser
+
+    data = TRAINER | {"gradient_checkpointing": False, "fsdp": fsdp, "fsdp_config": config}
+    (parsed,) = HfArgumentParser(training).parse_dict(json.loads(json.dumps(data)) | {"use_cpu": True, "report_to": "none"})
+    recipe = read(data, gpus=4).job.recipe
+    theirs = parsed.fsdp_plugin_args
+    assert (theirs["fsdp_version"], theirs["reshard_after_forward"]) == (2, recipe.zero_stage == 3)
+    assert theirs.get("cpu_offload", False) == recipe.fsdp2.cpu_offload
+    assert bool(theirs.get("activation_checkpointing")) == (recipe.recompute == "full")
+    assert (parsed.per_device_train_batch_size, parsed.gradient_accumulation_steps) == (2, 4)
