@@ -68,6 +68,10 @@ def test_torchtitan_knows_every_key(said: dict):
          {"--qk-layernorm", "--num-experts 128", "--moe-router-topk 8", "--moe-ffn-hidden-size 768",
           "--expert-model-parallel-size 4"}),
         ({"model": "llama-3.2-1b", "stage": 2, "precision": "fp32"}, {"--torch-fsdp2-no-reshard-after-forward"}),
+        ({"model": "llama-3.1-8b", "stage": 1, "engine": "megatron", "tensor_parallel": 4, "sequence_parallel": True,
+          "pipeline_parallel": 2, "recompute": "selective", "grad_accum": 8},
+         {"--tensor-model-parallel-size 4", "--sequence-parallel", "--pipeline-model-parallel-size 2", "--global-batch-size 8",
+          "--recompute-granularity selective", "--use-distributed-optimizer", "--hidden-dropout 0.0"}),
     ],
 )  # fmt: skip
 def test_megatron_is_told_in_its_own_options(said: dict, expected: set[str]):
@@ -76,6 +80,15 @@ def test_megatron_is_told_in_its_own_options(said: dict, expected: set[str]):
     assert expected <= set(lines)
     assert {line.partition(" ")[0] for line in lines} <= MEGATRON
     assert ("--untie-embeddings-and-output-weights" in lines) != (said["model"] == "llama-3.2-1b")
+
+
+def test_what_megatron_itself_would_hold_is_told():
+    own = estimate(described(model="llama-3.1-8b", gpus=8, stage=1, engine="megatron"))
+    beside, nothing = (export(described(model="llama-3.1-8b", gpus=8, stage=stage), "megatron").notes[0] for stage in (1, 3))
+    assert f"{own.least_bytes / 1e9:.2f} GB" in beside
+    assert "its own account" not in nothing
+    alone = described(model="llama-3.1-8b", gpus=8, stage=1, engine="megatron")
+    assert len(export(alone, "megatron").notes) == 1
 
 
 def test_every_degree_is_written():

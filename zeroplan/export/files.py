@@ -163,7 +163,7 @@ def _torchtitan(job: JobSpec) -> Export:
 def _megatron(job: JobSpec) -> Export:
     text = megatron.megatron_arguments(job)
     launch = f"torchrun {_ranks(job)}pretrain_gpt.py $(cat {MEGATRON_FILE})"
-    notes = (megatron.OTHER_BUFFERS, "data, tokenizer, learning rate and checkpoints are added to the arguments")
+    notes = (*megatron.megatron_notes(job), "data, tokenizer, learning rate and checkpoints are added to the arguments")
     return Export((File(MEGATRON_FILE, text),), launch, notes)
 
 

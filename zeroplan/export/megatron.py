@@ -1,29 +1,52 @@
 """A job as Megatron-LM's arguments (megatron/training/arguments.py), one per line.
 
-Shape, degrees, batch, precision and recomputation are said; data, tokenizer, learning rate and checkpoints are the user's. Megatron
-holds other buffers than torch's DDP and FSDP2, for which the memory is told.
+Shape, degrees, batch, precision and recomputation are said; data, tokenizer, learning rate and checkpoints are the user's. Of a
+layout of torch's DDP the engine ``megatron`` says what Megatron-LM itself would hold; of its FSDP2 nothing does.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from zeroplan.errors import SpecError
+from zeroplan.estimator import Estimate, estimate
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.units import format_size
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-OTHER_BUFFERS = (
-    "Megatron-LM keeps bf16 weights, fp32 gradients and fp32 weights and moments in buffers of its own: 18 bytes per parameter, or "
-    "6 + 12 / ranks with its distributed optimizer, where the layout was found with what torch holds"
-)
+_OTHER_BUFFERS = "Megatron-LM holds weights and gradients in buffers of its own, and the layout was found with what torch holds"
+
+
+def megatron_notes(job: JobSpec) -> tuple[str, ...]:
+    """What Megatron-LM itself would hold of the layout, where that is modelled."""
+    if job.recipe.engine == "megatron":
+        return ()
+    own = None if job.recipe.engine != "ddp" else _as_megatron_holds_it(job)
+    if own is None:
+        return (_OTHER_BUFFERS,)
+    verdict = {True: ", which fits", False: ", which does not fit", None: ""}[own.fits]
+    ask = f"`zeroplan estimate --engine megatron --stage {job.recipe.zero_stage}`"
+    return (f"{_OTHER_BUFFERS}: its own account is {format_size(own.least_bytes)}{verdict} ({ask})",)
+
+
+def _as_megatron_holds_it(job: JobSpec) -> Estimate | None:
+    recipe = replace(job.recipe, engine="megatron", optimizer_impl=None, sync_every_micro_batch=True)
+    try:
+        return estimate(replace(job, recipe=recipe))
+    except SpecError:  # a family or a degree that it has no formula for
+        return None
 
 
 def missing(recipe: RecipeSpec) -> str:
     """What of a recipe Megatron's arguments have no words for; empty where they have."""
     sharded = recipe.engine == "fsdp2"
     for unsaid, said in (
-        (recipe.engine not in ("ddp", "fsdp2"), f"Megatron-LM has no {recipe.engine}"),
-        (recipe.recompute == "selective", "Megatron's selective recomputation is of attention alone"),
+        (recipe.engine not in ("ddp", "fsdp2", "megatron"), f"Megatron-LM has no {recipe.engine}"),
+        (
+            recipe.recompute == "selective" and recipe.engine != "megatron",
+            "Megatron's selective recomputation is of attention alone",
+        ),
         (recipe.loss != "full", "its loss is not Megatron's own"),
         (recipe.precision == "bf16", "Megatron keeps fp32 weights beside 16-bit ones"),
         (recipe.optimizer not in ("adam", "adamw"), "only Adam is written"),
@@ -73,7 +96,7 @@ def _shape(model: ModelSpec) -> Iterator[str]:
     if not model.tie_word_embeddings:
         yield "--untie-embeddings-and-output-weights"
     yield f"--vocab-size {model.vocab_size}"
-    yield "--make-vocab-size-divisible-by 1"
+    yield from ("--hidden-dropout 0.0", "--attention-dropout 0.0")
     if model.moe is not None:
         yield f"--num-experts {model.moe.num_experts}"
         yield f"--moe-router-topk {model.moe.num_experts_per_tok}"
@@ -83,12 +106,13 @@ def _shape(model: ModelSpec) -> Iterator[str]:
 def _degrees(job: JobSpec) -> Iterator[str]:
     mesh = job.mesh
     yield f"--tensor-model-parallel-size {mesh.tp}"
-    if mesh.tp > 1:
+    if mesh.tp > 1 and (job.recipe.engine != "megatron" or job.recipe.sequence_parallel):
         yield "--sequence-parallel"
     yield f"--pipeline-model-parallel-size {mesh.pp}"
     yield f"--context-parallel-size {mesh.cp}"
     if job.model.moe is not None:
         yield f"--expert-model-parallel-size {mesh.ep}"
+        yield "--expert-tensor-parallel-size 1"
     if job.recipe.engine == "fsdp2":
         yield "--use-torch-fsdp2"
         if job.recipe.zero_stage == 2:
@@ -110,5 +134,7 @@ def _recipe(recipe: RecipeSpec) -> Iterator[str]:
     yield from {"bf16-mixed": ("--bf16",), "fp16-mixed": ("--fp16",)}.get(recipe.precision, ())
     if recipe.recompute == "full":
         yield from ("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1")
+    elif recipe.recompute == "selective":
+        yield from ("--recompute-granularity selective", "--recompute-modules core_attn")
     if recipe.attention != "sdpa":
         yield f"--attention-backend {'unfused' if recipe.attention == 'eager' else 'flash'}"

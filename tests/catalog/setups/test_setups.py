@@ -177,6 +177,7 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
         (FSDP.replace("FSDP\n", "MEGATRON_LM\n"), {}, "distributed_type='MEGATRON_LM' is not modelled"),
         (FSDP + "dynamo_config:\n  dynamo_backend: INDUCTOR\n", {}, "torch.compile is not modelled"),
         (FSDP.replace("bf16", "fp8"), {}, "mixed_precision='fp8' changes memory"),
+        (FSDP + "parallelism_config:\n  parallelism_config_tp_size: 4\n", {}, "own tensor parallelism, which is not modelled"),
         (FSDP + "num_processes: 8\n", {}, "has 'num_processes' twice"),
         ("a: &x [1]\nb: *x\n", {}, "has aliases"),
         ("distributed_type: !!python/object/apply:os.getcwd []\n", {}, "is neither JSON nor TOML nor YAML"),
@@ -212,6 +213,15 @@ def test_what_is_not_modelled_is_answered_where_a_flag_says_how(read: Callable[.
     assert any("FSDP1 is not modelled: --engine fsdp2 is answered instead" in note for note in one.notes)
     kept = read(TITAN.replace('"full"', '"selective"'), model=None, gpus=8, recompute="selective")
     assert any("--recompute selective is answered instead" in note for note in kept.notes)
+
+
+def test_torchtitans_degrees_are_the_jobs(read: Callable[..., Resolved]):
+    text = TITAN.replace("[parallelism]\n", "[parallelism]\ntensor_parallel_degree = 4\n").replace("= 64", "= 8")
+    mesh = read(text, model=None, gpus=16).job.mesh
+    assert (mesh.dp_replicate, mesh.dp_shard, mesh.tp) == (2, 2, 4)
+    told = FSDP + "parallelism_config:\n  parallelism_config_tp_size: 4\n"
+    split = read(told, model="llama-3.1-8b", tensor_parallel=4, keep_logits=False)
+    assert (split.job.mesh.dp_shard, split.job.mesh.tp) == (4, 4)
 
 
 def test_defaults_give_way_to_flags_and_words_do_not(read: Callable[..., Resolved]):
@@ -270,3 +280,28 @@ def test_every_key_of_accelerates_own_class_is_known(read: Callable[..., Resolve
     sections["fsdp_config"] |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     notes = read(top | sections | {"distributed_type": "FSDP"}).notes
     assert not [note for note in notes if "not known" in note]
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("fsdp", "config"),
+    [
+        (True, {}),
+        (True, {"reshard_after_forward": False, "cpu_offload": True}),
+        ("full_shard offload", {"fsdp_version": 2}),
+        ("shard_grad_op auto_wrap", {"activation_checkpointing": True}),
+    ],
+)
+def test_the_trainers_fsdp_is_read_as_transformers_reads_it(read: Callable[..., Resolved], fsdp: object, config: dict):
+    training = pytest.importorskip("transformers").TrainingArguments
+    from transformers import HfArgumentParser
+
+    data = TRAINER | {"gradient_checkpointing": False, "fsdp": fsdp, "fsdp_config": config}
+    (parsed,) = HfArgumentParser(training).parse_dict(json.loads(json.dumps(data)) | {"use_cpu": True, "report_to": "none"})
+    recipe = read(data, gpus=4).job.recipe
+    theirs = parsed.fsdp_plugin_args
+    assert (theirs["fsdp_version"], theirs["reshard_after_forward"]) == (2, recipe.zero_stage == 3)
+    assert theirs.get("cpu_offload", False) == recipe.fsdp2.cpu_offload
+    assert bool(theirs.get("activation_checkpointing")) == (recipe.recompute == "full")
+    assert (parsed.per_device_train_batch_size, parsed.gradient_accumulation_steps) == (2, 4)

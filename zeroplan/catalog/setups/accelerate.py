@@ -7,7 +7,7 @@ optimizer and model are the training script's. FSDP1 is not modelled.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.told import DeepSpeedPart, Setup, Table, Told
+from zeroplan.catalog.setups.told import DeepSpeedPart, Setup, Table, Told, own_tensor_parallelism
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -167,7 +167,9 @@ def _replicas(reading: _Reading) -> None:
         long = f"parallelism_config_{short}"
         degrees[short] = table.count(long if long in table.data else short) or 1
         table.leave((long, short))
-    for short, flag in (("dp_replicate_size", "replicas"), ("tp_size", "tensor_parallel"), ("cp_size", "context_parallel")):
+    if degrees["tp_size"] > 1:
+        reading.asks["tensor_parallel"] = own_tensor_parallelism("parallelism_config_tp_size", degrees["tp_size"])
+    for short, flag in (("dp_replicate_size", "replicas"), ("cp_size", "context_parallel")):
         if degrees[short] > 1:
             reading.flags[flag] = Told(f"parallelism_config_{short}", degrees[short])
     if degrees["sp_size"] > 1:

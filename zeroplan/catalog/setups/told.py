@@ -61,7 +61,7 @@ def taken(setup: Setup, said: Mapping[str, object], where: str) -> Taken:
     notes = [*setup.notes, *_asked(setup, said, where)]
     flags: dict[str, object] = {}
     filled: dict[str, object] = {}
-    chosen = any(name in said for name in (*_TOGETHER, *setup.asks))
+    chosen = any(name in said for name in _TOGETHER)
     for name, told in setup.flags.items():
         if name in _MODEL:
             notes += _model(name, told, said, flags)
@@ -93,6 +93,14 @@ def _model(name: str, told: Told, said: Mapping[str, object], flags: dict[str, o
 def _contradiction(mine: str, where: str, told: Told) -> str:
     value = str(told.value).lower() if isinstance(told.value, bool) else told.value
     return f"{mine} contradicts {where}, where {told.key} makes it {value}; leave one of them out"
+
+
+def own_tensor_parallelism(key: str, ways: int) -> str:
+    """What asks for a flag where transformers splits a model by its own plan."""
+    return (
+        f"{key} is {ways}, transformers' own tensor parallelism, which is not modelled; say --tensor-parallel {ways} to be told "
+        "that of torchtitan's plan, with sequence parallelism"
+    )
 
 
 def option_taken(name: str, told: Told, mine: object, default: object, where: str, *, chosen: bool) -> object:

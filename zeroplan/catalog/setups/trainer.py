@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
-from zeroplan.catalog.setups.told import DeepSpeedPart, Setup, Table, Told
+from zeroplan.catalog.setups.told import DeepSpeedPart, Setup, Table, Told, own_tensor_parallelism
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 
@@ -312,7 +312,9 @@ def _accelerators(reading: _Reading) -> None:
         key = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
         reading.tell("sync_every_micro_batch", key, bool(each), filled=each is None)
     degrees = reading.table.table("parallelism_config")
-    for key, flag in (("dp_replicate_size", "replicas"), ("tp_size", "tensor_parallel"), ("cp_size", "context_parallel")):
+    if (ways := degrees.count("tp_size")) is not None and ways > 1:
+        reading.asks["tensor_parallel"] = own_tensor_parallelism("parallelism_config.tp_size", ways)
+    for key, flag in (("dp_replicate_size", "replicas"), ("cp_size", "context_parallel")):
         if (degree := degrees.count(key)) is not None and degree > 1:
             reading.tell(flag, f"parallelism_config.{key}", degree)
     degrees.refuse({"sp_size": (1,)})
