@@ -355,10 +355,11 @@ def flattened_through_the_host(recipe: RecipeSpec) -> RecipeSpec:
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:
     width = widths(job.recipe.precision)
     narrow = job.recipe.engine in ("paper", "deepspeed") or job.recipe.fsdp2.reduce_dtype == "param"
+    once = job.mesh.pp > 1 or job.recipe.engine == "megatron" or not job.recipe.sync_every_micro_batch
     return traffic(
         account.collectives,
         parameters=account.pipeline[0].parameters if account.pipeline else -(-parameters // (job.mesh.tp * job.mesh.pp)),
         ranks=job.mesh.dp_shard * job.mesh.dp_replicate,
-        reductions=job.batch.grad_accum_steps if job.recipe.sync_every_micro_batch and job.mesh.pp == 1 else 1,
+        reductions=1 if once else job.batch.grad_accum_steps,
         gradient_bytes=width.compute if narrow else width.stored,
     )
