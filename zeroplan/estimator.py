@@ -294,19 +294,19 @@ def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:
     """One account where ranks are alike, else that of every pipeline rank."""
     if job.mesh.pp == 1:
         return (account_of(job, batch),)
-    return _pipeline().accounts(job.model, job.recipe, job.mesh, batch)
+    return _pipeline(job.recipe.engine).accounts(job.model, job.recipe, job.mesh, batch)
 
 
 class _Pipeline(EngineModule, Protocol):
-    """What :mod:`zeroplan.engines.pipeline` offers beside the account of its worst rank."""
+    """What :mod:`zeroplan.engines.pipeline` and an engine with its own pipeline offer beside the account of the worst rank."""
 
     def accounts(self, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
         """Memory and traffic of every rank."""
         ...
 
 
-def _pipeline() -> _Pipeline:
-    return cast("_Pipeline", import_module("zeroplan.engines.pipeline"))
+def _pipeline(engine: Engine) -> _Pipeline:
+    return cast("_Pipeline", import_module(f"zeroplan.engines.{'pipeline' if engine == 'fsdp2' else engine}"))
 
 
 def _reserved(moments: tuple[Moment, ...], job: JobSpec) -> Band:
@@ -329,7 +329,7 @@ def account_of(job: JobSpec, batch: Batch) -> Account:
     Source: DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__ (``flatten_on_accelerator``).
     """
     if job.mesh.pp > 1:
-        return _pipeline().account(job.model, job.recipe, job.mesh, batch)
+        return _pipeline(job.recipe.engine).account(job.model, job.recipe, job.mesh, batch)
     engine = engine_module(job.recipe.engine)
     account = engine.account(job.model, job.recipe, job.mesh, batch)
     gpu = job.cluster.gpu
@@ -355,10 +355,11 @@ def flattened_through_the_host(recipe: RecipeSpec) -> RecipeSpec:
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:
     width = widths(job.recipe.precision)
     narrow = job.recipe.engine in ("paper", "deepspeed") or job.recipe.fsdp2.reduce_dtype == "param"
+    once = job.mesh.pp > 1 or job.recipe.engine == "megatron" or not job.recipe.sync_every_micro_batch
     return traffic(
         account.collectives,
         parameters=account.pipeline[0].parameters if account.pipeline else -(-parameters // (job.mesh.tp * job.mesh.pp)),
         ranks=job.mesh.dp_shard * job.mesh.dp_replicate,
-        reductions=job.batch.grad_accum_steps if job.recipe.sync_every_micro_batch and job.mesh.pp == 1 else 1,
+        reductions=1 if once else job.batch.grad_accum_steps,
         gradient_bytes=width.compute if narrow else width.stored,
     )

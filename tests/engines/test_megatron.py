@@ -20,7 +20,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.megatron import layer_lines
-from zeroplan.transformer.published import split_layer_activation_bytes
+from zeroplan.transformer.published import first_stage_activation_bytes, split_layer_activation_bytes
 
 GPT = ModelSpec(
     family="gpt2", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
@@ -72,8 +72,25 @@ def test_every_line_is_explained(name: str) -> None:
 
 def test_the_fullest_rank_is_named() -> None:
     """Of many micro-batches the first rank has as many in flight as there are ranks; of one, the head's logits weigh more."""
-    assert "first pipeline rank" in estimate(JOBS["llama on everything"]).peak.name
-    assert "last pipeline rank: loss" in estimate(JOBS["llama, fullest at its end"]).peak.name
+    assert [rank.rank for rank in estimate(JOBS["llama on everything"]).pipeline] == [0, 1]
+    last = estimate(JOBS["llama, fullest at its end"])
+    assert last.peak.name == "loss"
+    assert [(rank.rank, rank.stages) for rank in last.pipeline] == [
+        (1, "blocks 2 to 2, norm and head"),
+        (0, "embedding, blocks 1 to 1"),
+    ]
+    assert estimate(last.job, pipeline_rank=0).peak_bytes < last.peak_bytes
+
+
+@pytest.mark.parametrize(("stages", "pp"), [(2, 4), (4, 2), (8, 1)])
+def test_interleaving_keeps_as_much_as_the_paper_says(stages: int, pp: int) -> None:
+    """Korthikanti et al., section 4.2.3: L·(1 + (p - 1)/(p·m)) layers on the first rank, the embedding's part apart."""
+    schedule = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": stages} if pp > 1 else {}
+    one = asked(mesh={"pp": pp, "tp": 2}, sequence_parallel=True, recompute="selective", **schedule)
+    layer = total_bytes(layer_lines(one.model, "dense", one.recipe, one.mesh, one.batch))
+    kept = next(line for line in estimate(one, pipeline_rank=0).peak.lines if "layers of a chunk" in line.reason)
+    said = first_stage_activation_bytes(layer, layers=8, pipeline_stages=pp, interleave=stages if pp > 1 else 1)
+    assert kept.n_bytes == said
 
 
 def test_bytes_of_a_parameter_are_those_of_megatron_s_table() -> None:
@@ -144,6 +161,10 @@ def test_a_column_of_ranks_and_batches_is_its_points() -> None:
         ({"mesh": {}, "zero_stage": 3}, "has no ZeRO stage 3"),
         ({"mesh": {"dp_replicate": 2}}, "dp_replicate=2"),
         ({"mesh": {"cp": 2}, "attention": "eager"}, "attention 'eager'"),
+        ({"mesh": {"pp": 2}, "pipeline_schedule": "zbv"}, "schedule 'zbv'"),
+        ({"mesh": {}, "pipeline_schedule": "1f1b"}, "a pipeline schedule and pp=1"),
+        ({"mesh": {"pp": 2}, "pipeline_stages_per_rank": 2}, "several stages per rank"),
+        ({"mesh": {"pp": 4}, "pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4}, "in 4 chunks each"),
     ],
 )
 def test_what_is_not_modelled_is_refused(changed: dict[str, object], said: str) -> None:

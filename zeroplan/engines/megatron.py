@@ -2,8 +2,8 @@
 
 Parameters, gradients and optimizer are as its buffers have them (bf16 weights, fp32 main gradients, fp32 weights and Adam's
 moments, which the distributed optimizer shares out over data- and context-parallel ranks), activations by Korthikanti et al. 2022
-(arXiv:2205.05198), micro-batches in flight by its schedules. Of a pipeline the first and the last rank are worked out; the
-fuller one is the answer.
+(arXiv:2205.05198), micro-batches in flight by its schedules. Every rank of a pipeline is worked out, and the fullest is the
+answer.
 
 Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what kernels and collectives take by the way,
 moments within a layer, uneven pipelines, expert tensor parallelism (``--expert-tensor-parallel-size 1``), Megatron's FSDP.
@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.account import Account, Symbol
-from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, peak_bytes, total_bytes
-from zeroplan.numeric import Int, ceil_div, minimum, round_up, where
+from zeroplan.engines.account import Account, PipelineRank, Symbol
+from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
+from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import Precision, RecipeSpec
 from zeroplan.transformer.megatron import WITH_DROPOUT, layer_lines, whole_layer_lines
 from zeroplan.transformer.parameters import Parameter
@@ -58,42 +59,49 @@ _MOMENTS = 8
 class Rank(NamedTuple):
     """A pipeline rank: what it holds, and what is in flight on it."""
 
-    name: str
+    at: int
     elements: Int
     """Parameters beside experts."""
     experts: Int
-    layers: int
-    """Of one chunk, of each kind."""
     chunks: Int
     """Chunks of layers whose backward has not run yet, at the most."""
     embeds: Int
-    """Micro-batches whose embedding is kept; 0 on the last rank of several."""
+    """Micro-batches whose embedding is kept; 0 where it is on another rank."""
     has_head: bool
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    """Memory of the fullest pipeline rank, and its traffic per step. [bytes]
+    """Memory of the fullest pipeline rank, and its traffic per step. Of several ranks, sizes are ints. [bytes]
 
     Source: the files and papers named in each line.
     """
-    accounts = [_of_rank(rank, model, recipe, mesh, batch) for rank in _ranks(model, recipe, mesh, batch)]
-    totals = [peak_bytes(one.moments) for one in accounts]
-    if all(isinstance(total, int) for total in totals):
-        return accounts[totals.index(max(totals))]
-    return accounts[0]._replace(moments=tuple(moment for one in accounts for moment in one.moments))
+    every = accounts(model, recipe, mesh, batch)
+    if len(every) == 1:
+        return every[0]._replace(pipeline=())
+    worst = max(every, key=lambda one: int(one.pipeline[0].peak_bytes))
+    others = tuple(one.pipeline[0] for one in every if one is not worst)
+    note = f"figures are of pipeline rank {worst.pipeline[0].rank}, whose peak is the highest of {len(every)}"
+    return worst._replace(pipeline=(*worst.pipeline, *others), notes=(*worst.notes, note))
+
+
+def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
+    """Memory and traffic of every pipeline rank, first to last. [bytes]"""
+    ranks = range(int(mesh.pp))
+    return tuple(_of_rank(_rank(at, model, recipe, mesh, batch), model, recipe, mesh, batch) for at in ranks)
 
 
 def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
     states = tuple(_states(rank, recipe, mesh))
     kinds = tuple(run.kind for run in layout(model).runs)
     kept = {kind: layer_lines(model, kind, recipe, mesh, batch) for kind in kinds}
+    moments = tuple(_moments(rank, model, recipe, mesh, batch, states))
     return Account(
         states,
-        tuple(_moments(rank, model, recipe, mesh, batch, states)),
+        moments,
         tuple(_collectives(rank, model, recipe, mesh, batch)),
         symbols=(
-            Symbol("D_rank", rank.elements, f"parameters of the {rank.name} beside experts"),
-            Symbol("X_rank", rank.experts, f"parameters of the {rank.name} in experts"),
+            Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts"),
+            Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts"),
             Symbol("N_opt", _sharers(recipe, mesh), "ranks that share the optimizer's states"),
             Symbol("N_exp", _expert_sharers(recipe, mesh), "ranks that share those of experts"),
             Symbol("K", rank.chunks, "chunks of layers in flight"),
@@ -103,33 +111,42 @@ def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch
             Symbol("V_p", _vocabulary(model, mesh), "vocabulary, padded"),
             *(Symbol(f"S_{kind}", total_bytes(lines), f"bytes one {kind} layer keeps") for kind, lines in kept.items()),
         ),
-        notes=(NOTE, *((f"the fullest of {mesh.pp} pipeline ranks is the {rank.name}",) if int(mesh.pp) > 1 else ())),
+        notes=(NOTE,),
         kept=tuple((f"one {kind} layer", lines) for kind, lines in kept.items()),
+        pipeline=(_shown(rank, model, recipe, mesh, moments),),
     )
+
+
+def _shown(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, moments: tuple[Moment, ...]) -> PipelineRank:
+    """The rank as a pipeline is told of."""
+    pp, chunks, totals = int(mesh.pp), _chunks(recipe, mesh), [moment.total_bytes for moment in moments]
+    each = model.num_hidden_layers // (pp * chunks)
+    blocks = "; ".join(f"blocks {at * each + 1} to {(at + 1) * each}" for at in range(rank.at, pp * chunks, pp))
+    words = ", ".join((*(["embedding"] if rank.at == 0 else []), blocks, *(["norm and head"] if rank.has_head else [])))
+    if not all(isinstance(total, int) for total in totals):
+        return PipelineRank(rank.at, words, 0, maximum(0, *totals), "")
+    highest = moments[totals.index(max(totals))]
+    return PipelineRank(rank.at, words, int(rank.elements + rank.experts), highest.total_bytes, highest.name)
 
 
 # --- which ranks there are, and what they hold -------------------------------------------------------------------------------
 
 
-def _ranks(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Rank, ...]:
-    pp, chunks = int(mesh.pp), _chunks(recipe)
-    layers, micro = model.num_hidden_layers // (pp * chunks), batch.grad_accum_steps
+def _rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
+    pp, chunks = int(mesh.pp), _chunks(recipe, mesh)
     inside, experts = _elements(model, mesh, pp)
     embedding, end = _ends(model, mesh)
-    if pp == 1:
-        return (Rank("only pipeline rank", inside + embedding + end, experts, layers, chunks, 1, has_head=True),)
-    first = _in_flight(0, pp, chunks, micro)
-    last = _in_flight(pp - 1, pp, chunks, micro)
-    tied = embedding if model.tie_word_embeddings else 0  # the last rank has a copy of the embedding, for its head
-    return (
-        Rank("first pipeline rank", inside + embedding, experts, layers, first, ceil_div(first, chunks), has_head=False),
-        Rank("last pipeline rank", inside + end + tied, experts, layers, last, 0, has_head=True),
-    )
+    first, last = at == 0, at == pp - 1
+    ends = (embedding if first else 0) + (end if last else 0)
+    if last and not first and model.tie_word_embeddings:
+        ends = ends + embedding  # a copy of it, for the head
+    flying = _in_flight(at, pp, chunks, batch.grad_accum_steps)
+    return Rank(at, inside + ends, experts, flying, ceil_div(flying, chunks) if first else 0, last)
 
 
-def _chunks(_recipe: RecipeSpec) -> int:
+def _chunks(recipe: RecipeSpec, mesh: Mesh) -> int:
     """Chunks of layers on each pipeline rank (``--num-virtual-stages-per-pipeline-rank``)."""
-    return 1
+    return 1 if int(mesh.pp) == 1 else stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
 
 
 def _in_flight(rank: int, pp: int, chunks: int, micro_batches: Int) -> Int:
@@ -220,18 +237,18 @@ def _moments(
     rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
     alive = (*states, *_in_layers(rank, model, recipe, mesh, batch), *_embedded(rank, model, recipe, mesh, batch))
-    yield Moment(f"{rank.name}: all that is in flight", Phase.FORWARD, alive)
+    yield Moment("all that is in flight", Phase.FORWARD, alive)
     if rank.has_head:
-        yield Moment(f"{rank.name}: loss", Phase.LOSS, (*alive, _head(model, recipe, mesh, batch)))
+        yield Moment("loss", Phase.LOSS, (*alive, _head(model, recipe, mesh, batch)))
     if recipe.recompute == "full":
         kind = layout(model).runs[-1].kind
         again = whole_layer_lines(model, kind, recipe, mesh, batch)
-        yield Moment(f"{rank.name}: backward of a layer, recomputed", Phase.BACKWARD, (*alive, *again))
+        yield Moment("backward of a layer, recomputed", Phase.BACKWARD, (*alive, *again))
     yield Moment("optimizer step", Phase.STEP, states)
 
 
 def _in_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    parts = int(mesh.pp) * _chunks(recipe)
+    parts = int(mesh.pp) * _chunks(recipe, mesh)
     for run in layout(model).runs:
         each = total_bytes(layer_lines(model, run.kind, recipe, mesh, batch))
         layers = run.layers // parts
@@ -272,7 +289,7 @@ def _collectives(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, b
     yield from _within_layers(model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
-        calls = batch.grad_accum_steps * _chunks(recipe)
+        calls = batch.grad_accum_steps * _chunks(recipe, mesh)
         for when in ("forward", "backward"):
             yield _sent("hidden states to the next stage", when, 2, calls, 2 * tokens * model.hidden_size)
 

@@ -6,6 +6,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
 
 #: Families that Megatron-LM has arguments for and whose layers have a closed form here.
@@ -13,11 +14,12 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe"
 #: Precisions that have a line in Megatron-LM's table of bytes per parameter.
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
 OPTIMIZERS = ("adamw", "adam")
+SCHEDULES = (None, "1f1b", "interleaved-1f1b")
 
 
 def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> None:
     """Refuse what is not modelled under Megatron-Core, and splits that Megatron-LM refuses (arguments.py, validate_args)."""
-    for asked, instead in (*_not_modelled(model, recipe, mesh), *_not_split(model, mesh, batch)):
+    for asked, instead in (*_not_modelled(model, recipe, mesh), *_not_split(model, recipe, mesh, batch)):
         if asked:
             raise SpecError(f"engine 'megatron' with {asked} is not modelled; use {instead}")
 
@@ -36,12 +38,24 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
         mesh.tp > 1 and model.moe is not None and not recipe.sequence_parallel and "experts and tp without sequence_parallel",
         "sequence_parallel",
     )
+    schedule, each = recipe.pipeline_schedule, recipe.pipeline_stages_per_rank
+    yield schedule not in SCHEDULES and f"schedule {schedule!r}", "1f1b or interleaved-1f1b"
+    yield (
+        mesh.pp == 1 and (schedule is not None or each is not None) and "a pipeline schedule and pp=1",
+        "several pipeline ranks, or leave it out",
+    )
+    yield schedule in (None, "1f1b") and (each or 1) > 1 and "several stages per rank and schedule '1f1b'", "interleaved-1f1b"
+    yield schedule == "interleaved-1f1b" and each == 1 and "one stage per rank and an interleaved schedule", "1f1b"
     yield mesh.cp > 1 and recipe.attention == "eager" and "attention 'eager' on context-parallel ranks", "attention 'sdpa'"
 
 
-def _not_split(model: ModelSpec, mesh: MeshSpec, batch: BatchSpec) -> Iterator[tuple[str | bool, str]]:
+def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> Iterator[tuple[str | bool, str]]:
     layers, experts = model.num_hidden_layers, 0 if model.moe is None else model.moe.num_experts
-    yield layers % mesh.pp > 0 and f"{layers} layers on pp={mesh.pp} ranks", "a factor of the layers"
+    chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank) if mesh.pp > 1 else 1
+    among = f"{layers} layers on pp={mesh.pp} ranks" + (f" in {chunks} chunks each" if chunks > 1 else "")
+    yield layers % (mesh.pp * chunks) > 0 and among, "a factor of the layers"
+    steps = batch.grad_accum_steps
+    yield chunks > 1 and steps % mesh.pp > 0 and f"{steps} interleaved micro-batches on pp={mesh.pp} ranks", "a multiple of pp"
     for what, count in (("query", model.num_attention_heads), ("key/value", model.num_key_value_heads)):
         yield count % mesh.tp > 0 and f"{count} {what} heads on tp={mesh.tp} ranks", "a factor of the heads"
     cut = 2 * mesh.cp if mesh.cp > 1 else 1

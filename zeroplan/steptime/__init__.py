@@ -46,6 +46,8 @@ def step_time(
         raise SpecError(
             "a profile does not say how many operations its module takes, so it has no time; use --model or --config"
         )
+    if recipe.engine == "megatron":
+        raise SpecError("steps of engine 'megatron' have no time yet; use ddp, fsdp2 or deepspeed")
     share = share or shares_of(cluster)
     if account.pipeline:
         return _on_a_pipeline(account, model, recipe, mesh, batch, cluster, mfu=mfu, share=share)
