@@ -10,7 +10,7 @@ from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage
-from zeroplan.spec.split import check_tensor_parallel
+from zeroplan.spec.split import check_context_parallel, check_tensor_parallel
 
 #: Which ZeRO stages each engine offers, and under what name.
 ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
@@ -97,9 +97,10 @@ class JobSpec(Spec):
             raise SpecError(f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'fsdp2', 'megatron' or 'paper'")
         if mesh.tp > 1 and engine == "fsdp2":
             check_tensor_parallel(self.model, self.recipe, self.batch, mesh.tp)
-        for degree, ways in (("cp", mesh.cp), ("pp", mesh.pp)):
-            if ways > 1:
-                raise SpecError(f"{degree}={ways} with engine {engine!r} is not modelled; leave it out")
+        if mesh.cp > 1:
+            check_context_parallel(self.model, self.recipe, self.batch, mesh)
+        if mesh.pp > 1:
+            raise SpecError(f"pp={mesh.pp} with engine {engine!r} is not modelled; leave it out")
         if mesh.ep > 1:
             self._check_expert_ranks()
 
