@@ -98,7 +98,9 @@ class Estimate:
     def legend(self) -> dict[str, int]:
         """The number of every symbol that the formulas of the lines use."""
         job = self.job
-        of_the_model = legend(job.model, compute_of(job.recipe), job.batch, tp=job.mesh.tp)
+        shared = job.mesh.cp if job.recipe.engine == "fsdp2" else 1
+        batch = job.batch if shared == 1 else replace(job.batch, seq_len=job.batch.seq_len // shared)
+        of_the_model = legend(job.model, compute_of(job.recipe), batch, tp=job.mesh.tp)
         common = {"Ψ": self.parameters, "L": job.model.num_hidden_layers, "N": job.mesh.dp_shard}
         symbols = {**common, **of_the_model, **{symbol.name: symbol.value for symbol in self.symbols}}
         return {name: int(value) for name, value in symbols.items()}
@@ -359,7 +361,7 @@ def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:
     return traffic(
         account.collectives,
         parameters=account.pipeline[0].parameters if account.pipeline else -(-parameters // (job.mesh.tp * job.mesh.pp)),
-        ranks=job.mesh.dp_shard * job.mesh.dp_replicate,
+        ranks=job.mesh.dp_shard * job.mesh.dp_replicate * (job.mesh.cp if job.recipe.engine == "fsdp2" else 1),
         reductions=1 if once else job.batch.grad_accum_steps,
         gradient_bytes=width.compute if narrow else width.stored,
     )

@@ -30,6 +30,7 @@ class GridMesh(NamedTuple):
     dp_shard: Int
     dp_replicate: Int = 1
     tp: Int = 1
+    cp: Int = 1
     ep: Int = 1
 
 

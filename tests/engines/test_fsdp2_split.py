@@ -27,6 +27,7 @@ class Columns:
     seq_len: np.ndarray
     grad_accum_steps: np.ndarray
     tp: int = 2
+    cp: int = 1
     ep: int = 1
 
 
@@ -71,6 +72,49 @@ def test_tensor_parallel_traffic_stays_among_neighbours_and_nothing_hides_it():
     )  # fmt: skip
     assert alone.model_flops == pytest.approx(8 * quick.model_flops)
     assert alone.tokens == 8 * quick.tokens
+
+
+def test_columns_of_shared_sequences_are_their_points():
+    points = np.array([(1, 1, 1, 128, 1), (8, 2, 3, 4096, 2)], dtype=np.int64)
+    columns = Columns(*points.T, tp=1, cp=4)
+    grid = fsdp2.account(LLAMA, RecipeSpec(), columns, columns)
+    for at, micro_batch, seq_len, shard, replicate, steps in ((0, 1, 128, 1, 1, 1), (1, 3, 4096, 8, 2, 2)):
+        batch = BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps)
+        one = fsdp2.account(LLAMA, RecipeSpec(), MeshSpec(dp_shard=shard, dp_replicate=replicate, cp=4), batch)
+        totals = [int(np.broadcast_to(moment.total_bytes, 2)[at]) for moment in grid.moments]
+        assert max(totals) == max(moment.total_bytes for moment in one.moments)
+        sent = [int(np.broadcast_to(call.sent_bytes, 2)[at]) for call in grid.collectives]
+        assert sent == [call.sent_bytes for call in one.collectives]
+
+
+def test_ranks_that_share_a_sequence_share_its_operations():
+    cluster = ClusterSpec(gpu=gpu("h100-sxm-80gb"), gpus_per_node=8)
+    times = []
+    for mesh in (MeshSpec(dp_shard=2, cp=4), MeshSpec(dp_shard=8)):
+        account = fsdp2.account(LLAMA, RecipeSpec(), mesh, JOB.batch)
+        times.append(step_time(account, LLAMA, RecipeSpec(), mesh, JOB.batch, cluster))
+    shared, alone = times
+    assert alone.model_flops == pytest.approx(4 * shared.model_flops)
+    assert alone.tokens == 4 * shared.tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mesh": MeshSpec(cp=3)}, "seq_len"),
+        ({"mesh": MeshSpec(cp=2, tp=2)}, "tp=2"),
+        ({"mesh": MeshSpec(cp=2), "model": model("gemma-2-2b")}, "gemma2"),
+        ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(precision="fp32")}, "fp32"),
+        ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(engine="ddp", zero_stage=0)}, "ddp"),
+        ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(attention="eager")}, "eager"),
+        ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(loss="chunked")}, "chunked"),
+    ],
+)  # fmt: skip
+def test_what_cannot_share_a_sequence_is_refused_in_one_line(changes: dict[str, object], says: str):
+    with pytest.raises(SpecError, match=says) as refused:
+        replace(JOB, **changes)
+    assert "cp=" in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ class Columns(NamedTuple):
     seq_len: object
     grad_accum_steps: object
     tp: int = 1
+    cp: int = 1
     ep: int = 1
 
 

@@ -73,6 +73,7 @@ class GridMesh:
     dp_shard: np.ndarray
     dp_replicate: np.ndarray
     tp: int = 1
+    cp: int = 1
     ep: int = 1
 
 

@@ -174,7 +174,7 @@ def test_a_column_is_its_jobs(engine: str, stage: int, model: str):
         job(model=model, gpu="a100", gpus=n, engine=engine, stage=stage, micro_batch=b, grad_accum=g) for n, b, g in several
     ]
     columns = [np.array(values, dtype=np.int64) for values in zip(*several, strict=True)]
-    mesh = SimpleNamespace(dp_shard=columns[0], dp_replicate=1, tp=1, ep=1)
+    mesh = SimpleNamespace(dp_shard=columns[0], dp_replicate=1, tp=1, cp=1, ep=1)
     batch = SimpleNamespace(micro_batch_size=columns[1], seq_len=4096, grad_accum_steps=columns[2])
     first = jobs[0]
     account = engine_module(engine).account(first.model, first.recipe, mesh, batch)

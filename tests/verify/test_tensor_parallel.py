@@ -1,4 +1,7 @@
-"""Models split over tensor-parallel ranks: DTensor and FSDP2 as they run, against the estimate, to what it leaves out by name."""
+"""Models split over tensor-parallel ranks, and sequences shared by context-parallel ones, against the estimate.
+
+DTensor, torch's ring attention and FSDP2 as they run; to what the estimate leaves out by name.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,27 @@ CASES = {
         batch=BatchSpec(seq_len=8192),
     ),
 }  # fmt: skip
+SHARED = {
+    "llama, 2 x 4": JobSpec(
+        model=TINY, mesh=MeshSpec(dp_shard=2, cp=4), batch=BatchSpec(micro_batch_size=2, seq_len=512)
+    ),
+    "qwen3, one key head, replicas, recomputed": JobSpec(
+        model=replace(TINY, family="qwen3", num_key_value_heads=1, tie_word_embeddings=True),
+        mesh=MeshSpec(dp_replicate=2, cp=3),
+        recipe=RecipeSpec(precision="bf16", recompute="full", zero_stage=2),
+        batch=BatchSpec(micro_batch_size=1, seq_len=192, grad_accum_steps=2),
+    ),
+    "qwen2, selective": JobSpec(
+        model=replace(TINY, family="qwen2", attention_bias=True, num_key_value_heads=8),
+        mesh=MeshSpec(dp_shard=2, cp=2),
+        recipe=RecipeSpec(recompute="selective", keep_logits=True),
+        batch=BatchSpec(micro_batch_size=1, seq_len=512),
+    ),
+    "llama 70B, sequences of 131,072 on 8 ranks": JobSpec(
+        model=model("llama-3.1-70b"), mesh=MeshSpec(dp_shard=16, cp=8), recipe=RecipeSpec(recompute="full"),
+        batch=BatchSpec(seq_len=131_072),
+    ),
+}  # fmt: skip
 ROTARY_AND_STATE = 2_000
 """Rotary frequencies, the random state of flash attention (24 bytes a layer) and single numbers. [bytes]"""
 
@@ -79,9 +103,19 @@ def test_the_estimate_is_the_run(name: str):
         assert abs(kind.difference) <= ROTARY_AND_STATE + tokens, kind
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_share_sequences_hold_what_the_estimate_says(name: str):
+    from zeroplan.verify.simulate import simulate
+
+    seen = compare(estimate(SHARED[name]), simulate(SHARED[name], all_layers=False))
+    for row in (seen.peak, *seen.phases, seen.held, *seen.kinds):
+        assert abs(row.difference) <= ROTARY_AND_STATE, row
+    assert all(row.predicted == row.measured for row in seen.collectives), seen.collectives
+
+
+@pytest.mark.parametrize("name", CASES | SHARED)
 def test_formulas_say_what_is_computed(name: str):
-    answer = estimate(CASES[name])
+    answer = estimate((CASES | SHARED)[name])
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
-    assert answer.legend["p"] == CASES[name].mesh.tp
+    assert answer.legend["p"] == answer.job.mesh.tp

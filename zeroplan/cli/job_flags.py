@@ -50,7 +50,7 @@ FLAGS = (
     _Flag("gpus_per_node", "N", "GPUs that share a node. (default: the GPU's usual server)", _CLUSTER, number=True),
     _Flag("replicas", "N", "Replicas of the sharded group (HSDP). (default: 1)", _CLUSTER, number=True),
     _Flag("tensor_parallel", "N", "Tensor-parallel ranks (engines fsdp2, megatron, paper). (default: 1)", _CLUSTER, number=True),
-    _Flag("context_parallel", "N", "Context-parallel ranks, which split a sequence. (default: 1)", _CLUSTER, number=True),
+    _Flag("context_parallel", "N", "Context-parallel ranks, which share a sequence. (default: 1)", _CLUSTER, number=True),
     _Flag("pipeline_parallel", "N", "Pipeline-parallel ranks, which split the layers. (default: 1)", _CLUSTER, number=True),
     _Flag("expert_parallel", "N", "Expert-parallel ranks, among those that shard. (default: 1)", _CLUSTER, number=True),
     _Flag("pipeline_schedule", "NAME", "gpipe, 1f1b, interleaved-1f1b, interleaved-zero-bubble or zbv. (default: 1f1b)", _RECIPE),

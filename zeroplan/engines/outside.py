@@ -8,13 +8,18 @@ from zeroplan.transformer.blocks import HeadPass
 from zeroplan.transformer.head import head_pass
 
 
-def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1) -> HeadPass:
-    """Embedding, final norm, head and loss in one pass, on one of ``tp`` ranks that split them."""
-    return head_pass(
+def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp: int = 1) -> HeadPass:
+    """Embedding, final norm, head and loss in one pass, on one of ``tp`` ranks that split them and ``cp`` that share a sequence."""
+    head = head_pass(
         model,
-        compute_of(recipe, tp=tp),
+        compute_of(recipe, tp=tp, cp=cp),
         batch,
         recomputed=recipe.recompute != "none",
         loss=recipe.loss,
         fp32_output=recipe.keep_logits == "fp32",
     )
+    if cp == 1:
+        return head
+    from zeroplan.transformer.context import with_shared_sequences  # noqa: PLC0415  the others' answers need not wait for it
+
+    return with_shared_sequences(head, batch, cp)

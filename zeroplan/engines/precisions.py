@@ -40,10 +40,11 @@ def widths(precision: Precision) -> Widths:
     return _WIDTHS[precision]
 
 
-def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1) -> Compute:
+def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> Compute:
     """How an engine runs the module: DDP casts under ``torch.autocast``, the others hold a copy in the compute dtype.
 
-    ``tp`` is the number of ranks that split it, ``ep`` of those that share its experts out.
+    ``tp`` is the number of ranks that split it, ``ep`` of those that share its experts out, ``cp`` of those
+    that share a sequence.
 
     >>> compute_of(RecipeSpec(engine="ddp", zero_stage=0)).autocast, compute_of(RecipeSpec()).autocast
     (True, False)
@@ -60,4 +61,5 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1) -> Compute:
         recipe.offload_activations,
         ep,
         tp,
+        cp,
     )

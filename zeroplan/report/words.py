@@ -113,11 +113,11 @@ def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
     whole, here, mesh = _unsharded(answer), answer.states_by_kind, answer.job.mesh
     before = sum(whole.values()) if kind is None else whole[kind]
     after = sum(here.values()) if kind is None else here[kind]
-    split = f" / {mesh.tp} (tensor-parallel)" if mesh.tp > 1 else ""
+    split, shards = f" / {mesh.tp} (tensor-parallel)" if mesh.tp > 1 else "", mesh.dp_shard * mesh.cp
     if kind is not None and _short(after / max(before, 1)) == "1":
         return f"{_short(before * mesh.tp / answer.parameters)} x Ψ{split}"
-    if kind is not None and _short(after * mesh.dp_shard / max(before, 1)) == "1":
-        return f"{_short(before * mesh.tp / answer.parameters)} x Ψ{split} / {mesh.dp_shard:,}"
+    if kind is not None and _short(after * shards / max(before, 1)) == "1":
+        return f"{_short(before * mesh.tp / answer.parameters)} x Ψ{split} / {shards:,}"
     return f"{_short(before / answer.parameters)} x Ψ before sharding, {_short(after / answer.parameters)} x Ψ on this GPU"
 
 

@@ -11,7 +11,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec, MoeSpec
 from zeroplan.spec.pipeline import PIPELINED, check_schedule
 from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage
-from zeroplan.spec.split import check_tensor_parallel
+from zeroplan.spec.split import check_context_parallel, check_tensor_parallel
 
 #: Which ZeRO stages each engine offers, and under what name.
 ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
@@ -99,7 +99,7 @@ class JobSpec(Spec):
         if mesh.tp > 1 and engine == "fsdp2":
             check_tensor_parallel(self.model, self.recipe, self.batch, mesh.tp)
         if mesh.cp > 1:
-            raise SpecError(f"cp={mesh.cp} with engine {engine!r} is not modelled; leave it out")
+            check_context_parallel(self.model, self.recipe, self.batch, mesh)
         if mesh.pp > 1:
             self._check_pipeline()
         elif self.recipe.pipeline_schedule is not None or self.recipe.pipeline_stages_per_rank is not None:

@@ -1,7 +1,8 @@
-"""Which jobs can tensor-parallel ranks split, under FSDP2 and DTensor?"""
+"""Which jobs can tensor-parallel ranks split, under FSDP2 and DTensor, and of which can context-parallel ranks share sequences?"""
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -39,17 +40,55 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
             raise SpecError(f"tp={ranks} with {asked} is not modelled; use {instead}, or tp=1")
 
 
+def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
+    """Refuse sequences that do not come out even, and what is not modelled with ranks that share them, in one line.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    ...                  num_key_value_heads=2, head_dim=16, vocab_size=256)
+    >>> check_context_parallel(tiny, RecipeSpec(), BatchSpec(seq_len=4100), MeshSpec(cp=4))
+    Traceback (most recent call last):
+    zeroplan.errors.SpecError: cp=4 needs a seq_len that 8 divides (each rank has an early and a late part), not 4,100
+    """
+    ranks = mesh.cp
+    if model.family not in SPLIT_FAMILIES or model.profile is not None:
+        what = "a profile" if model.profile is not None else f"family {model.family!r}"
+        raise SpecError(f"cp={ranks} of {what} is not modelled; use cp=1, or one of {', '.join(SPLIT_FAMILIES)}")
+    if batch.seq_len % (2 * ranks):
+        raise SpecError(
+            f"cp={ranks} needs a seq_len that {2 * ranks} divides (each rank has an early and a late part), not {batch.seq_len:,}"
+        )
+    others = tuple(f"{name}={ways}" for name, ways in (("tp", mesh.tp), ("pp", mesh.pp), ("ep", mesh.ep)) if ways > 1)
+    in_32_bits = recipe.precision == "fp32"
+    for asked, instead in (
+        (", ".join(others), "one of them"),
+        (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+        (in_32_bits and "precision 'fp32', for which no kernel takes grouped heads,", "bf16-mixed"),
+        (recipe.fsdp2.cpu_offload and "offload to host memory", "no offload"),
+        (type(recipe.fsdp2.reshard_after_forward) is int and "reshard_after_forward as a number", "true or false for it"),
+        *_of_model_and_batch(model, recipe, batch),
+    ):
+        if asked:
+            raise SpecError(f"cp={ranks} with {asked} is not modelled; use {instead}, or cp=1")
+
+
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tuple[tuple[str | bool, str], ...]:
+    return (
+        *_of_model_and_batch(model, recipe, batch),
+        (recipe.optimizer not in _OPTIMIZERS and f"optimizer {recipe.optimizer!r}", "adamw"),
+        (not recipe.sync_every_micro_batch and "sync_every_micro_batch=False", "true for it"),
+    )
+
+
+def _of_model_and_batch(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tuple[tuple[str | bool, str], ...]:
     window = model.sliding_window
     biased = model.mlp_bias or (model.attention_bias and model.family != "qwen2")
     return (
         (model.adapter is not None and "adapters", "full training"),
         (model.frozen is not None and "frozen parameters", "full training"),
-        (biased and "biases of matrices whose outputs are added up", "a model without them"),
+        (biased and "biases of output and down projection", "a model without them"),
         (window is not None and batch.seq_len >= window and f"a sliding window of {window:,}", "a shorter seq_len"),
         (recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"),
         (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
         (recipe.offload_activations and "offload_activations", "recompute 'full' alone"),
-        (recipe.optimizer not in _OPTIMIZERS and f"optimizer {recipe.optimizer!r}", "adamw"),
-        (not recipe.sync_every_micro_batch and "sync_every_micro_batch=False", "true for it"),
     )

@@ -51,14 +51,14 @@ def step_time(
     share = share or shares_of(cluster)
     if account.pipeline:
         return _on_a_pipeline(account, model, recipe, mesh, batch, cluster, mfu=mfu, share=share)
-    tp = int(mesh.tp) if recipe.engine == "fsdp2" else 1
-    asked = work(model, recipe, batch, tp=tp, expert_ranks=int(mesh.ep))
+    tp, cp = (int(mesh.tp), int(mesh.cp)) if recipe.engine == "fsdp2" else (1, 1)
+    asked = work(model, recipe, batch, tp=tp, cp=cp, expert_ranks=int(mesh.ep))
     busy = computing(asked, model, recipe, batch, gpu, share, mfu)
     on_host = _steps_on_host(recipe)
     step = stepping(account, recipe, gpu, share, on_host=on_host, ranks_per_node=here.per_node)
     copies = _copies(account, recipe, batch, busy, gpu.architecture) if recipe.offloads else ()
     parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
-    tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / tp
+    tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / (tp * cp)
     flops = batch.grad_accum_steps * 3.0 * (asked.blocks_flops + asked.head_flops + asked.attention_flops)
     return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
 

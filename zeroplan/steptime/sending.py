@@ -78,12 +78,12 @@ def _least(a: Float, b: Float) -> Float:
 
 
 def _group(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
-    """Where a collective's ranks are: tensor-parallel ones are neighbours, the shards ``tp`` apart, replicas ``dp_shard · tp``."""
+    """Where a collective's ranks are: those that split model or sequence are neighbours, the shards ``tp`` apart."""
     if recipe.engine != "fsdp2" or call.near:
         return neighbours(call.group, here.per_node)
     if EXPERTS in call.what and not call.what.startswith(REPLICAS):
         return strided(call.group, mesh.ep, here.per_node)
-    stride = mesh.tp * mesh.dp_shard if call.what.startswith(REPLICAS) else mesh.tp
+    stride = mesh.tp * mesh.cp * mesh.dp_shard if call.what.startswith(REPLICAS) else mesh.tp
     return strided(call.group, stride, here.per_node)
 
 

@@ -39,19 +39,23 @@ class Work(NamedTuple):
     """The matrices that are multiplied with, once."""
 
 
-def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, expert_ranks: int = 1) -> Work:
-    """Count one micro-batch on one of ``tp`` ranks that split it. [FLOPs, bytes]
+def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp: int = 1, expert_ranks: int = 1) -> Work:
+    """Count one micro-batch on one of ``tp`` ranks that split it, or of ``cp`` that share its sequences. [FLOPs, bytes]
 
     Experts count as often as tokens choose them, evenly spread. Leaves out: sliding windows, which only some kernels skip;
     weights that are frozen, whose gradients nobody takes; writing
     out weights in four bits.
     """
-    whole, compute = layout(_multiplied(model)), compute_of(recipe, tp=tp, ep=expert_ranks)
+    whole, compute = layout(_multiplied(model)), compute_of(recipe, tp=tp, ep=expert_ranks, cp=cp)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len
     in_blocks = block_matrices(whole)
     outside = matmul_parameters(model, whole) - in_blocks
     keys = batch.seq_len * 1.0 if recipe.attention == "eager" else (batch.seq_len + 1) / 2.0
     scores = 2.0 * model.num_hidden_layers * attention_widths(model)
+    if cp > 1:
+        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
+
+        batch, tokens = local_batch(batch, cp), tokens / cp
     saved: Float = 0.0
     for run in whole.runs:
         saved = saved + 1.0 * run.layers * total_bytes(block_pass(model, run.kind, compute, batch).saved)

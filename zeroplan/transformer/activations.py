@@ -69,7 +69,7 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
         from zeroplan.transformer.profiled import profile_of, profiled_block  # noqa: PLC0415  only a profile pays for it
 
         return profiled_block(profile_of(model), kind, compute, batch)
-    if compute.tp > 1:
+    if compute.tp > 1 or compute.cp > 1:
         from zeroplan.transformer.families.split import split_block  # noqa: PLC0415  the others' answers need not wait for it
 
         return split_block(model, compute, widths(model, compute, batch))

@@ -30,6 +30,8 @@ class Compute(NamedTuple):
     """Ranks that share the experts out; tokens go to the rank of their expert and come back."""
     tp: int = 1
     """Ranks that split matrices and, between them, the sequence (:mod:`zeroplan.transformer.families.split`)."""
+    cp: int = 1
+    """Ranks that share a sequence; the batch that is asked about is one rank's (:mod:`zeroplan.transformer.families.ring`)."""
 
 
 #: Begins the name of a point at which a block that was checkpointed is being recomputed, where that may be higher than its

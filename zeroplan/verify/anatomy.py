@@ -242,8 +242,10 @@ class _Watcher(Tracker):
         yield block.register_forward_pre_hook(entered, with_kwargs=True)
         yield block.register_forward_hook(left)
 
-    def _see(self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None) -> None:
-        super()._see(func, tensor, cast_from)
+    def _see(
+        self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None, args: tuple[object, ...] = ()
+    ) -> None:  # fmt: skip
+        super()._see(func, tensor, cast_from, args)
         if isinstance(cast_from, nn.Parameter) and (cast := self._block_of(tensor)) is not None:
             self.casts[id(cast)] = self._parameters.get(id(cast_from), "")
         if self.backward and (made := self._block_of(tensor)) is not None:

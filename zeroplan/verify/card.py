@@ -163,6 +163,9 @@ def _attention(
     return out[0]  # type: ignore[no-any-return]
 
 
+_attention.__name__ = "scaled_dot_product_attention"  # by which others replace it in their turn
+
+
 def _as_autocast_has_it(operand: torch.Tensor) -> torch.Tensor:
     """Attention is on autocast's list, and its kernel is chosen among operands that are cast."""
     if not torch.is_autocast_enabled(CARD) or not operand.is_floating_point():

@@ -24,6 +24,7 @@ from zeroplan.verify.activations_away import moving_from
 from zeroplan.verify.adapters import beside_parameters, unwrapped
 from zeroplan.verify.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.card_autocast import cuda_lists
+from zeroplan.verify.context_parallel import CONTEXT, ContextParallel, with_positions
 from zeroplan.verify.engines import Ddp, Engine, Fsdp2, Watcher, train, weights_dtype
 from zeroplan.verify.experts import dispatched, evenly_visited
 from zeroplan.verify.fake_mode import QuickFakes
@@ -60,6 +61,8 @@ def observe(
         work = make() if make is not None else workload(job, dtype=weights_dtype(job), device=mesh.device_type)
         if job.mesh.tp > 1:
             work = split(work, mesh, seq_len=job.batch.seq_len)
+        if job.mesh.cp > 1:
+            work = with_positions(work, seq_len=job.batch.seq_len)
         watcher.name_modules(unwrapped(work.module))
         watcher.claim(Kind.ACTIVATIONS, work.batch.values())
         engine = _build(job, work, mesh, watcher)
@@ -82,6 +85,8 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
     if job.recipe.engine == "fsdp2":
         if job.mesh.tp > 1:
             return TensorParallel(work, job, mesh)
+        if job.mesh.cp > 1:
+            return ContextParallel(work, job, mesh)
         return Fsdp2(work, job.recipe, mesh, experts=dispatched(job, work.module, mesh, watcher))
     if job.recipe.engine == "ddp":
         with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
@@ -120,14 +125,15 @@ def _fake_group_on(device: str) -> str:
 
 
 def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
-    """The job's ranks as FSDP2 takes them: one dimension, or replicas of a sharded group."""
-    replicas, shards, tensor = job.mesh.dp_replicate, job.mesh.dp_shard, job.mesh.tp
+    """The job's ranks as FSDP2 takes them: one dimension, or replicas of a sharded group; each a row where they share its work."""
+    replicas, shards = job.mesh.dp_replicate, job.mesh.dp_shard
     if job.mesh.pp > 1:
         from zeroplan.verify.pipelined import pipeline_mesh  # noqa: PLC0415  only a pipeline imports torch's pipelining
 
         return pipeline_mesh(job, device)
-    if tensor > 1:
-        return init_device_mesh(device, (replicas, shards, tensor), mesh_dim_names=("replicate", "shard", TENSOR))
+    for ways, name in ((job.mesh.cp, CONTEXT), (job.mesh.tp, TENSOR)):
+        if ways > 1:
+            return init_device_mesh(device, (replicas, shards, ways), mesh_dim_names=("replicate", "shard", name))
     if replicas == 1:
         return init_device_mesh(device, (shards,))
     return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))

@@ -204,11 +204,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if in_place:
             self._take_over(args[0], result)  # type: ignore[arg-type]  # these operators begin with a tensor
         else:
-            self._see(func, result, args[0] if func is _CAST else None)
+            self._see(func, result, args[0] if func is _CAST else None, args)
         if func is _ADD and not torch.is_grad_enabled():
             self._note_terms(result, args)
 
-    def _see(self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None) -> None:
+    def _see(
+        self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None, args: tuple[object, ...] = ()
+    ) -> None:  # fmt: skip
         device = (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
         if device != self._device:
             if device == "cpu" and self._host is not None and (not func.is_view or func is _LIFTED):
@@ -217,7 +219,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         storage = tensor.untyped_storage()
         watch = self._watches.get(storage._cdata)
         if watch is None:
-            if (func.is_view and func is not _LIFTED) or _is_meta(tensor):
+            if (func.is_view and func is not _LIFTED and not _is_a_copy(tensor, args)) or _is_meta(tensor):
                 return  # a view of what was there before the recording, or a shape without memory
             watch = self._watch(storage)
             if n_bytes := storage.nbytes():
@@ -397,6 +399,12 @@ class _Modules:
 
 def _tensors(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
     return (argument for argument in args if isinstance(argument, torch.Tensor))
+
+
+def _is_a_copy(tensor: torch.Tensor, args: tuple[object, ...]) -> bool:
+    """Whether what may return a view has made a copy: ``to`` or ``contiguous``, where autograd has not taken them apart."""
+    given = [argument.untyped_storage()._cdata for argument in _tensors(args)]
+    return bool(given) and tensor.untyped_storage()._cdata not in given
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

@@ -316,6 +316,8 @@ def end_of_backward(plan: Plan) -> Iterator[Moment]:
     """The embedding's gradient, then the reduction of the root group."""
     root = plan.trained_root
     common = (*plan.persistent, *_reduced(plan, plan.every_layer), *_gathered_in_vain(plan), *output(plan))
+    if plan.shared_sequences:
+        common = (*common, *plan.head.at_embedding)
     width = plan.width.compute
     yield from _at_the_embedding(plan, common)
     if not root.numel:

@@ -126,6 +126,8 @@ class Plan(NamedTuple):
     head: HeadPass
     at_embedding: AtEmbedding | None
     """What a split embedding's backward takes."""
+    shared_sequences: bool
+    """Context-parallel ranks share every sequence."""
     kept: tuple[Int, ...]
     """Bytes one block of each run keeps from its forward to its backward."""
     persistent: tuple[Line, ...]
@@ -237,12 +239,12 @@ class Plan(NamedTuple):
 
 
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, part: Layout | None = None) -> Plan:
-    """Size the groups and collect what every moment needs.
+    """Size the groups and collect what every moment needs; ``batch`` is one rank's.
 
     ``part`` are the parameters of a pipeline stage, where ``model`` has the stage's layers and not all that is outside them.
     """
-    width, n = widths(recipe.precision), mesh.dp_shard
-    tp, ep = int(mesh.tp), int(mesh.ep)  # one number in a grid too
+    tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)  # one number in a grid too
+    width, n = widths(recipe.precision), mesh.dp_shard * cp
     tree = part if part is not None else layout(model) if tp == 1 else split_layout(model, tp)
     beside: tuple[Line, ...] = ()
     if is_quantised(model):
@@ -252,7 +254,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     if ep != 1:
         tree = _local_layout(model, ep)
     learning = trained_layout(model) if part is None and has_frozen(model) else tree
-    compute = compute_of(recipe, tp=tp, ep=ep)
+    compute = compute_of(recipe, tp=tp, ep=ep, cp=cp)
     recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
     passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
     impl, tensors = (
@@ -274,6 +276,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         )
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
     persistent = (*parameters, *beside, *optimizer, *tree.buffers)
+    in_the_loop = () if cp == 1 else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
         width=width,
@@ -303,12 +306,19 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),
         last_root_elements=next((one.numel for one in (*tree.tail[::-1], *tree.embeddings[::-1])), 0),
         passes=passes,
-        head=outside(model, recipe, batch, tp=tp),
+        head=outside(model, recipe, batch, tp=tp, cp=cp),
         at_embedding=None if tp == 1 else _at_embedding(model, compute, batch),
         kept=tuple(total_bytes(one.kept(recipe.recompute)) for one in passes),
-        persistent=tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent,
+        persistent=(*(tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent), *in_the_loop),
+        shared_sequences=cp > 1,
         in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
     )
+
+
+def _whole_sequences(batch: Batch, ranks: int) -> Line:
+    from zeroplan.transformer.context import whole_sequences  # noqa: PLC0415  the others' answers need not wait for it
+
+    return whole_sequences(batch, ranks)
 
 
 def _at_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbedding:

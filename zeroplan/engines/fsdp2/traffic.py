@@ -38,6 +38,10 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
         from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  the others' answers need not wait for it
 
         calls += split_collectives(plan, batch, int(mesh.tp), reductions=reductions)
+    if mesh.cp != 1:
+        from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
+
+        calls += exchanged(plan, batch, model, int(mesh.cp))
     return tuple(calls)
 
 

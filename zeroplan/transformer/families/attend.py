@@ -60,7 +60,7 @@ def flash(tape: Tape, heads: Heads) -> Attended:
     order of tokens, and both are saved.
     """
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
-    scratch = (FLASH_SCRATCH, _flash_scratch(grouped=heads.grouped), FLASH_BACKWARD)
+    scratch = (FLASH_SCRATCH, flash_scratch(grouped=heads.grouped), FLASH_BACKWARD)
     made = _kernel(tape, operands, scratch, copied=heads.joined)
     return Attended(in_order_of_tokens(tape, made, "attention output in the order of tokens") if heads.joined else made)
 
@@ -205,7 +205,8 @@ def in_order_of_tokens(tape: Tape, value: Value, reason: str) -> Value:
     return made
 
 
-def _flash_scratch(*, grouped: bool) -> str:
+def flash_scratch(*, grouped: bool) -> str:
+    """The formula of what the flash kernel's backward takes inside itself on CUDA."""
     accumulator = "512·a·b·ceil(s/128)·(32·ceil(d/32)+1)"
     return f"{accumulator} + 2·e·T·q" if grouped else accumulator
 

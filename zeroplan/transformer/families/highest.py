@@ -21,10 +21,15 @@ _AS_WIDE = {"v": "k", "c": "q"}
 Amounts = dict[Monomial, int]
 
 
-def highest(moments: list[Alive], *, wide: bool, autocast: bool) -> tuple[Alive, ...]:
-    """Leave out moments at which no more is alive than at another, whatever the batch."""
+def highest(
+    moments: list[Alive], *, wide: bool, autocast: bool, scratch_apart: bool = False
+) -> tuple[Alive, ...]:  # fmt: skip
+    """Leave out moments at which no more is alive than at another, whatever the batch.
+
+    ``scratch_apart``: nor without what kernels take inside themselves on CUDA alone, where several do at different moments.
+    """
     widths = 4 if wide else 2, 4 if wide or autocast else 2
-    amounts = [_amounts(moment, widths) for moment in moments]
+    amounts = [_amounts(moment, widths, scratch_apart=scratch_apart) for moment in moments]
     kept = list(range(len(moments)))
     for at in reversed(range(len(moments))):
         if any(other != at and _covers(amounts[other], amounts[at]) for other in kept):
@@ -32,10 +37,10 @@ def highest(moments: list[Alive], *, wide: bool, autocast: bool) -> tuple[Alive,
     return tuple(moments[at] for at in kept)
 
 
-def _amounts(moment: Alive, widths: tuple[int, int]) -> Amounts:
+def _amounts(moment: Alive, widths: tuple[int, int], *, scratch_apart: bool) -> Amounts:
     amounts: Amounts = {}
     for store in moment.stores:
-        _count(amounts, store.formula, widths, ())
+        _count(amounts, store.formula, widths, ("S",) if scratch_apart and store.reason.endswith("(CUDA)") else ())
     for mark, formulas in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
         for formula in formulas:
             _count(amounts, formula, widths, (mark,))

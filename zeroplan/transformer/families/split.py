@@ -22,6 +22,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import has_head_norms
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.ring import ring_attention
 from zeroplan.transformer.families.sizes import quantities
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window
@@ -41,6 +42,15 @@ class Structure(NamedTuple):
     block: traced.Structure
     head_norms: bool
     recompute: Recompute
+    split: bool
+    """There are tensor-parallel ranks."""
+    ring: int
+    """Context-parallel ranks, which share the sequence."""
+
+    @property
+    def rows(self) -> str:
+        """The tokens between the matrices."""
+        return "T/p" if self.split else "T"
 
 
 def split_block(model: ModelSpec, compute: Compute, x: Widths) -> BlockPass:
@@ -61,7 +71,8 @@ def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
     """What the symbols of a rank's formulas stand for."""
     whole = quantities(x, model.intermediate_size)
     shares = {f"{name}/p": whole[name] // ranks for name in ("T", "a", "q", "k", "v", "c", "f")}
-    return {**whole, **shares, "k/p/d": x.key // ranks // x.head_dim, "V/p": model.vocab_size // ranks}
+    shares |= {"k/p/d": x.key // ranks // x.head_dim, "V/p": model.vocab_size // ranks, "T/2": x.tokens // 2}
+    return {**whole, **shares}
 
 
 def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
@@ -71,7 +82,7 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
     block = traced.Structure(
         model.family, x.element == 4, False, x.attention, False, key != query, key == x.head_dim, model.attention_bias, x.kernels
     )  # fmt: skip
-    return Structure(block, has_head_norms(model), compute.recompute)
+    return Structure(block, has_head_norms(model), compute.recompute, compute.tp > 1, compute.cp)
 
 
 @lru_cache(maxsize=256)
@@ -83,7 +94,8 @@ def _plan(structure: Structure) -> traced.Plan:
     tape.release(output, given)
     arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"e·{output.shape}", LAYER)
     tape.run_backward(output, arriving)
-    points, selective = index.moments(highest(tape.moments, **dtypes)), index.of(tape.kept())
+    points = index.moments(highest(tape.moments, **dtypes, scratch_apart=structure.ring > 1))
+    selective = index.of(tape.kept())
     again: dict[Recompute, tuple[traced.Placed, ...]] = {
         "full": index.moments(traced.run_again(tape, until_saved, given.store, dtypes)),
         "selective": index.moments(traced.run_again(tape, whole, given.store, dtypes)),
@@ -92,7 +104,7 @@ def _plan(structure: Structure) -> traced.Plan:
     checkpointed = traced.checkpointed(
         index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
     )
-    stores, weights = _of_a_rank(index)
+    stores, weights = _of_a_rank(index) if structure.split else (tuple(index.stores), tuple(index.weights))
     return traced.Plan(stores, weights, saved, forward, checkpointed, points, (), selective, places, LAYER, again)
 
 
@@ -123,11 +135,11 @@ def _run(
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the block forward, over an input that another run has had, or over one of its own."""
     tape = Tape(wide=structure.block.wide, autocast=False, saving=saving, keeping=keeping)
-    store = given or tape.make(Kind.ACTIVATIONS, "block input, a share of the sequence", "e·T/p·h", LAYER)
+    store = given or tape.make(Kind.ACTIVATIONS, "block input", f"e·{structure.rows}·h", LAYER)
     if given is not None:
         store.holds = 1
         tape.alive[store] = None
-    value = Value(store, "e", "T/p·h")
+    value = Value(store, "e", f"{structure.rows}·h")
     return tape, value, _layer(tape, value, structure)
 
 
@@ -136,21 +148,23 @@ def _run(
 
 def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
     addition = Site("residual addition", LAYER)
-    normal = _norm(tape, given, "norm before attention")
+    normal = _norm(tape, given, "norm before attention", split=structure.split)
     attended = _attention(tape, normal, structure)
     tape.release(normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", addition)
     tape.release(attended)
-    normal = _norm(tape, middle, "norm before the MLP")
-    branch = _mlp(tape, normal)
+    normal = _norm(tape, middle, "norm before the MLP", split=structure.split)
+    branch = _mlp(tape, normal, split=structure.split)
     tape.release(normal)
     made = op.add(tape, middle, branch, "block output", addition)
     tape.release(branch, middle)
     return made
 
 
-def _norm(tape: Tape, given: Value, name: str) -> Value:
+def _norm(tape: Tape, given: Value, name: str, *, split: bool = True) -> Value:
     """RMSNorm over a share of the sequence, as a DTensor: the gradients of its input add up to a tensor of their own."""
+    if not split:
+        return op.rms_norm(tape, given, name, NORM)
     share = Value(tape.hold(given.store), given.dtype, given.shape)
     tape.add(name, (share,), (), lambda _tape, taken: [op.through(given, taken[0])])
     tape.summed_anew.add(share)
@@ -160,7 +174,7 @@ def _norm(tape: Tape, given: Value, name: str) -> Value:
 
 
 def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
-    block, whole = structure.block, gathered(tape, normal, "input of attention")
+    block, whole = structure.block, gathered(tape, normal, "input of attention", split=structure.split)
     names, bias = (("q", "q projection"), ("k", "k projection"), ("v", "v projection")), block.attention_bias
     query, key, value = (op.linear(tape, whole, width, Site(name, ATTENTION), bias=bias) for width, name in names)
     if structure.head_norms:
@@ -170,15 +184,16 @@ def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
         tape.release(*bare)
     turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
     tape.release(query, key)
-    context, _ = traced.kernel_of(block)(tape, Heads(*turned, value, block.grouped, block.one_key))
+    heads = Heads(*turned, value, block.grouped, block.one_key)
+    context, _ = ring_attention(tape, heads, structure.ring) if structure.ring > 1 else traced.kernel_of(block)(tape, heads)
     partial = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
-    made = scattered(tape, partial, "output of attention")
+    made = scattered(tape, partial, "output of attention", split=structure.split)
     tape.release(partial, value, *turned, context, whole)
     return made
 
 
-def _mlp(tape: Tape, normal: Value) -> Value:
-    whole = gathered(tape, normal, "input of the MLP")
+def _mlp(tape: Tape, normal: Value, *, split: bool) -> Value:
+    whole = gathered(tape, normal, "input of the MLP", split=split)
     gate = op.linear(tape, whole, "f", Site("gate projection", MLP))
     active = op.pointwise(tape, gate, "silu of the gate", Site("silu", MLP))
     tape.release(gate)
@@ -186,16 +201,19 @@ def _mlp(tape: Tape, normal: Value) -> Value:
     inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", MLP))
     tape.release(active, up)
     partial = op.linear(tape, inner, "h", Site("down projection", MLP), reads="f")
-    made = scattered(tape, partial, "output of the MLP")
+    made = scattered(tape, partial, "output of the MLP", split=split)
     tape.release(partial, inner, whole)
     return made
 
 
-def gathered(tape: Tape, value: Value, name: str) -> Value:
+def gathered(tape: Tape, value: Value, name: str, *, split: bool) -> Value:
     """Gather along the sequence; sequences of a batch come rank by rank, and are put in order by a copy.
 
     The gradients of what reads it are each rank's part of a sum; they are DTensors, which autograd never adds in place.
     """
+    if not split:
+        tape.hold(value.store)
+        return value
     by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", "e·T·h·min(1, b-1)", GATHER)
     made = op.tensor(tape, f"{name}, gathered along the sequence", value.dtype, "T·h", GATHER)
     tape.drop(by_rank)
@@ -209,8 +227,11 @@ def gathered(tape: Tape, value: Value, name: str) -> Value:
     return made
 
 
-def scattered(tape: Tape, value: Value, name: str) -> Value:
+def scattered(tape: Tape, value: Value, name: str, *, split: bool) -> Value:
     """Add up what the ranks made, and give each its share of the sequence."""
+    if not split:
+        tape.hold(value.store)
+        return value
     cut = tape.make(Kind.TEMPORARY, f"{name}, cut by ranks", "e·T·h", SCATTER)
     made = op.tensor(tape, f"{name}, reduced and scattered along the sequence", value.dtype, "T/p·h", SCATTER)
     tape.drop(cut)

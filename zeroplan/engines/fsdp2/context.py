@@ -1,0 +1,37 @@
+"""What context-parallel ranks send among themselves: keys and values, and their gradients."""
+
+from zeroplan.engines.fsdp2.plan import Plan
+from zeroplan.ledger import Collective
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families.ring import BACKWARD, FORWARD
+
+#: What these collectives are said to carry.
+KEYS = "keys and values"
+
+
+def exchanged(plan: Plan, batch: Batch, model: ModelSpec, ranks: int) -> tuple[Collective, ...]:
+    """Every rank's keys and values, gathered in forward, in a recomputation and in backward; their gradients, sent round in fp32.
+
+    ``batch`` is one rank's. A selective recomputation keeps what attention has made, and gathers nothing.
+    """
+    calls: Int = batch.grad_accum_steps * sum(plan.every_layer)
+    elements = 2 * batch.micro_batch_size * batch.seq_len * model.num_key_value_heads * model.head_dim
+    again = 2 if plan.recipe.recompute == "full" else 1
+    payload: Int = plan.width.compute * ranks * elements
+    each: Int = payload // ranks * (ranks - 1)
+    round_trip: Int = 4 * elements
+    return (
+        Collective(
+            "all_gather", KEYS, "forward", ranks, calls, payload, calls * each, calls * ranks * elements, FORWARD, near=True
+        ),
+        Collective(
+            "all_gather", KEYS, "backward", ranks, again * calls, payload, again * calls * each,
+            again * calls * ranks * elements, BACKWARD, near=True,
+        ),
+        Collective(
+            "all_to_all", f"gradients of {KEYS}", "backward", ranks, ranks * calls, round_trip, ranks * calls * round_trip,
+            ranks * calls * elements, BACKWARD, near=True,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""What is otherwise outside the blocks where context-parallel ranks share a sequence: the batch, and labels that come shifted."""
+
+from typing import NamedTuple
+
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int
+from zeroplan.spec.batch import Batch
+from zeroplan.transformer.blocks import HeadPass
+
+BUFFERS = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, context_parallel"
+_MADE_OF_LABELS = ("labels, shifted", "labels, padded")
+
+
+class LocalBatch(NamedTuple):
+    """The batch as one rank has it: a share of every sequence."""
+
+    micro_batch_size: Int
+    seq_len: Int
+    grad_accum_steps: Int
+
+
+def local_batch(batch: Batch, ranks: int) -> LocalBatch:
+    """One of ``ranks`` shares of the batch's sequences.
+
+    >>> from zeroplan.spec.batch import BatchSpec
+    >>> local_batch(BatchSpec(seq_len=8192), 4).seq_len
+    2048
+    """
+    return LocalBatch(batch.micro_batch_size, batch.seq_len // ranks, batch.grad_accum_steps)
+
+
+def whole_sequences(batch: Batch, ranks: int, reason: str = "ids, labels and positions of whole sequences") -> Line:
+    """The batch as the loop has it, from step to step: ids, labels, shifted labels and positions; ``batch`` is one rank's share."""
+    n_bytes = 8 * ranks * batch.seq_len * (3 * batch.micro_batch_size + 1)
+    return Line(Kind.ACTIVATIONS, n_bytes, reason, f"8·{ranks}·s·(3·b+1)", BUFFERS)
+
+
+def with_shared_sequences(head: HeadPass, batch: Batch, ranks: int) -> HeadPass:
+    """The same head over a rank's share; ``batch`` is the rank's.
+
+    ``context_parallel`` cuts the batch in place, which gives no memory back, and has copies of all of it to restore; it holds the
+    shares by name, the last of them twice. The loss takes labels that are shifted already.
+    """
+    _, *others = head.shared
+    whole = whole_sequences(batch, ranks, "copies of them, to be restored")
+    n_bytes = 8 * batch.seq_len * (3 * batch.micro_batch_size + 2)
+    shares = Line(Kind.ACTIVATIONS, n_bytes, "this rank's shares of them", "8·s·(3·b+2)", BUFFERS)
+    points = tuple([point._replace(lines=_without_labels(point.lines)) for point in head.points])
+    return head._replace(
+        shared=(whole, shares, *others),
+        loss=_without_labels(head.loss),
+        loss_forward=_without_labels(head.loss_forward),
+        points=points,
+    )
+
+
+def _without_labels(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    return tuple(line for line in lines if line.reason not in _MADE_OF_LABELS)
