@@ -101,7 +101,7 @@ def test_a_grid_of_adapted_jobs_is_its_points(engine: str, data: st.DataObject):
     names = ("micro_batch_size", "seq_len", "grad_accum_steps")
     ranks, one = np.array([n for n, _ in points], dtype=np.int64), np.ones(len(points), dtype=np.int64)
     columns = {name: np.array([getattr(batch, name) for _, batch in points], dtype=np.int64) for name in names}
-    grid = account(model, recipe, Column(dp_shard=ranks, dp_replicate=one, tp=1, ep=1), Column(**columns))
+    grid = account(model, recipe, Column(dp_shard=ranks, dp_replicate=one, tp=1, cp=1, pp=1, ep=1), Column(**columns))
     totals = [(moment.name, np.broadcast_to(moment.total_bytes, len(points))) for moment in grid.moments]
     for at, point in enumerate(each):
         found = highest((name, int(column[at])) for name, column in totals)
