@@ -30,6 +30,7 @@ IN_TORCH_2_11 = {
     "torch.distributed.fsdp._fully_shard._fsdp_common": "FSDPMeshInfo HSDPMeshInfo",
     "torch.distributed.fsdp._fully_shard._fsdp_param": "FSDPParam",
     "torch.distributed.fsdp._fully_shard": "_fsdp_common _fsdp_param _fsdp_param_group _fully_shard",
+    "torch.distributed.pipelining.schedules": "_PipelineSchedule",
     "torch.distributed.tensor._op_schema": "OpSchema",
     "torch.distributed.tensor._sharding_prop": "ShardingPropagator",
     "torch.distributed.tensor": "_sharding_prop",
@@ -40,11 +41,37 @@ IN_TORCH_2_11 = {
 }
 
 
+VERIFY = Path(zeroplan.__file__).parent / "verify"
+#: What a process imports before it knows which job it is to run; the rest is imported where a job needs it.
+FIRST = ("worker", "warm", "rank", "workload", "gpus", "cuda", "cpu", "simulate", "deepspeed", "group")
+
+
+def imports_of(path: Path) -> list[ast.ImportFrom]:
+    """The imports that are done when a file is imported."""
+    return [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+
+
+def imported_first() -> list[Path]:
+    """The files of ``zeroplan.verify`` that every run imports."""
+    found, pending = set[str](), list(FIRST)
+    while pending:
+        name = pending.pop()
+        if name in found or not (VERIFY / f"{name}.py").exists():
+            continue
+        found.add(name)
+        for node in imports_of(VERIFY / f"{name}.py"):
+            if node.module == "zeroplan.verify":
+                pending += [alias.name for alias in node.names]
+            elif node.module and node.module.startswith("zeroplan.verify."):
+                pending.append(node.module.rpartition(".")[2])
+    return [VERIFY / f"{name}.py" for name in sorted(found)]
+
+
 def imported() -> Iterator[tuple[str, str, str]]:
-    """File, module and name of every import of torch's own names that is done when the file is imported."""
-    for path in sorted((Path(zeroplan.__file__).parent / "verify").glob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "torch":
+    """File, module and name of every import of torch's own names that is done in every run."""
+    for path in imported_first():
+        for node in imports_of(path):
+            if node.module and node.module.partition(".")[0] == "torch":
                 for name in (alias.name for alias in node.names):
                     if "._" in node.module or name.startswith("_"):
                         yield path.name, node.module, name
