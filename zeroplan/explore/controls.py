@@ -30,7 +30,7 @@ class Control:
 
 #: What the flag says, and what a request has for it.
 KEEP_LOGITS: dict[str, bool | Literal["fp32"]] = {"no": False, "yes": True, "fp32": "fp32"}
-_WHAT, _WHERE, _HOW, _FED = "Model", "GPUs", "Recipe", "Batch"
+_WHAT, _WHERE, _SPLIT, _HOW, _FED = "Model", "GPUs", "Split of the model", "Recipe", "Batch"
 _AUTO = ""
 """Nothing chosen: what the command line takes then."""
 
@@ -46,6 +46,8 @@ def controls() -> tuple[Control, ...]:
         Control(name="gpus", label="GPUs", group=_WHERE, kind="number", least=1, most=4096, default="8"),
         Control(name="replicas", label="Replicas", group=_WHERE, kind="number", least=1, most=512, default="1",
                 hint="of the sharded group, as HSDP has them"),
+        *(Control(name=f"{what}_parallel", label=f"{what.capitalize()} parallelism", group=_SPLIT, kind="number", least=1, most=64,
+                  default="1") for what in ("tensor", "context", "pipeline", "expert")),
         Control(name="stage", label="ZeRO stage", group=_HOW, choices=("0", "1", "2", "3"), default="3"),
         Control(name="engine", label="Engine", group=_HOW, choices=(_AUTO, *ENGINE_STAGES)),
         Control(name="precision", label="Precision", group=_HOW, choices=get_args(Precision), default="bf16-mixed"),
