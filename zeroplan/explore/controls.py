@@ -46,8 +46,6 @@ def controls() -> tuple[Control, ...]:
         Control(name="gpus", label="GPUs", group=_WHERE, kind="number", least=1, most=4096, default="8"),
         Control(name="replicas", label="Replicas", group=_WHERE, kind="number", least=1, most=512, default="1",
                 hint="of the sharded group, as HSDP has them"),
-        *(Control(name=f"{what}_parallel", label=f"{what.capitalize()} parallelism", group=_SPLIT, kind="number", least=1, most=64,
-                  default="1") for what in ("tensor", "context", "pipeline", "expert")),
         Control(name="stage", label="ZeRO stage", group=_HOW, choices=("0", "1", "2", "3"), default="3"),
         Control(name="engine", label="Engine", group=_HOW, choices=(_AUTO, *ENGINE_STAGES)),
         Control(name="precision", label="Precision", group=_HOW, choices=get_args(Precision), default="bf16-mixed"),
@@ -65,4 +63,6 @@ def controls() -> tuple[Control, ...]:
         Control(name="seq_len", label="Tokens per sequence", group=_FED, kind="number", least=128, most=1_048_576, default="4096"),
         Control(name="micro_batch", label="Sequences per GPU", group=_FED, kind="number", least=1, most=256, default="1"),
         Control(name="grad_accum", label="Micro-batches per step", group=_FED, kind="number", least=1, most=256, default="1"),
+        *(Control(name=f"{what}_parallel", label=f"{what.capitalize()} parallelism", group=_SPLIT, kind="number", least=1, most=64,
+                  default="1") for what in ("tensor", "context", "pipeline", "expert")),
     )  # fmt: skip
