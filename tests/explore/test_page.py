@@ -179,9 +179,9 @@ def test_a_plan_is_the_command_lines_and_its_layouts_can_be_loaded(page: Page):
 
 
 def test_what_cannot_be_planned_is_said(page: Page):
-    page.fill("#p-batch", "7")
+    page.fill("#p-batch", "many")
     page.click("#p-find")
-    page.get_by_text("not divisible").wait_for()
+    page.get_by_text("global batch 'many' is not a number").wait_for()
     assert page.locator("#layouts li").count() == 0
     moved(page, model="llama-3.1-405b", gpus="1", gpu="l4-24gb")
     planned(page, batch="")

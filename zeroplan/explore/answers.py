@@ -139,7 +139,7 @@ def _goes_without_saying(control: Control, text: str) -> bool:
 
 _SAME_BY_DEFAULT = (
     "precision", "recompute", "optimizer", "attention", "loss", "micro_batch", "grad_accum", "replicas", "offload_optimizer",
-    "offload_param", "keep_logits",
+    "offload_param", "keep_logits", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
 )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class Control:
 
 #: What the flag says, and what a request has for it.
 KEEP_LOGITS: dict[str, bool | Literal["fp32"]] = {"no": False, "yes": True, "fp32": "fp32"}
-_WHAT, _WHERE, _HOW, _FED = "Model", "GPUs", "Recipe", "Batch"
+_WHAT, _WHERE, _SPLIT, _HOW, _FED = "Model", "GPUs", "Split of the model", "Recipe", "Batch"
 _AUTO = ""
 """Nothing chosen: what the command line takes then."""
 
@@ -63,4 +63,6 @@ def controls() -> tuple[Control, ...]:
         Control(name="seq_len", label="Tokens per sequence", group=_FED, kind="number", least=128, most=1_048_576, default="4096"),
         Control(name="micro_batch", label="Sequences per GPU", group=_FED, kind="number", least=1, most=256, default="1"),
         Control(name="grad_accum", label="Micro-batches per step", group=_FED, kind="number", least=1, most=256, default="1"),
+        *(Control(name=f"{what}_parallel", label=f"{what.capitalize()} parallelism", group=_SPLIT, kind="number", least=1, most=64,
+                  default="1") for what in ("tensor", "context", "pipeline", "expert")),
     )  # fmt: skip

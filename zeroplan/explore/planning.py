@@ -88,12 +88,18 @@ def _layout(layout: Layout, request: Request, why: str) -> dict[str, object]:
     return {**layout_payload(layout), "why": why, "said": said_of(layout.job, request)}
 
 
-def said_of(job: JobSpec, request: Request) -> dict[str, str]:
-    """The controls' values that are this job, by the flags of its command; what has no control is what the page takes anyway."""
-    names, words = {control.name for control in controls()}, shlex.split(estimate_command(job, request))[2:]
+#: Flags without a control whose value is what the page takes anyway.
+_TAKEN_ANYWAY = (("--lora-targets", "all-linear"),)
+
+
+def said_of(job: JobSpec, request: Request) -> dict[str, str] | None:
+    """The controls' values that are this job, by the flags of its command; None where a flag has no control."""
+    names, words = {control.name for control in controls()}, iter(shlex.split(estimate_command(job, request))[2:])
     said: dict[str, str] = {}
-    for flag, value in zip(words[::2], words[1::2], strict=True):
-        name = "model" if flag == "--params" else flag.removeprefix("--").replace("-", "_")
-        if name in names:
+    for flag in words:
+        name, value = "model" if flag == "--params" else flag.removeprefix("--").replace("-", "_"), next(words, "")
+        if name in names and not value.startswith("--"):
             said[name] = f"{said[name]} {value}" if name in said else value
+        elif (flag, value) not in _TAKEN_ANYWAY:
+            return None
     return said

@@ -231,12 +231,13 @@ function layout(one, best) {
   const load = node("button", { type: "button", "aria-label": `Load into the controls: ${one.layout}` }, "Load");
   load.addEventListener("click", () => { location.hash = new URLSearchParams(one.said); of("answer").focus(); });
   const figures = `${size(one.least_bytes)} needed, ${Math.round(one.tokens_per_s_per_gpu).toLocaleString("en")} tokens/s per GPU, ${one.step_s.toPrecision(3)} s per step`;
-  return node("li", { class: best ? "best" : "" }, node("p", {}, node("strong", {}, best), one.layout), node("p", { class: "figures" }, figures), node("p", { class: "note" }, one.why), load);
+  const loaded = one.said ? [load] : []; // what has a flag without a control cannot be shown here
+  return node("li", { class: best ? "best" : "" }, node("p", {}, node("strong", {}, best), one.layout), node("p", { class: "figures" }, figures), node("p", { class: "note" }, one.why), ...loaded);
 }
 
 // --- the configuration --------------------------------------------------------------------------------------------------------
 
-const TARGETS = { deepspeed: "DeepSpeed", accelerate: "Accelerate", fsdp2: "FSDP2 script" };
+const TARGETS = { deepspeed: "DeepSpeed", accelerate: "Accelerate", fsdp2: "FSDP2 script", torchtitan: "torchtitan", megatron: "Megatron" };
 
 function files(found) {
   of("files").replaceChildren(...found.map((one) => node("div", {}, node("h3", {}, TARGETS[one.target] || one.target), ...(one.refusal ? [node("p", { class: "note" }, one.refusal)] : handedOut(one)))));
