@@ -25,6 +25,16 @@ JOBS: list[dict[str, Any]] = [
     {"model": "llama-3.1-70b", "gpus": 64, "offload_optimizer": "cpu", "offload_param": "cpu", "optimizer_impl": "fused"},
     {"model": "llama-3.1-8b", "gpus": 4, "stage": 0, "precision": "bf16", "optimizer_impl": "forloop"},
     {"model": "qwen3-30b-a3b", "gpus": 8, "expert_parallel": 4},
+    {"model": "llama-3.1-70b", "gpus": 64, "tensor_parallel": 8},
+    {
+        "model": "llama-3.1-70b",
+        "gpus": 64,
+        "pipeline_parallel": 8,
+        "stage": 2,
+        "micro_batch": 2,
+        "grad_accum": 16,
+        "pipeline_schedule": "interleaved-1f1b",
+    },
 ]
 
 

@@ -53,6 +53,7 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.offloads, "what is offloaded is not written"),
         (sharded and type(recipe.fsdp2.reshard_after_forward) is int, "Megatron reshards over all ranks or none"),
         (bool(recipe.keep_logits), "Megatron lets go of its logits"),
+        (recipe.pipeline_schedule not in (None, "1f1b"), "of pipelines only 1F1B is written"),
     ):
         if unsaid:
             return said

@@ -323,6 +323,8 @@ def _titan_shards(_: _Words, value: _Value) -> list[str]:
 
 
 def _titan_batch(words: _Words, value: _Value) -> list[str]:
+    if words.after.mesh.pp > 1:
+        return [f"parallelism.pipeline_parallel_microbatch_size = {value}"]
     key = words.key("micro_batch", "training.local_batch_size")
     if key.endswith("dp_rank"):
         return [f"{key} = {words.after.batch.micro_batch_size * words.after.batch.seq_len}"]
@@ -331,6 +333,8 @@ def _titan_batch(words: _Words, value: _Value) -> list[str]:
 
 def _titan_total(words: _Words, _: _Value) -> list[str]:
     batch, mesh = words.after.batch, words.after.mesh
+    if mesh.pp > 1:
+        return [f"training.local_batch_size = {batch.micro_batch_size * batch.grad_accum_steps}"]
     return [
         f"training.global_batch_size = {batch.micro_batch_size * batch.grad_accum_steps * mesh.dp_shard * mesh.dp_replicate}"
     ]

@@ -33,6 +33,12 @@ _FLAVORS = {
 }
 _IMPLEMENTATIONS = {None: "foreach", "foreach": "foreach", "fused": "fused", "forloop": "for-loop"}
 
+#: torch's names of the schedules (torch.distributed.pipelining).
+SCHEDULES = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B",
+    "interleaved-zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble",
+}  # fmt: skip
+
 _Value = str | int | bool
 
 
@@ -51,6 +57,7 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.attention != "sdpa", "only the attention sdpa is written"),
         (bool(recipe.keep_logits), "torchtitan lets go of its logits"),
         (recipe.offload_activations, "torchtitan keeps activations on the GPU"),
+        (recipe.pipeline_stages_per_rank is not None, "how many stages a rank has is left to torchtitan"),
     ):
         if unsaid:
             return said
@@ -82,17 +89,27 @@ def _tables(job: JobSpec) -> dict[str, dict[str, _Value]]:
         "pipeline_parallel_degree": mesh.pp,
         "expert_parallel_degree": mesh.ep,
     }
+    pipelined = mesh.pp > 1
+    of_a_rank = batch.micro_batch_size * batch.grad_accum_steps
+    schedule: dict[str, _Value] = {
+        "pipeline_parallel_schedule": SCHEDULES[recipe.pipeline_schedule or "1f1b"],
+        "pipeline_parallel_microbatch_size": batch.micro_batch_size,
+    }
     whole = "float32" if recipe.precision in ("fp32", "bf16-mixed") else "bfloat16"
     return {
         "training": {
-            "local_batch_size": batch.micro_batch_size,
-            "global_batch_size": batch.micro_batch_size * batch.grad_accum_steps * ranks,
+            "local_batch_size": of_a_rank if pipelined else batch.micro_batch_size,
+            "global_batch_size": of_a_rank * ranks,
             "seq_len": batch.seq_len,
             "enable_cpu_offload": sharded and recipe.fsdp2.cpu_offload,
             "dtype": whole,
             "mixed_precision_param": "float32" if recipe.precision == "fp32" else "bfloat16",
         },
-        "parallelism": {**degrees, "fsdp_reshard_after_forward": "always" if recipe.zero_stage == 3 else "never"},
+        "parallelism": {
+            **degrees,
+            **(schedule if pipelined else {}),
+            "fsdp_reshard_after_forward": "always" if recipe.zero_stage == 3 else "never",
+        },
         "optimizer": {"implementation": _IMPLEMENTATIONS[recipe.optimizer_impl]},
         "compile": {"enable": False},
     }

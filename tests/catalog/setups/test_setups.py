@@ -224,6 +224,19 @@ def test_torchtitans_degrees_are_the_jobs(read: Callable[..., Resolved]):
     assert (split.job.mesh.dp_shard, split.job.mesh.tp) == (4, 4)
 
 
+def test_torchtitans_pipeline(read: Callable[..., Resolved]):
+    """Its local batch goes through in micro-batches of one, unless their size is said."""
+    text = TITAN.replace("[parallelism]\n", "[parallelism]\npipeline_parallel_degree = 4\n").replace("_size = 2", "_size = 16")
+    job = read(text, model=None, gpus=16).job
+    assert (job.mesh.pp, job.mesh.dp_shard, job.recipe.zero_stage, job.recipe.pipeline_schedule) == (4, 2, 2, "1f1b")
+    assert (job.batch.micro_batch_size, job.batch.grad_accum_steps) == (1, 16)
+    with pytest.raises(SpecError, match="runs 2 times per step is not modelled"):
+        read(text.replace("= 64", "= 128"), model=None, gpus=16)
+    by_hand = text.replace("[parallelism]\n", "[parallelism]\npipeline_parallel_layers_per_stage = 3\n")
+    with pytest.raises(SpecError, match="layers_per_stage=3 changes memory"):
+        read(by_hand, model=None, gpus=16)
+
+
 def test_defaults_give_way_to_flags_and_words_do_not(read: Callable[..., Resolved]):
     assert read(TRAINER, gpus=4, stage=3).job.recipe.engine == "fsdp2"
     assert read(TRAINER, precision="bf16").job.recipe.precision == "bf16"  # what a script may have loaded

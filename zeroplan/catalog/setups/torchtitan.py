@@ -32,7 +32,7 @@ _KNOWN: dict[str, tuple[str, ...]] = {
         "disable_loss_parallel", "enable_async_tensor_parallel", "enable_sequence_parallel", "spmd_backend",
         "context_parallel_load_balancer", "context_parallel_ptrr_mask_key", "context_parallel_rotate_method",
         "expert_parallel_comm_backend", "pipeline_parallel_schedule_csv", "pipeline_parallel_expert_parallel_overlap",
-        "num_pp_microbatches", "enable_compiled_autograd", "expert_tensor_parallel_degree",
+        "enable_compiled_autograd", "expert_tensor_parallel_degree",
     ),
     "model": ("hf_assets_path", "tokenizer_path", "print_after_conversion", "tokenizer_type", "norm_type"),
     "model_spec": ("model", "name", "flavor"),
@@ -41,11 +41,16 @@ _KNOWN: dict[str, tuple[str, ...]] = {
                               "per_op_sac_force_recompute_mm_shapes_by_fqns", "visualize_memory_budget_pareto", "memory_budget"),
     "compile": ("components", "backend", "enable_async_tensor_parallel"),
 }  # fmt: skip
-_PIPELINES = (
-    "pipeline_parallel_schedule", "pipeline_parallel_microbatch_size", "pipeline_parallel_layers_per_stage",
-    "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers", "module_fqns_per_model_part",
-    "pipeline_parallel_split_points",
-)  # fmt: skip
+#: torch's names of the schedules (torch.distributed.pipelining), whatever their case.
+_SCHEDULES = {
+    "gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved-1f1b", "zbvzerobubble": "zbv",
+    "interleavedzerobubble": "interleaved-zero-bubble",
+}  # fmt: skip
+#: How a pipeline is cut by hand, and the values at which it is cut as ever.
+_CUT: dict[str, tuple[object, ...]] = {
+    "pipeline_parallel_layers_per_stage": (), "module_fqns_per_model_part": (), "pipeline_parallel_split_points": (),
+    "pipeline_parallel_first_stage_less_layers": (1,), "pipeline_parallel_last_stage_less_layers": (1,),
+}  # fmt: skip
 
 
 class _Reading:
@@ -110,10 +115,21 @@ def _degrees(reading: _Reading) -> int:
     reading.tell("gpus", key, others * shards)
     sharded = shards * names["context"] > 1
     _engine(reading, replicas, sharded=sharded, pipelined=names["pipeline"] > 1)
-    for key in _PIPELINES:
-        if table.get(key) is not None and names["pipeline"] > 1 and key != "pipeline_parallel_schedule":
-            reading.notes.append(f"parallelism.{key} is left out: layers are spread evenly over the stages")
+    _pipeline(reading, pipelined=names["pipeline"] > 1)
     return replicas * shards
+
+
+def _pipeline(reading: _Reading, *, pipelined: bool) -> None:
+    """The schedule, and how stages are cut, where there is a pipeline."""
+    table = reading.tables["parallelism"]
+    table.leave(("pipeline_parallel_schedule", "pipeline_parallel_microbatch_size", "num_pp_microbatches", *_CUT))
+    if not pipelined:
+        return
+    table.refuse(_CUT)
+    word = table.text("pipeline_parallel_schedule") or "1F1B"
+    if word.lower() not in _SCHEDULES:
+        raise table.refused("pipeline_parallel_schedule", "use 1F1B, GPipe or Interleaved1F1B")
+    reading.tell("pipeline_schedule", "parallelism.pipeline_parallel_schedule", _SCHEDULES[word.lower()])
 
 
 def _left_over(reading: _Reading, others: int) -> int:
@@ -249,15 +265,44 @@ def _batch(reading: _Reading, ranks: int) -> None:
             raise SpecError(f"{table.where}: {tokens} tokens per micro-batch are no whole sequences of {seq_key}={seq}")
         size, size_key = tokens // seq, "num_tokens_per_microbatch_per_dp_rank"
     reading.tell("seq_len", f"training.{seq_key}", seq, filled=seq_key not in table.data)
-    reading.tell("micro_batch", f"training.{size_key}", size or 8, filled=size is None)
+    through = _through_a_pipeline(reading, size or 8, in_tokens=tokens is not None)
+    whole = (size or 8) * ranks * (through or 1 if tokens is not None else 1)
+    steps = _steps(table, whole, size or 8, ranks)
+    if through is None:
+        reading.tell("micro_batch", f"training.{size_key}", size or 8, filled=size is None)
+        reading.tell("grad_accum", "training.global_batch_size", steps)
+        return
+    if steps > 1:
+        raise SpecError(
+            f"{table.where}: a pipeline that runs {steps} times per step is not modelled; use a larger local_batch_size"
+        )
+    key = "parallelism.pipeline_parallel_microbatch_size"
+    reading.tell("micro_batch", key, size or 8 if tokens is not None else (size or 8) // through)
+    reading.tell("grad_accum", key, through)
+
+
+def _steps(table: Table, whole: int, size: int, ranks: int) -> int:
+    """How often a batch of all ranks fits into the global one."""
     total = table.count("global_batch_size", least=-1)
     if total is None or total < 0:
-        reading.tell("grad_accum", "training.global_batch_size", 1)
-        return
-    steps, left = divmod(total, (size or 8) * ranks)
+        return 1
+    steps, left = divmod(total, whole)
     if left or not steps:
         raise SpecError(
-            f"{table.where}: global_batch_size={total} is not {size or 8} sequences x {ranks} data-parallel ranks, some times "
+            f"{table.where}: global_batch_size={total} is not {size} sequences x {ranks} data-parallel ranks, some times "
             "over; say --gpus where it stands in no degree"
         )
-    reading.tell("grad_accum", "training.global_batch_size", steps)
+    return steps
+
+
+def _through_a_pipeline(reading: _Reading, size: int, *, in_tokens: bool) -> int | None:
+    """How many micro-batches go through a pipeline; None without one. Up to 0.3 it divides the batch of a rank."""
+    table = reading.tables["parallelism"]
+    if "pipeline_parallel" not in reading.flags:
+        return None
+    if in_tokens:
+        return table.count("num_pp_microbatches") or 1
+    each = table.count("pipeline_parallel_microbatch_size") or 1
+    if size % each:
+        raise SpecError(f"{table.where}: a batch of {size} is not divisible by pipeline_parallel_microbatch_size={each}")
+    return size // each
