@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.expert_jobs import JOBS, expert_job
+from tests.expert_jobs import JOBS, expert_job, expert_model
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.job import JobSpec
@@ -35,7 +35,7 @@ def test_fake_tensors_take_what_real_ones_take(monkeypatch: pytest.MonkeyPatch) 
 
     from zeroplan.verify import experts
 
-    job = expert_job()
+    job = expert_job(model=expert_model(layers=2), batch=(1, 32, 1))
     fake = _peaks(job, fake=True)
     counts, highest = expert_parallel.all_to_all_single, torch.topk
 
