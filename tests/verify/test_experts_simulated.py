@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.expert_jobs import JOBS, expert_job
+from tests.expert_jobs import JOBS, expert_job, expert_model
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import MeasurementError
+from zeroplan.spec.job import JobSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers.distributed.expert_parallel")
@@ -25,6 +26,56 @@ def test_estimate_is_what_the_run_takes(name: str) -> None:
     for phase in compared.phases:
         assert abs(phase.difference) < _NUMBERS, phase
     assert not [row for row in compared.collectives if row.difference]
+
+
+def test_fake_tensors_take_what_real_ones_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real ones in a fake group, which moves nothing: what a rank would hear, and what routers choose, is even by hand."""
+    from transformers.distributed import expert_parallel
+    from transformers.models.mixtral import modeling_mixtral
+
+    from zeroplan.verify import experts
+
+    job = expert_job(model=expert_model(layers=2), batch=(1, 32, 1))
+    fake = _peaks(job, fake=True)
+    counts, highest = expert_parallel.all_to_all_single, torch.topk
+
+    def even_counts(got: torch.Tensor, sent: torch.Tensor, group: object) -> None:
+        counts(got, sent, group=group)
+        got.fill_(sent.sum().item() // sent.numel())
+
+    def even_choice(scores: torch.Tensor, k: int, dim: int) -> object:
+        values, indices = highest(scores, k, dim=dim)
+        indices.data.copy_((torch.arange(indices.numel()) % scores.shape[-1]).view_as(indices))
+        return values, indices
+
+    monkeypatch.setattr(experts, "FakeTensor", torch.Tensor)
+    monkeypatch.setattr(expert_parallel, "all_to_all_single", even_counts)
+    monkeypatch.setattr(modeling_mixtral, "torch", _Instead(topk=even_choice))
+    assert _peaks(job, fake=False) == fake
+
+
+class _Instead:
+    """torch with some functions replaced."""
+
+    def __init__(self, **others: object) -> None:
+        self._others = others
+
+    def __getattr__(self, name: str) -> object:
+        return self._others.get(name) or getattr(torch, name)
+
+
+def _peaks(job: JobSpec, *, fake: bool) -> list[int]:
+    """Every phase's peak. A real collective's result is wrapped until it is waited for: of its size, and without memory."""
+    from zeroplan.verify.run import run
+    from zeroplan.verify.timeline import Timeline
+    from zeroplan.verify.tracker import Tracker
+
+    tracker = Tracker()
+    run(job, tracker, fake=fake)
+    recording = tracker.recording
+    recording.blocks[:] = [block for block in recording.blocks if "_wrap_tensor" not in block.operation]
+    timeline = Timeline(recording)
+    return [timeline.peak(at)[0] for at in range(len(recording.spans))]
 
 
 def test_real_tensors_are_refused() -> None:
