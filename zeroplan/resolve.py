@@ -185,7 +185,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     model = _partly_frozen(_fine_tuned(model, read.request), read.request)
     request, config_notes = _with_deepspeed_config(read, model, chosen)
     gpus = request.gpus or 1
-    stage: Stage = request.stage if request.stage is not None else (3 if gpus > 1 else 0)
+    stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
     seq_len, seq_note = _seq_len(request, model)
     cluster = cluster_of(request, extra)
     complete = JobSpec(
@@ -501,6 +501,19 @@ def mesh_of(request: Request, gpus: int) -> MeshSpec:
         raise SpecError(f"--gpus {gpus} is not divisible by {said}; every replica has the same number of GPUs")
     replicas, tp, cp, pp = ways.values()
     return MeshSpec(dp_replicate=replicas, dp_shard=gpus // together, tp=tp, cp=cp, pp=pp, ep=request.expert_parallel or 1)
+
+
+def _default_stage(engine: Engine | None, gpus: int) -> Stage:
+    """What is meant where no stage is said: everything sharded, or the plainest that the engine has for so many GPUs.
+
+    >>> _default_stage(None, 8), _default_stage(None, 1), _default_stage("ddp", 8), _default_stage("megatron", 8)
+    (3, 0, 0, 1)
+    """
+    if engine in ("ddp", "fsdp2"):
+        return 0 if engine == "ddp" else 3
+    if gpus == 1:
+        return 0
+    return 1 if engine == "megatron" else 3
 
 
 def _recipe(request: Request, stage: Stage) -> RecipeSpec:
