@@ -172,6 +172,8 @@ def _replicas(reading: _Reading) -> None:
     for short, flag in (("dp_replicate_size", "replicas"), ("cp_size", "context_parallel")):
         if degrees[short] > 1:
             reading.flags[flag] = Told(f"parallelism_config_{short}", degrees[short])
+    if degrees["cp_size"] > 1:
+        table.refuse({"parallelism_config_cp_comm_strategy": ("allgather",), "cp_comm_strategy": ("allgather",)})
     if degrees["sp_size"] > 1:
         raise SpecError(f"{table.where}: parallelism_config_sp_size={degrees['sp_size']} is not modelled; leave it out")
     ranks, product = reading.flags.get("gpus"), 1

@@ -115,6 +115,8 @@ def _degrees(reading: _Reading) -> int:
     reading.tell("gpus", key, others * shards)
     sharded = shards * names["context"] > 1
     _engine(reading, replicas, sharded=sharded, pipelined=names["pipeline"] > 1)
+    if names["context"] > 1:
+        table.refuse({"context_parallel_rotate_method": ("allgather",), "context_parallel_load_balancer": ("headtail",)})
     _pipeline(reading, pipelined=names["pipeline"] > 1)
     return replicas * shards
 
