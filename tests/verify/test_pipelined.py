@@ -45,6 +45,7 @@ _CASES = [
     Case(0, {"zero_stage": 2, "pipeline_schedule": "interleaved-1f1b", "recompute": "full"}, micro_batches=2),
     Case(1, {"zero_stage": 3, "pipeline_schedule": "interleaved-1f1b"}, micro_batches=2),
     Case(0, {"zero_stage": 2, "pipeline_schedule": "1f1b"}, micro_batches=2, seq_len=2),
+    Case(0, {"zero_stage": 3, "pipeline_schedule": "interleaved-1f1b", "precision": "fp32"}, micro_batches=1, seq_len=2),
 ]
 
 

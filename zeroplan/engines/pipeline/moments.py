@@ -6,7 +6,7 @@ backward stays unsharded (torch 2.13, ``torch/distributed/pipelining/stage.py``,
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2 import buffers
@@ -16,11 +16,12 @@ from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import FLOWING
-from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum
 
 STAGE = "torch 2.13, torch/distributed/pipelining/stage.py, forward_one_chunk"
 UNSYNCED = "torch 2.13, torch/distributed/pipelining/stage.py, backward_maybe_with_nosync"
+AT_ONCE = "torch 2.13, torch/distributed/pipelining/schedules.py, _add_unshard_reshard"
 SENT = "torch 2.13, torch/distributed/pipelining/schedules.py, _batch_p2p"
 
 
@@ -47,29 +48,38 @@ def _most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tupl
         return [(state, _waiting(rank, state)) for state in states]
     highest: dict[object, tuple[int, State]] = {}
     for state in states:
-        n_bytes = _waiting_bytes(state, cast("tuple[tuple[int, ...], ...]", sizes))
+        n_bytes = int(_waiting_bytes(rank, state, sizes))
         alike = (state.kind, state.chunk, state.whole[state.chunk], state.earlier[state.chunk], state.begins)
         if alike not in highest or n_bytes > highest[alike][0]:
             highest[alike] = (n_bytes, state)
     return [(state, _waiting(rank, state)) for _, state in highest.values()]
 
 
-def _sizes(stage: StagePlan) -> tuple[Int, ...]:
-    """What a micro-batch in flight, an output, a sent gradient, the parameters, shards and whole gradients take. [bytes]"""
+class _Sizes(NamedTuple):
+    """What a stage takes of each thing that waits. [bytes]"""
+
+    kept: Int
+    output: Int
+    hidden: Int
+    shards: Int
+    gradients: Int
+
+
+def _sizes(stage: StagePlan) -> _Sizes:
     plan = stage.plan
-    whole = _unsharded(plan, plan.every_layer, "").n_bytes
     shards = plan.width.stored * plan.shards(plan.every_layer, root=True)
     gradients = _accumulated(plan, plan.every_layer, root=True).n_bytes
-    return stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, whole, shards, gradients
+    return _Sizes(stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, shards, gradients)
 
 
-def _waiting_bytes(state: State, sizes: tuple[tuple[int, ...], ...]) -> int:
+def _waiting_bytes(rank: Rank, state: State, sizes: tuple[_Sizes, ...]) -> Int:
     """The sum of what :func:`_waiting` lists, but for what is there at every moment. [bytes]"""
-    n_bytes = state.sent * sizes[0][2]
-    for at, (kept_bytes, output_bytes, _, whole, shards, gradients) in enumerate(sizes):
-        n_bytes += state.flying[at] * kept_bytes + state.outputs[at] * output_bytes
+    n_bytes: Int = state.sent * sizes[0].hidden
+    for at, one in enumerate(sizes):
+        n_bytes = n_bytes + state.flying[at] * one.kept + state.outputs[at] * one.output
         if at != state.chunk:
-            n_bytes += whole * state.whole[at] + (shards if state.reduced[at] else gradients * state.earlier[at])
+            n_bytes = n_bytes + total_bytes(_parameters_of_another(rank.stages[at].plan, state, at))
+            n_bytes = n_bytes + (one.shards if state.reduced[at] else one.gradients * state.earlier[at])
     return n_bytes
 
 
@@ -106,14 +116,25 @@ def _other_stages(rank: Rank, state: State) -> Iterator[Line]:
         if at == state.chunk:
             continue
         plan = stage.plan
-        if state.whole[at]:
-            yield _unsharded(plan, plan.every_layer, "another stage's parameters, unsharded")
+        yield from _parameters_of_another(plan, state, at)
         if state.reduced[at]:
             shards = plan.width.stored * plan.shards(plan.every_layer, root=True)
             line = Line(Kind.GRADIENTS, shards, "this rank's chunk of another stage's gradients", source=REDUCE)
             yield _in_elements(line, plan.width.stored)
         elif state.earlier[at]:
             yield _accumulated(plan, plan.every_layer, root=True, whose="another stage's")
+
+
+def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...]:
+    """Of a stage whose pass this is not: gathered before its first one, then unsharded, or at least what is outside its blocks."""
+    if state.reduced[at]:
+        return ()
+    if not (state.flying[at] or state.earlier[at]):
+        line = _unsharded(plan, plan.every_layer, "")
+        gathered = Line(Kind.GATHER, plan.gathers * line.n_bytes, "another stage's parameters, gathered ahead", source=AT_ONCE)
+        return (_in_elements(gathered, plan.width.compute),)
+    layers = plan.every_layer if state.whole[at] else tuple(0 for _ in plan.blocks)
+    return (_unsharded(plan, layers, "another stage's parameters, unsharded"),)
 
 
 def _unsharded(plan: Plan, layers: tuple[int, ...], reason: str) -> Line:
@@ -173,6 +194,8 @@ def _forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> Iterator[Mo
     stage = rank.stages[state.chunk]
     plan = stage.plan
     common = (*waiting, *_earlier(plan, state))
+    if state.begins and state.whole[state.chunk]:
+        yield _all_at_once(plan, common)
     for position in stage.positions:
         alive = (
             *common,
@@ -194,6 +217,16 @@ def _only_in_flight(state: State) -> State:
     outputs = tuple(min(flying, count) if at == state.chunk else count
                     for at, (flying, count) in enumerate(zip(state.flying, state.outputs, strict=True)))  # fmt: skip
     return state._replace(outputs=outputs)
+
+
+def _all_at_once(plan: Plan, common: tuple[Line, ...]) -> Moment:
+    """The interleaved schedules gather all groups of a stage before its first pass, which copies them out one by one."""
+    together = _unsharded(plan, plan.every_layer, "this stage's parameters, in all-gather buffers or copied out")
+    largest = maximum(plan.root.padded, *(group.padded for group in plan.blocks))
+    one = Line(
+        Kind.GATHER, plan.gathers * plan.width.compute * largest, "the buffer of the group that is copied out", source=AT_ONCE
+    )
+    return Moment("forward: unsharding the stage", Phase.FORWARD, (*common, together, _in_elements(one, plan.width.compute)))
 
 
 def _earlier(plan: Plan, state: State) -> tuple[Line, ...]:
@@ -228,7 +261,13 @@ def _inside(stage: StagePlan, position: Position) -> tuple[Line, ...]:
     plan, one = stage.plan, stage.plan.passes[position.run]
     recomputed = plan.recipe.recompute
     lines = (*one.kept(recomputed), *one.forward_recompute) if plan.recomputed else (*one.saved, *one.forward)
+    if recomputed == "selective":
+        lines = tuple(line for line in lines if line.reason != _MADE_LATER)
     return lines if position.layer else stage.at_its_beginning(lines)
+
+
+_MADE_LATER = "output of the down projection"
+"""Of what selective recomputation keeps, what is not there yet at the highest point of a gated MLP."""
 
 
 def _entering(stage: StagePlan, position: Position, alive: tuple[Line, ...], *, begins: bool) -> Moment:

@@ -34,7 +34,7 @@ class State(NamedTuple):
     whole: tuple[bool, ...]
     reduced: tuple[bool, ...]
     begins: bool = False
-    """It is the stage's first pass of the step, which finds what is outside the blocks sharded too."""
+    """It is the stage's first pass of the step, before which all of it was sharded."""
 
 
 class Place(NamedTuple):
@@ -192,7 +192,7 @@ def _with_parameters(walk: Iterator[State], *, resharded: bool, at_first: bool) 
         if whole is None:
             whole = [at_first for _ in state.flying]
         now = tuple(here and not done for here, done in zip(whole, state.reduced, strict=True))
-        yield state._replace(whole=now, begins=state.chunk not in begun and not at_first)
+        yield state._replace(whole=now, begins=state.chunk not in begun)
         begun.add(state.chunk)
         whole[state.chunk] = state.kind == "backward" or (state.kind == "forward" and not resharded)
 
