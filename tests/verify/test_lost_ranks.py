@@ -1,11 +1,8 @@
 """What is said of a rank that NCCL takes down, and that an interrupt is heard when processes are being ended. Needs no torch."""
 
-import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -55,15 +52,17 @@ def test_what_nccl_said_of_a_rank_that_failed_is_its_line(tmp_path: Path):
 
 
 def test_an_interrupt_while_processes_are_ended_is_heard_when_they_are(monkeypatch: pytest.MonkeyPatch):
-    """One that ignores what it is asked is ended all the same, and then the interrupt is."""
-    monkeypatch.setattr(launch, "_GRACE_S", 0.3)
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    """One that does not go when it is asked, and interrupts instead, is ended all the same; then the interrupt is heard."""
+    monkeypatch.setattr(launch, "_GRACE_S", 2.0)
+    stubborn = (
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))\n"
+        "print(flush=True)\nwhile True: time.sleep(60)"
+    )
     process = subprocess.Popen([sys.executable, "-c", stubborn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                start_new_session=True)  # fmt: skip
     assert process.stdout is not None
     process.stdout.readline()
     before = signal.getsignal(signal.SIGINT)
-    threading.Thread(target=lambda: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGINT)), daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         launch._end(process)
     assert process.returncode == -signal.SIGKILL
