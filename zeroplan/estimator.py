@@ -21,6 +21,7 @@ from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import approximation
 from zeroplan.transformer.legend import legend
 from zeroplan.transformer.params import active_parameter_count, has_frozen, parameter_count, trained_count
+from zeroplan.transformer.recomputed import first_recomputed
 
 
 class EngineModule(Protocol):
@@ -246,7 +247,7 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None) -> Estimate:
         traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
         symbols=account.symbols,
         approximate=approximation(job.model, compute_of(job.recipe)),
-        notes=account.notes,
+        notes=(*account.notes, *_partly_recomputed(job)),
         kept=account.kept,
         pipeline=account.pipeline,
     )
@@ -352,6 +353,16 @@ def flattens_on_the_gpu(recipe: RecipeSpec) -> bool:
 def flattened_through_the_host(recipe: RecipeSpec) -> RecipeSpec:
     """The recipe as DeepSpeed carries it out where there is none."""
     return replace(recipe, deepspeed=replace(recipe.deepspeed, flatten_on_accelerator=False))
+
+
+def _partly_recomputed(job: JobSpec) -> tuple[str, ...]:
+    first = first_recomputed(job.model, job.recipe)
+    if first is None:
+        return ()
+    of = job.model.num_hidden_layers
+    return (
+        f"blocks 1 to {first} of {of} are recomputed; those after them, which keep all that autograd saves, are called plain",
+    )
 
 
 def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:

@@ -185,7 +185,11 @@ def _lighter_loss(job: JobSpec) -> Iterator[_Candidate]:
 def _recompute(job: JobSpec) -> Iterator[_Candidate]:
     if job.recipe.recompute == "none":
         yield _with_recipe("recompute selectively", "--recompute selective", recompute="selective")
-    if job.recipe.recompute != "full":
+    layers = job.model.num_hidden_layers
+    if job.recipe.recompute_layers is not None and (job.recipe.recompute, job.recipe.recompute_layers) != ("full", layers):
+        flags = f"--recompute full --recompute-layers {layers}"
+        yield _with_recipe("recompute every block", flags, recompute="full", recompute_layers=layers)
+    elif job.recipe.recompute != "full":
         yield _with_recipe("recompute every block", "--recompute full", recompute="full")
 
 

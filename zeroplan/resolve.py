@@ -92,6 +92,7 @@ class Request(Spec):
     offload_optimizer: OffloadDevice | None = None
     offload_param: OffloadDevice | None = None
     recompute: Recompute | None = None
+    recompute_layers: Count | None = None
     offload_activations: bool | None = None
     attention: Attention | None = None
     activations: ActivationModel | None = None
@@ -146,6 +147,7 @@ def request_of(complete: JobSpec) -> Request:
         optimizer=recipe.optimizer,
         optimizer_impl=recipe.optimizer_impl,
         recompute=recipe.recompute,
+        recompute_layers=recipe.recompute_layers,
         offload_activations=recipe.offload_activations,
         attention=recipe.attention,
         activations=recipe.activation_model,
@@ -524,6 +526,7 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "optimizer": request.optimizer,
         "optimizer_impl": request.optimizer_impl,
         "recompute": request.recompute,
+        "recompute_layers": request.recompute_layers,
         "offload_activations": request.offload_activations,
         "attention": request.attention,
         "activation_model": request.activations,

@@ -73,6 +73,8 @@ def test_torchtitan_knows_every_key(said: dict):
     [
         ({"model": "llama-3.1-8b", "stage": 3, "recompute": "full", "grad_accum": 4},
          {"--num-query-groups 8", "--use-torch-fsdp2", "--recompute-granularity full", "--global-batch-size 32", "--bf16"}),
+        ({"model": "llama-3.1-8b", "stage": 3, "recompute": "full", "recompute_layers": 8},
+         {"--recompute-granularity full", "--recompute-method block", "--recompute-num-layers 8"}),
         ({"model": "qwen2.5-7b", "stage": 1}, {"--use-distributed-optimizer", "--add-qkv-bias", "--vocab-size 152064"}),
         ({"model": "qwen3-30b-a3b", "stage": 3, "expert_parallel": 4},
          {"--qk-layernorm", "--num-experts 128", "--moe-router-topk 8", "--moe-ffn-hidden-size 768",
@@ -130,6 +132,7 @@ def test_every_degree_is_written():
     [
         ({"model": "llama-2-7b"}, "torchtitan", "configures no llama-2-7b"),
         ({"model": "llama-3.1-8b", "recompute": "selective"}, "torchtitan", "every second matrix"),
+        ({"model": "llama-3.1-8b", "recompute": "full", "recompute_layers": 8}, "torchtitan", "not the first ones"),
         ({"model": "llama-3.1-8b", "engine": "deepspeed"}, "torchtitan", "FSDP2, or DDP"),
         ({"model": "llama-3.1-8b", "grad_accum": 2, "sync_every_micro_batch": False}, "torchtitan", "after every micro-batch"),
         ({"model": "gemma-2-2b"}, "megatron", "shape of gemma-2-2b is not written"),

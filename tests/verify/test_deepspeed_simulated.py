@@ -80,6 +80,7 @@ LARGE = {
     "7B wide, stage 0": seven_b(0),
     "7B wide, stage 1, fp16": seven_b(1, precision="fp16-mixed"),
     "7B wide, stage 2, recomputed": seven_b(2, recompute="full"),
+    "7B wide, stage 2, 2 blocks of 6 recomputed": seven_b(2, recompute="full", recompute_layers=2),
     "7B wide, 8 layers, stage 2, recomputed": seven_b(2, layers=8, recompute="full"),
     "7B wide, stage 3": seven_b(3),
 }

@@ -72,6 +72,7 @@ FLAGS = (
     _Flag("deepspeed_config", "FILE", "A DeepSpeed configuration (JSON), \"auto\" as transformers' Trainer fills it in; flags "
           "must not contradict it.", _RECIPE),
     _Flag("recompute", "NAME", "Activation checkpointing: none, selective or full. (default: none)", _RECIPE),
+    _Flag("recompute_layers", "N", "Of the first N blocks alone. (default: of all)", _RECIPE, number=True),
     _Flag("attention", "NAME", "sdpa, flash or eager. (default: sdpa)", _RECIPE),
     _Flag("loss", "NAME", "full (all logits at once), chunked (torchtitan) or fused (Liger). (default: full)", _RECIPE),
     _Flag("keep_logits", "NAME", "Whether the loop holds the model's output during backward: no, yes, or fp32, upcast as "

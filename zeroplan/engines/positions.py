@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.params import runs_in_order
+from zeroplan.transformer.recomputed import order_by_recomputation
 
 
 class Position(NamedTuple):
@@ -28,22 +28,30 @@ class Position(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def corners(model: ModelSpec) -> tuple[Position, ...]:
+def corners(model: ModelSpec, first_recomputed: int | None = None) -> tuple[Position, ...]:
     """Return the layers at which a quantity that is linear between them can be largest, first to last.
+
+    Where only the first so many blocks are recomputed, those and the others have corners of their own.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=9, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
     >>> [position.name for position in corners(tiny)]
     ['block 1 of 9', 'block 2 of 9', 'block 8 of 9', 'block 9 of 9']
     """
-    order = runs_in_order(model)
+    order = order_by_recomputation(model, first_recomputed)
+    cut = first_recomputed or len(order)
+    ends = _ends(order[:cut]) | {cut + index for index in (_ends(order[cut:]) if order[cut:] else ())}
+    return tuple(_position(index, order) for index in sorted(ends))
+
+
+def _ends(order: tuple[int, ...]) -> set[int]:
     stretches = _stretches(order)
     ends = {0, 1, len(order) - 2, len(order) - 1}
     for start, stop in (stretches[0], stretches[-1]):
         ends |= {start, start + 1, stop - 2, stop - 1}
     for start, stop in (*stretches[:_ONE_TURN], *stretches[-_ONE_TURN:]):
         ends |= {start, stop - 1}
-    return tuple(_position(index, order) for index in sorted(ends) if 0 <= index < len(order))
+    return {index for index in ends if 0 <= index < len(order)}
 
 
 _ONE_TURN = 3

@@ -56,7 +56,8 @@ def _cluster(job: JobSpec) -> Iterator[str]:
 
 
 _NAMED = (
-    "precision", "optimizer", "optimizer_impl", "recompute", "attention", "loss", "pipeline_schedule", "pipeline_stages_per_rank",
+    "precision", "optimizer", "optimizer_impl", "recompute", "recompute_layers", "attention", "loss", "pipeline_schedule",
+    "pipeline_stages_per_rank",
 )  # fmt: skip
 
 

@@ -80,6 +80,7 @@ _MISSING_FROM_ALL: tuple[Missing, ...] = (
      "under FSDP2 and DDP only the precisions bf16-mixed and fp32 are written"),
 )  # fmt: skip
 _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
+    (lambda recipe: recipe.recompute_layers is not None and recipe.engine == "fsdp2", "accelerate recomputes all blocks or none"),
     (lambda recipe: recipe.recompute == "selective", "accelerate recomputes whole blocks or nothing"),
     (lambda recipe: recipe.engine == "ddp" and recipe.zero_stage == 1, "accelerate has no ZeroRedundancyOptimizer"),
     (lambda recipe: recipe.engine == "ddp" and recipe.recompute != "none", "accelerate does not recompute under DDP"),
@@ -91,6 +92,8 @@ _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
      "accelerate's FSDP2 reduces gradients in bf16 (reduce_dtype='param')"),
 )  # fmt: skip
 _MISSING_FROM_OTHERS: tuple[Missing, ...] = (
+    (lambda recipe: recipe.engine == "deepspeed" and recipe.recompute_layers is not None,
+     "model.gradient_checkpointing_enable() recomputes all blocks; the training script would have to choose"),
     (lambda recipe: recipe.engine == "deepspeed" and recipe.recompute == "selective",
      "no switch of transformers recomputes selectively; the training script would have to"),
     (lambda recipe: recipe.engine == "fsdp2" and recipe.optimizer != "adamw", "the script is written for adamw"),

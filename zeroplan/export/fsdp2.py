@@ -83,6 +83,10 @@ _SELECTIVE = """    from functools import partial
     kinds = {type(block) for block in blocks(model)}
     wrapping.apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda one: type(one) in kinds)
 """
+#: Only the first blocks, in place of every block of their kind.
+_FIRST = """    first = set(blocks(model)[:{layers}])
+"""
+_EVERY = "    kinds = {type(block) for block in blocks(model)}\n", "lambda one: type(one) in kinds"
 _CHECKPOINTING = {"none": "", "full": _FULL, "selective": _SELECTIVE}
 
 
@@ -106,11 +110,19 @@ def fsdp2_script(job: JobSpec) -> str:
         policies=policies,
         mesh=several,
         attention={"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention),
-        checkpointing=_CHECKPOINTING[recipe.recompute],
+        checkpointing=_checkpointing(recipe),
         placed='"cpu"' if recipe.fsdp2.cpu_offload else "device",
         step=recipe.optimizer_impl or "foreach",
         sync=sync,
     )
+
+
+def _checkpointing(recipe: RecipeSpec) -> str:
+    said = _CHECKPOINTING[recipe.recompute]
+    if recipe.recompute_layers is None:
+        return said
+    kinds, is_one = _EVERY
+    return said.replace(kinds, _FIRST.format(layers=recipe.recompute_layers)).replace(is_one, "first.__contains__")
 
 
 def _policies(recipe: RecipeSpec) -> tuple[str, str]:

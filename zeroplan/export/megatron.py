@@ -133,7 +133,10 @@ def _batch(job: JobSpec) -> Iterator[str]:
 def _recipe(recipe: RecipeSpec) -> Iterator[str]:
     yield "--optimizer adam"
     yield from {"bf16-mixed": ("--bf16",), "fp16-mixed": ("--fp16",)}.get(recipe.precision, ())
-    if recipe.recompute == "full":
+    if recipe.recompute_layers is not None:
+        yield from ("--recompute-granularity full", "--recompute-method block")
+        yield f"--recompute-num-layers {recipe.recompute_layers}"
+    elif recipe.recompute == "full":
         yield from ("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1")
     elif recipe.recompute == "selective":
         yield from ("--recompute-granularity selective", "--recompute-modules core_attn")

@@ -48,6 +48,10 @@ def missing(recipe: RecipeSpec) -> str:
     for unsaid, said in (
         (not sharded and not (recipe.engine == "ddp" and recipe.zero_stage == 0), "torchtitan runs FSDP2, or DDP without ZeRO"),
         (recipe.recompute == "selective", "torchtitan's selective recomputation multiplies every second matrix again"),
+        (
+            recipe.recompute_layers is not None,
+            "torchtitan recomputes all blocks, or every second or third one, not the first ones",
+        ),
         (recipe.loss == "fused", "torchtitan has no fused head and loss"),
         (recipe.precision == "fp16-mixed", "torchtitan has no fp16"),
         (recipe.optimizer != "adamw", "only the optimizer adamw is written"),

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from zeroplan.ledger import bytes_by_kind
 from zeroplan.planner.result import Best, Layout, More, Plan
 from zeroplan.report.payload import SCHEMA_VERSION
-from zeroplan.report.words import plural
+from zeroplan.report.words import plural, recompute_words
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.steptime import Part
@@ -63,7 +63,7 @@ def layout_words(job: JobSpec) -> str:
     words += [f"schedule {recipe.pipeline_schedule}"] if recipe.pipeline_schedule is not None else []
     ways = recipe.fsdp2.reshard_after_forward
     words += [f"resharded to {ways} after forward"] if recipe.engine == "fsdp2" and type(ways) is int else []
-    words += [f"recomputation {recipe.recompute}"]
+    words += [recompute_words(recipe)]
     words += [f"{recipe.loss} loss"] if recipe.loss != "full" else []
     words += [f"{recipe.optimizer_impl} step"] if recipe.optimizer_impl is not None else []
     words += _deepspeed_words(recipe.deepspeed) if recipe.engine == "deepspeed" else []
@@ -241,6 +241,7 @@ def layout_payload(one: Layout) -> dict[str, object]:
         "engine": recipe.engine,
         "stage": recipe.zero_stage,
         "recompute": recipe.recompute,
+        "recompute_layers": recipe.recompute_layers,
         "loss": recipe.loss,
         "optimizer_impl": recipe.optimizer_impl,
         "offload": recipe.offloads,

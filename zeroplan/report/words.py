@@ -41,7 +41,17 @@ def model_words(job: JobSpec) -> str:
 def recipe_line(recipe: RecipeSpec) -> str:
     """Precision, optimizer, recomputation, attention."""
     away = ", activations offloaded" if recipe.offload_activations else ""
-    return f"{recipe.precision}, {_optimizer(recipe)}, recomputation {recipe.recompute}{away}, attention {recipe.attention}"
+    return f"{recipe.precision}, {_optimizer(recipe)}, {recompute_words(recipe)}{away}, attention {recipe.attention}"
+
+
+def recompute_words(recipe: RecipeSpec) -> str:
+    """What is recomputed, and of how many blocks where not of all.
+
+    >>> recompute_words(RecipeSpec(recompute="full", recompute_layers=8))
+    'recomputation full of the first 8 blocks'
+    """
+    layers = recipe.recompute_layers
+    return f"recomputation {recipe.recompute}" + ("" if layers is None else f" of the first {plural(layers, 'block')}")
 
 
 def batch_line(batch: BatchSpec) -> str:

@@ -86,6 +86,8 @@ class JobSpec(Spec):
             self._check_frozen()
         if self.recipe.offload_activations:
             self._check_offloaded_activations()
+        if self.recipe.recompute_layers is not None:
+            self._check_recompute_layers(self.recipe.recompute_layers)
         self._check_model_ranks()
 
     def _check_model_ranks(self) -> None:
@@ -221,6 +223,23 @@ class JobSpec(Spec):
             raise SpecError("offload_activations with frozen parameters is not modelled; leave it out")
         if self.model.family == "gpt2" and self.recipe.attention == "eager":
             raise SpecError("offload_activations with gpt2 and attention 'eager' is not modelled; use attention 'sdpa'")
+
+    def _check_recompute_layers(self, layers: int) -> None:
+        """Refuse more blocks than there are, and what is not modelled where not all are treated alike."""
+        model, mesh = self.model, self.mesh
+        if layers > model.num_hidden_layers:
+            raise SpecError(
+                f"recompute_layers={layers} is more than the {model.num_hidden_layers} layers of the model; use fewer"
+            )
+        for asked, instead in (
+            (mesh.model_ranks > 1 and "ranks that split the model (tp, cp, pp)", "data parallelism alone"),
+            (mesh.ep > 1 and f"ep={mesh.ep}", "ep=1"),
+            (model.profile is not None and "a profile", "a model of a known family"),
+            (model.adapter is not None and "LoRA", "no adapter"),
+            (model.frozen is not None and "frozen parameters", "none"),
+        ):
+            if asked:
+                raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
 
     def _check_resharding(self) -> None:
         """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""

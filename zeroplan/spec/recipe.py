@@ -137,6 +137,8 @@ class RecipeSpec(Spec):
     """How it steps: all tensors at once, by one kernel, or one by one."""
     recompute: Recompute = "none"
     """What of a block's forward is run again in its backward."""
+    recompute_layers: Count | None = None
+    """Of how many blocks, from the first; None: of all (Megatron-LM's ``--recompute-method block``)."""
     offload_activations: bool = False
     """What blocks keep for their backward is in host memory until then: ``offload_wrapper`` around every block, outside its
     checkpoint."""
@@ -184,11 +186,25 @@ class RecipeSpec(Spec):
             raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")
         if self.offload_activations:
             self._check_offloaded_activations()
+        if self.recompute_layers is not None:
+            self._check_recompute_layers(self.recompute_layers)
         if self.sequence_parallel and self.activation_model != "megatron" and self.engine != "megatron":
             raise SpecError(
                 "sequence_parallel=True needs engine 'megatron', or activation_model='megatron' (engine 'paper'); leave it out "
                 "otherwise: engine 'fsdp2' always splits the sequence with tp"
             )
+
+    def _check_recompute_layers(self, layers: int) -> None:
+        """Refuse what has nothing to do, and what is not modelled."""
+        if self.recompute == "none":
+            raise SpecError(f"recompute_layers={layers} with recompute 'none' has nothing to do; use 'full', or leave it out")
+        for asked, instead in (
+            (self.engine in ON_PAPER and f"engine {self.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"),
+            (self.engine == "deepspeed" and self.zero_stage == 3 and "stage 3 of DeepSpeed", "stage 2, or engine 'fsdp2'"),
+            (self.offload_activations and "offload_activations", "no offload of activations"),
+        ):
+            if asked:
+                raise SpecError(f"recompute_layers={layers} with {asked} is not modelled; use {instead}, or leave it out")
 
     def _check_offloaded_activations(self) -> None:
         """Refuse what is not modelled with them."""

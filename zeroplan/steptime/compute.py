@@ -52,13 +52,33 @@ def computing(
     ``mfu`` stands in place of the fitted shares: all operations, recomputed ones too, at that share of the dense peak.
     """
     backward = MATRIX_BACKWARD if model.adapter is None else MATRIX_BACKWARD - 1  # no gradients of frozen weights
-    peak, again = peak_flops_per_s(gpu, recipe), 1.0 if recipe.recompute == "full" else 0.0
+    peak, again = peak_flops_per_s(gpu, recipe), _again(model, recipe)
     if mfu is not None:
+        times = again.blocks if again.multiplies else 0.0
         return _as_asked(
-            asked, backward, again, mfu * peak, batch.grad_accum_steps, f"at {mfu:.0%} of the dense peak, as asked"
+            asked, backward, times, mfu * peak, batch.grad_accum_steps, f"at {mfu:.0%} of the dense peak, as asked"
         )
-    return _bound(
-        asked, backward, again, recipe, _Rates(peak, gpu.memory_bandwidth_bytes_per_s.value, share), batch.grad_accum_steps
+    rates = _Rates(peak, gpu.memory_bandwidth_bytes_per_s.value, share)
+    return _bound(asked, backward, again, rates, batch.grad_accum_steps)
+
+
+class _Again(NamedTuple):
+    """What of the blocks' forward the backward runs again."""
+
+    blocks: float
+    """Share of the blocks, taken to be alike."""
+    multiplies: bool
+    """Matrix multiplications and attention too."""
+    reason: str
+
+
+def _again(model: ModelSpec, recipe: RecipeSpec) -> _Again:
+    said, layers, of = _WHAT_AGAIN[recipe.recompute], recipe.recompute_layers, model.num_hidden_layers
+    multiplies = recipe.recompute == "full"
+    if layers is None or layers >= of:
+        return _Again(float(recipe.recompute != "none"), multiplies, said)
+    return _Again(
+        layers / of, multiplies, f"{said}, in {layers} of {of} blocks" if not multiplies else _FIRST.format(layers, of)
     )
 
 
@@ -80,15 +100,15 @@ class _Rates(NamedTuple):
     share: Efficiency
 
 
-def _bound(asked: Work, backward: float, again: float, recipe: RecipeSpec, rates: _Rates, steps: Int) -> Computing:
+def _bound(asked: Work, backward: float, again: _Again, rates: _Rates, steps: Int) -> Computing:
     """Matrix multiplications, attention and what memory bounds, each at its own share of the data sheet's rate."""
     share, bandwidth = rates.share, rates.share.bandwidth * rates.bandwidth
     matrices = longest((asked.blocks_flops + asked.head_flops) / (share.matrices * rates.peak), asked.weights_bytes / bandwidth)
     attention = asked.attention_flops / (share.attention * rates.peak)
     moved = (asked.blocks_bytes + asked.head_bytes) / bandwidth
-    repeated = again * (asked.blocks_flops / (share.matrices * rates.peak) + attention)
-    if recipe.recompute != "none":
-        repeated = repeated + SAVED_FORWARD * asked.blocks_bytes / bandwidth
+    repeated: Float = again.blocks * SAVED_FORWARD * asked.blocks_bytes / bandwidth
+    if again.multiplies:
+        repeated = again.blocks * (asked.blocks_flops / (share.matrices * rates.peak) + attention) + repeated
     at = f"of the dense peak of {rates.peak / 1e12:,.0f} TFLOP/s"
     moves = f"{_PASSES}; {share.bandwidth:.0%} of {rates.bandwidth / 1e12:,.2f} TB/s"
     parts = (
@@ -97,7 +117,7 @@ def _bound(asked: Work, backward: float, again: float, recipe: RecipeSpec, rates
             "attention", steps * (1 + ATTENTION_BACKWARD) * attention, f"{share.attention:.0%} {at}, {_CAUSAL}", share.source
         ),
         _part("operators bound by memory", steps * (SAVED_FORWARD + SAVED_BACKWARD) * moved, moves, share.source),
-        _part("recomputation", steps * repeated, _WHAT_AGAIN[recipe.recompute], share.source),
+        _part("recomputation", steps * repeated, again.reason, share.source),
     )
     forward = matrices + attention + SAVED_FORWARD * moved
     back = backward * matrices + ATTENTION_BACKWARD * attention + SAVED_BACKWARD * moved + repeated
@@ -111,6 +131,9 @@ _WHAT_AGAIN = {
     "selective": "all but matrix multiplications and attention once more",
     "full": "the forward of every block once more",
 }
+
+
+_FIRST = "the forward of the first {} of {} blocks once more"
 
 
 def _part(name: str, seconds: Float, reason: str, source: str) -> Part:

@@ -54,6 +54,18 @@ class BlockRun(NamedTuple):
     """``dense`` or ``moe``; ``local`` or ``global``; with adapters ``first``, whose input has no gradient, and ``dense``."""
     layers: int
     parameters: tuple[Parameter, ...]
+    plain: bool = False
+    """Its blocks are not recomputed, while those before them are."""
+
+    @property
+    def name(self) -> str:
+        """What symbols call it: its kind, and whether it is plain."""
+        return f"plain_{self.kind}" if self.plain else self.kind
+
+    @property
+    def words(self) -> str:
+        """The same for a reader."""
+        return f"plain {self.kind}" if self.plain else self.kind
 
 
 class Layout(NamedTuple):

@@ -207,6 +207,7 @@ def _name(job: JobSpec, own: Own) -> str:
         f"n{job.mesh.world_size}" if own.nproc else f"r{own.as_rank}/{job.mesh.world_size}",
         recipe.precision,
         *(() if recipe.recompute == "none" else (recipe.recompute,)),
+        *(() if recipe.recompute_layers is None else (f"of{recipe.recompute_layers}",)),
         *((recipe.optimizer_impl,) if recipe.optimizer_impl else ()),
         f"{batch.micro_batch_size}x{batch.seq_len}",
         *(() if batch.grad_accum_steps == 1 else (f"acc{batch.grad_accum_steps}",)),

@@ -59,6 +59,7 @@ def simulate(
     """
     began = time.perf_counter()
     as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job)
+    as_it_is = as_it_is or job.recipe.recompute_layers is not None  # which are not alike
     as_it_is = as_it_is or job.mesh.pp > 1  # stages have few layers, and more of them cut elsewhere
     recording = None if as_it_is else _from_few_layers(job, rank, steps)
     unscaled = job.recipe.precision == "fp16-mixed" and job.recipe.engine != "deepspeed"  # which has a scaler of its own

@@ -94,7 +94,7 @@ def user_workload(where: str, job: JobSpec) -> Callable[[], Workload]:
         if job.recipe.precision == "bf16":
             store_as(work.module, torch.bfloat16)
             work = work._replace(batch=in_16_bits(work.batch))
-        recompute_blocks(work.blocks, job.recipe.recompute)
+        recompute_blocks(work.blocks[: job.recipe.recompute_layers], job.recipe.recompute)
         if job.recipe.offload_activations:
             raise MeasurementError("offload_activations is not run around the blocks of a workload; leave it out")
         return work
@@ -252,6 +252,8 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     if recipe.recompute != "none":
         options = checkpoint_options(recipe.recompute)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        for block in () if recipe.recompute_layers is None else find_blocks(model)[recipe.recompute_layers :]:
+            block.gradient_checkpointing = False  # type: ignore[assignment]  # a GradientCheckpointingLayer
     if spec.adapter is not None:
         from zeroplan.verify.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
 

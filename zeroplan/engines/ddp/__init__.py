@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
+from zeroplan.engines.block_runs import run_pass
 from zeroplan.engines.ddp.step import Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.optimizers import LocalTensor, counted, implementation, state_lines, step_temporary_lines
@@ -25,9 +26,9 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
-from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.buffers import buffer_bytes
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
+from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
 
 Lines = tuple[Line, ...]
 
@@ -49,7 +50,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     gradients already there. Source: torch 2.13, ``torch/nn/parallel/distributed.py`` and ``reducer.cpp``.
     """
     element_bytes, compute = widths(recipe.precision).stored, compute_of(recipe)
-    weights = _weights(model)
+    first = first_recomputed(model, recipe)
+    weights = _weights(model, first)
     held, temporary = _optimizer_lines(model, recipe, element_bytes, mesh.dp_shard)
     parameters = _whole(Kind.PARAMETERS, element_bytes, weights.total, _held(model), _REDUCER_OF)
     frozen = _frozen(model, compute.element_bytes, element_bytes)
@@ -67,10 +69,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         batch.grad_accum_steps,
     )
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
-    recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
-    blocks = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in weights.runs)
+    runs = layout_by_recomputation(model, first).runs
+    blocks = tuple(run_pass(model, run, compute, batch) for run in runs)
     moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, (parameters, *frozen)))
-    kept = tuple(kept_casts(recipe, block) for block in blocks)
+    kept = tuple(kept_casts(run.recompute(recipe), block) for run, block in zip(weights.runs, blocks, strict=True))
     symbols = (*_of_frozen(model), *_symbols(step, kept), *counted(*held, *temporary))
     answer = Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols)
     if not recipe.offload_activations:
@@ -200,8 +202,8 @@ def _all_updated(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, el
 
 
 @lru_cache(maxsize=256)
-def _weights(model: ModelSpec) -> Weights:
-    whole = trained_layout(model)
+def _weights(model: ModelSpec, first: int | None) -> Weights:
+    whole = trained_layout(model) if first is None else layout_by_recomputation(model, first)
     tied = whole.tied_head
     head = whole.tail if tied is None else (*whole.tail, tied)
     return Weights(
@@ -210,10 +212,11 @@ def _weights(model: ModelSpec) -> Weights:
         max((one.numel for one in whole.embeddings if len(one.shape) > 1), default=0),
         tuple(
             Run(
-                run.kind,
+                run.name,
                 run.layers,
                 sum(one.numel for one in run.parameters),
                 sum(one.numel for one in run.parameters if one.autocast),
+                run.plain,
             )
             for run in whole.runs
         ),

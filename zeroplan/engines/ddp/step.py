@@ -16,8 +16,9 @@ from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, Recompute
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.recomputed import first_recomputed
 
 Lines = tuple[Line, ...]
 
@@ -35,6 +36,12 @@ class Run(NamedTuple):
     """Parameters of one block."""
     casts: int
     """Elements of one block's weights and biases that autocast copies."""
+    plain: bool
+    """Its blocks are not recomputed, while those before them are."""
+
+    def recompute(self, recipe: RecipeSpec) -> Recompute:
+        """What the backward of its blocks runs again."""
+        return "none" if self.plain else recipe.recompute
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -109,6 +116,8 @@ class _Stack(NamedTuple):
 
     run: Run
     block: BlockPass
+    recompute: Recompute
+    """What the backward of its blocks runs again."""
     kept: Lines
     """What one block keeps from its forward to its backward."""
     every: Lines
@@ -124,7 +133,7 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[Block
     recipe = step.recipe
     head = outside(model, recipe, batch)
     stacks = _stacks(step.weights, recipe, blocks)
-    places = _places(model, step.weights)
+    places = _places(model, step.weights, first_recomputed(model, recipe))
     whole = (*head.shared, *(line for stack in stacks for line in stack.every))
     output = head.output if recipe.keep_logits else ()
     held = (*head.shared, *output)
@@ -139,16 +148,17 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[Block
 
 
 @lru_cache(maxsize=256)
-def _places(model: ModelSpec, weights: Weights) -> tuple[_Place, ...]:
+def _places(model: ModelSpec, weights: Weights, first: int | None) -> tuple[_Place, ...]:
     """First to last: of each run both ends, or the corners where runs take turns."""
     layers = weights.layers
     if {"local", "global"} <= set(weights.kinds):
         return tuple(
-            _Place(f"forward of {at.name}", f"backward of {at.name}", at.run, at.before, at.after) for at in corners(model)
+            _Place(f"forward of {at.name}", f"backward of {at.name}", at.run, at.before, at.after)
+            for at in corners(model, first)
         )
     places: list[_Place] = []
     for index, run in enumerate(weights.runs):
-        kind = f"{run.kind} " if len(layers) > 1 else ""
+        kind = f"{run.kind.replace('_', ' ')} " if len(layers) > 1 else ""
         for name, at in (("first", 0), ("last", run.layers - 1))[run.layers == 1 :]:
             before = (*layers[:index], at, *(0 for _ in layers[index + 1 :]))
             after = (*(0 for _ in layers[:index]), run.layers - 1 - at, *layers[index + 1 :])
@@ -172,12 +182,15 @@ def rebuild_moment(step: Step, parameters: Lines) -> tuple[Moment, ...]:
 
 
 def _stacks(weights: Weights, recipe: RecipeSpec, blocks: tuple[BlockPass, ...]) -> list[_Stack]:
-    casts = tuple(kept_casts(recipe, block) for block in blocks)
+    again = tuple(run.recompute(recipe) for run in weights.runs)
+    casts = tuple(kept_casts(one, block) for one, block in zip(again, blocks, strict=True))
     only = len(weights.runs) == 1
     stacks: list[_Stack] = []
-    for run, block in zip(weights.runs, blocks, strict=True):
-        kept = block.kept(recipe.recompute)
-        stacks.append(_Stack(run, block, kept, _times(kept, run.layers, "L" if only else str(run.layers)), casts, only))
+    for run, block, recompute in zip(weights.runs, blocks, again, strict=True):
+        kept = block.kept(recompute)
+        stacks.append(
+            _Stack(run, block, recompute, kept, _times(kept, run.layers, "L" if only else str(run.layers)), casts, only)
+        )
     return stacks
 
 
@@ -192,9 +205,9 @@ def _below(stacks: list[_Stack], before: tuple[int, ...]) -> Lines:
     return lines
 
 
-def kept_casts(recipe: RecipeSpec, block: BlockPass) -> int:
+def kept_casts(recompute: Recompute, block: BlockPass) -> int:
     """Elements of one block's casts that autograd keeps: none where the block is recomputed."""
-    return block.cast_elements if recipe.recompute == "none" else 0
+    return block.cast_elements if recompute == "none" else 0
 
 
 @lru_cache(maxsize=4096)
@@ -221,7 +234,7 @@ def _made_above(weights: Weights, counts: tuple[int, ...]) -> _Sum:
 def _forward(step: Step, head: HeadPass, stacks: list[_Stack], place: _Place) -> Moment:
     stack = stacks[place.run]
     beside = (*head.forward, *head.first_input) if any(place.before) else head.forward
-    extra = (*stack.block.entered, *(stack.block.forward if step.recipe.recompute == "none" else stack.block.forward_recompute))
+    extra = (*stack.block.entered, *(stack.block.forward if stack.recompute == "none" else stack.block.forward_recompute))
     so_far = _with_this(place)
     lines = (
         *step.base,
@@ -257,7 +270,7 @@ def _head_backward(step: Step, point: BackwardPoint, top: _Stack, above: Lines) 
 def _block_backward(step: Step, stacks: list[_Stack], place: _Place, held: Lines) -> list[Moment]:
     """Each point of a block's backward."""
     stack, tied = stacks[place.run], step.weights.tied_head
-    own = () if step.recipe.recompute == "none" else stack.block.checkpoint_in_backward
+    own = () if stack.recompute == "none" else stack.block.checkpoint_in_backward
     alive = step.base + held + _below(stacks, place.before) + own
     kept = _kept(step.weights, place.before, stack.kept_casts)
     above = _made_above(step.weights, place.after)

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
+from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, total_formula
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
@@ -18,11 +19,10 @@ from zeroplan.numeric import Bool, Int, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
-from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.losses import HEAD_INPUT
-from zeroplan.transformer.parameters import Parameter
-from zeroplan.transformer.params import layout, runs_in_order
+from zeroplan.transformer.parameters import BlockRun, Parameter
+from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
 
 class Running(NamedTuple):
@@ -41,8 +41,10 @@ class RunPass(NamedTuple):
     """Consecutive blocks of one kind, what one of them costs, and what it keeps until its backward."""
 
     kind: str
+    """As symbols have it."""
     first: int
     n_blocks: int
+    recompute: Recompute
     block: BlockPass
     kept: tuple[Line, ...]
     kept_bytes: Int
@@ -94,9 +96,10 @@ _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     """Work out what each kind of block, and the part outside the blocks, costs."""
     head, runs, first = outside(model, recipe, batch), list[RunPass](), 0
-    flow, parts = _flow(head), layout(model)
-    costs = {run.kind: _run_pass(model, run.kind, recipe, batch, flow) for run in parts.runs}
-    for kind, layers in stretches(model):
+    recomputed = first_recomputed(model, recipe)
+    flow, parts = _flow(head), layout_by_recomputation(model, recomputed)
+    costs = {run.name: _run_pass(model, run, recipe, batch, flow) for run in parts.runs}
+    for kind, layers in stretches(model, recomputed):
         runs.append(costs[kind]._replace(first=first, n_blocks=layers))
         first += layers
     kinds = tuple(run.kind for run in runs)
@@ -105,14 +108,15 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     return Passes(tuple(runs), kinds, head, recipe.recompute, output, table, _numel(parts.embeddings))
 
 
-def _run_pass(model: ModelSpec, kind: str, recipe: RecipeSpec, batch: Batch, flow: Line) -> RunPass:
+def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch, flow: Line) -> RunPass:
     """What a block of a kind costs, wherever it stands."""
-    block = block_pass(model, kind, compute_of(recipe), batch, recomputed=recipe.recompute == "full")
-    kept = block.kept(recipe.recompute)
-    beside = block.checkpoint_in_backward if recipe.recompute != "none" else ()
+    compute = compute_of(recipe)
+    block, recompute = run_pass(model, run, compute, batch), recompute_of(run, compute)
+    kept = block.kept(recompute)
+    beside = block.checkpoint_in_backward if recompute != "none" else ()
     settled = tuple(_running((*beside, *_settled(block, index, flow))) for index in range(len(block.points)))
     between = tuple(_running((*beside, *_between(block, index))) for index in range(len(block.points)))
-    return RunPass(kind, 0, 0, block, kept, total_bytes(kept), settled, between)
+    return RunPass(run.name, 0, 0, recompute, block, kept, total_bytes(kept), settled, between)
 
 
 _FIRST, _LAST = 2, 3
@@ -120,7 +124,7 @@ _FIRST, _LAST = 2, 3
 
 
 @lru_cache(maxsize=256)
-def stretches(model: ModelSpec) -> tuple[tuple[str, int], ...]:
+def stretches(model: ModelSpec, recomputed: int | None = None) -> tuple[tuple[str, int], ...]:
     """Return consecutive blocks of one kind, with how many there are; where kinds take turns, those in the middle as if sorted.
 
     What blocks keep and what gradients they make grow by the same amount from turn to turn, so that a peak lies in the first turn
@@ -130,8 +134,14 @@ def stretches(model: ModelSpec) -> tuple[tuple[str, int], ...]:
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
     (('local', 1), ('global', 1), ('local', 4), ('global', 4), ('local', 1), ('global', 1), ('local', 1))
     """
-    kinds = [run.kind for run in layout(model).runs]
-    found = [(kinds[run], len(list(same))) for run, same in groupby(runs_in_order(model))]
+    kinds = [run.name for run in layout_by_recomputation(model, recomputed).runs]
+    order = order_by_recomputation(model, recomputed)
+    cut = recomputed or len(order)
+    return (*_in_stretches(kinds, order[:cut]), *_in_stretches(kinds, order[cut:]))
+
+
+def _in_stretches(kinds: list[str], order: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    found = [(kinds[run], len(list(same))) for run, same in groupby(order)]
     if len(found) <= _FIRST + _LAST:
         return tuple(found)
     middle: dict[str, int] = {}
@@ -192,7 +202,7 @@ def kept_by_all(these: Passes) -> tuple[Line, ...]:
 
 def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
     """Return the highest moment in the forward of a block."""
-    own = (*run.block.entered, *run.kept, *(run.block.forward if these.recompute == "none" else run.block.forward_recompute))
+    own = (*run.block.entered, *run.kept, *(run.block.forward if run.recompute == "none" else run.block.forward_recompute))
     lines = (*these.head.shared, *these.head.forward, *these.head.first_input, kept_before(these, block), *own)
     return Instant("forward of a block", Phase.FORWARD, lines, block, _NOWHERE)
 
@@ -212,9 +222,9 @@ def head_instants(these: Passes) -> tuple[Instant, ...]:
     )
 
 
-def checkpoint_beside(these: Passes, run: RunPass) -> tuple[Line, ...]:
+def checkpoint_beside(run: RunPass) -> tuple[Line, ...]:
     """Under recomputation of either kind, a block's input, alive during its own backward."""
-    return run.block.checkpoint_in_backward if these.recompute != "none" else ()
+    return run.block.checkpoint_in_backward if run.recompute != "none" else ()
 
 
 def head_gathering_instant(these: Passes) -> Instant:
@@ -367,7 +377,7 @@ def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
     index = _points_after(run, made)[0]
     point = run.block.points[index]
     alive = _settled(run.block, index, _flow(these.head)) if made == point.gradients else _between(run.block, index)
-    lines = (*checkpoint_beside(these, run), *alive)
+    lines = (*checkpoint_beside(run), *alive)
     return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(_flowing(lines))
 
 
@@ -470,7 +480,7 @@ def around_block(these: Passes, run: RunPass, block: Int) -> tuple[Line, ...]:
 
     Under recomputation the block's input is one of them.
     """
-    return (*these.head.shared, *these.output, kept_before(these, block), *checkpoint_beside(these, run))
+    return (*these.head.shared, *these.output, kept_before(these, block), *checkpoint_beside(run))
 
 
 def embedding_instant(these: Passes) -> Instant:

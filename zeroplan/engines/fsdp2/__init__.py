@@ -63,7 +63,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         symbols=(*_symbols(plan, model, activations), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
         kept=tuple(
-            (f"one {run.kind} block", one.kept(recipe.recompute)) for run, one in zip(plan.runs, plan.passes, strict=True)
+            (f"one {run.name} block", one.kept(again))
+            for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
         ),
     )
 

@@ -140,7 +140,7 @@ def _unsharding(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Mome
         *alive,
         unsharded(plan, group),
         *_own_buffer_then_the_next(plan, position, group),
-        *one.kept(plan.recipe.recompute),
+        *one.kept(plan.recomputes[position.run]),
         flowing(plan, "gradient that flows into this block"),
     )
     return Moment(f"backward: unsharding {position.name}", Phase.BACKWARD, lines)
@@ -167,7 +167,7 @@ def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> t
 
 
 def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
-    return plan.passes[position.run].checkpoint_in_backward if plan.recomputed else ()
+    return () if plan.recomputes[position.run] == "none" else plan.passes[position.run].checkpoint_in_backward
 
 
 def _inside(plan: Plan, point: BackwardPoint) -> tuple[str, tuple[Line, ...]]:
@@ -185,9 +185,10 @@ def _point_of(block: str, point: str) -> str:
 def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
     """Gradients are copied into the reduce-scatter input; then the output joins the input, the gradients gone."""
     group = plan.trained_blocks[position.run]
+    keeps_no_input = plan.recomputes[position.run] == "none" or plan.recipe.offload_activations
     beside = (
         flowing(plan, "gradient that flows out of this block"),
-        *(plan.passes[position.run].checkpoint if plan.recomputed and not plan.recipe.offload_activations else ()),
+        *(() if keeps_no_input else plan.passes[position.run].checkpoint),
     )
     if group.experts is not None:
         from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it

@@ -22,6 +22,7 @@ _KEPT = {
     ),
     "full": ("inputs of the blocks before this one (checkpoints)", "inputs of all blocks (checkpoints)"),
 }
+_KEPT_BY_BOTH = ("kept by the blocks before this one, recomputed or not", "kept by all blocks, recomputed or not")
 
 
 def unsharded(plan: Plan, group: Group) -> Line:
@@ -96,7 +97,8 @@ def kept(plan: Plan, layers: tuple[int, ...], *, every: bool = False) -> tuple[L
         n_bytes = n_bytes + count * one
     recompute = plan.recipe.recompute
     formula = blocks_sum("S", layers, plan.kinds)
-    return (Line(Kind.ACTIVATIONS, n_bytes, _KEPT[recompute][every], formula, KEPT[recompute]), *plan.head.shared)
+    reasons = _KEPT[recompute] if len(set(plan.recomputes)) == 1 else _KEPT_BY_BOTH
+    return (Line(Kind.ACTIVATIONS, n_bytes, reasons[every], formula, KEPT[recompute]), *plan.head.shared)
 
 
 def output(plan: Plan) -> tuple[Line, ...]:

@@ -25,7 +25,6 @@ def left_by_earlier(plan: Plan) -> tuple[Line, ...]:
 def forward(plan: Plan) -> Iterator[Moment]:
     """Each block where memory can peak: while it is unsharded, and while it computes."""
     left = left_by_earlier(plan)
-    recomputed = plan.recomputed
     for position in plan.corners:
         group, one = plan.blocks[position.run], plan.passes[position.run]
         below = plan.root if position.previous_run is None else plan.blocks[position.previous_run]
@@ -50,7 +49,8 @@ def forward(plan: Plan) -> Iterator[Moment]:
             from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
 
             yield from experts.entering(plan, position, before, entering, (*beside, *one.checkpoint))
-        inside = (*one.kept(plan.recipe.recompute), *one.forward_recompute) if recomputed else (*one.saved, *one.forward)
+        again = plan.recomputes[position.run]
+        inside = (*one.saved, *one.forward) if again == "none" else (*one.kept(again), *one.forward_recompute)
         yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *one.entered, *inside))
 
 

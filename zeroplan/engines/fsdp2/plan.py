@@ -3,6 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines
 from zeroplan.engines.outside import outside
@@ -13,13 +14,13 @@ from zeroplan.numeric import Int, ceil_div, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
-from zeroplan.transformer.activations import block_pass
+from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
 from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
-from zeroplan.transformer.params import has_frozen, layout, trained_layout
+from zeroplan.transformer.params import has_frozen, trained_layout
 from zeroplan.transformer.params_split import split_layout
+from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
 
 SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param"
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
@@ -128,6 +129,8 @@ class Plan(NamedTuple):
     """What a split embedding's backward takes."""
     shared_sequences: bool
     """Context-parallel ranks share every sequence."""
+    recomputes: tuple[Recompute, ...]
+    """What the backward of each run's blocks runs again."""
     kept: tuple[Int, ...]
     """Bytes one block of each run keeps from its forward to its backward."""
     persistent: tuple[Line, ...]
@@ -245,7 +248,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     """
     tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)  # one number in a grid too
     width, n = widths(recipe.precision), mesh.dp_shard * cp
-    tree = part if part is not None else layout(model) if tp == 1 else split_layout(model, tp)
+    first = first_recomputed(model, recipe)
+    tree = part if part is not None else layout_by_recomputation(model, first) if tp == 1 else split_layout(model, tp)
     beside: tuple[Line, ...] = ()
     if is_quantised(model):
         from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
@@ -255,8 +259,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         tree = _local_layout(model, ep)
     learning = trained_layout(model) if part is None and has_frozen(model) else tree
     compute = compute_of(recipe, tp=tp, ep=ep, cp=cp)
-    recomputed = recipe.recompute == "full"  # up to the last tensor that is needed; selectively, to the end
-    passes = tuple(block_pass(model, run.kind, compute, batch, recomputed=recomputed) for run in tree.runs)
+    passes = tuple(run_pass(model, run, compute, batch) for run in tree.runs)
+    recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
     impl, tensors = (
         implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload),
         _local_tensors(learning, n, ep),
@@ -291,8 +295,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         reshard=_reshard(recipe),
         runs=tree.runs,
         every_layer=tuple(run.layers for run in tree.runs),
-        kinds=tuple(run.kind for run in tree.runs),
-        corners=corners(model),
+        kinds=tuple(run.name for run in tree.runs),
+        corners=corners(model, first),
         parameters=_every_parameter(tree),
         local_tensors=tensors,
         root=root,
@@ -308,7 +312,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         passes=passes,
         head=outside(model, recipe, batch, tp=tp, cp=cp),
         at_embedding=None if tp == 1 else _at_embedding(model, compute, batch),
-        kept=tuple(total_bytes(one.kept(recipe.recompute)) for one in passes),
+        recomputes=recomputes,
+        kept=tuple(total_bytes(one.kept(again)) for one, again in zip(passes, recomputes, strict=True)),
         persistent=(*(tuple(map(on_host, persistent)) if recipe.fsdp2.cpu_offload else persistent), *in_the_loop),
         shared_sequences=cp > 1,
         in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
@@ -347,7 +352,7 @@ def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
 
 def _block_groups(tree: Layout, n: Int, ep: int) -> tuple[Group, ...]:
     if ep == 1:
-        return tuple(_group(run.parameters, n, run.kind) for run in tree.runs)
+        return tuple(_group(run.parameters, n, run.name) for run in tree.runs)
     from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  the others' answers need not wait for it
 
     return tuple(block_group(run, n, ep) for run in tree.runs)

@@ -23,7 +23,7 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
     calls = list(_of_group(plan, (plan.root, plan.trained_root), 1, ROOT, mesh, batch.grad_accum_steps, reductions))
     for *groups, run, one in zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True):
-        name, backward = f"{run.kind} blocks", run.layers if one.points else 1  # the uppermost that no gradient reaches
+        name, backward = f"{run.words} blocks", run.layers if one.points else 1  # the uppermost that no gradient reaches
         if groups[0].experts is not None:
             from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  the others' answers need not wait for it
 

@@ -176,6 +176,7 @@ def _sides(job: JobSpec) -> dict[str, object]:
         "replicas": mesh.dp_replicate,
         "precision": recipe.precision,
         "recompute": recipe.recompute,
+        "recompute-layers": recipe.recompute_layers,
         "attention": recipe.attention,
         "optimizer": recipe.optimizer,
         "optimizer-impl": step_implementation(recipe),

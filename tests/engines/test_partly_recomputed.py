@@ -1,0 +1,114 @@
+"""Recomputation of the first so many blocks: between none and all in memory and time, and refused where it is not modelled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.formulas import assert_explained, assert_symbols_mean_one_thing
+from zeroplan import SpecError, estimate, job
+from zeroplan.catalog.model import model
+from zeroplan.engines.positions import corners
+from zeroplan.estimator import account_of, engine_module
+from zeroplan.export.files import cannot_say
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import Engine, RecipeSpec, Stage
+from zeroplan.steptime import step_time
+from zeroplan.transformer.recomputed import layout_by_recomputation, order_by_recomputation
+
+ENGINES: list[tuple[Engine, Stage]] = [("fsdp2", 3), ("fsdp2", 2), ("ddp", 0), ("ddp", 1), ("deepspeed", 0), ("deepspeed", 2)]
+LAYERS = 32
+
+
+def peak(engine: Engine, stage: Stage, recompute: str, layers: int | None, name: str = "llama-2-7b") -> int:
+    asked = job(model=name, gpus=8, engine=engine, stage=stage, seq_len=4096, micro_batch=16, recompute=recompute,
+                recompute_layers=layers)  # fmt: skip
+    answer = estimate(asked)
+    assert_explained(answer)
+    assert_symbols_mean_one_thing(answer)
+    return int(answer.peak_bytes)
+
+
+@pytest.mark.parametrize(("engine", "stage"), ENGINES)
+def test_more_blocks_take_less_memory(engine: Engine, stage: Stage):
+    few, many, most = (peak(engine, stage, "full", layers) for layers in (8, 16, LAYERS))
+    assert most == peak(engine, stage, "full", None)
+    assert most < many < few < peak(engine, stage, "none", None)
+
+
+@pytest.mark.parametrize("first", [1, 7, 40, 45])
+def test_kinds_that_take_turns_do_so_on_either_side(first: int):
+    gemma = model("gemma-2-27b")
+    runs, order = layout_by_recomputation(gemma, first).runs, order_by_recomputation(gemma, first)
+    assert [order.count(at) for at in range(len(runs))] == [run.layers for run in runs]
+    assert [runs[at].plain for at in order] == [False] * first + [True] * (gemma.num_hidden_layers - first)
+    assert {one.layer for one in corners(gemma, first)} >= {0, first - 1, first, gemma.num_hidden_layers - 1}
+
+
+class Columns(NamedTuple):
+    """Numbers of a mesh and of a batch, two at once."""
+
+    dp_shard: np.ndarray
+    micro_batch_size: np.ndarray
+    seq_len: np.ndarray
+    grad_accum_steps: np.ndarray
+    dp_replicate: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+
+@pytest.mark.parametrize(("engine", "stage"), ENGINES)
+def test_columns_are_their_points(engine: Engine, stage: Stage):
+    recipe = RecipeSpec(engine=engine, zero_stage=stage, recompute="full", recompute_layers=5)
+    points = [(8, 3, 2048, 2), (4, 1, 512, 1)]
+    columns = Columns(*(np.array(column, dtype=np.int64) for column in zip(*points, strict=True)))
+    llama, module = model("llama-3.2-1b"), engine_module(engine)
+    grid = module.account(llama, recipe, columns, columns)
+    for at, (shard, micro_batch, seq_len, steps) in enumerate(points):
+        batch = BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps)
+        one = module.account(llama, recipe, MeshSpec(dp_shard=shard), batch)
+        totals = [int(np.broadcast_to(moment.total_bytes, 2)[at]) for moment in grid.moments]
+        assert max(totals) == max(moment.total_bytes for moment in one.moments)
+
+
+def test_time_counts_what_is_recomputed():
+    def repeated(layers: int | None) -> float:
+        one = job(model="llama-2-7b", gpus=8, gpu="a100-sxm-80gb", recompute="full", recompute_layers=layers)
+        time = step_time(account_of(one, one.batch), one.model, one.recipe, one.mesh, one.batch, one.cluster)
+        return next(float(part.seconds) for part in time.parts if part.name == "recomputation")
+
+    assert repeated(8) == pytest.approx(repeated(None) / 4)
+    assert repeated(LAYERS) == repeated(None)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"recompute": "none"}, "nothing to do"),
+        ({"recompute_layers": LAYERS + 1}, "more than the 32 layers"),
+        ({"engine": "paper"}, "engine 'paper'"),
+        ({"engine": "megatron", "stage": 1}, "engine 'megatron'"),
+        ({"engine": "deepspeed"}, "stage 3 of DeepSpeed"),
+        ({"offload_activations": True}, "offload_activations"),
+        ({"tensor_parallel": 2}, "split the model"),
+        ({"lora_rank": 8}, "LoRA"),
+        ({"freeze_layers": 4}, "frozen"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(said: dict[str, object], why: str):
+    with pytest.raises(SpecError, match=why):
+        job(**{"model": "llama-2-7b", "gpus": 8, "stage": 3, "recompute": "full", "recompute_layers": 8, **said})
+
+
+def test_accelerate_and_deepspeed_have_no_key_for_it():
+    first = RecipeSpec(recompute="full", recompute_layers=8)
+    assert "all blocks or none" in cannot_say(first, "accelerate")
+    assert "all blocks" in cannot_say(
+        RecipeSpec(engine="deepspeed", zero_stage=2, recompute="full", recompute_layers=8), "deepspeed"
+    )
+    assert not cannot_say(first, "fsdp2")
