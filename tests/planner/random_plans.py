@@ -32,13 +32,13 @@ def drawn(seed: int) -> tuple[JobSpec, Fixed]:
     """A model on a card of some size, and what is decided beforehand."""
     draw = random.Random(seed)  # noqa: S311  nothing secret is drawn
     said = TURNS[seed % len(TURNS)]
-    heads = draw.choice((4, 8))
+    heads, width = draw.choice((4, 8)), draw.choice((704, 1024))
     model = ModelSpec(
         family="mixtral" if "ep" in said else draw.choice(("llama", "qwen3", "mistral")), hidden_size=64 * heads,
-        intermediate_size=draw.choice((704, 1024)), num_hidden_layers=8 if "pp" in said else 4, num_attention_heads=heads,
+        intermediate_size=width, num_hidden_layers=8 if "pp" in said else 4, num_attention_heads=heads,
         num_key_value_heads=4,
         head_dim=64, vocab_size=draw.choice((4096, 8192)),
-        moe=MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=512) if "ep" in said else None,
+        moe=MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=width) if "ep" in said else None,
     )  # fmt: skip
     card, gpus = gpu("h100"), draw.choice((8, 16))
     ways = {name: said[name] for name in ("tp", "cp", "pp") if name in said}

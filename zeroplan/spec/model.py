@@ -17,6 +17,8 @@ Family = Literal[
 FAMILIES: tuple[str, ...] = get_args(Family)
 #: Families of which it is known what a sliding window makes them keep.
 WINDOWED_FAMILIES: tuple[str, ...] = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
+#: Families of experts whose configuration has one width, ``intermediate_size``.
+_ONE_WIDTH = ("mixtral", "gpt_oss")
 #: The families whose blocks have experts.
 MOE_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 #: Those of which it is known what blocks keep where experts are on several ranks.
@@ -182,3 +184,8 @@ class ModelSpec(Spec):
             raise SpecError(f"family={self.family!r} has no shared experts; only deepseek_v3 has")
         if self.moe is not None and self.moe.num_dense_layers and self.family not in ("deepseek_v3", "qwen3_moe"):
             raise SpecError(f"family={self.family!r} has no dense layers; only deepseek_v3 and qwen3_moe have")
+        if self.moe is not None and self.family in _ONE_WIDTH and self.moe.moe_intermediate_size != self.intermediate_size:
+            raise SpecError(
+                f"a {self.family} model has one width for its experts: intermediate_size={self.intermediate_size} and "
+                f"moe_intermediate_size={self.moe.moe_intermediate_size} must be the same"
+            )
