@@ -11,8 +11,8 @@ from zeroplan.engines.account import Account
 from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_line
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
-from zeroplan.estimator import account_of, engine_module, flattened_through_the_host, flattens_on_the_gpu, needed_by
-from zeroplan.ledger import Band, Moment, Phase
+from zeroplan.estimator import Needed, account_of, engine_module, flattened_through_the_host, flattens_on_the_gpu
+from zeroplan.ledger import Band, Phase, peak_bytes
 from zeroplan.numeric import for_each_value
 from zeroplan.planner.columns import highest
 from zeroplan.planner.degrees import degrees_of, scheduled
@@ -146,18 +146,22 @@ FULL_ENOUGH = 16
 
 
 def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally) -> Grid:
-    """The batches with which the first and the last rank of a pipeline fit the GPU; the others need no closer look."""
+    """The batches with which the first and the last rank of a pipeline fit the GPU; the others need no closer look.
+
+    As many micro-batches are in flight with each of them, so that what does not fit with some sequences at once does not with more.
+    """
     from zeroplan.engines.pipeline import accounts_of  # noqa: PLC0415  only pipelines need it
 
-    room = 0 if base.cluster.gpu is None else int(base.cluster.gpu.memory_bytes.value)
+    gpu = base.cluster.gpu
+    room = 0 if gpu is None else int(gpu.memory_bytes.value - workspace_line(gpu).n_bytes - outside_column(grid, gpu).min())
     fits = np.ones((1, grid.layouts), dtype=np.bool_)
-    for at in range(grid.layouts):
+    for at in np.argsort(grid.row(grid.micro_batch_size), kind="stable").tolist():
         job = job_at(base, recipe, grid, at)
-        for rank in (0, grid.pp - 1):
-            (account,) = accounts_of((rank,), job.model, job.recipe, job.mesh, job.batch)
-            if needed_by(account, job).least_bytes > room:
-                fits[0, at] = False
-                break
+        ends = ((0,), (grid.pp - 1,))
+        accounts = (accounts_of(rank, job.model, job.recipe, job.mesh, job.batch)[0] for rank in ends)
+        if any(int(peak_bytes(account.moments)) > room for account in accounts):
+            fits[0] = grid.row(grid.micro_batch_size) < job.batch.micro_batch_size
+            break
     tally.cut(Rule.MEMORY, int((~fits).sum()))
     return grid.with_batches(fits)
 
@@ -186,24 +190,31 @@ def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | Non
     _checked(base, recipe, grid)
     card = outside_column(grid, base.cluster.gpu)
     account = _account(base, recipe, grid, card)
-    moments = tuple(Moment(name, phase, (*lines, workspace_line(base.cluster.gpu))) for name, phase, lines in account.moments)
-    peak, held = highest(moments, engine=recipe.engine)
-    least = grid.row(peak + card)
+    needs = _needed(account, recipe, base.cluster.gpu)
+    least = grid.row(needs.least_bytes + card)
     room = 0 if base.cluster.gpu is None else int(base.cluster.gpu.memory_bytes.value)
-    seen = reserved_as_seen(Band(peak, held, held), recipe.engine, base.cluster.gpu).expected_bytes
     # Where nothing fits, nobody asks how comfortably.
-    comfortable = grid.row(seen + card) if least.min() <= room else least
+    comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room else least
     time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
+
+
+def _needed(account: Account, recipe: RecipeSpec, gpu: GpuSpec | None) -> Needed:
+    """What tensors and workspaces take, and what the allocator is expected to reserve for them. [bytes]"""
+    found, workspaces = highest(account.moments, engine=recipe.engine), workspace_line(gpu).n_bytes
+    peak, held = found.peak_bytes + workspaces, found.reserved_bytes + workspaces
+    return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
 
 
 def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None) -> Found:
     """The same, layout by layout: of a pipeline the order of a schedule depends on its numbers."""
     least, comfortable, seconds = np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts)
+    gpu, card = base.cluster.gpu, outside_column(grid, base.cluster.gpu)[0, 0]
     for at in range(grid.layouts):
         job = job_at(base, recipe, grid, at)
         account = account_of(job, job.batch)
-        least[at], comfortable[at] = needed_by(account, job)
+        needs = _needed(account, recipe, gpu)
+        least[at], comfortable[at] = needs.least_bytes + card, needs.comfortable_bytes + card
         time = step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
         seconds[at] = float(time.seconds)
     return Found(recipe, grid, least, comfortable, seconds)
