@@ -26,8 +26,8 @@ from zeroplan.transformer.params import parameter_count
 
 #: Fields of a request that the search decides where they are not given.
 _SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
-             "pipeline_schedule", "pipeline_stages_per_rank", "micro_batch", "grad_accum", "optimizer_impl", "recompute", "loss",
-             "offload_optimizer", "offload_param")  # fmt: skip
+             "pipeline_schedule", "pipeline_stages_per_rank", "micro_batch", "grad_accum", "optimizer_impl", "recompute",
+             "recompute_layers", "loss", "offload_optimizer", "offload_param")  # fmt: skip
 
 #: Options of one engine, which stay with it whatever else is tried.
 _OPTIONS = ("ddp", "fsdp2", "deepspeed")
@@ -67,6 +67,11 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
     if question.max_params:
         request = _with_the_largest_model(request, fixed, extra, unsaid)
     base, notes = _base(replace(request, seq_len=SEQUENCE_STEP) if question.max_seq else request, extra)
+    if (request.recompute_layers or 0) > base.model.num_hidden_layers:
+        layers = base.model.num_hidden_layers
+        raise SpecError(
+            f"--recompute-layers {request.recompute_layers} is more than the {layers} layers of the model; use fewer"
+        )
     base = replace(base, cluster=replace(base.cluster, shares=question.shares))
     if question.min_gpus:
         answer = fewest_gpus(base, fixed, objective=question.objective, mfu=question.mfu, unsaid=unsaid)
@@ -153,6 +158,7 @@ def _fixed(request: Request, question: Question) -> Fixed:
         engine=request.engine,
         zero_stage=request.stage,
         recompute=request.recompute,
+        recompute_layers=request.recompute_layers,
         optimizer_impl=request.optimizer_impl,
         loss=request.loss,
         offload_optimizer=request.offload_optimizer,

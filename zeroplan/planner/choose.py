@@ -12,6 +12,7 @@ from zeroplan.estimator import account_of, estimate
 from zeroplan.planner.degrees import degrees
 from zeroplan.planner.explain import binding, why_not
 from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
+from zeroplan.planner.partly import partly_recomputed
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Rival
 from zeroplan.planner.rules import Fallen, Rule
 from zeroplan.planner.search import Found, Unsaid, job_at, search
@@ -83,6 +84,8 @@ def plan(
     found, tally = search(base, fixed, mfu=mfu, unsaid=unsaid)
     if not found:
         raise SpecError(_nothing_starts(tally.fallen))
+    if objective != "headroom":  # which more blocks never lessen
+        found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, unsaid=unsaid))
     layouts, room = field(found), int(gpu.memory_bytes.value)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= room
     considered = layouts.layouts + sum(one.layouts for one in tally.fallen)

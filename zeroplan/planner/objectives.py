@@ -43,12 +43,13 @@ def field(found: Sequence[Found]) -> Field:
         np.concatenate([one.least_bytes for one in found]),
         np.concatenate([one.comfortable_bytes for one in found]),
         np.concatenate([one.seconds for one in found]),
-        np.concatenate([_tokens(one) / one.seconds for one in found]),
+        np.concatenate([tokens(one) / one.seconds for one in found]),
         np.concatenate([_complexities(one) for one in found]),
     )
 
 
-def _tokens(one: Found) -> NDArray[np.float64]:
+def tokens(one: Found) -> NDArray[np.float64]:
+    """Tokens of a step on one GPU, layout by layout."""
     grid = one.grid
     of_the_group = 1.0 * grid.micro_batch_size * grid.grad_accum_steps * grid.seq_len
     return grid.times(of_the_group / (grid.tp * grid.cp * grid.pp))
@@ -73,6 +74,7 @@ def complexity(recipe: RecipeSpec) -> int:
         2 * (recipe.engine == "deepspeed" and recipe.deepspeed.zero_hpz_partition_size > 1),
         recipe.engine == "deepspeed" and recipe.deepspeed.reduce_bucket_size == SMALL_BUCKET,
         recipe.recompute != "none",
+        recipe.recompute_layers is not None,
         recipe.ddp.gradient_as_bucket_view,
     )
     return len(ENGINES) * sum(int(one) for one in set_beyond) + ENGINES.index(recipe.engine)

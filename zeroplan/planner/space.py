@@ -53,6 +53,7 @@ class Fixed(Spec):
     engine: Engine | None = None
     zero_stage: Stage | None = None
     recompute: Recompute | None = None
+    recompute_layers: Count | None = None
     optimizer_impl: OptimizerImpl | None = None
     loss: Loss | None = None
     offload_optimizer: OffloadDevice | None = None
@@ -198,10 +199,12 @@ def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iter
     losses: tuple[Loss, ...] = ("full", "chunked") if engine == "fsdp2" and not recipe.keep_logits else ("full",)
     both = recipe.optimizer in ("adamw", "adam") and engine != "deepspeed"  # whose default is its own fused kernel
     steps: tuple[OptimizerImpl | None, ...] = _IMPLEMENTATIONS if both else (None,)
-    for recompute in _RECOMPUTE if fixed.recompute is None else (fixed.recompute,):
+    again = _RECOMPUTE if fixed.recompute_layers is None else _RECOMPUTE[1:]
+    for recompute in again if fixed.recompute is None else (fixed.recompute,):
         for loss in losses if fixed.loss is None else (fixed.loss,):
             for impl in steps if fixed.optimizer_impl is None else (fixed.optimizer_impl,):
-                said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss, "optimizer_impl": impl}
+                said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss, "optimizer_impl": impl,
+                        "recompute_layers": fixed.recompute_layers}  # fmt: skip
                 for options in _options(base, fixed, engine, stage):
                     yield replace(recipe, **said, **options)  # type: ignore[arg-type]  # checked there
 

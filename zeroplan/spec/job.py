@@ -232,6 +232,10 @@ class JobSpec(Spec):
                 f"recompute_layers={layers} is more than the {model.num_hidden_layers} layers of the model; use fewer"
             )
         for asked, instead in (
+            (
+                self.recipe.engine == "deepspeed" and self.recipe.zero_stage == 3 and "stage 3 of DeepSpeed",
+                "stage 2, or engine 'fsdp2'",
+            ),
             (mesh.model_ranks > 1 and "ranks that split the model (tp, cp, pp)", "data parallelism alone"),
             (mesh.ep > 1 and f"ep={mesh.ep}", "ep=1"),
             (model.profile is not None and "a profile", "a model of a known family"),

@@ -200,7 +200,6 @@ class RecipeSpec(Spec):
             raise SpecError(f"recompute_layers={layers} with recompute 'none' has nothing to do; use 'full', or leave it out")
         for asked, instead in (
             (self.engine in ON_PAPER and f"engine {self.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"),
-            (self.engine == "deepspeed" and self.zero_stage == 3 and "stage 3 of DeepSpeed", "stage 2, or engine 'fsdp2'"),
             (self.offload_activations and "offload_activations", "no offload of activations"),
         ):
             if asked:

@@ -1,0 +1,137 @@
+"""How many blocks need be recomputed, where none is too few to fit and all are more than is needed?
+
+Memory falls and time grows with every block more, so the least number that fits is the quickest. It is looked for by bisection, in
+the layouts that promise most: those that would beat everything found so far, if they take what lies between.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroplan.errors import SpecError
+from zeroplan.planner.objectives import TIE, tokens
+from zeroplan.planner.search import Found, Unsaid, evaluated
+from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+#: Layouts that are looked at closely.
+_CLOSELY = 8
+
+
+class _Chance(NamedTuple):
+    """A layout that fits with all blocks recomputed, and not with none."""
+
+    recipe: RecipeSpec
+    """With all, selectively or fully."""
+    grid: Grid
+    """Of this layout alone."""
+    layers: int
+    """So many are enough, as far as memory falls evenly or faster."""
+    tokens_per_s: float
+    """What that would give, as far as time grows evenly."""
+
+
+def partly_recomputed(
+    base: JobSpec, found: Sequence[Found], fixed: Fixed, *, mfu: float | None = None, unsaid: Unsaid | None = None
+) -> tuple[Found, ...]:
+    """Return layouts that recompute the first so many blocks alone, as few as fit, each clearly quicker than all known before.
+
+    Nothing where a user has decided on recomputation.
+    """
+    if fixed.recompute is not None or fixed.recompute_layers is not None or base.cluster.gpu is None:
+        return ()
+    room = int(base.cluster.gpu.memory_bytes.value)
+    need = _needed(found, room)
+    quickest = max((float(rates[need(one) <= room].max(initial=0.0)) for one, rates in _rated(found)), default=0.0)
+    chances = sorted(_chances(base, found, need, room), key=lambda one: -one.tokens_per_s)
+    made: list[Found] = []
+    for chance in chances[:_CLOSELY]:
+        if chance.tokens_per_s <= (1 + TIE) * quickest or (unsaid is not None and unsaid(_with(chance.recipe, 1), WHOLE)):
+            continue
+        one = _least(base, chance, need, room, mfu)
+        if one is not None and _rates(one)[0] > (1 + TIE) * quickest:
+            made.append(one)
+            quickest = float(_rates(one)[0])
+    return tuple(made)
+
+
+_Need = Callable[[Found], Column]
+
+
+def _needed(found: Sequence[Found], room: int) -> _Need:
+    """What must fit: with what the allocator is expected to cache, unless nothing fits so."""
+    if any(bool((one.comfortable_bytes <= room).any()) for one in found):
+        return lambda one: one.comfortable_bytes
+    return lambda one: one.least_bytes
+
+
+def _rates(one: Found) -> NDArray[np.float64]:
+    return tokens(one) / one.seconds
+
+
+def _rated(found: Sequence[Found]) -> Iterator[tuple[Found, NDArray[np.float64]]]:
+    return ((one, _rates(one)) for one in found)
+
+
+def _with(recipe: RecipeSpec, layers: int) -> RecipeSpec:
+    return replace(recipe, recompute_layers=layers)
+
+
+def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> Iterator[_Chance]:
+    layers = base.model.num_hidden_layers
+    none = {(one.recipe, _degrees(one.grid)): one for one in found if one.recipe.recompute == "none"}
+    for every in found:
+        other = none.get((replace(every.recipe, recompute="none"), _degrees(every.grid)))
+        if every is other or other is None or not _is_modelled(base, every):
+            continue
+        much, little = need(other), need(every)
+        rates, slower = _rates(other), _rates(every)
+        for at in np.flatnonzero((little <= room) & (much > room)):
+            share = (int(much[at]) - room) / (int(much[at]) - int(little[at]))
+            enough = min(layers, int(share * layers) + 1)
+            seconds = (1 - enough / layers) / rates[at] + enough / layers / slower[at]
+            yield _Chance(every.recipe, _only(every.grid, int(at)), enough, float(1 / seconds))
+
+
+def _degrees(grid: Grid) -> Degrees:
+    return Degrees(grid.tp, grid.cp, grid.pp, grid.ep)
+
+
+def _is_modelled(base: JobSpec, every: Found) -> bool:
+    """Whether a job may recompute some blocks alone, with this engine and these ways of splitting the model."""
+    if not every.grid.layouts or base.model.num_hidden_layers == 1:
+        return False
+    try:
+        _job(base, every.recipe, every.grid, 1)
+    except SpecError:
+        return False
+    return True
+
+
+def _job(base: JobSpec, recipe: RecipeSpec, grid: Grid, layers: int) -> JobSpec:
+    return replace(base, recipe=_with(recipe, layers), mesh=grid.mesh_at(0), batch=grid.batch_at(0, base.batch))
+
+
+def _only(grid: Grid, at: int) -> Grid:
+    """One layout of a grid."""
+    rows, columns = grid.shape
+    row, column = divmod(at, columns)
+    return grid.only(np.arange(rows)[:, None] == row).with_batches(np.arange(columns)[None, :] == column)
+
+
+def _least(base: JobSpec, chance: _Chance, need: _Need, room: int, mfu: float | None) -> Found | None:
+    """The layout with as few blocks recomputed as fit; None where that is all of them."""
+    low, high, layers = 1, base.model.num_hidden_layers - 1, chance.layers
+    best: Found | None = None
+    while low <= high:
+        layers = layers if low <= layers <= high else (low + high) // 2
+        one = evaluated(base, _with(chance.recipe, layers), chance.grid, mfu=mfu)
+        if int(need(one)[0]) <= room:
+            best, high, layers = one, layers - 1, layers - 1
+        else:
+            low, layers = layers + 1, layers + 1
+    return best
