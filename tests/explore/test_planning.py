@@ -55,6 +55,9 @@ def test_what_has_a_flag_without_a_control_cannot_be_loaded():
 def test_layouts_for_a_file_are_those_that_it_can_say(target: str):
     found = planned_payload({**EIGHT, "global_batch": "64", "file": target})
     for layout in found["layouts"]:  # type: ignore[attr-defined]
+        if layout["recompute_layers"] is not None:  # which has no control
+            assert layout["said"] is None
+            continue
         answer = answer_payload(layout["said"])
         (one,) = [one for one in answer["configurations"] if one["target"] == target]  # type: ignore[attr-defined]
         assert (one["refusal"], bool(one["files"])) == ("", True)
