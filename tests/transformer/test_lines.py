@@ -50,7 +50,7 @@ def spec(family: str) -> ModelSpec:
         moe=MoeSpec(
             num_experts=5,
             num_experts_per_tok=3,
-            moe_intermediate_size=56,
+            moe_intermediate_size=160 if family in ("mixtral", "gpt_oss") else 56,
             num_dense_layers=1 if family in ("deepseek_v3", "qwen3_moe") else 0,
             num_shared_experts=2 if family == "deepseek_v3" else 0,
         )

@@ -59,58 +59,41 @@ def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Uns
     Offload, which costs time, is looked at where nothing fits without it, or where it is asked for.
     """
     tally = Tally()
-    found = list(_searched(base, fixed, tally, offload=False, mfu=mfu, unsaid=unsaid))
+    space = _Space(base, fixed, tally, mfu, unsaid)
+    found = list(_searched(space, offload=False))
     if not any(bool(one.fits(base).any()) for one in found):
-        found += _searched(base, fixed, tally, offload=True, mfu=mfu, unsaid=unsaid)
+        found += _searched(space, offload=True)
     if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # how far off is the closest?
         tally = Tally()
-        found += _searched(base, fixed, tally, offload=False, mfu=mfu, unsaid=unsaid, whatever_weighs=True)
+        found += _searched(space._replace(tally=tally, whatever_weighs=True), offload=False)
     return Searched(tuple(found), tally)
 
 
-def _searched(
-    base: JobSpec,
-    fixed: Fixed,
-    tally: Tally,
-    *,
-    offload: bool,
-    mfu: float | None,
-    unsaid: Unsaid | None,
-    whatever_weighs: bool = False,
-) -> Iterator[Found]:
-    for recipe in structures(base, fixed, offload=offload):
-        for split in degrees_of(recipe, base, fixed):
-            missing = "" if unsaid is None else unsaid(recipe, split)
+class _Space(NamedTuple):
+    """What is searched, how, and who counts what falls."""
+
+    base: JobSpec
+    fixed: Fixed
+    tally: Tally
+    mfu: float | None
+    unsaid: Unsaid | None
+    whatever_weighs: bool = False
+
+
+def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
+    base, fixed = space.base, space.fixed
+    for structure in structures(base, fixed, offload=offload):
+        for split in degrees_of(structure, base, fixed):
+            missing = "" if space.unsaid is None else space.unsaid(structure, split)
             if missing:
-                tally.cut(Rule.EMITTED, numbers(recipe, base, fixed, split).grid.layouts, missing)
-            else:
-                yield from _of_structure(base, recipe, fixed, split, tally, mfu=mfu, whatever_weighs=whatever_weighs)
+                space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
+                continue
+            for recipe in scheduled(structure, split, fixed):
+                yield from _of_structure(space, recipe, split)
 
 
-def _of_structure(
-    base: JobSpec,
-    recipe: RecipeSpec,
-    fixed: Fixed,
-    split: Degrees,
-    tally: Tally,
-    *,
-    mfu: float | None,
-    whatever_weighs: bool,
-) -> Iterator[Found]:
-    for one in scheduled(recipe, split, fixed):
-        yield from _of_recipe(base, one, fixed, split, tally, mfu=mfu, whatever_weighs=whatever_weighs)
-
-
-def _of_recipe(
-    base: JobSpec,
-    recipe: RecipeSpec,
-    fixed: Fixed,
-    split: Degrees,
-    tally: Tally,
-    *,
-    mfu: float | None,
-    whatever_weighs: bool,
-) -> Iterator[Found]:
+def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator[Found]:
+    base, fixed, tally = space.base, space.fixed, space.tally
     grid, indivisible = numbers(recipe, base, fixed, split)
     tally.cut(Rule.DIVISIBILITY, indivisible)
     fitting = _resharded(recipe, grid)
@@ -118,14 +101,14 @@ def _of_recipe(
     grid = grid.only(fitting)
     if split.pp > 1:
         grid = _filling(grid, recipe, fixed, tally)
-    if not whatever_weighs and weights_alone_are_too_large(base, recipe, split):
+    if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
         try:
             if split.pp > 1 and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally)
             if grid.layouts:
-                yield evaluated(base, recipe, grid, mfu=mfu)
+                yield evaluated(base, recipe, grid, mfu=space.mfu)
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 

@@ -249,14 +249,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)  # one number in a grid too
     width, n = widths(recipe.precision), mesh.dp_shard * cp
     first = first_recomputed(model, recipe)
-    tree = part if part is not None else layout_by_recomputation(model, first) if tp == 1 else split_layout(model, tp)
-    beside: tuple[Line, ...] = ()
-    if is_quantised(model):
-        from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
-
-        tree, beside = packed_layout(model, width.compute), scales_of(model)
-    if ep != 1:
-        tree = _local_layout(model, ep)
+    tree, beside = (part, ()) if part is not None else _parameters(model, width, first=first, tp=tp, ep=ep)
     learning = trained_layout(model) if part is None and has_frozen(model) else tree
     compute = compute_of(recipe, tp=tp, ep=ep, cp=cp)
     passes = tuple(run_pass(model, run, compute, batch) for run in tree.runs)
@@ -267,17 +260,9 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     )
     root = _group((*tree.embeddings, *tree.tail), n, "root")
     blocks = _block_groups(tree, n, ep)
-    if learning is tree:
-        trained_root, trained_blocks, symbol = root, blocks, "P/N"
-        parameters: tuple[Line, ...] = (_parameter_line(tree, root, blocks, width.stored),)
-    else:
-        trained_root, trained_blocks, symbol = *_trained_groups(learning, n), "P_trained/N"
-        parameters = (
-            _frozen_line(
-                tree, (root, *blocks), (trained_root, *trained_blocks), width.stored if model.frozen else width.compute
-            ),
-            _parameter_line(tree, trained_root, trained_blocks, width.stored, what="trained", symbol=symbol),
-        )
+    trained_root, trained_blocks = (root, blocks) if learning is tree else _trained_groups(learning, n)
+    whole, trained = (root, *blocks), (trained_root, *trained_blocks)
+    parameters, symbol = _parameter_lines(tree, whole, trained, width, frozen=width.stored if model.frozen else width.compute)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
     persistent = (*parameters, *beside, *optimizer, *tree.buffers)
     in_the_loop = () if cp == 1 else (_whole_sequences(batch, cp),)
@@ -318,6 +303,30 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         shared_sequences=cp > 1,
         in_host_memory=persistent if recipe.fsdp2.cpu_offload else (),
     )
+
+
+def _parameters(
+    model: ModelSpec, width: Widths, *, first: int | None, tp: int, ep: int
+) -> tuple[Layout, tuple[Line, ...]]:  # fmt: skip
+    """What a rank's groups are made of: tensors as they are split, packed or shared out; and what lies beside packed ones."""
+    if is_quantised(model):
+        from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
+
+        return packed_layout(model, width.compute), scales_of(model)
+    if ep != 1:
+        return _local_layout(model, ep), ()
+    return (layout_by_recomputation(model, first) if tp == 1 else split_layout(model, tp)), ()
+
+
+def _parameter_lines(
+    tree: Layout, groups: tuple[Group, ...], trained: tuple[Group, ...], width: Widths, *, frozen: int
+) -> tuple[tuple[Line, ...], str]:
+    """This rank's chunks, and the symbol of those that are trained; ``frozen`` is the width of what is not. [bytes]"""
+    if trained[0] is groups[0]:  # nothing is frozen
+        return (_parameter_line(tree, groups[0], groups[1:], width.stored),), "P/N"
+    symbol = "P_trained/N"
+    learning = _parameter_line(tree, trained[0], trained[1:], width.stored, what="trained", symbol=symbol)
+    return (_frozen_line(tree, groups, trained, frozen), learning), symbol
 
 
 def _whole_sequences(batch: Batch, ranks: int) -> Line:
