@@ -133,11 +133,12 @@ def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
     """Whether any structure fits comfortably, with the batch that is asked for, or one sequence."""
     gpus, gpu, size = base.mesh.world_size, base.cluster.gpu, fixed.micro_batch_size or 1
     room = 0 if gpu is None else int(gpu.memory_bytes.value)
-    steps = fixed.grad_accum_steps or max(1, (fixed.global_batch_size or gpus) // (gpus * size))
     one = np.ones(1, dtype=np.int64)
     for recipe, split in _wholly_sharded(base, fixed, unsaid):
         if weights_alone_are_too_large(base, recipe, split):
             continue
+        sharing = gpus // split.model_ranks
+        steps = fixed.grad_accum_steps or max(1, (fixed.global_batch_size or sharing) // (sharing * size))
         grid = grid_of(
             one * (fixed.dp_replicate or 1),
             gpus,
