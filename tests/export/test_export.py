@@ -13,7 +13,7 @@ import pytest
 from zeroplan import JobSpec, Request, SpecError, estimate, job
 from zeroplan.cli.app import main
 from zeroplan.export.command import estimate_command
-from zeroplan.export.files import cannot_say, export, write
+from zeroplan.export.files import TARGETS, cannot_say, export, write
 from zeroplan.resolve import resolve
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
 
@@ -209,6 +209,16 @@ def test_what_a_target_cannot_say_is_refused():
     for one, target in ((chunked, "fsdp2"), (partly, "accelerate"), (partly, "deepspeed"), (deepspeed, "deepspeed")):
         with pytest.raises(SpecError, match=f"--emit {target} cannot say"):
             export(one, target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "deepspeed", "megatron", "paper"])
+def test_every_target_writes_an_engines_layout_or_says_why_not(engine: str, target: str):
+    one = job(model="gpt2", gpus=4, engine=engine)
+    try:
+        assert export(one, target).files
+    except SpecError as refusal:
+        assert f"--emit {target}" in str(refusal)
 
 
 def test_accelerate_is_told_when_to_reduce():

@@ -18,6 +18,7 @@ Target = Literal["deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron"]
 TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron")
 #: Targets that have words for tensor, context, pipeline and expert parallelism.
 _WITH_DEGREES = ("torchtitan", "megatron")
+_LAUNCHED_BY_ACCELERATE = ("ddp", "fsdp2", "deepspeed")
 
 DEEPSPEED_FILE, ACCELERATE_FILE, FSDP2_FILE = "ds_config.json", "accelerate.yaml", "train_fsdp2.py"
 TORCHTITAN_MODULE, TORCHTITAN_FILE, MEGATRON_FILE = "torchtitan_planned", "torchtitan.toml", "megatron_args.txt"
@@ -49,7 +50,7 @@ def cannot_say(recipe: RecipeSpec, target: Target) -> str:
     if target == "megatron":
         return megatron.missing(recipe)
     words = _MISSING_FROM_ACCELERATE if target == "accelerate" else _MISSING_FROM_OTHERS
-    if target not in ("accelerate", recipe.engine):
+    if recipe.engine not in (_LAUNCHED_BY_ACCELERATE if target == "accelerate" else (target,)):
         return f"its engine is {recipe.engine}"
     return next((said for missing, said in (*_MISSING_FROM_ALL, *words) if missing(recipe)), "")
 
