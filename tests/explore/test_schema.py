@@ -20,7 +20,9 @@ def test_no_question_is_too_odd(port: int, path: str):
     described = schemathesis.openapi.from_url(f"http://127.0.0.1:{port}/openapi.json")
     asked: list[int] = []
 
-    @settings(max_examples=20 if path == "/api/plan" else 40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    examples = 20 if path == "/api/plan" else 40
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(described[path]["GET"].as_strategy())
     def ask(case: Any) -> None:
         if path != "/api/controls" and len(asked) % 2:  # what it makes up is rarely a model's name
