@@ -28,7 +28,8 @@ _ASKED: dict[str, tuple[str, ...]] = {
         "--optimizer sgd", "--optimizer sgd-momentum", "--optimizer rmsprop", "--optimizer adagrad", "--optimizer-impl fused",
         "--offload-optimizer cpu --offload-param cpu", "--grad-accum 3", "--recompute full --offload-activations true",
         "--precision fp16-mixed", "--precision fp32 --attention eager", "--gpu h100 --replicas 2", "--lora-rank 16",
-        "--lora-rank 16 --recompute full --micro-batch 3", "--lora-rank 8 --quantize nf4", "--lora-targets all-linear --lora-rank 4",
+        "--lora-rank 16 --recompute full --micro-batch 3", "--lora-rank 8 --quantize nf4",
+        "--lora-targets all-linear --lora-rank 4",
         "--freeze embedding", "--freeze-layers 10", "--gpu rtx-4090 --micro-batch 2 --seq-len 1000",
     ),
     "--model llama-3.1-8b --gpus 8 --engine ddp --stage 1": (
@@ -57,7 +58,9 @@ _ASKED: dict[str, tuple[str, ...]] = {
         "--expert-parallel 8", "--expert-parallel 4 --recompute full", "--expert-parallel 2 --stage 2 --grad-accum 2",
         "--pipeline-parallel 4 --grad-accum 4", "--engine deepspeed", "--attention eager --seq-len 1024",
     ),
-    "--model qwen3-30b-a3b --gpus 16 --stage 3": ("--expert-parallel 8", "--expert-parallel 16 --recompute full", "--engine ddp --stage 0"),
+    "--model qwen3-30b-a3b --gpus 16 --stage 3": (
+        "--expert-parallel 8", "--expert-parallel 16 --recompute full", "--engine ddp --stage 0",
+    ),
     "--model gpt-oss-20b --gpus 8 --stage 3": ("", "--expert-parallel 8", "--engine deepspeed", "--engine ddp --stage 0"),
     "--model gemma-2-9b --gpus 8": ("", "--engine deepspeed --stage 2", "--stage 2 --recompute full", "--seq-len 8192"),
     "--model gemma-3-27b --gpus 8 --seq-len 8192": ("--recompute full", "--engine deepspeed --stage 3"),
