@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
-from zeroplan import JobSpec, MoeSpec, estimate
+from zeroplan import JobSpec, MoeSpec, estimate, job
 from zeroplan.engines.deepspeed import account
+from zeroplan.engines.deepspeed.coordinator import gathered
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec
@@ -286,3 +287,11 @@ def test_slices_of_a_gradient_above_the_bucket_are_copied_in_groups_larger_than_
             if sum(group) > 150 or end == cuts[-1]:
                 copied, group = max(copied, sum(group) if len(group) > 1 else 0), []
         assert oversize_copy(job, low, fill) == copied
+
+
+def test_what_was_asked_before_changes_no_answer():
+    """Passes are remembered, and the single micro-batch's may be forgotten before that of several."""
+    one = job(model="llama-3.2-1b", gpus=4, engine="deepspeed", stage=3, grad_accum=2)
+    first = estimate(one)
+    gathered.cache_clear()
+    assert estimate(one).moments == first.moments

@@ -44,8 +44,8 @@ def gathered_by_several(
     recompute: Recompute,
     sharing: Sharing = _AS_THEY_ARE,
     on_nvme: frozenset[int] = frozenset(),
-) -> Gathered:
-    """The same with several micro-batches per step: that of a single one itself where nothing differs.
+) -> Gathered | None:
+    """The same with several micro-batches per step; None where nothing differs.
 
     The coordinator decides once, in the first pass with a complete trace, which parameters to release where
     (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
@@ -56,7 +56,7 @@ def gathered_by_several(
     first.decide()
     single = gathered(whole, options, recompute, sharing, on_nvme)
     several = _Replay(whole, options, steps, decided=first.decided, sharing=sharing, on_nvme=on_nvme, later=True).run()
-    return single if astuple(single) == astuple(several) else several
+    return None if astuple(single) == astuple(several) else several
 
 
 Named = tuple[tuple[str, Note], ...]

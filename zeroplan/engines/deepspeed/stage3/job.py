@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule
 from zeroplan.engines.deepspeed.coordinator import gathered, gathered_by_several
@@ -66,24 +66,24 @@ def make_job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Job:
     )
 
 
-_Replayed: TypeAlias = Callable[..., Gathered]
+_Replayed = TypeVar("_Replayed", Gathered, Gathered | None)
 
 
-def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: _Replayed) -> Gathered:
+def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[..., _Replayed]) -> _Replayed:
     """What is gathered with a single micro-batch per step, or with several."""
     options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
     found = of(whole, options, recipe.recompute, sharing_of(recipe, n_ranks), disk)
-    if disk:
+    if disk and found is not None:
         refuse_few_buffers(options, found.most_read)
         refuse_twice(found.read_twice)
     return found
 
 
 def trace_of_several(job: Job, micro: Int) -> Gathered:
-    """What is gathered with several micro-batches per step, which takes twice as long to find; the single one's for one."""
+    """What is gathered with several micro-batches per step, which takes twice as long to find; often that of one."""
     if isinstance(micro, int) and micro == 1:
         return job.trace
-    return _trace(job.every, job.recipe, job.n_ranks, of=gathered_by_several)
+    return _trace(job.every, job.recipe, job.n_ranks, of=gathered_by_several) or job.trace
 
 
 def by_micro_batches(job: Job, batch: Batch) -> tuple[Job, ...]:
