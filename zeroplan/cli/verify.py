@@ -1,6 +1,7 @@
 """``zeroplan verify``: is the estimate true? Runs the real engine and holds what it took against what was predicted."""
 
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -197,8 +198,9 @@ class _Keeper:
 
 
 def say(text: str) -> None:
-    """Progress and what went wrong on the way: beside the answer, not in it."""
-    print(text, file=sys.stderr, flush=True)
+    """Progress and what went wrong on the way: beside the answer, not in it. Where nobody can be told, the run goes on."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _run(task: "Task", folder: Path | None) -> "list[Measurement]":

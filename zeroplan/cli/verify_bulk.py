@@ -20,6 +20,7 @@ from zeroplan.verify.bulk import run_cases
 from zeroplan.verify.matrix import Case, Tensors, find_matrix, read_matrix
 from zeroplan.verify.needs import card_bytes
 from zeroplan.verify.results import SETTLED, Result, Results, opened
+from zeroplan.verify.scratch import swept
 from zeroplan.verify.task import Task
 from zeroplan.verify.verdicts import BAND, Judged, judged
 
@@ -44,7 +45,6 @@ def verify_matrix(asked: Asked) -> int:
     cases = read_matrix(path, tensors=_TENSORS[asked.backend], card_bytes=card_bytes() if asked.backend == "cuda" else None)
     missing = _not_installed(cases)
     with opened((asked.folder or Path()) / f"{path.stem}-{asked.backend}.jsonl", say=say) as results:
-        say(f"results: {results.path}")
         _run_what_is_left(cases, results, asked, missing)
         found = [judged(one, tolerance=asked.tolerance) for case in cases if (one := results.of(case.task)) is not None]
     typer.echo(_as_json(found) if asked.as_json else table(found, tolerance=asked.tolerance))
@@ -71,19 +71,39 @@ def _not_installed(cases: tuple[Case, ...]) -> dict[Task, str]:
 
 def _run_what_is_left(cases: tuple[Case, ...], results: Results, asked: Asked, missing: dict[Task, str]) -> None:
     before = [results.of(case.task) for case in cases]
-    left = tuple(case for case, one in zip(cases, before, strict=True) if one is None or one.outcome not in SETTLED)
-    if len(left) < len(cases):
-        say(f"{len(cases) - len(left)} of {len(cases)} cases have a result already")
-    if not left:
-        return
-    here = tuple(case for case in left if case.task not in missing)
+    left = [case for case, one in zip(cases, before, strict=True) if one is None or one.outcome not in SETTLED]
+    again = sum(one is not None and one.outcome not in SETTLED for one in before)
+    say(f"results: {results.path}{'; '.join(('', *_found(results, cases=len(cases), left=len(left), again=again)))}")
+    left.sort(key=lambda case: case.name == results.broken_off)  # what ended a run may end another, so it comes last
     refused = [
         Result(name=one.name, task=one.task, outcome="refused", says=missing[one.task]) for one in left if one.task in missing
     ]
+    here = tuple(case for case in left if case.task not in missing)
+    if not left:
+        return
     with _progress(len(left)) as told:
-        for result in chain(refused, run_cases(here, timeout_s=asked.timeout_s, say=told.say, begin=told.begin)):
+
+        def begin(case: Case) -> None:
+            results.begin(case.name)
+            told.begin(case)
+
+        for result in chain(refused, run_cases(here, timeout_s=asked.timeout_s, say=told.say, begin=begin)):
             results.append(result)
             told.end(judged(result, tolerance=asked.tolerance))
+
+
+def _found(results: Results, *, cases: int, left: int, again: int) -> Iterator[str]:
+    """What an earlier run left, so that whoever starts the next knows how that one ended."""
+    if left < cases:
+        yield f"{cases - left} of {cases} cases have a result already"
+    if again:
+        yield f"{again} failed or {'was' if again == 1 else 'were'} refused and {'is' if again == 1 else 'are'} tried again"
+    if results.broken_off is not None:
+        yield f"the last run was ended in the middle of {results.broken_off or 'a case'}, which is run again, last"
+    if results.dropped:
+        yield f"its last line was half written and is dropped ({results.dropped:,} bytes)"
+    if removed := swept():
+        yield removed
 
 
 class _Told(NamedTuple):

@@ -20,6 +20,7 @@ from zeroplan.verify.matrix import Case
 from zeroplan.verify.results import Outcome, Result
 from zeroplan.verify.task import Card, Task
 
+_WARM = [sys.executable, "-m", "zeroplan.verify.warm"]
 _REAPED_S = 10.0
 """How long a copy of the warm process may take to be gone when it has said what it had to say. [s]"""
 
@@ -75,7 +76,7 @@ class Runner:
         try:
             self._run(task, to)
         except NotHereError:
-            if not self._may_be_copied(task):
+            if task.tensors != "cuda" or not self._may_be_copied(task):
                 raise
             self._stop()  # a library may have touched CUDA before the copy was made: once more, in a process of its own
             self._cold.add(_kind(task))
@@ -133,7 +134,7 @@ class Runner:
     def _reap(self, started: Started) -> None:
         """Wait until the copy is gone and what it held of the card is free; where it will not go, start anew for the next."""
         until = time.monotonic() + _REAPED_S
-        message: Message | None = {}
+        message: Message | None = {} if started.process.poll() is None else None
         while message is not None and "ended" not in message:
             try:
                 message = started.messages.get(timeout=max(0.0, until - time.monotonic()))
@@ -149,8 +150,7 @@ class Runner:
 
 @contextmanager
 def _warm(task: Task) -> Iterator[Started]:
-    command = [sys.executable, "-m", "zeroplan.verify.warm", *_kind(task)]
-    with ordered(task) as order, running(command, task, order) as started:
+    with ordered(task) as order, running([*_WARM, *_kind(task)], task, order) as started:
         yield started
 
 

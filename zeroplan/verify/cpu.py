@@ -38,6 +38,7 @@ def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport
     seen = Profiled(log, say)
     with answered(job.recipe) if transport == "fake" else nullcontext():
         observe(job, seen, mesh_of(job), steps=steps, make=make)
+    log.require_a_steady_clock()
     ledger = Ledger(seen, sizes=sizes_of_one_kind(job), standing=Kind.REDUCE if job.recipe.engine == "ddp" else Kind.TEMPORARY)
     return Measurement(
         job=job,

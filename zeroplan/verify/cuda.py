@@ -56,6 +56,7 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
     answers = answered(job.recipe, gpu.device) if transport == "fake" else nullcontext()
     with answers, nullcontext() if snapshot is None else gpu.remembered(snapshot):
         observe(job, seen, mesh_of(job, gpu.device), steps=steps + 1, make=build)
+    log.require_a_steady_clock()
     if transport == "nccl":
         log.calls += calls_of(flown(), log)
     ledger = Ledger(seen, sizes=sizes_of_one_kind(job), standing=Kind.REDUCE if job.recipe.engine == "ddp" else Kind.TEMPORARY)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib import import_module
 
 import deepspeed
 import torch
@@ -20,6 +21,9 @@ from zeroplan.verify import nvme
 from zeroplan.verify.engines import Watcher, make_optimizer, trained
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.workload import Workload
+
+_TRANSPORT = import_module("deepspeed.comm.torch")
+"""As an attribute of its package it is hidden behind the name of torch itself."""
 
 #: Attributes of DeepSpeed's optimizers (0.18, 0.19) whose tensors are of one kind.
 _HOLDS = (
@@ -55,9 +59,12 @@ class DeepSpeed:
         self.optimizer = make_optimizer(trained(work.module), _with_its_default(job.recipe))
         if job.recipe.zero_stage == 0 and self.optimizer.defaults.get("fused"):
             deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # so that its wrapper is taken
-        self._engine, self._wrapper, *_ = deepspeed.initialize(
-            model=work.module, optimizer=self.optimizer, config=configuration(job)
-        )
+        # Inference's all-reduce among CPUs, no part of a step: compiling it takes long, and a build that was killed leaves a lock
+        # (torch.utils.file_baton) on which every later process would wait for ever.
+        with replaced(_TRANSPORT, "build_shm_op", lambda: None):
+            self._engine, self._wrapper, *_ = deepspeed.initialize(
+                model=work.module, optimizer=self.optimizer, config=configuration(job)
+            )
         self._work, self._recipe = work, job.recipe
         self._watcher: Watcher | None = None
         self.handed_on = Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS

@@ -3,6 +3,7 @@
 One place for a rank in a process of its own and for a simulation in this one. Needs no torch.
 """
 
+import errno
 import re
 import site
 import sysconfig
@@ -40,7 +41,9 @@ def whose(error: BaseException) -> Whose:
         return "here"
     if _lacks_memory(error):
         return "memory"
-    return "workload" if _passes_through_users_code(error) else "engine"
+    if _passes_through_users_code(error):
+        return "workload"
+    return "machine" if _lacks_a_disk(error) else "engine"
 
 
 def text_of(error: BaseException) -> str:
@@ -53,7 +56,14 @@ def text_of(error: BaseException) -> str:
         shown = traceback.TracebackException.from_exception(error)
         shown.stack = traceback.StackSummary.from_list(_own(list(shown.stack)))
         return "".join(shown.format())
+    if isinstance(error, OSError) and _lacks_a_disk(error):
+        return f"a file cannot be written{f' ({error.filename!r})' if error.filename else ''}: {error.strerror}"
     return of_a_transport(str(error)) or f"{type(error).__name__}: {error}"
+
+
+def _lacks_a_disk(error: BaseException) -> bool:
+    """Whether what an engine or library writes found no room, or nothing that it may write to: so will it in every case."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def _lacks_memory(error: BaseException) -> bool:

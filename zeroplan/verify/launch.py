@@ -10,7 +10,6 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
 from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError, of_a_transport, workload_raised
+from zeroplan.verify.scratch import ORDER, no_place, scratch
 from zeroplan.verify.task import Card, Task
 
 _GRACE_S = 2.0
@@ -63,10 +63,13 @@ def launch(task: Task, *, keep: Callable[[Measurement], None], say: Callable[[st
 @contextmanager
 def ordered(task: Task) -> Iterator[Path]:
     """The task as a file in a folder of its own, where ranks meet and leave what they have; gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="zeroplan-") as folder:
-        order = Path(folder) / "task.json"
-        mine = replace(task, store=str(Path(folder) / "store"), folder=folder)
-        order.write_text(json.dumps(asdict(mine)), encoding="utf-8")
+    with scratch() as folder:
+        order = folder / ORDER
+        mine = replace(task, store=str(folder / "store"), folder=str(folder))
+        try:
+            order.write_text(json.dumps(asdict(mine)), encoding="utf-8")
+        except OSError as error:
+            raise no_place(error) from None
         yield order
 
 
@@ -191,22 +194,29 @@ def _read(process: "subprocess.Popen[str]", messages: "queue.SimpleQueue[Message
 @contextmanager
 def running(command: list[str], task: Task, order: Path) -> Iterator[Started]:
     """The process for a task, in a session of its own; neither it nor a rank of its is left afterwards."""
-    with (order.parent / STARTED_STDERR).open("wb") as sink:
-        process = subprocess.Popen(  # noqa: S603  our own interpreter and module
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=sink,
-            text=True,
-            start_new_session=True,
-            env=environment_of(task),
-        )
+    process = _started(command, task, order)
     try:
         messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         threading.Thread(target=_read, args=(process, messages), daemon=True).start()
         yield Started(process, messages, order.parent)
     finally:
         _end(process)
+
+
+def _started(command: list[str], task: Task, order: Path) -> "subprocess.Popen[str]":
+    try:
+        with (order.parent / STARTED_STDERR).open("wb") as sink:
+            return subprocess.Popen(  # noqa: S603  our own interpreter and module
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+                start_new_session=True,
+                env=environment_of(task),
+            )
+    except OSError as error:
+        raise NotHereError(f"no process can be started here: {error.strerror}") from None
 
 
 def environment_of(task: Task) -> dict[str, str]:

@@ -4,6 +4,12 @@ import time
 from bisect import bisect_right
 from typing import NamedTuple
 
+from zeroplan.errors import MeasurementError
+
+_STEP_NS = 10**8
+"""Smaller corrections of a clock are made by letting it run a little faster or slower, and both clocks share those: ntpd steps
+from 128 ms on. [ns]"""
+
 
 class Call(NamedTuple):
     """One collective: bytes of its largest buffer, the phase it began in, and how long it took where that is known."""
@@ -22,6 +28,8 @@ class Log:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self._since: list[tuple[int, str]] = [(0, "")]
+        self._ahead: list[tuple[int, int]] = []
+        """By how much at least and at most the clock of the system was ahead of the one that only counts. [ns]"""
 
     @property
     def phase(self) -> str:
@@ -30,8 +38,22 @@ class Log:
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self._since.append((time.time_ns(), phase))
+        self._since.append((self._now(), phase))
 
     def phase_at(self, time_ns: int) -> str:
         """Which part of the run it was then, by the clock of the system."""
         return self._since[bisect_right(self._since, (time_ns, "\uffff")) - 1][1]
+
+    def _now(self) -> int:
+        before, now, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        self._ahead.append((now - after, now - before))
+        return now
+
+    def require_a_steady_clock(self) -> None:
+        """Raise MeasurementError where the clock of the system was set since the first phase.
+
+        torch's profiler and flight recorder put what happened in order by that clock.
+        """
+        self._now()
+        if max(low for low, _ in self._ahead) - min(high for _, high in self._ahead) > _STEP_NS:
+            raise MeasurementError("this machine's clock was set during the run, which mixes up what was seen; run it again")

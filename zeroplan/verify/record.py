@@ -6,9 +6,9 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 
-from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
+from zeroplan.verify.failures import NotHereError
 
 
 def record_name(measured: Measurement) -> str:
@@ -36,7 +36,7 @@ def write_record(measured: Measurement, folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         return _written(text, folder, record_name(measured))
     except OSError as error:
-        raise MeasurementError(f"the record cannot be written to {str(folder)!r}: {error.strerror}") from None
+        raise NotHereError(f"the record cannot be written to {str(folder)!r}: {error.strerror}") from None
 
 
 def _written(text: str, folder: Path, name: str) -> Path:
