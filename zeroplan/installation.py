@@ -1,9 +1,11 @@
 """What is installed here beside zeroplan itself, what needs it, and what can therefore be done? Nothing is imported to find out."""
 
 import platform
+import re
 import shutil
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -17,6 +19,10 @@ class Package(NamedTuple):
 
 
 PACKAGES = (
+    Package("pydantic", "pydantic", ""),
+    Package("typer", "typer", ""),
+    Package("rich", "rich", ""),
+    Package("pyyaml", "yaml", ""),
     Package("numpy", "numpy", ""),
     Package("matplotlib", "matplotlib", "plot"),
     Package("fastapi", "fastapi", "web"),
@@ -46,7 +52,7 @@ class Ability(NamedTuple):
 
 #: What can be done beyond estimating and planning, and the modules it asks for.
 _ABILITIES = (
-    ("estimate, plan, compare, diagnose", ()),
+    ("estimate, plan, compare, diagnose", ("pydantic", "typer", "rich", "yaml", "numpy")),
     ("plot, report", ("matplotlib",)),
     ("explore", ("fastapi", "uvicorn")),
     ("profile", ("torch", "transformers")),
@@ -72,17 +78,50 @@ def installed(package: Package) -> str | None:
 
 
 def absent(*modules: str) -> str:
-    """What is missing of these modules and how to get it; empty where nothing is.
+    """What is missing of these modules, or older than zeroplan asks for, and how to get it; empty where nothing is.
 
     >>> absent("pydantic")
     ''
     """
     lacking = [module for module in modules if find_spec(module) is None]
-    if not lacking:
+    if lacking:
+        names = " and ".join(lacking)
+        return f"{names} {'is' if len(lacking) == 1 else 'are'} not installed: {_install(lacking)}"
+    return next((said for module in modules if (said := _too_old(module))), "")
+
+
+def _install(modules: list[str], *, upgrade: bool = False) -> str:
+    extras = dict.fromkeys(_BY_MODULE[module].extra for module in modules if module in _BY_MODULE)
+    named = ",".join(extra for extra in extras if extra)
+    return f"pip install {'--upgrade ' if upgrade else ''}'zeroplan{f'[{named}]' if named else ''}'"
+
+
+def _too_old(module: str) -> str:
+    package = _BY_MODULE.get(module)
+    found, least = (None, None) if package is None else (installed(package), _least().get(package.name))
+    if found is None or least is None or not found[:1].isdigit() or _parts(found) >= _parts(least):
         return ""
-    extras = dict.fromkeys(_BY_MODULE[module].extra for module in lacking if module in _BY_MODULE)
-    names = " and ".join(lacking)
-    return f"{names} {'is' if len(lacking) == 1 else 'are'} not installed: pip install 'zeroplan[{','.join(extras)}]'"
+    return f"{module} {found} is older than {least}: {_install([module], upgrade=True)}"
+
+
+def _parts(said: str) -> tuple[int, ...]:
+    """The numbers of a release, to be compared.
+
+    >>> _parts("2.13.0+cpu") > _parts("2.9.1")
+    True
+    """
+    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", said)[0]))
+
+
+@cache
+def _least() -> dict[str, str]:
+    """The oldest release of each package that zeroplan's own metadata asks for; of several extras the one that asks least."""
+    try:
+        asked = requires("zeroplan") or ()
+    except PackageNotFoundError:  # run from its source
+        return {}
+    said = [(found[1], found[2]) for one in asked if (found := re.match(r"([\w.-]+)(?:\[.*?\])?>=([\d.]+)", one))]
+    return dict(sorted(said, key=lambda one: _parts(one[1]), reverse=True))
 
 
 def abilities(gpus: Callable[[], str]) -> tuple[Ability, ...]:

@@ -35,6 +35,25 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pyt
     assert not told["verify --backend cuda"].works
 
 
+def test_what_is_older_than_asked_for_is_named_with_what_it_takes(monkeypatch: pytest.MonkeyPatch):
+    asked = [
+        "torch>=2.13; extra == 'notebooks'",
+        "torch>=2.11; extra == 'models'",
+        "zeroplan[models]; extra == 'verify'",
+        "rich>=13",
+    ]
+    there = {"torch": "2.9.1+cu128", "transformers": "5.0", "rich": "9.2"}
+    monkeypatch.setattr(installation, "requires", lambda _name: asked)
+    monkeypatch.setattr(installation, "version", there.__getitem__)
+    monkeypatch.setattr(installation, "find_spec", lambda _name: object())
+    installation._least.cache_clear()
+    assert absent("transformers", "torch") == "torch 2.9.1+cu128 is older than 2.11: pip install --upgrade 'zeroplan[verify]'"
+    assert absent("rich") == "rich 9.2 is older than 13: pip install --upgrade 'zeroplan'"
+    there.update(torch="2.11.0+cpu", rich="15.0")
+    assert absent("torch", "rich") == ""
+    installation._least.cache_clear()
+
+
 def test_several_are_named_together():
     assert absent("no_such", "nor_such").startswith("no_such and nor_such are not installed")
 

@@ -158,8 +158,6 @@ def test_a_length_between_multiples_counts_as_the_next_where_the_profile_says_so
     [
         ((), 2, "a profile is of one module"),
         (("--workload", "a:b", "--config", "c"), 2, "a profile is of one module"),
-        (("--workload", "nowhere"), 2, "not of the form"),
-        (("--config", "nowhere.json"), 2, "does not exist"),
         (("--workload", f"{WORKLOAD}:workload", "--precision", "fp8"), 2, "none of bf16-mixed"),
         (("--workload", f"{WORKLOAD}:workload", "--out", ""), 2, "names no file"),
     ],
@@ -167,6 +165,17 @@ def test_a_length_between_multiples_counts_as_the_next_where_the_profile_says_so
 def test_a_profile_of_nothing_is_refused(run: Run, flags: tuple[str, ...], code: int, says: str):
     found, _, err = run("profile", *flags)
     assert (found, err.count("\n")) == (code, 1)
+    assert says in err
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("flags", "says"), [(("--workload", "nowhere"), "not of the form"), (("--config", "nowhere.json"), "does not exist")]
+)
+def test_a_module_that_is_not_there_is_refused(run: Run, flags: tuple[str, ...], says: str):
+    pytest.importorskip("torch")
+    found, _, err = run("profile", *flags)
+    assert (found, err.count("\n")) == (2, 1)
     assert says in err
 
 

@@ -48,7 +48,8 @@ def explore_app() -> _App:
     for path, (name, media_type) in _PAGE.items():
         app.add_api_route(path, _file(name, media_type), methods=["GET"], include_in_schema=False)
     app.add_api_route("/api/controls", _controls, methods=["GET"], responses=_GUARDED)
-    questions: dict[str, _Question] = {"answer": _answer, "changes": _changes, "plan": Planning(planned_payload)}
+    plan = Planning(planned_payload).__call__  # a method: that an object is awaited when called, older releases do not see
+    questions: dict[str, _Question] = {"answer": _answer, "changes": _changes, "plan": plan}
     for name, question in questions.items():
         app.add_api_route(
             f"/api/{name}", question, methods=["GET"], name=name, responses=_REFUSED, openapi_extra=_said_of(name)
