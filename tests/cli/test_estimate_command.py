@@ -425,6 +425,27 @@ def test_an_answer_loads_nothing_heavy():
     assert done.stderr.strip() == "[]"
 
 
+def test_an_answer_reads_no_other_command_and_no_other_engine():
+    """Every module costs start-up; a command's own flags cost more than reading its file."""
+    code = (
+        "import sys\nfrom zeroplan.cli.app import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print(*(name for name in sys.modules if name.startswith('zeroplan.')), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *SEVEN, "--json"], capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.split())
+    assert {name for name in loaded if name.startswith("zeroplan.cli.")} == {
+        f"zeroplan.cli.{name}" for name in ("app", "catalog_flags", "estimate", "job_flags", "quick")
+    }
+    assert {name for name in loaded if name.startswith("zeroplan.report.")} == {"zeroplan.report.payload"}
+    assert not {"zeroplan.planner", "zeroplan.steptime", "zeroplan.advice", "zeroplan.export"} & loaded
+    engines = {name.split(".")[2] for name in loaded if name.startswith("zeroplan.engines.")}
+    assert not {"ddp", "deepspeed", "megatron", "paper", "pipeline", "quantised"} & engines
+    aside = ("context", "experts", "split")  # of FSDP2: where ranks split the model
+    assert not {f"zeroplan.engines.fsdp2.{name}" for name in aside} & loaded
+    families = {name.rpartition(".")[2] for name in loaded if name.startswith("zeroplan.transformer.")}
+    assert not {"profiled", "traced", "split", "ring", "adapted", "frozen", "dispatched"} & families
+
+
 def test_importing_the_library_loads_neither_numpy_nor_typer():
     code = f"import sys, zeroplan\nprint(sorted({{*{HEAVY}, 'typer'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

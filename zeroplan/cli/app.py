@@ -4,50 +4,46 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 import typer
 
-from zeroplan.cli.advise import advise_command
-from zeroplan.cli.compare import compare_command
-from zeroplan.cli.diagnose import diagnose_command
-from zeroplan.cli.doctor import doctor_command
-from zeroplan.cli.estimate import estimate_command
-from zeroplan.cli.explore import explore_command
-from zeroplan.cli.gpus import gpus_app
-from zeroplan.cli.job_flags import takes_a_job
-from zeroplan.cli.models import models_app
-from zeroplan.cli.plan import plan_command
-from zeroplan.cli.plot import plot_app
-from zeroplan.cli.profile import profile_command
-from zeroplan.cli.quick import QuickCommand, QuickGroup
-from zeroplan.cli.report import report_command
-from zeroplan.cli.verify import INTERRUPTED, verify_command
+from zeroplan.cli.quick import Commands, QuickGroup
 from zeroplan.errors import MeasurementError, ZeroplanError
 
+#: What a shell makes of SIGINT, 128 + 2.
+INTERRUPTED = 130
 BAD_INPUT, CANNOT_RUN = 2, 4
 #: A value of thousands of signs is shown by its two ends.
 _LONGEST_MESSAGE = 600
 
+#: Every command, in the order of the help, and where it is written.
+COMMANDS = {
+    **{name: (f"zeroplan.cli.{name}", f"{name}_command") for name in (
+        "estimate", "plan", "advise", "verify", "profile", "compare", "diagnose", "explore", "report", "doctor",
+    )},
+    **{name: (f"zeroplan.cli.{name}", f"{name}_app") for name in ("plot", "models", "gpus")},
+}  # fmt: skip
+
+
+class _Program(QuickGroup):
+    """The program itself, with all its commands."""
+
+    def __init__(self, **attributes: Any) -> None:  # noqa: ANN401  click's
+        super().__init__(**attributes)
+        self.commands = Commands(COMMANDS)  # type: ignore[assignment]  # nothing adds to them
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401, ARG002  click's context, whose home has moved
+        """Return the names of all commands."""
+        return list(COMMANDS)
+
+
 app = typer.Typer(
     name="zeroplan",
-    cls=QuickGroup,
+    cls=_Program,
     help="Per-GPU memory of ZeRO and FSDP training, byte by byte, before you rent the GPU.",
     pretty_exceptions_enable=False,
 )
-app.command("estimate", cls=QuickCommand)(estimate_command)
-app.command("plan", cls=QuickCommand)(plan_command)
-app.command("advise", cls=QuickCommand)(advise_command)
-app.command("verify", cls=QuickCommand)(verify_command)
-app.command("profile", cls=QuickCommand)(profile_command)
-app.command("compare", cls=QuickCommand)(compare_command)
-app.command("diagnose", cls=QuickCommand)(takes_a_job(diagnose_command, or_none=True))
-app.add_typer(plot_app, name="plot")
-app.command("explore", cls=QuickCommand)(explore_command)
-app.command("report", cls=QuickCommand)(report_command)
-app.command("doctor", cls=QuickCommand)(doctor_command)
-app.add_typer(models_app, name="models")
-app.add_typer(gpus_app, name="gpus")
 
 #: The base class of what the parser raises: click's own, which newer releases of typer carry inside.
 _UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.resolve import Resolved
 from zeroplan.units import parse_count
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from zeroplan.snapshots.diagnosis import Diagnosis
 
 
-def diagnose_command(
+def _diagnose(
     *,
     snapshot: Annotated[
         str,
@@ -34,6 +35,9 @@ def diagnose_command(
     found = diagnose(read_snapshot(Path(snapshot), device=_device(device)))
     rows, job = ((), "") if resolved is None else _against(resolved, found)
     typer.echo(_printed(found, snapshot, rows, job, as_json=as_json))
+
+
+diagnose_command = takes_a_job(_diagnose, or_none=True)
 
 
 def _device(text: str | None) -> int | None:

@@ -3,10 +3,15 @@
 Every parameter of ours is a text, a switch or a list of texts, and the specs check what they say. Recent releases of typer
 build a pydantic adapter per parameter before a command runs, which takes as long as everything else together; such a
 parameter is told to hand on what was typed. Older releases have no such step and are left as they are.
+
+Nor is a command read before it is asked for: the flags of all of them together take longer than most answers.
 """
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
 
@@ -39,3 +44,34 @@ def _as_typed(parameters: list[Any]) -> list[Any]:
         if hasattr(parameter, "_runtime_param"):
             parameter._runtime_param = _AsTyped()  # noqa: SLF001  typer offers no public way
     return parameters
+
+
+class Commands(Mapping[str, Any]):
+    """Commands by name, each read when it is first asked for; ``places`` says where: the module, and what it is called there."""
+
+    def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
+        self._places = places
+        self._read: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401  click's command, whose home has moved
+        if name not in self._read:
+            module, called = self._places[name]
+            self._read[name] = _command(name, getattr(import_module(module), called))
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _command(name: str, written: Any) -> Any:  # noqa: ANN401  click's command
+    """A function, or a program of its own, as a command of this name."""
+    if isinstance(written, typer.Typer):
+        group = typer.main.get_group(written)
+        group.name = name
+        return group
+    alone = typer.Typer(add_completion=False)
+    alone.command(name, cls=QuickCommand)(written)
+    return typer.main.get_command(alone)

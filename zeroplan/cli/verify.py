@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from zeroplan.verify.task import Task
 
 _RUN, _OUTPUT = "Run", "Output"
-#: What a shell makes of SIGINT, 128 + 2.
-INTERRUPTED = 130
 BACKENDS = ("simulate", "cpu", "cuda")
 _TRANSPORT: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
 _SETTLED = 3
