@@ -191,7 +191,7 @@ def state_lines(
     n_bytes = element_bytes * total_elements(tensors)
     formula = times(element_bytes, symbol)
     lines = tuple(Line(Kind.OPTIMIZER_STATE, n_bytes, state, formula, _SOURCE) for state in _ELEMENTWISE_STATES[optimizer])
-    return (*lines, *_step_counter_lines(optimizer, impl, tensors))
+    return (*lines, *step_counters(optimizer, impl, sum(tensor.repeat for tensor in tensors)))
 
 
 def step_temporary_lines(
@@ -234,10 +234,14 @@ def total_elements(tensors: Sequence[LocalTensor]) -> Int:
     return total
 
 
-def _step_counter_lines(optimizer: Optimizer, impl: OptimizerImpl, tensors: Sequence[LocalTensor]) -> tuple[Line, ...]:
+def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: int) -> tuple[Line, ...]:
+    """Return what counts the steps of so many tensors, where that is on the GPU. [bytes]
+
+    >>> [line.n_bytes for line in step_counters("adamw", "fused", 3)], step_counters("adamw", "foreach", 3)
+    ([12], ())
+    """
     if impl != "fused" or optimizer not in _STEP_ON_GPU:
         return ()
-    count = sum(tensor.repeat for tensor in tensors)
     reason = "step counters on the GPU, one per tensor (the allocator rounds each to a block of 512)"
     return (Line(Kind.OPTIMIZER_STATE, 4 * count, reason, "4·U_n", _SOURCE),)
 

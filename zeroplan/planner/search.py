@@ -14,14 +14,15 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, account_of, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Phase, peak_bytes
 from zeroplan.numeric import for_each_value
-from zeroplan.planner.columns import highest
+from zeroplan.planner.columns import Highest, highest
 from zeroplan.planner.degrees import degrees_of, scheduled
+from zeroplan.planner.fused import Told, lists_of, of_fused, of_lists
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers, structures
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.steptime import step_time
+from zeroplan.steptime import StepTime, step_time
 from zeroplan.transformer.params import parameter_count
 
 
@@ -59,7 +60,7 @@ def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Uns
     Offload, which costs time, is looked at where nothing fits without it, or where it is asked for.
     """
     tally = Tally()
-    space = _Space(base, fixed, tally, mfu, unsaid)
+    space = _Space(base, fixed, tally, mfu, unsaid, {})
     found = list(_searched(space, offload=False))
     if not any(bool(one.fits(base).any()) for one in found):
         found += _searched(space, offload=True)
@@ -67,6 +68,10 @@ def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Uns
         tally = Tally()
         found += _searched(space._replace(tally=tally, whatever_weighs=True), offload=False)
     return Searched(tuple(found), tally)
+
+
+#: What structures have told of others: by recipe, and by how the model is split.
+Known = dict[tuple[RecipeSpec, Degrees], Told]
 
 
 class _Space(NamedTuple):
@@ -77,6 +82,7 @@ class _Space(NamedTuple):
     tally: Tally
     mfu: float | None
     unsaid: Unsaid | None
+    known: Known
     whatever_weighs: bool = False
 
 
@@ -108,7 +114,7 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
             if split.pp > 1 and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally)
             if grid.layouts:
-                yield evaluated(base, recipe, grid, mfu=space.mfu)
+                yield evaluated(base, recipe, grid, mfu=space.mfu, known=space.known)
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
@@ -166,25 +172,43 @@ def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
     return np.asarray((grid.dp_shard % ways == 0) & (grid.dp_shard > ways), dtype=np.bool_)
 
 
-def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None = None) -> Found:
-    """Figures of all layouts of one structure; raises SpecError where the engine does not take it."""
+def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None = None, known: Known | None = None) -> Found:
+    """Figures of all layouts of one structure; raises SpecError where the engine does not take it.
+
+    ``known`` is what structures with the same grid have told of others, and takes up what this one tells.
+    """
     if grid.pp > 1:
         return _one_by_one(base, recipe, grid, mfu=mfu)
     _checked(base, recipe, grid)
-    card = outside_column(grid, base.cluster.gpu)
-    account = _account(base, recipe, grid, card)
-    needs = _needed(account, recipe, base.cluster.gpu)
+    card, gpu = outside_column(grid, base.cluster.gpu), base.cluster.gpu
+    found, time = _told(base, recipe, grid, card, mfu, {} if known is None else known)
+    needs = _needed(found, recipe, gpu)
     least = grid.row(needs.least_bytes + card)
-    room = 0 if base.cluster.gpu is None else int(base.cluster.gpu.memory_bytes.value)
+    room = 0 if gpu is None else int(gpu.memory_bytes.value)
     # Where nothing fits, nobody asks how comfortably.
     comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room else least
-    time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
 
 
-def _needed(account: Account, recipe: RecipeSpec, gpu: GpuSpec | None) -> Needed:
+def _told(
+    base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column, mfu: float | None, known: Known
+) -> tuple[Highest, StepTime]:  # fmt: skip
+    """Highest moments and time; of a fused Adam from what the one in lists has told."""
+    split, lists = Degrees(grid.tp, grid.cp, grid.pp, grid.ep), lists_of(recipe)
+    before = None if lists is None else known.pop((lists, split), None)
+    if before is not None:
+        return of_fused(before, base.model, recipe, base.cluster)
+    account = _account(base, recipe, grid, card)
+    time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
+    if recipe.optimizer_impl != "foreach" or lists_of(replace(recipe, optimizer_impl="fused")) is None:
+        return highest(account.moments, engine=recipe.engine), time
+    found, known[recipe, split] = of_lists(account, time, engine=recipe.engine)
+    return found, time
+
+
+def _needed(found: Highest, recipe: RecipeSpec, gpu: GpuSpec | None) -> Needed:
     """What tensors and workspaces take, and what the allocator is expected to reserve for them. [bytes]"""
-    found, workspaces = highest(account.moments, engine=recipe.engine), workspace_line(gpu).n_bytes
+    workspaces = workspace_line(gpu).n_bytes
     peak, held = found.peak_bytes + workspaces, found.reserved_bytes + workspaces
     return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
 
@@ -196,7 +220,7 @@ def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | N
     for at in range(grid.layouts):
         job = job_at(base, recipe, grid, at)
         account = account_of(job, job.batch)
-        needs = _needed(account, recipe, gpu)
+        needs = _needed(highest(account.moments, engine=recipe.engine), recipe, gpu)
         least[at], comfortable[at] = needs.least_bytes + card, needs.comfortable_bytes + card
         time = step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
         seconds[at] = float(time.seconds)

@@ -10,7 +10,7 @@ Left out: data loading, launch of small kernels, stragglers, congestion, checkpo
 
 from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Kind, bytes_by_kind
+from zeroplan.ledger import Kind, Line, bytes_by_kind
 from zeroplan.numeric import Float, Int, longest
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import ClusterSpec
@@ -24,7 +24,7 @@ from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.sending import exposed
 from zeroplan.steptime.work import work
 
-__all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time"]
+__all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time", "stepped"]
 
 
 def step_time(
@@ -61,6 +61,16 @@ def step_time(
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / (tp * cp)
     flops = batch.grad_accum_steps * 3.0 * (asked.blocks_flops + asked.head_flops + asked.attention_flops)
     return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
+
+
+def stepped(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluster: ClusterSpec) -> StepTime:
+    """Return the time of a step that is the same but for the optimizer's own, on the GPU, with these states. [s]"""
+    gpu, here = cluster.gpu, links(cluster)
+    assert gpu is not None  # noqa: S101  a step without a GPU has no time
+    assert here is not None  # noqa: S101  likewise
+    account = Account(states, (), ())
+    step = stepping(account, recipe, gpu, shares_of(cluster), on_host=False, ranks_per_node=here.per_node)
+    return time._replace(parts=(*time.parts[:-1], step))
 
 
 def _on_a_pipeline(
