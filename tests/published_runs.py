@@ -42,7 +42,12 @@ def runs() -> tuple[Run, ...]:
 @cache
 def built_on() -> frozenset[str]:
     """The groups that the constants were fitted on: of each publisher every other one, in the order of their hashes."""
-    ordered = sorted({(run.drawn_with, hashlib.sha256(run.group.encode()).hexdigest(), run.group) for run in runs()})
+    return every_other(runs())
+
+
+def every_other(rows: tuple[Run, ...]) -> frozenset[str]:
+    """Of what is drawn together every other group, in the order of their hashes."""
+    ordered = sorted({(run.drawn_with, hashlib.sha256(run.group.encode()).hexdigest(), run.group) for run in rows})
     each = (list(of_one) for _, of_one in groupby(ordered, key=lambda one: one[0]))
     return frozenset(group for of_one in each for *_, group in of_one[::2])
 

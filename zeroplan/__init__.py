@@ -15,7 +15,7 @@ from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
-from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options, RecipeSpec
+from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options, MegatronOptions, RecipeSpec
 
 __version__ = "0.1.0"
 
@@ -33,6 +33,7 @@ __all__ = [
     "Kind",
     "Line",
     "MeasurementError",
+    "MegatronOptions",
     "MeshSpec",
     "MlaSpec",
     "ModelSpec",

@@ -65,7 +65,7 @@ def shares_reached(job: JobSpec, took: Measured) -> Efficiency:
 
     Raises :class:`~zeroplan.errors.SpecError` where no share up to the data sheet's rates does.
     """
-    base, account = shares_of(job.cluster), account_of(job, job.batch)
+    base, account = shares_of(job.cluster, job.recipe.engine), account_of(job, job.batch)
     most = 1 / min(base.matrices, base.attention, base.bandwidth)
 
     def computing(factor: float) -> float:

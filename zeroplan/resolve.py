@@ -33,6 +33,7 @@ from zeroplan.spec.recipe import (
     Engine,
     Fsdp2Options,
     Loss,
+    MegatronOptions,
     OffloadDevice,
     Optimizer,
     OptimizerImpl,
@@ -106,6 +107,7 @@ class Request(Spec):
     ddp: DdpOptions | None = None
     fsdp2: Fsdp2Options | None = None
     deepspeed: DeepSpeedOptions | None = None
+    megatron: MegatronOptions | None = None
     deepspeed_config: str | None = None
     from_file: str | None = None
 
@@ -158,6 +160,7 @@ def request_of(complete: JobSpec) -> Request:
         ddp=recipe.ddp,
         fsdp2=recipe.fsdp2,
         deepspeed=recipe.deepspeed,
+        megatron=recipe.megatron,
         seq_len=batch.seq_len,
         micro_batch=batch.micro_batch_size,
         grad_accum=batch.grad_accum_steps,
@@ -539,6 +542,7 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "ddp": request.ddp,
         "fsdp2": request.fsdp2,
         "deepspeed": request.deepspeed,
+        "megatron": request.megatron,
     }
     said |= _offload(request, request.engine or DEFAULT_ENGINE[stage])
     return RecipeSpec(**{key: value for key, value in said.items() if value is not None})  # type: ignore[arg-type]  # checked there

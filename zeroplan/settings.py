@@ -4,10 +4,10 @@ from dataclasses import fields, replace
 
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request
-from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options
+from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options, MegatronOptions
 from zeroplan.units import parse_count
 
-_GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions}
+_GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions, "megatron": MegatronOptions}
 
 
 def with_setting(request: Request, setting: str) -> Request:

@@ -6,7 +6,8 @@ moments, which the distributed optimizer shares out over data- and context-paral
 answer.
 
 Left out: padding of buckets (at most a multiple of 128 and of the ranks for each), what kernels and collectives take by the way,
-moments within a layer, uneven pipelines, expert tensor parallelism (``--expert-tensor-parallel-size 1``), Megatron's FSDP.
+moments within a layer, other uneven pipelines than those in which embedding and loss count as a layer, expert tensor parallelism
+(``--expert-tensor-parallel-size 1``), Megatron's FSDP.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.megatron import Chunks, chunks_of
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import stages_per_rank
@@ -33,6 +35,10 @@ SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, g
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
     "a closed form after Megatron-Core and its papers, not held against a run; what the allocator keeps beside it is not known"
+)
+_ENDS = (
+    "embedding and loss count as a layer each (--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split), "
+    "since the layers alone do not divide"
 )
 #: Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel ranks (``--make-vocab-size-divisible-by``).
 VOCABULARY_MULTIPLE = 128
@@ -68,6 +74,16 @@ class Rank(NamedTuple):
     embeds: Int
     """Micro-batches whose embedding is kept; 0 where it is on another rank."""
     has_head: bool
+    layers: int
+    """Of all its chunks."""
+    cut: Chunks
+
+    @property
+    def lacks(self) -> tuple[Int, str]:
+        """Layers that micro-batches in flight lack where embedding or loss stand for one, and their symbol."""
+        if not self.cut.less or not (self.at == 0 or self.has_head):
+            return 0, ""
+        return (self.embeds, " - H") if self.at == 0 else (1, " - 1")
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
@@ -86,19 +102,23 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
     """Memory and traffic of every pipeline rank, first to last. [bytes]"""
-    ranks = range(int(mesh.pp))
-    return tuple(_of_rank(_rank(at, model, recipe, mesh, batch), model, recipe, mesh, batch) for at in ranks)
+    return tuple(account_of_rank(at, model, recipe, mesh, batch) for at in range(int(mesh.pp)))
+
+
+def account_of_rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
+    """Memory and traffic of one pipeline rank; ranks between the second and the last have no more than the second. [bytes]"""
+    return _of_rank(rank_of(at, model, recipe, mesh, batch), model, recipe, mesh, batch)
 
 
 def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
-    states = tuple(_states(rank, recipe, mesh))
+    states = tuple(states_of(rank, recipe, mesh))
     kinds = tuple(run.kind for run in layout(model).runs)
     kept = {kind: layer_lines(model, kind, recipe, mesh, batch) for kind in kinds}
     moments = tuple(_moments(rank, model, recipe, mesh, batch, states))
     return Account(
         states,
         moments,
-        tuple(_collectives(rank, model, recipe, mesh, batch)),
+        tuple(collectives_of(rank, model, recipe, mesh, batch)),
         symbols=(
             Symbol("D_rank", rank.elements, "parameters of this pipeline rank beside experts"),
             Symbol("X_rank", rank.experts, "parameters of this pipeline rank in experts"),
@@ -111,7 +131,7 @@ def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch
             Symbol("V_p", _vocabulary(model, mesh), "vocabulary, padded"),
             *(Symbol(f"S_{kind}", total_bytes(lines), f"bytes one {kind} layer keeps") for kind, lines in kept.items()),
         ),
-        notes=(NOTE,),
+        notes=(NOTE, *((_ENDS,) if rank.cut.less else ())),
         kept=tuple((f"one {kind} layer", lines) for kind, lines in kept.items()),
         pipeline=(_shown(rank, model, recipe, mesh, moments),),
     )
@@ -119,32 +139,42 @@ def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch
 
 def _shown(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, moments: tuple[Moment, ...]) -> PipelineRank:
     """The rank as a pipeline is told of."""
-    pp, chunks, totals = int(mesh.pp), _chunks(recipe, mesh), [moment.total_bytes for moment in moments]
-    each = model.num_hidden_layers // (pp * chunks)
-    blocks = "; ".join(f"blocks {at * each + 1} to {(at + 1) * each}" for at in range(rank.at, pp * chunks, pp))
-    words = ", ".join((*(["embedding"] if rank.at == 0 else []), blocks, *(["norm and head"] if rank.has_head else [])))
+    pp, chunks, totals = int(mesh.pp), chunks_per_rank(recipe, mesh), [moment.total_bytes for moment in moments]
+    spans = (_span(at, rank.cut, model.num_hidden_layers) for at in range(rank.at, pp * chunks, pp))
+    blocks = "; ".join(f"blocks {first + 1} to {last}" for first, last in spans if last > first)
+    named = (*(["embedding"] if rank.at == 0 else []), blocks, *(["norm and head"] if rank.has_head else []))
+    words = ", ".join(name for name in named if name)
     if not all(isinstance(total, int) for total in totals):
         return PipelineRank(rank.at, words, 0, maximum(0, *totals), "")
     highest = moments[totals.index(max(totals))]
     return PipelineRank(rank.at, words, int(rank.elements + rank.experts), highest.total_bytes, highest.name)
 
 
+def _span(chunk: int, cut: Chunks, layers: int) -> tuple[int, int]:
+    """First and last layer of a chunk, counted from 0, the last left out."""
+    return max(0, chunk * cut.each - cut.less), min(layers, (chunk + 1) * cut.each - cut.less)
+
+
 # --- which ranks there are, and what they hold -------------------------------------------------------------------------------
 
 
-def _rank(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
-    pp, chunks = int(mesh.pp), _chunks(recipe, mesh)
-    inside, experts = _elements(model, mesh, pp)
-    embedding, end = _ends(model, mesh)
+def rank_of(at: int, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Rank:
+    """What one pipeline rank has."""
+    pp, chunks = int(mesh.pp), chunks_per_rank(recipe, mesh)
     first, last = at == 0, at == pp - 1
+    cut = chunks_of(model.num_hidden_layers, pp * chunks)
+    assert cut is not None  # noqa: S101  what neither way divides is refused before
+    layers = chunks * cut.each - cut.less * (first + last)
+    inside, experts = _elements(model, mesh, layers)
+    embedding, end = _ends(model, mesh)
     ends = (embedding if first else 0) + (end if last else 0)
     if last and not first and model.tie_word_embeddings:
         ends = ends + embedding  # a copy of it, for the head
     flying = _in_flight(at, pp, chunks, batch.grad_accum_steps)
-    return Rank(at, inside + ends, experts, flying, ceil_div(flying, chunks) if first else 0, last)
+    return Rank(at, inside + ends, experts, flying, ceil_div(flying, chunks) if first else 0, last, layers, cut)
 
 
-def _chunks(recipe: RecipeSpec, mesh: Mesh) -> int:
+def chunks_per_rank(recipe: RecipeSpec, mesh: Mesh) -> int:
     """Chunks of layers on each pipeline rank (``--num-virtual-stages-per-pipeline-rank``)."""
     return 1 if int(mesh.pp) == 1 else stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank)
 
@@ -161,30 +191,37 @@ def _in_flight(rank: int, pp: int, chunks: int, micro_batches: Int) -> Int:
     return minimum(warm, micro_batches * chunks)
 
 
-def _elements(model: ModelSpec, mesh: Mesh, pp: int) -> tuple[Int, Int]:
-    """Parameters of the layers of one pipeline rank, beside experts and in them."""
+def _elements(model: ModelSpec, mesh: Mesh, layers: int) -> tuple[Int, Int]:
+    """Parameters of the layers of one pipeline rank, beside experts and in them; on several ranks all layers are of one kind."""
     beside: Int = 0
     experts: Int = 0
     for run in layout(model).runs:
         for parameter in run.parameters:
-            mine = run.layers // pp * _of_one_rank(parameter, mesh)
-            beside, experts = (beside, experts + mine) if _is_expert(parameter) else (beside + mine, experts)
+            mine = _of_run(run.layers, layers, mesh) * _of_one_rank(parameter, mesh)
+            beside, experts = (beside, experts + mine) if is_expert(parameter) else (beside + mine, experts)
     return beside, experts
+
+
+def _of_run(run: int, layers: int, mesh: Mesh) -> int:
+    """Layers of a run of alike ones on a rank that has so many."""
+    return run if int(mesh.pp) == 1 else layers
 
 
 def _of_one_rank(parameter: Parameter, mesh: Mesh) -> Int:
     """Experts are split over expert-parallel ranks, matrices over tensor-parallel ones; norms and routers are whole."""
-    if _is_expert(parameter):
+    if is_expert(parameter):
         return parameter.numel // mesh.ep
-    return ceil_div(parameter.numel, mesh.tp) if _is_split(parameter.name) else parameter.numel
+    return ceil_div(parameter.numel, mesh.tp) if is_split(parameter.name) else parameter.numel
 
 
-def _is_expert(parameter: Parameter) -> bool:
+def is_expert(parameter: Parameter) -> bool:
+    """Whether only some tokens meet it."""
     return parameter.active_share != (1, 1)
 
 
 @lru_cache(maxsize=1024)
-def _is_split(name: str) -> bool:
+def is_split(name: str) -> bool:
+    """Whether tensor-parallel ranks have a part each."""
     module = name.rpartition(".")[0].rpartition(".")[2]
     if "norm" in module or module.startswith("ln_") or module == "gate":
         return False
@@ -215,7 +252,8 @@ def _expert_sharers(recipe: RecipeSpec, mesh: Mesh) -> Int:
     return mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep if recipe.zero_stage else 1
 
 
-def _states(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
+    """Weights, gradients and what the optimizer keeps. [bytes]"""
     width, whole = _BYTES[recipe.precision], rank.elements + rank.experts
     share = ceil_div(rank.elements, _sharers(recipe, mesh)) + ceil_div(rank.experts, _expert_sharers(recipe, mesh))
     shared = "(ceil(D_rank/N_opt) + ceil(X_rank/N_exp))"
@@ -239,7 +277,7 @@ def _moments(
     alive = (*states, *_in_layers(rank, model, recipe, mesh, batch), *_embedded(rank, model, recipe, mesh, batch))
     yield Moment("all that is in flight", Phase.FORWARD, alive)
     if rank.has_head:
-        yield Moment("loss", Phase.LOSS, (*alive, _head(model, recipe, mesh, batch)))
+        yield Moment("loss", Phase.LOSS, (*alive, head_line(model, recipe, mesh, batch)))
     if recipe.recompute == "full":
         kind = layout(model).runs[-1].kind
         again = whole_layer_lines(model, kind, recipe, mesh, batch)
@@ -248,12 +286,13 @@ def _moments(
 
 
 def _in_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    parts = int(mesh.pp) * _chunks(recipe, mesh)
+    lacking, lacks = rank.lacks
     for run in layout(model).runs:
         each = total_bytes(layer_lines(model, run.kind, recipe, mesh, batch))
-        layers = run.layers // parts
+        layers = _of_run(run.layers, rank.cut.each, mesh)
         reason = f"what {layers} {run.kind} layers of a chunk keep, of every chunk in flight"
-        yield Line(Kind.ACTIVATIONS, rank.chunks * layers * each, reason, f"K·{layers}·S_{run.kind}", SCHEDULE)
+        formula = f"(K·{layers}{lacks})·S_{run.kind}" if lacks else f"K·{layers}·S_{run.kind}"
+        yield Line(Kind.ACTIVATIONS, (rank.chunks * layers - lacking) * each, reason, formula, SCHEDULE)
 
 
 def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
@@ -268,7 +307,7 @@ def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
         yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
 
 
-def _head(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
+def head_line(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
     """Inputs of the final norm and of the head, and logits in fp32."""
     tokens, hidden = batch.micro_batch_size * batch.seq_len, model.hidden_size
     inputs = ceil_div(4 * tokens * hidden, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
@@ -280,16 +319,16 @@ def _head(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Lin
 # --- traffic ----------------------------------------------------------------------------------------------------------------
 
 
-def _collectives(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     """What a rank sends per step. Leaves out: single numbers, the tied embedding's sum, vocabulary-parallel maxima and sums."""
     width, beside = _BYTES[recipe.precision], mesh.dp_shard * mesh.cp
     yield from _of_gradients("parameters", width, recipe, beside, rank.elements)
     if model.moe is not None:
         yield from _of_gradients("experts", width, recipe, mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep, rank.experts)
-    yield from _within_layers(model, recipe, mesh, batch)
+    yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
-        calls = batch.grad_accum_steps * _chunks(recipe, mesh)
+        calls = batch.grad_accum_steps * chunks_per_rank(recipe, mesh)
         for when in ("forward", "backward"):
             yield _sent("hidden states to the next stage", when, 2, calls, 2 * tokens * model.hidden_size)
 
@@ -303,10 +342,9 @@ def _of_gradients(what: str, width: Bytes, recipe: RecipeSpec, ranks: Int, eleme
     yield _call("all_gather", what, "after the step", ranks, 1, width.weight * elements)
 
 
-def _within_layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
+def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     """Tensor parallelism: two sums per layer and pass, or as many gathers and scatters; a backward gathers inputs once more."""
-    layers = model.num_hidden_layers // int(mesh.pp)
-    calls = batch.grad_accum_steps * layers
+    calls = batch.grad_accum_steps * rank.layers
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
     hidden = 2 * tokens * model.hidden_size
@@ -320,7 +358,7 @@ def _within_layers(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batc
         yield _call("all_reduce", "hidden states", "backward", mesh.tp, 2 * forwards * calls, hidden, passes=2, near=True)
     yield from _around_rings(model, mesh, calls, forwards, tokens)
     if model.moe is not None:
-        yield from _to_experts(model, recipe, mesh, batch, forwards)
+        yield from _to_experts(rank, model, recipe, mesh, batch)
 
 
 def _around_rings(model: ModelSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int) -> Iterator[Collective]:
@@ -331,12 +369,12 @@ def _around_rings(model: ModelSpec, mesh: Mesh, calls: Int, forwards: int, token
     yield _sent("keys and values around the ring", "backward", mesh.cp, (1 + forwards) * calls * steps, keys)
 
 
-def _to_experts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, forwards: int) -> Iterator[Collective]:
+def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     assert model.moe is not None  # noqa: S101  asked of models with experts only
+    forwards = 2 if recipe.recompute == "full" else 1
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * (mesh.tp if recipe.sequence_parallel else 1))
     payload = 2 * tokens * model.moe.num_experts_per_tok * model.hidden_size
-    layers = (model.num_hidden_layers - model.moe.num_dense_layers) // int(mesh.pp)
-    calls = batch.grad_accum_steps * layers
+    calls = batch.grad_accum_steps * (rank.layers - model.moe.num_dense_layers)
     yield _call("all_to_all", "tokens", "forward", mesh.ep, 2 * calls, payload)
     yield _call("all_to_all", "tokens", "backward", mesh.ep, 2 * forwards * calls, payload)
 

@@ -8,7 +8,7 @@ from zeroplan.resolve import Request
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 
-_SETTINGS = ("ddp", "fsdp2", "deepspeed")
+_SETTINGS = ("ddp", "fsdp2", "deepspeed", "megatron")
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
@@ -69,6 +69,8 @@ def _recipe(recipe: RecipeSpec) -> Iterator[str]:
             yield from ("--" + name.replace("_", "-"), str(getattr(recipe, name)))
     if recipe.keep_logits:
         yield from ("--keep-logits", "fp32" if recipe.keep_logits == "fp32" else "yes")
+    if recipe.sequence_parallel:
+        yield "--sequence-parallel"
     if not recipe.sync_every_micro_batch:
         yield "--no-sync-every-micro-batch"
     yield from _options(recipe)

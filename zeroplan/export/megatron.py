@@ -10,8 +10,10 @@ from dataclasses import replace
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.megatron import chunks_of
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.pipeline import stages_per_rank
+from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
 from zeroplan.units import format_size
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -53,7 +55,10 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.offloads, "what is offloaded is not written"),
         (sharded and type(recipe.fsdp2.reshard_after_forward) is int, "Megatron reshards over all ranks or none"),
         (bool(recipe.keep_logits), "Megatron lets go of its logits"),
-        (recipe.pipeline_schedule not in (None, "1f1b"), "of pipelines only 1F1B is written"),
+        (
+            recipe.pipeline_schedule not in (None, "1f1b", *(("interleaved-1f1b",) if recipe.engine == "megatron" else ())),
+            "of pipelines only 1F1B is written, and interleaved 1F1B of engine megatron",
+        ),
     ):
         if unsaid:
             return said
@@ -110,6 +115,8 @@ def _degrees(job: JobSpec) -> Iterator[str]:
     if mesh.tp > 1 and (job.recipe.engine != "megatron" or job.recipe.sequence_parallel):
         yield "--sequence-parallel"
     yield f"--pipeline-model-parallel-size {mesh.pp}"
+    if job.recipe.engine == "megatron":
+        yield from _chunks(job)
     yield f"--context-parallel-size {mesh.cp}"
     if job.model.moe is not None:
         yield f"--expert-model-parallel-size {mesh.ep}"
@@ -120,6 +127,29 @@ def _degrees(job: JobSpec) -> Iterator[str]:
             yield "--torch-fsdp2-no-reshard-after-forward"
     elif job.recipe.zero_stage == 1:
         yield "--use-distributed-optimizer"
+    if job.recipe.engine == "megatron":
+        yield from _overlaps(job.recipe.megatron)
+
+
+def _chunks(job: JobSpec) -> Iterator[str]:
+    """How a pipeline's layers are cut."""
+    schedule, pp = job.recipe.pipeline_schedule, job.mesh.pp
+    each = stages_per_rank(schedule or "1f1b", job.recipe.pipeline_stages_per_rank) if pp > 1 else 1
+    if each > 1:
+        yield f"--num-virtual-stages-per-pipeline-rank {each}"
+    cut = chunks_of(job.model.num_hidden_layers, pp * each)
+    if cut is not None and cut.less:
+        yield from ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+
+
+def _overlaps(options: MegatronOptions) -> Iterator[str]:
+    for asked, flag in (
+        (options.overlap_grad_reduce, "--overlap-grad-reduce"),
+        (options.overlap_param_gather, "--overlap-param-gather"),
+        (not options.overlap_p2p_comm, "--no-overlap-p2p-communication"),
+    ):
+        if asked:
+            yield flag
 
 
 def _batch(job: JobSpec) -> Iterator[str]:

@@ -30,7 +30,7 @@ _SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel
              "recompute_layers", "loss", "offload_optimizer", "offload_param")  # fmt: skip
 
 #: Options of one engine, which stay with it whatever else is tried.
-_OPTIONS = ("ddp", "fsdp2", "deepspeed")
+_OPTIONS = ("ddp", "fsdp2", "deepspeed", "megatron")
 
 
 class Question(NamedTuple):
@@ -113,7 +113,6 @@ def _refuse(request: Request, question: Question) -> None:
     named = next((name for name in ("model", "params", "config", "profile") if getattr(request, name) is not None), "")
     for flag, said, instead in (
         ("--engine paper", request.engine == "paper", "nobody runs the paper; use ddp, fsdp2 or deepspeed"),
-        ("--engine megatron", request.engine == "megatron", "its steps have no time yet; use ddp, fsdp2 or deepspeed"),
         ("--deepspeed-config", request.deepspeed_config is not None, "it decides already; ask `zeroplan estimate`"),
         ("--min-gpus", question.min_gpus and request.gpus is not None, "it looks for --gpus; leave one of them out"),
         ("--max-seq", question.max_seq and request.seq_len is not None, "it looks for --seq-len; leave one of them out"),
@@ -166,6 +165,7 @@ def _fixed(request: Request, question: Question) -> Fixed:
         ddp=request.ddp,
         fsdp2=request.fsdp2,
         deepspeed=request.deepspeed,
+        megatron=request.megatron,
         dp_replicate=request.replicas,
         tp=request.tensor_parallel,
         cp=request.context_parallel,

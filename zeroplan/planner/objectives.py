@@ -58,7 +58,10 @@ def tokens(one: Found) -> NDArray[np.float64]:
 def _complexities(one: Found) -> Column:
     grid = one.grid
     split = sum(degree > 1 for degree in (grid.tp, grid.cp, grid.pp, grid.ep))
-    return grid.row(complexity(one.recipe) + 2 * len(ENGINES) * ((grid.dp_replicate > 1) + 2 * split))
+    return grid.row(complexity(one.recipe) + 2 * len(_ENGINES) * ((grid.dp_replicate > 1) + 2 * split))
+
+
+_ENGINES = (*ENGINES, "megatron")
 
 
 def complexity(recipe: RecipeSpec) -> int:
@@ -77,7 +80,7 @@ def complexity(recipe: RecipeSpec) -> int:
         recipe.recompute_layers is not None,
         recipe.ddp.gradient_as_bucket_view,
     )
-    return len(ENGINES) * sum(int(one) for one in set_beyond) + ENGINES.index(recipe.engine)
+    return len(_ENGINES) * sum(int(one) for one in set_beyond) + _ENGINES.index(recipe.engine)
 
 
 def ordered(layouts: Field, objective: Objective) -> Column:

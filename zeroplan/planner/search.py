@@ -111,7 +111,7 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
         try:
-            if split.pp > 1 and fixed.pp is None:
+            if split.pp > 1 and fixed.pp is None and recipe.engine != "megatron":
                 grid = _with_room(base, recipe, grid, tally)
             if grid.layouts:
                 yield evaluated(base, recipe, grid, mfu=space.mfu, known=space.known)
@@ -177,12 +177,15 @@ def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | Non
 
     ``known`` is what structures with the same grid have told of others, and takes up what this one tells.
     """
-    if grid.pp > 1:
+    if grid.pp > 1 and recipe.engine != "megatron":
         return _one_by_one(base, recipe, grid, mfu=mfu)
     _checked(base, recipe, grid)
     card, gpu = outside_column(grid, base.cluster.gpu), base.cluster.gpu
-    found, time = _told(base, recipe, grid, card, mfu, {} if known is None else known)
-    needs = _needed(found, recipe, gpu)
+    if grid.pp > 1:
+        needs, time = _of_megatron(base, recipe, grid, mfu)
+    else:
+        found, time = _told(base, recipe, grid, card, mfu, {} if known is None else known)
+        needs = _needed(found, recipe, gpu)
     least = grid.row(needs.least_bytes + card)
     room = 0 if gpu is None else int(gpu.memory_bytes.value)
     # Where nothing fits, nobody asks how comfortably.
@@ -204,6 +207,19 @@ def _told(
         return highest(account.moments, engine=recipe.engine), time
     found, known[recipe, split] = of_lists(account, time, engine=recipe.engine)
     return found, time
+
+
+def _of_megatron(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None) -> tuple[Needed, StepTime]:
+    """Of a pipeline in closed form what its fullest rank needs, layout by layout (the first, the second or the last one), and time."""
+    from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
+
+    ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in sorted({0, 1, grid.pp - 1})]
+    needs = [_needed(highest(one.moments, engine=recipe.engine), recipe, base.cluster.gpu) for one in ranks]
+    least = np.array([grid.row(need.least_bytes) for need in needs])
+    comfortable = np.array([grid.row(need.comfortable_bytes) for need in needs])
+    fullest = least.argmax(axis=0)[None, :]
+    shaped = (np.take_along_axis(each, fullest, axis=0).reshape(grid.shape) for each in (least, comfortable))
+    return Needed(*shaped), step_time(ranks[0], base.model, recipe, grid, grid, base.cluster, mfu=mfu)
 
 
 def _needed(found: Highest, recipe: RecipeSpec, gpu: GpuSpec | None) -> Needed:

@@ -24,6 +24,7 @@ from zeroplan.spec.recipe import (
     Engine,
     Fsdp2Options,
     Loss,
+    MegatronOptions,
     OffloadDevice,
     OptimizerImpl,
     RecipeSpec,
@@ -34,6 +35,7 @@ from zeroplan.spec.recipe import (
 Column = NDArray[np.int64]
 
 ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "deepspeed")
+"""Those that are tried where none is asked for: Megatron-LM is another training program, whose memory is a closed form."""
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _IMPLEMENTATIONS: tuple[OptimizerImpl, ...] = ("foreach", "fused")
 #: Micro-batches that are tried where no global batch is asked for.
@@ -61,6 +63,7 @@ class Fixed(Spec):
     ddp: DdpOptions | None = None
     fsdp2: Fsdp2Options | None = None
     deepspeed: DeepSpeedOptions | None = None
+    megatron: MegatronOptions | None = None
     dp_replicate: Count | None = None
     tp: Count | None = None
     cp: Count | None = None
@@ -197,7 +200,7 @@ def _structures(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
 def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[RecipeSpec]:
     recipe = base.recipe
     losses: tuple[Loss, ...] = ("full", "chunked") if engine == "fsdp2" and not recipe.keep_logits else ("full",)
-    both = recipe.optimizer in ("adamw", "adam") and engine != "deepspeed"  # whose default is its own fused kernel
+    both = recipe.optimizer in ("adamw", "adam") and engine not in _OWN_STEP
     steps: tuple[OptimizerImpl | None, ...] = _IMPLEMENTATIONS if both else (None,)
     again = _RECOMPUTE if fixed.recompute_layers is None else _RECOMPUTE[1:]
     for recompute in again if fixed.recompute is None else (fixed.recompute,):
@@ -209,6 +212,10 @@ def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iter
                     yield replace(recipe, **said, **options)  # type: ignore[arg-type]  # checked there
 
 
+#: Engines with an optimizer's kernel of their own.
+_OWN_STEP: tuple[Engine, ...] = ("deepspeed", "megatron")
+
+
 def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[Mapping[str, object]]:
     """The engine's own options, offload among them."""
     recipe = base.recipe
@@ -217,10 +224,18 @@ def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Itera
         if set(asked) <= {None, "none"}:
             views = (False, True) if fixed.ddp is None else (recipe.ddp.gradient_as_bucket_view,)
             yield from ({"ddp": DdpOptions(gradient_as_bucket_view=view)} for view in views)
+    elif engine == "megatron":
+        if set(asked) <= {None, "none"}:
+            yield {"megatron": recipe.megatron if fixed.megatron is not None else _overlapped(stage)}
     elif engine == "fsdp2":
         yield from ({"fsdp2": options} for options in _fsdp2(recipe.fsdp2, fixed, stage))
     else:
         yield from ({"deepspeed": options} for options in _deepspeed(base, fixed, stage))
+
+
+def _overlapped(stage: Stage) -> MegatronOptions:
+    """Megatron's overlaps, which cost no memory."""
+    return MegatronOptions(overlap_grad_reduce=True, overlap_param_gather=stage > 0)
 
 
 def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2Options]:

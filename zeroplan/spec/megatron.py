@@ -1,6 +1,7 @@
 """What the closed form of Megatron-Core takes, and what it refuses: with Megatron-LM's own rules where that refuses it too."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.batch import BatchSpec
@@ -15,6 +16,29 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe"
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
 OPTIMIZERS = ("adamw", "adam")
 SCHEDULES = (None, "1f1b", "interleaved-1f1b")
+
+
+class Chunks(NamedTuple):
+    """How a pipeline's layers are cut."""
+
+    each: int
+    """Layers of a chunk."""
+    less: int
+    """1 where the first chunk and the last have one layer less: the embedding and the loss count as one each."""
+
+
+def chunks_of(layers: int, parts: int) -> Chunks | None:
+    """Cut so many layers into chunks, evenly or else with embedding and loss as a layer each; None where neither divides.
+
+    Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, get_num_layers_to_build
+    (``account_for_embedding_in_pipeline_split``, ``account_for_loss_in_pipeline_split``).
+
+    >>> chunks_of(80, 16), chunks_of(126, 16), chunks_of(80, 7)
+    (Chunks(each=5, less=0), Chunks(each=8, less=1), None)
+    """
+    if layers % parts == 0:
+        return Chunks(layers // parts, 0)
+    return Chunks((layers + 2) // parts, 1) if (layers + 2) % parts == 0 else None
 
 
 def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> None:
@@ -53,7 +77,7 @@ def _not_split(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: Batc
     layers, experts = model.num_hidden_layers, 0 if model.moe is None else model.moe.num_experts
     chunks = stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank) if mesh.pp > 1 else 1
     among = f"{layers} layers on pp={mesh.pp} ranks" + (f" in {chunks} chunks each" if chunks > 1 else "")
-    yield layers % (mesh.pp * chunks) > 0 and among, "a factor of the layers"
+    yield chunks_of(layers, mesh.pp * chunks) is None and among, "a factor of the layers, or of two more (embedding and loss)"
     steps = batch.grad_accum_steps
     yield chunks > 1 and steps % mesh.pp > 0 and f"{steps} interleaved micro-batches on pp={mesh.pp} ranks", "a multiple of pp"
     for what, count in (("query", model.num_attention_heads), ("key/value", model.num_key_value_heads)):

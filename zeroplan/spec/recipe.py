@@ -44,6 +44,23 @@ class Fsdp2Options(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronOptions(Spec):
+    """What Megatron-LM lets go on beside computing: it changes time alone. Names and defaults of its arguments (2026-08)."""
+
+    overlap_grad_reduce: bool = False
+    """``--overlap-grad-reduce``: gradients are reduced beside the last micro-batch's backward, not after it."""
+    overlap_param_gather: bool = False
+    """``--overlap-param-gather``: the distributed optimizer's weights are gathered beside the first micro-batch's forward."""
+    overlap_p2p_comm: bool = True
+    """False is ``--no-overlap-p2p-communication``: an interleaved pipeline waits for every send, as 1F1B does."""
+
+    def check_rules(self) -> None:
+        """Refuse what Megatron-LM refuses (megatron/training/arguments.py, validate_args)."""
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedOptions(Spec):
     """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements.
 
@@ -165,6 +182,8 @@ class RecipeSpec(Spec):
     """FSDP2's own options."""
     deepspeed: DeepSpeedOptions = DeepSpeedOptions()
     """DeepSpeed's own options."""
+    megatron: MegatronOptions = MegatronOptions()
+    """Megatron-LM's own options."""
     kernels: Kernels = "cuda"
     """Whose kernels compute: a GPU's, or a CPU's, where a run without a GPU is to be held against the estimate."""
 

@@ -25,6 +25,23 @@ _STEP_SOURCE = "torch 2.13, torch/optim/adamw.py, _multi_tensor_adamw and _fused
 _PASSES = "a saved tensor is written and read in forward, read with two gradients beside it in backward"
 
 
+class Kernel(NamedTuple):
+    """How attention is computed."""
+
+    fused: bool
+    backward: float
+    """Forwards that a backward takes."""
+    reason: str
+
+
+#: Dao 2023, arXiv:2307.08691, section 4.1.
+FUSED = Kernel(fused=True, backward=ATTENTION_BACKWARD, reason="without what a causal mask hides, a backward of 2.5 forwards")
+#: Scores written out: matrix multiplications like others, without regard to the mask.
+WRITTEN_OUT = Kernel(
+    fused=False, backward=MATRIX_BACKWARD, reason="scores written out, those that a mask hides too, a backward of 2 forwards"
+)
+
+
 class Computing(NamedTuple):
     """The parts that compute, and the windows in which something else may go on. [s]"""
 
@@ -45,8 +62,9 @@ def peak_flops_per_s(gpu: GpuSpec, recipe: RecipeSpec) -> float:
 
 
 def computing(
-    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, gpu: GpuSpec, share: Efficiency, mfu: float | None
-) -> Computing:
+    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, gpu: GpuSpec, share: Efficiency, mfu: float | None,
+    *, kernel: Kernel = FUSED,
+) -> Computing:  # fmt: skip
     """Time of forward, backward and recomputation of a step.
 
     ``mfu`` stands in place of the fitted shares: all operations, recomputed ones too, at that share of the dense peak.
@@ -54,12 +72,10 @@ def computing(
     backward = MATRIX_BACKWARD if model.adapter is None else MATRIX_BACKWARD - 1  # no gradients of frozen weights
     peak, again = peak_flops_per_s(gpu, recipe), _again(model, recipe)
     if mfu is not None:
-        times = again.blocks if again.multiplies else 0.0
-        return _as_asked(
-            asked, backward, times, mfu * peak, batch.grad_accum_steps, f"at {mfu:.0%} of the dense peak, as asked"
-        )
+        said = f"at {mfu:.0%} of the dense peak, as asked"
+        return _as_asked(asked, (backward, kernel.backward), again, mfu * peak, batch.grad_accum_steps, said)
     rates = _Rates(peak, gpu.memory_bandwidth_bytes_per_s.value, share)
-    return _bound(asked, backward, again, rates, batch.grad_accum_steps)
+    return _bound(asked, (backward, kernel), again, rates, batch.grad_accum_steps)
 
 
 class _Again(NamedTuple):
@@ -70,9 +86,13 @@ class _Again(NamedTuple):
     multiplies: bool
     """Matrix multiplications and attention too."""
     reason: str
+    core: bool = False
+    """Attention alone, and all of it."""
 
 
 def _again(model: ModelSpec, recipe: RecipeSpec) -> _Again:
+    if recipe.engine == "megatron" and recipe.recompute == "selective":
+        return _Again(0.0, multiplies=False, reason="attention once more", core=True)
     said, layers, of = _WHAT_AGAIN[recipe.recompute], recipe.recompute_layers, model.num_hidden_layers
     multiplies = recipe.recompute == "full"
     if layers is None or layers >= of:
@@ -82,12 +102,15 @@ def _again(model: ModelSpec, recipe: RecipeSpec) -> _Again:
     )
 
 
-def _as_asked(asked: Work, backward: float, again: float, rate: float, steps: Int, reason: str) -> Computing:
-    """Every operation at one rate."""
+def _as_asked(
+    asked: Work, backward: tuple[float, float], again: _Again, rate: float, steps: Int, reason: str
+) -> Computing:  # fmt: skip
+    """Every operation at one rate; a backward takes so many forwards of matrices, and so many of attention."""
     matrices, attention = asked.blocks_flops + asked.head_flops, asked.attention_flops
+    times = again.blocks if again.multiplies else 0.0
     forward = steps * (matrices + attention) / rate
-    back = steps * (backward * matrices + ATTENTION_BACKWARD * attention) / rate
-    repeated = steps * again * (asked.blocks_flops + attention) / rate
+    back = steps * (backward[0] * matrices + backward[1] * attention) / rate
+    repeated = steps * (times * (asked.blocks_flops + attention) + again.core * attention) / rate
     named = (("forward", forward), ("backward", back), ("recomputation", repeated))
     return Computing(tuple(_part(name, took, reason, "--mfu") for name, took in named), forward, back + repeated)
 
@@ -100,32 +123,32 @@ class _Rates(NamedTuple):
     share: Efficiency
 
 
-def _bound(asked: Work, backward: float, again: _Again, rates: _Rates, steps: Int) -> Computing:
+def _bound(asked: Work, how: tuple[float, Kernel], again: _Again, rates: _Rates, steps: Int) -> Computing:
     """Matrix multiplications, attention and what memory bounds, each at its own share of the data sheet's rate."""
     share, bandwidth = rates.share, rates.share.bandwidth * rates.bandwidth
+    backward, kernel = how
+    reached = share.attention if kernel.fused else share.matrices
     matrices = longest((asked.blocks_flops + asked.head_flops) / (share.matrices * rates.peak), asked.weights_bytes / bandwidth)
-    attention = asked.attention_flops / (share.attention * rates.peak)
+    attention = asked.attention_flops / (reached * rates.peak)
     moved = (asked.blocks_bytes + asked.head_bytes) / bandwidth
     repeated: Float = again.blocks * SAVED_FORWARD * asked.blocks_bytes / bandwidth
     if again.multiplies:
         repeated = again.blocks * (asked.blocks_flops / (share.matrices * rates.peak) + attention) + repeated
+    if again.core:
+        repeated = attention + SAVED_FORWARD * asked.core_bytes / bandwidth
     at = f"of the dense peak of {rates.peak / 1e12:,.0f} TFLOP/s"
     moves = f"{_PASSES}; {share.bandwidth:.0%} of {rates.bandwidth / 1e12:,.2f} TB/s"
     parts = (
         _part("matrix multiplications", steps * (1 + backward) * matrices, f"{share.matrices:.0%} {at}", share.source),
-        _part(
-            "attention", steps * (1 + ATTENTION_BACKWARD) * attention, f"{share.attention:.0%} {at}, {_CAUSAL}", share.source
-        ),
+        _part("attention", steps * (1 + kernel.backward) * attention, f"{reached:.0%} {at}, {kernel.reason}", share.source),
         _part("operators bound by memory", steps * (SAVED_FORWARD + SAVED_BACKWARD) * moved, moves, share.source),
         _part("recomputation", steps * repeated, again.reason, share.source),
     )
     forward = matrices + attention + SAVED_FORWARD * moved
-    back = backward * matrices + ATTENTION_BACKWARD * attention + SAVED_BACKWARD * moved + repeated
+    back = backward * matrices + kernel.backward * attention + SAVED_BACKWARD * moved + repeated
     return Computing(parts, steps * forward, steps * back)
 
 
-#: Dao 2023, arXiv:2307.08691, section 4.1.
-_CAUSAL = "without what a causal mask hides, a backward of 2.5 forwards"
 _WHAT_AGAIN = {
     "none": "nothing is recomputed",
     "selective": "all but matrix multiplications and attention once more",
@@ -162,6 +185,8 @@ def stepping(
 
 
 def _implementation(recipe: RecipeSpec, *, on_host: bool) -> OptimizerImpl:
+    if recipe.engine == "megatron":
+        return "fused"
     if recipe.engine == "deepspeed":
         from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  the others' answers need not wait for it
 

@@ -2,7 +2,8 @@
 
 Shares of the dense peak and of the memory's bandwidth are fitted to half of the published throughput in
 ``tests/golden/throughput.toml`` (A100 and H100, FSDP); the other half was never looked at, and docs/plan.md gives the errors of
-both. An architecture without such rows has Hopper's shares, and the answer says so.
+both. Of Megatron-LM's matrices on A100, which tensor-parallel ranks split, it is likewise one share of its own. An architecture
+without such rows has Hopper's shares, and the answer says so.
 """
 
 from typing import NamedTuple
@@ -35,6 +36,8 @@ class Efficiency(NamedTuple):
 
 _AMPERE = Efficiency(0.75, 0.30, 0.9, _FITTED)
 _HOPPER = Efficiency(0.60, 0.20, 0.8, _FITTED)
+_MEGATRON = "matrices fitted to half of the published runs in tests/golden/throughput_megatron.toml, the rest that of FSDP"
+_AMPERE_MEGATRON = _AMPERE._replace(matrices=0.67, source=_MEGATRON)
 _EFFICIENCIES = {"Ampere": _AMPERE, "Hopper": _HOPPER}
 
 #: What a ring reaches of its links: all-gather and reduce-scatter on eight H200, 361.4 and 362.9 of 450 GB/s; all-reduce on
@@ -58,21 +61,23 @@ HOST_SOURCE = (
 )
 
 
-def efficiency(architecture: str) -> Efficiency:
-    """Return the shares of an architecture.
+def efficiency(architecture: str, engine: str = "") -> Efficiency:
+    """Return the shares of an architecture, under an engine.
 
     >>> efficiency("Ampere").source == efficiency("Hopper").source
     True
     """
+    if engine == "megatron" and architecture == "Ampere":
+        return _AMPERE_MEGATRON
     return _EFFICIENCIES.get(architecture, _HOPPER._replace(source=_NOT_FITTED))
 
 
-def shares_of(cluster: ClusterSpec) -> Efficiency:
+def shares_of(cluster: ClusterSpec, engine: str) -> Efficiency:
     """The shares of a cluster's GPU: those that a step there was measured to reach, or its architecture's."""
     if cluster.shares is not None:
         told = cluster.shares
         return Efficiency(told.matrices, told.attention, told.bandwidth, told.source, told.stepping)
-    return efficiency("" if cluster.gpu is None else cluster.gpu.architecture)
+    return efficiency("" if cluster.gpu is None else cluster.gpu.architecture, engine)
 
 
 def pcie_bytes_per_s(architecture: str) -> float:

@@ -37,6 +37,8 @@ class Work(NamedTuple):
     """Logits and what the loss makes of them, at the most."""
     weights_bytes: Float
     """The matrices that are multiplied with, once."""
+    core_bytes: Float = 0.0
+    """Of what autograd saves in the blocks, what selective recomputation of attention alone writes once more."""
 
 
 def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp: int = 1, expert_ranks: int = 1) -> Work:

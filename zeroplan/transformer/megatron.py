@@ -51,7 +51,7 @@ def whole_layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mes
     """The same without full recomputation: also what one layer takes while it is run again."""
     parts = (*_attention(model), *(_experts(model) if kind == "moe" else _mlp(model)))
     lines = tuple(_line(part, recipe, mesh, batch) for part in parts)
-    return lines if not _keeps_scores(recipe) else (*lines, _scores(model, mesh, batch))
+    return lines if not _keeps_scores(recipe) else (*lines, scores_line(model, mesh, batch))
 
 
 def _keeps_scores(recipe: RecipeSpec) -> bool:
@@ -104,7 +104,7 @@ def _experts(model: ModelSpec) -> tuple[Part, ...]:
     )
 
 
-def _scores(model: ModelSpec, mesh: Mesh, batch: Batch) -> Line:
+def scores_line(model: ModelSpec, mesh: Mesh, batch: Batch) -> Line:
     """Softmax output; with dropout its output and mask too."""
     each = 5 if model.family in WITH_DROPOUT else 2
     scores = each * model.num_attention_heads * batch.seq_len * batch.seq_len * batch.micro_batch_size

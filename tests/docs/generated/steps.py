@@ -109,6 +109,8 @@ def shares() -> str:
             ("operators bound by memory", efficiency(name).bandwidth, "memory bandwidth"),
         )
     ]
+    own = efficiency("Ampere", "megatron")
+    rows.append(("Ampere, engine megatron: matrix multiplications", f"{own.matrices:.0%}", "dense peak", own.source))
     rows.append(("links between GPUs and nodes", f"{LINK_SHARE:.0%}", "link rate", LINK_SOURCE))
     rows.append(("between host and GPU", f"{PCIE_SHARE:.0%}", "PCIe x16, one direction", PCIE_SOURCE))
     rows.append(("host memory of a node", f"{HOST_BYTES_PER_S / 1e9:.0f} GB/s", "shared by its ranks", HOST_SOURCE))

@@ -21,11 +21,26 @@ from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.mesh import Mesh, MeshSpec, Split
 from zeroplan.spec.model import FAMILIES
-from zeroplan.spec.recipe import Attention, DdpOptions, DeepSpeedOptions, Fsdp2Options, Loss, Precision, RecipeSpec, Recompute
+from zeroplan.spec.recipe import (
+    Attention,
+    DdpOptions,
+    DeepSpeedOptions,
+    Fsdp2Options,
+    Loss,
+    MegatronOptions,
+    Precision,
+    RecipeSpec,
+    Recompute,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-OPTIONS: dict[str, type[Spec]] = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions}
+OPTIONS: dict[str, type[Spec]] = {
+    "ddp": DdpOptions,
+    "fsdp2": Fsdp2Options,
+    "deepspeed": DeepSpeedOptions,
+    "megatron": MegatronOptions,
+}
 _CHOICES = {"--precision": Precision, "--recompute": Recompute, "--attention": Attention, "--loss": Loss}
 
 

@@ -1,0 +1,310 @@
+"""How long does a step of Megatron-Core take: the slowest pipeline rank's work, the bubble, what is sent and waited for?
+
+A rank computes its layers for every micro-batch. Tensor-parallel ranks wait for each other's activations, but for those that
+Megatron gathers and reduces beside a matrix multiplication in backward. Every micro-batch adds its gradients up in buffers. They
+are reduced when the last backward is over, and weights gathered after the optimizer's step, unless their overlap is asked for.
+
+Left out: the tied embedding's sum, the maxima and sums of a vocabulary-parallel loss, the gradient's norm, kernels that
+Transformer Engine fuses, and what collectives and multiplications take from each other.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from zeroplan.engines.account import Account
+from zeroplan.engines.megatron import Rank, chunks_per_rank, collectives_of, head_line, is_expert, is_split, rank_of, states_of
+from zeroplan.ledger import Collective, Kind, total_bytes
+from zeroplan.numeric import Float, longest, where
+from zeroplan.spec.batch import Batch
+from zeroplan.spec.hardware import GpuSpec
+from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.steptime.compute import FUSED, WRITTEN_OUT, Kernel, computing, peak_flops_per_s, stepping
+from zeroplan.steptime.efficiency import LINK_SOURCE, Efficiency
+from zeroplan.steptime.links import LATENCY_SOURCE, Group, Links, neighbours, seconds, strided
+from zeroplan.steptime.parts import Part, StepTime
+from zeroplan.steptime.pipeline import BUBBLE, Bubble
+from zeroplan.steptime.work import Work
+from zeroplan.transformer.flops import attention_widths, block_matrices, matmul_parameters
+from zeroplan.transformer.megatron import scores_line, whole_layer_lines
+from zeroplan.transformer.params import layout
+
+_SOURCE = f"{LINK_SOURCE}; {LATENCY_SOURCE}"
+_BESIDE = (
+    "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
+)
+_ADDED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, _wgrad_gemm (main_grad)"
+_SENDS = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, and arguments.py (overlap_p2p_comm)"
+_AFTER = "Megatron-LM 2026-08, megatron/core/distributed/distributed_data_parallel_config.py"
+#: Gathers and sums of a layer's two column-parallel matrices in backward, which go on beside a matrix multiplication.
+_BESIDE_PER_LAYER = 2
+
+
+class _Machine(NamedTuple):
+    """What computes and sends."""
+
+    gpu: GpuSpec
+    here: Links
+    share: Efficiency
+    mfu: float | None
+
+    def seconds(self, flops: Float, share: float, peak: float) -> Float:
+        return flops / (peak * (share if self.mfu is None else self.mfu))
+
+
+class _Case(NamedTuple):
+    """What is asked for."""
+
+    model: ModelSpec
+    recipe: RecipeSpec
+    mesh: Mesh
+    batch: Batch
+
+    @property
+    def kernel(self) -> Kernel:
+        return WRITTEN_OUT if self.recipe.attention == "eager" else FUSED
+
+    @property
+    def split(self) -> int:
+        """Ranks that share a micro-batch's tokens or matrices."""
+        return int(self.mesh.tp) * int(self.mesh.cp)
+
+
+class _Passes(NamedTuple):
+    """Forwards and backwards. [s]"""
+
+    forward_s: Float
+    backward_s: Float
+
+
+class _Busy(NamedTuple):
+    """A rank's part of the step before the optimizer. [s]"""
+
+    parts: tuple[Part, ...]
+    computing: _Passes
+    sends_s: Float
+    """What goes to the neighbours beside the computing."""
+
+    @property
+    def total_s(self) -> Float:
+        total: Float = 0.0
+        for part in self.parts:
+            total = total + part.seconds
+        return total
+
+
+def megatron_time(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, gpu: GpuSpec, share: Efficiency,
+    mfu: float | None,
+) -> StepTime:  # fmt: skip
+    """The parts of a step. [s]"""
+    case, machine, pp = _Case(model, recipe, mesh, batch), _Machine(gpu, here, share, mfu), int(mesh.pp)
+    ends = {0: 1, pp - 1: 1} | ({1: pp - 2} if pp > 2 else {})  # ranks between the ends are alike in time
+    ranks = {at: rank_of(at, model, recipe, mesh, batch) for at in sorted(ends)}
+    busy = {at: _busy(rank, case, machine) for at, rank in ranks.items()}
+    parts = _slowest(tuple(busy.values()))
+    if pp > 1:
+        parts = (*parts, _bubble(busy, ends, case))
+    fullest = max(ranks.values(), key=lambda rank: rank.elements + rank.experts)
+    parts = (*parts, *_after(fullest, case, machine, busy[fullest.at].computing))
+    whole, passes = layout(model), batch.grad_accum_steps / (1.0 * case.split * pp)
+    tokens = 1.0 * batch.micro_batch_size * batch.seq_len * passes
+    scores = 2.0 * model.num_hidden_layers * attention_widths(model) * (batch.seq_len + 1) / 2.0
+    flops = 3.0 * (2.0 * matmul_parameters(model, whole) + scores) * tokens
+    return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
+
+
+# --- what one rank computes -------------------------------------------------------------------------------------------------
+
+
+def _work(rank: Rank, case: _Case) -> Work:
+    """What one micro-batch asks of a rank, its part of matrices and tokens."""
+    model, mesh, batch = case.model, case.mesh, case.batch
+    whole, share = layout(model), rank.layers / model.num_hidden_layers
+    tokens = 1.0 * batch.micro_batch_size * batch.seq_len
+    in_blocks = share * block_matrices(whole)
+    head = matmul_parameters(model, whole) - block_matrices(whole) if rank.has_head else 0
+    keys = (batch.seq_len + 1) / 2.0 if case.kernel.fused else 1.0 * batch.seq_len
+    scores = 2.0 * rank.layers * attention_widths(model) * keys
+    plain = replace(case.recipe, recompute="none")
+    saved: Float = 0.0
+    for run in whole.runs:
+        saved = saved + share * run.layers * total_bytes(whole_layer_lines(model, run.kind, plain, mesh, batch))
+    raw, kept = (0.0, 0.0) if case.kernel.fused else _scores(rank, case)
+    logits = 1.0 * head_line(model, case.recipe, mesh, batch).n_bytes if rank.has_head else 0.0 * tokens
+    of_rank = tokens / case.split
+    return Work(
+        blocks_flops=2.0 * in_blocks * of_rank,
+        head_flops=2.0 * head * of_rank,
+        attention_flops=scores * of_rank,
+        blocks_bytes=saved + raw,
+        head_bytes=logits,
+        weights_bytes=2.0 * (in_blocks + head) / int(mesh.tp),
+        core_bytes=raw + kept,
+    )
+
+
+def _scores(rank: Rank, case: _Case) -> tuple[Float, Float]:
+    """Of attention that is written out: scores before the softmax, which nothing keeps, and what is kept of them. [bytes]"""
+    kept = scores_line(case.model, case.mesh, case.batch).n_bytes
+    raw = 2.0 * case.model.num_attention_heads * case.batch.seq_len * case.batch.seq_len * case.batch.micro_batch_size
+    return rank.layers * raw / int(case.mesh.tp), rank.layers * 1.0 * kept
+
+
+def _busy(rank: Rank, case: _Case, machine: _Machine) -> _Busy:
+    """A rank's computing and waiting for all micro-batches."""
+    asked, recipe, steps = _work(rank, case), case.recipe, case.batch.grad_accum_steps
+    busy = computing(asked, case.model, recipe, case.batch, machine.gpu, machine.share, machine.mfu, kernel=case.kernel)
+    calls = tuple(collectives_of(rank, case.model, recipe, case.mesh, case.batch))
+    peak, share = peak_flops_per_s(machine.gpu, recipe), machine.share
+    columns = steps * machine.seconds(asked.blocks_flops * _column_share(case.model), share.matrices, peak)
+    core = share.attention if case.kernel.fused else share.matrices
+    attention = steps * machine.seconds(asked.attention_flops, core, peak)
+    passes = _Passes(busy.forward_s, busy.backward_s)
+    parts = (*busy.parts, _adding_up(rank, case, machine))
+    if int(case.mesh.tp) > 1:
+        parts = (*parts, _between_tensor_ranks(calls, case, machine, columns))
+    if int(case.mesh.cp) > 1:
+        parts = (*parts, _around_the_ring(calls, case, machine, attention))
+    if case.model.moe is not None and int(case.mesh.ep) > 1:
+        parts = (*parts, _to_experts(calls, machine))
+    if int(case.mesh.pp) == 1:
+        return _Busy(parts, passes, 0.0)
+    sends = _sends(calls, case, machine)
+    beside = chunks_per_rank(recipe, case.mesh) > 1 and recipe.megatron.overlap_p2p_comm
+    waits = longest(sends - busy.forward_s - busy.backward_s, 0.0 * sends) if beside else sends
+    reason = "beside the other chunks' passes" if beside else "the next pass waits for what it receives"
+    sent = Part("waiting for sends between stages", waits, sends - waits, reason, _SENDS)
+    return _Busy((*parts, sent), passes, sends - waits)
+
+
+def _adding_up(rank: Rank, case: _Case, machine: _Machine) -> Part:
+    """Reading and writing the buffer of gradients, once for every micro-batch (``--mfu`` has it in its share)."""
+    gradients = next(line.n_bytes for line in states_of(rank, case.recipe, case.mesh) if line.kind is Kind.GRADIENTS)
+    bandwidth = machine.share.bandwidth * machine.gpu.memory_bandwidth_bytes_per_s.value
+    takes = case.batch.grad_accum_steps * 2.0 * gradients / bandwidth * (machine.mfu is None)
+    return Part("adding up gradients", takes, 0.0 * takes, "buffers are read and written for every micro-batch", _ADDED)
+
+
+@lru_cache(maxsize=256)
+def _column_share(model: ModelSpec) -> float:
+    """Of the matrices that a token meets in the blocks, those that tensor-parallel ranks split by columns."""
+    whole = layout(model)
+    split = sum(
+        run.layers * parameter.numel
+        for run in whole.runs
+        for parameter in run.parameters
+        if len(parameter.shape) > 1 and is_split(parameter.name) and not is_expert(parameter) and not _is_row(parameter.name)
+    )
+    return split / block_matrices(whole)
+
+
+def _is_row(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] in ("o_proj", "down_proj", "c_proj")
+
+
+def _slowest(ranks: tuple[_Busy, ...]) -> tuple[Part, ...]:
+    """The parts of the rank that takes longest; of columns, in each layout of its own."""
+    first, *others = ranks
+    parts, total = first.parts, first.total_s
+    for other in others:
+        slower = other.total_s > total
+        parts = tuple(
+            one._replace(
+                seconds=_chosen(slower, two.seconds, one.seconds), hidden_s=_chosen(slower, two.hidden_s, one.hidden_s)
+            )
+            for one, two in zip(parts, other.parts, strict=True)
+        )
+        total = longest(total, other.total_s)
+    return parts
+
+
+def _chosen(condition: object, yes: Float, no: Float) -> Float:
+    return where(condition, yes, no)  # type: ignore[arg-type,return-value]  # of times as of sizes
+
+
+def _bubble(busy: dict[int, _Busy], ends: dict[int, int], case: _Case) -> Part:
+    """What the slowest rank waits while the pipeline fills and drains, sends that are hidden otherwise among it."""
+    times = tuple(one.total_s + one.sends_s for at, one in busy.items() for _ in range(ends[at]))
+    chunks = chunks_per_rank(case.recipe, case.mesh)
+    idle = Bubble(times, chunks, case.batch.grad_accum_steps).idle_s  # type: ignore[arg-type]  # a column, too
+    schedule = case.recipe.pipeline_schedule or "1f1b"
+    return Part("pipeline bubble", idle, 0.0 * idle, f"{int(case.mesh.pp)} ranks fill and drain, {schedule}", BUBBLE)
+
+
+# --- what it waits for ------------------------------------------------------------------------------------------------------
+
+
+def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _Machine, columns: Float) -> Part:
+    """Sums, or gathers and scatters, of activations; in backward those of column-parallel inputs beside a multiplication."""
+    forwards = 2 if case.recipe.recompute == "full" else 1
+    takes: Float = 0.0
+    waits: Float = 0.0
+    for call in calls:
+        if not call.near:
+            continue
+        time = seconds(call, neighbours(call.group, machine.here.per_node), machine.here)
+        takes = takes + time
+        per_layer = 2 * forwards + (2 if call.operation == "all_gather" else 0)
+        beside = time * (_BESIDE_PER_LAYER / per_layer) if call.when == "backward" else 0.0 * time
+        waits = waits + (time - beside) + longest(beside - columns, 0.0 * time)
+    reason = "the next matrix waits for activations; in backward a half goes on beside multiplications"
+    return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {_SOURCE}")
+
+
+def _around_the_ring(calls: tuple[Collective, ...], case: _Case, machine: _Machine, attention: Float) -> Part:
+    """Keys and values of the next part travel while attention computes with this one's."""
+    beside = {"forward": attention, "backward": (case.kernel.backward + (case.recipe.recompute == "full")) * attention}
+    cp, tp, per_node = int(case.mesh.cp), int(case.mesh.tp), machine.here.per_node
+    apart = Group(2, 2 if cp * tp <= per_node else 1)
+    takes: Float = 0.0
+    waits: Float = 0.0
+    for call in calls:
+        if not call.what.startswith("keys and values"):
+            continue
+        time = seconds(call._replace(group=2), apart, machine.here)
+        takes = takes + time
+        waits = waits + longest(time - beside[call.when] * (cp - 1) / cp, 0.0 * time)
+    return Part("waiting for the context ring", waits, takes - waits, "sent on while attention computes", _SOURCE)
+
+
+def _to_experts(calls: tuple[Collective, ...], machine: _Machine) -> Part:
+    takes: Float = 0.0
+    for call in calls:
+        if call.operation == "all_to_all":
+            takes = takes + seconds(call, neighbours(call.group, machine.here.per_node), machine.here)
+    return Part("waiting for tokens of experts", takes, 0.0 * takes, "experts wait for their tokens", _SOURCE)
+
+
+def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Float:
+    """Hidden states and their gradients; where the pipeline spans nodes, between the two neighbours in different ones."""
+    mesh, per_node = case.mesh, machine.here.per_node
+    ranks = mesh.dp_shard * mesh.tp * mesh.cp * mesh.pp
+    apart = Group(2, where(ranks > per_node, 1, 2))
+    takes: Float = 0.0
+    for call in calls:
+        if call.what.startswith("hidden states to the next stage"):
+            takes = takes + seconds(call._replace(group=2), apart, machine.here)
+    return takes
+
+
+def _after(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple[Part, ...]:
+    """Gradients, the optimizer's step, and the weights of the distributed one; what overlaps goes on beside one micro-batch."""
+    mesh, per_node, own = case.mesh, machine.here.per_node, case.recipe.megatron
+    reduced: Float = 0.0
+    gathered: Float = 0.0
+    for call in collectives_of(rank, case.model, case.recipe, mesh, case.batch):
+        if call.what.endswith("experts") or call.what.endswith("parameters"):
+            stride = mesh.ep if call.what.endswith("experts") else mesh.tp
+            time = seconds(call, strided(call.group, stride, per_node), machine.here)
+            reduced, gathered = (reduced, gathered + time) if call.operation == "all_gather" else (reduced + time, gathered)
+    beside = _Passes(*(each / case.batch.grad_accum_steps for each in passes))
+    waits = longest(reduced - beside.backward_s * own.overlap_grad_reduce, 0.0 * reduced)
+    waits = waits + longest(gathered - beside.forward_s * own.overlap_param_gather, 0.0 * gathered)
+    reason = "gradients when the last backward is over, weights after the step; beside a micro-batch where asked for"
+    sent = Part("collectives around the optimizer step", waits, reduced + gathered - waits, reason, f"{_AFTER}; {_SOURCE}")
+    states = Account(tuple(states_of(rank, case.recipe, mesh)), (), ())
+    step = stepping(states, case.recipe, machine.gpu, machine.share, on_host=False, ranks_per_node=per_node)
+    return sent, step
