@@ -91,6 +91,18 @@ def longest(first: Float, *others: Float) -> Float:
     return largest
 
 
+def shortest(first: Float, *others: Float) -> Float:
+    """Smallest of several times or rates, element by element where one is a column.
+
+    >>> shortest(0.5, 2.0), shortest(1.0)
+    (0.5, 1.0)
+    """
+    smallest = first
+    for other in others:
+        smallest = cast("Float", _pairwise(cast("Int", smallest), cast("Int", other), larger=False))
+    return smallest
+
+
 def where(condition: Bool, yes: Int, no: Int) -> Int:
     """``yes`` where the condition holds, else ``no``.
 

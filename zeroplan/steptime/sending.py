@@ -11,7 +11,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing
 from zeroplan.steptime.efficiency import LINK_SOURCE
-from zeroplan.steptime.links import LATENCY_SOURCE, Group, Links, crosses, latency, neighbours, rate, seconds, strided
+from zeroplan.steptime.links import LATENCY_SOURCE, Group, Links, crosses, neighbours, seconds, strided
 from zeroplan.steptime.parts import Part
 
 _SOURCE = f"{LINK_SOURCE}; {LATENCY_SOURCE}"
@@ -93,7 +93,7 @@ def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, 
         from zeroplan.engines.ddp import bucket_count  # noqa: PLC0415  the others' answers need not wait for it
 
         buckets = bucket_count(model, 4)
-        return buckets * call.calls * latency(call.operation, group, here) + call.sent_bytes / rate(group, here)
+        return seconds(call._replace(calls=buckets * call.calls), group, here)
     return seconds(call, group, here)
 
 
