@@ -1,11 +1,14 @@
-"""What does one measured step say of the rates that a GPU reaches?
+"""What do measured steps say of the rates that a GPU reaches?
 
 All fitted shares are scaled by one factor until the modelled step takes as long as the measured one; where the optimizer's step
-was timed apart it has a factor of its own. One run cannot tell more: which operators were slow, it does not say.
+was timed apart it has a factor of its own. One run cannot tell more: which operators were slow, it does not say. Nor does it say
+what was slow about itself alone, which one factor carries over to every other run; of several runs the median factor does not.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
@@ -32,11 +35,43 @@ class Measured(NamedTuple):
     """Whether collectives took their time: not on one card that stands for many."""
 
 
-def calibrated(record: Measurement, cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with the shares that the record's step reached on its GPU.
+class Reached(NamedTuple):
+    """What a step reached, as a multiple of the fitted shares."""
 
-    Raises :class:`~zeroplan.errors.SpecError` where the record has no time, is of another GPU, or fits no share of its rates.
+    computing: float
+    stepping: float
+
+
+def middle(several: Sequence[Reached]) -> Reached:
+    """The median of each factor; of an even number the geometric mean of the two in the middle.
+
+    >>> middle([Reached(0.5, 1.0), Reached(1.1, 1.0), Reached(1.0, 0.9)])
+    Reached(computing=1.0, stepping=1.0)
     """
+    if len(several) % 2:
+        return Reached(*(median(factors) for factors in zip(*several, strict=True)))
+    return Reached(*(math.exp(median(map(math.log, factors))) for factors in zip(*several, strict=True)))
+
+
+def calibrated(records: Sequence[Measurement], cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with the shares that the records' steps reached on its GPU: those of one, or of several the median.
+
+    The shares that are scaled are those of the first record's engine. Raises :class:`~zeroplan.errors.SpecError` where a record
+    has no time, is of another GPU, or fits no share of its rates.
+    """
+    steps = [_of_record(record, cluster) for record in records]
+    factor = middle([step.reached for step in steps])
+    source = f"calibrated by a step of {steps[0].seconds:.3f} s" if len(steps) == 1 else f"calibrated by {len(steps)} steps"
+    base = shares_of(replace(cluster, shares=None), records[0].job.recipe.engine)
+    return replace(cluster, shares=_spec(base.scaled(factor.computing, stepping=factor.stepping), source))
+
+
+class _Step(NamedTuple):
+    seconds: float
+    reached: Reached
+
+
+def _of_record(record: Measurement, cluster: ClusterSpec) -> _Step:
     steady, there = record.steady, record.job.cluster.gpu
     if steady.seconds is None or not steady.seconds:
         raise SpecError(f"the record is of a run without a GPU (backend {record.backend}), whose time says nothing")
@@ -44,10 +79,10 @@ def calibrated(record: Measurement, cluster: ClusterSpec) -> ClusterSpec:
         mine = "none is named" if cluster.gpu is None else f"the job's is {cluster.gpu.name}"
         raise SpecError(f"the record is of {'a GPU without a name' if there is None else there.name}, and {mine}; use one GPU")
     stepping = sum(one.blocks.seconds for one in steady.phases if one.phase == "optimizer step" and one.blocks is not None)
-    job = replace(record.job, cluster=replace(record.job.cluster, gpu=cluster.gpu))
+    job = replace(record.job, cluster=replace(record.job.cluster, gpu=cluster.gpu, shares=None))
     moved = record.process_group not in ("fake", "none")
     took = Measured(steady.seconds - stepping, stepping, moved) if stepping else Measured(steady.seconds, None, moved)
-    return replace(cluster, shares=_spec(shares_reached(job, took), f"calibrated by a step of {steady.seconds:.3f} s"))
+    return _Step(steady.seconds, reached(job, took))
 
 
 def _spec(share: Efficiency, source: str) -> SharesSpec:
@@ -60,8 +95,8 @@ def _spec(share: Efficiency, source: str) -> SharesSpec:
     )
 
 
-def shares_reached(job: JobSpec, took: Measured) -> Efficiency:
-    """The shares with which the model of this job's step takes as long as it took.
+def reached(job: JobSpec, took: Measured) -> Reached:
+    """The multiple of the shares with which the model of this job's step takes as long as it took.
 
     Raises :class:`~zeroplan.errors.SpecError` where no share up to the data sheet's rates does.
     """
@@ -75,12 +110,12 @@ def shares_reached(job: JobSpec, took: Measured) -> Efficiency:
 
     factor = _solved(computing, took.computing_s, most)
     if took.stepping_s is None:
-        return base.scaled(factor, stepping=factor)
+        return Reached(factor, factor)
 
     def stepping(second: float) -> float:
         return _seconds(_time(job, account, base.scaled(factor, stepping=second)), took, step=True)
 
-    return base.scaled(factor, stepping=_solved(stepping, took.stepping_s, 1 / base.bandwidth))
+    return Reached(factor, _solved(stepping, took.stepping_s, 1 / base.bandwidth))
 
 
 def _time(job: JobSpec, account: Account, share: Efficiency) -> StepTime:

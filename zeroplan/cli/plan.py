@@ -44,9 +44,10 @@ MaxBatch = Annotated[bool, _asks("--max-batch", "Find the largest micro-batch th
 MaxParams = Annotated[bool, _asks("--max-params", "Find the largest model that fits, of a shape as --params takes it.")]
 Mfu = Annotated[str | None, _text("Share of the dense peak at which a GPU computes, instead of the fitted ones.", "SHARE")]
 Calibrate = Annotated[
-    str | None,
-    _text("A record of a step on this GPU (`zeroplan verify --backend cuda`), whose rates stand for the fitted.", "FILE"),
-]
+    list[str] | None,
+    _text("A record of a step on this GPU (`zeroplan verify --backend cuda`), whose rates stand for the fitted; repeatable: of "
+          "several the median.", "FILE"),
+]  # fmt: skip
 
 
 @takes_a_request
@@ -120,15 +121,15 @@ def question_of(
     return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
 
 
-def shares_measured(record: str | None, asked: Asked) -> "SharesSpec | None":
-    """What the step in a record reached of the rates of the GPU that is asked about."""
-    if record is None:
+def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | None":
+    """What the steps in records reached of the rates of the GPU that is asked about."""
+    if not records:
         return None
     from zeroplan.calibration import calibrated  # noqa: PLC0415  only this flag pays for it
     from zeroplan.records import read_record  # noqa: PLC0415
     from zeroplan.resolve import cluster_of  # noqa: PLC0415
 
-    return calibrated(read_record(Path(record)), cluster_of(asked.request, asked.extra)).shares
+    return calibrated([read_record(Path(record)) for record in records], cluster_of(asked.request, asked.extra)).shares
 
 
 def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> None:
