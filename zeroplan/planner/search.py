@@ -210,7 +210,7 @@ def _told(
 
 
 def _of_megatron(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None) -> tuple[Needed, StepTime]:
-    """Of a pipeline in closed form what its fullest rank needs, layout by layout (the first, the second or the last one), and time."""
+    """Of a pipeline in closed form what its fullest rank needs (the first, the second or the last), and its time."""
     from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
 
     ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in sorted({0, 1, grid.pp - 1})]
