@@ -5,7 +5,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Literal, NamedTuple, Protocol, cast
 
-from zeroplan.engines.account import Account, PipelineRank, Symbol
+from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Symbol
 from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_line
 from zeroplan.engines.optimizers import implementation
 from zeroplan.engines.precisions import compute_of, widths
@@ -140,7 +140,8 @@ class Estimate:
         """
         last = [moment.lines for moment in self.engine_moments if moment.phase is Phase.STEP][-1]
         until = [moment.lines for moment in self.engine_moments if moment.phase not in (Phase.INIT, Phase.STEP)]
-        return tuple(line for line in until[0] if line in last and all(line in lines for lines in until))
+        left = tuple(line for line in last if line.reason == UNTIL_NEXT_STEP)
+        return (*(line for line in until[0] if line in last and all(line in lines for lines in until)), *left)
 
     @property
     def outside_band(self) -> Band:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.formulas import assert_explained
 from zeroplan.engines.pipeline import accounts
+from zeroplan.engines.pipeline.split_walk import split_states
 from zeroplan.engines.pipeline.walk import Place, gathers, states
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate, needed
@@ -25,11 +26,19 @@ _MODEL = ModelSpec(family="llama", hidden_size=64, intermediate_size=160, num_hi
                    num_key_value_heads=2, head_dim=16, vocab_size=256)  # fmt: skip
 
 
-def _job(*, pp: int = 4, micro_batches: int = 6, **recipe: object) -> JobSpec:
+def _job(*, pp: int = 4, micro_batches: int = 6, layers: int = 8, **recipe: object) -> JobSpec:
     return JobSpec(
-        model=_MODEL, mesh=MeshSpec(pp=pp, dp_shard=2), recipe=RecipeSpec(zero_stage=2, **recipe),  # type: ignore[arg-type]
+        model=_model(layers), mesh=MeshSpec(pp=pp, dp_shard=2), recipe=RecipeSpec(zero_stage=2, **recipe),  # type: ignore[arg-type]
         batch=BatchSpec(micro_batch_size=2, seq_len=32, grad_accum_steps=micro_batches),
     )  # fmt: skip
+
+
+def _model(layers: int) -> ModelSpec:
+    return replace(_MODEL, num_hidden_layers=layers)
+
+
+def _batch(micro_batches: int) -> BatchSpec:
+    return BatchSpec(micro_batch_size=2, seq_len=32, grad_accum_steps=micro_batches)
 
 
 def test_stages_are_cut_as_torchtitan_cuts_them() -> None:
@@ -49,7 +58,7 @@ def test_in_flight_are_as_many_micro_batches_as_there_are_stages_from_here_on(ra
     assert max(state.flying[0] for state in everything if state.kind == "backward") + 1 == 64
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"])
 def test_the_list_of_moments_does_not_grow_with_micro_batches(schedule: str) -> None:
     few, many = (estimate(_job(pp=2, micro_batches=count, pipeline_schedule=schedule)) for count in (16, 128))
     assert len(many.engine_moments) <= len(few.engine_moments)
@@ -65,15 +74,17 @@ def test_ranks_have_the_whole_model_together() -> None:
     assert "blocks 3 to 5 <- this one" in estimate_text(answer)
 
 
-def test_a_column_of_shards_and_micro_batch_sizes_is_its_points() -> None:
-    job = _job()
+@pytest.mark.parametrize(("pp", "schedule"), [(4, "1f1b"), (2, "zbv")])
+def test_a_column_of_shards_and_micro_batch_sizes_is_its_points(pp: int, schedule: str) -> None:
+    job = _job(pp=pp, pipeline_schedule=schedule)
 
     class _Columns:
-        dp_replicate, tp, cp, pp, ep = 1, 1, 1, 4, 1
+        dp_replicate, tp, cp, ep = 1, 1, 1, 1
         dp_shard = np.array([2, 4, 8])
         micro_batch_size = np.array([1, 2, 3])
         seq_len, grad_accum_steps = 32, 6
 
+    _Columns.pp = pp  # type: ignore[attr-defined]
     columns = accounts(job.model, job.recipe, _Columns(), _Columns())  # type: ignore[arg-type]
     for at in range(3):
         mesh = replace(job.mesh, dp_shard=int(_Columns.dp_shard[at]))
@@ -106,8 +117,11 @@ def test_gradients_are_reduced_once() -> None:
     assert any(line.kind is Kind.UNSHARDED_GRADIENTS for line in answer.peak.lines)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("1f1b", "none"), ("1f1b", "full"), ("interleaved-1f1b", "none"), ("interleaved-1f1b", "full"),
+     ("interleaved-zero-bubble", "none"), ("zbv", "none")],
+)  # fmt: skip
 def test_formulas_are_the_bytes(schedule: str, recompute: str) -> None:
     job = _job(pp=2, pipeline_schedule=schedule, recompute=recompute)
     for rank in (0, 1):
@@ -131,9 +145,34 @@ def test_what_is_not_modelled_is_refused(change: dict[str, object], message: str
         _job(**change)
 
 
-def test_schedules_that_split_a_backward_are_refused_when_their_memory_is_asked_for() -> None:
-    with pytest.raises(SpecError, match="the memory of schedule 'zbv' is not modelled"):
-        estimate(_job(pp=2, pipeline_schedule="zbv"))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"recompute": "full"},
+            "schedule 'zbv' with recompute 'full' is not modelled; use recompute none, or interleaved-1f1b",
+        ),
+        ({"precision": "fp32"}, "with precision 'fp32' is not modelled"),
+        ({"fsdp2": Fsdp2Options(reshard_after_forward=True)}, "loses gradients of weights that are sharded again"),
+        ({"pipeline_schedule": "interleaved-zero-bubble", "pipeline_stages_per_rank": 4}, "more than 3 stages on each rank"),
+    ],
+)
+def test_what_is_not_modelled_of_a_split_backward_is_refused(change: dict[str, object], message: str) -> None:
+    job = _job(pp=2, layers=14, **{"pipeline_schedule": "zbv", **change})  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=message):
+        estimate(job)
+
+
+def test_the_first_stage_takes_no_first_half_and_the_bottom_of_the_v_sends_nothing_to_itself() -> None:
+    for rank, flying in ((0, 8), (3, 5)):
+        place = Place("zbv", rank, 4, 2, 16)
+        walk = split_states(place, widened=True)
+        assert max(state.flying[0] for state in walk if state.kind == "forward") + 1 == flying
+        assert {state.kind for state in walk if state.chunk == 0} == {
+            "forward", "reducing", *(("backward",) if rank == 0 else ("input", "weights")),
+        }  # fmt: skip
+    calls = accounts(_model(14), RecipeSpec(zero_stage=2, pipeline_schedule="zbv"), MeshSpec(pp=4), _batch(16))[3].collectives
+    assert sorted(int(call.calls) for call in calls if call.operation == "send") == [16, 16]
 
 
 def test_rounds_of_an_interleaved_schedule_must_divide_the_micro_batches() -> None:

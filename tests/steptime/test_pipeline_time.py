@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.engines.pipeline.order import Action, interleaved
+from zeroplan.engines.pipeline.split_walk import order_of
+from zeroplan.engines.pipeline.walk import Place
 from zeroplan.estimator import account_of, estimate
 from zeroplan.resolve import job
+from zeroplan.spec.pipeline import SPLIT, indices_of_rank
 from zeroplan.steptime import step_time
 from zeroplan.steptime.pipeline import Bubble
+from zeroplan.steptime.played import Costs, played
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(4, 1, 8), (8, 1, 64), (4, 2, 8), (8, 4, 32)])
@@ -42,6 +46,20 @@ def _played(orders: list[tuple[Action, ...]], chunks: int) -> float:
                 ended[(one.kind, stage, one.micro_batch)] = free[rank]
                 order.pop(0)
     return max(free)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 8), (8, 32)])
+def test_weights_fill_the_bubble(ranks: int, micro_batches: int) -> None:
+    """Qi et al. 2024, arXiv:2401.10241, table 1: (p - 1)(F + B - W) with ZB-1P, 1/v of that with v stages on each rank.
+
+    Where the three take as long, that is a third of what 1F1B waits, and of the V the same.
+    """
+    places = {name: [Place(name, rank, ranks, 2, micro_batches) for rank in range(ranks)] for name in SPLIT}
+    for name, cost in (("interleaved-zero-bubble", Costs(1.0, 1.25, 0.75)), ("zbv", Costs(1.0, 1.0, 1.0))):
+        stages = tuple(indices_of_rank(name, rank=rank, pp=ranks, stages=2 * ranks) for rank in range(ranks))
+        took = played(tuple(map(order_of, places[name])), stages, (cost,) * (2 * ranks))
+        idle = (ranks - 1) * (cost.forward + cost.inputs - cost.weights)
+        assert took - 6.0 * micro_batches == pytest.approx(idle)
 
 
 def test_a_step_on_a_pipeline_has_the_bubble_among_its_parts() -> None:

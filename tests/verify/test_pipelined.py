@@ -13,12 +13,13 @@ import torch
 
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.pipeline.order import interleaved
+from zeroplan.engines.pipeline.split_order import v_shaped, zero_bubble
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import Family, ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
 pytestmark = pytest.mark.torch
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     micro_batches: int = 3
     seq_len: int = 32
     """With a short one gradients outweigh activations, and the peak is where they are reduced."""
+    family: Family = "llama"
 
 
 _CASES = [
@@ -46,12 +48,16 @@ _CASES = [
     Case(1, {"zero_stage": 3, "pipeline_schedule": "interleaved-1f1b"}, micro_batches=2),
     Case(0, {"zero_stage": 2, "pipeline_schedule": "1f1b"}, micro_batches=2, seq_len=2),
     Case(0, {"zero_stage": 3, "pipeline_schedule": "interleaved-1f1b", "precision": "fp32"}, micro_batches=1, seq_len=2),
+    Case(0, {"zero_stage": 2, "pipeline_schedule": "interleaved-zero-bubble"}),
+    Case(1, {"zero_stage": 2, "pipeline_schedule": "interleaved-zero-bubble", "precision": "bf16"}, micro_batches=4, seq_len=2),
+    Case(1, {"zero_stage": 2, "pipeline_schedule": "zbv"}, family="qwen3"),
+    Case(0, {"zero_stage": 2, "pipeline_schedule": "zbv"}, micro_batches=1, seq_len=2),
 ]
 
 
 def _job(case: Case) -> JobSpec:
     return JobSpec(
-        model=_MODEL, mesh=MeshSpec(pp=2, dp_shard=2), recipe=RecipeSpec(**case.recipe),  # type: ignore[arg-type]
+        model=replace(_MODEL, family=case.family), mesh=MeshSpec(pp=2, dp_shard=2), recipe=RecipeSpec(**case.recipe),  # type: ignore[arg-type]
         batch=BatchSpec(micro_batch_size=2, seq_len=case.seq_len, grad_accum_steps=case.micro_batches),
     )  # fmt: skip
 
@@ -90,6 +96,33 @@ def test_the_order_of_interleaved_stages_is_torchs(pp: int, chunks: int, micro_b
         assert [(one.stage_index // pp, one.microbatch_index, one.computation_type.value[:1]) for one in order] == [
             (one.chunk, one.micro_batch, "F" if one.kind == "forward" else "B") for one in ours
         ]
+
+
+@pytest.mark.parametrize(("pp", "chunks", "micro_batches"), [(2, 2, 4), (4, 2, 9), (3, 3, 6), (4, 2, 2)])
+def test_the_orders_that_split_backwards_are_torchs(pp: int, chunks: int, micro_batches: int) -> None:
+    from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+
+    rounds, v = (
+        ScheduleInterleavedZeroBubble.__new__(ScheduleInterleavedZeroBubble),
+        ScheduleZBVZeroBubble.__new__(ScheduleZBVZeroBubble),
+    )
+    for one in (rounds, v):
+        one.pp_group_size, one._n_microbatches = pp, micro_batches
+    rounds.n_local_stages, rounds.microbatches_per_round = chunks, micro_batches // max(1, micro_batches // pp)
+    v.num_stages = 2 * pp
+    for rank in range(pp):
+        order = [action for action in rounds._calculate_single_rank_operations(rank) if action is not None]
+        assert [(one.stage_index // pp, one.microbatch_index, one.computation_type.value) for one in order] == [
+            (one.chunk, one.micro_batch, _LETTERS[one.kind])
+            for one in zero_bubble(rank=rank, pp=pp, chunks=chunks, micro_batches=micro_batches)
+        ]
+        order = [action for action in v._calculate_single_rank_operations(rank) if action is not None]
+        assert [(int(one.stage_index != rank), one.microbatch_index, one.computation_type.value) for one in order] == [
+            (one.chunk, one.micro_batch, _LETTERS[one.kind]) for one in v_shaped(rank=rank, pp=pp, micro_batches=micro_batches)
+        ]
+
+
+_LETTERS = {"forward": "F", "input": "I", "weights": "W"}
 
 
 def test_ranks_that_really_send_take_and_send_what_the_estimate_says() -> None:

@@ -14,6 +14,9 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zer
 #: Schedules with one stage on each rank; the others have two, unless more are asked for (torchtitan's default).
 SINGLE: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b")
 
+#: Schedules that take a backward in two halves: gradients of inputs first, those of weights later.
+SPLIT: tuple[PipelineSchedule, ...] = ("interleaved-zero-bubble", "zbv")
+
 #: Families whose stages are cut without special handling: one kind of attention, no positions added to the embedding.
 PIPELINED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_neox", "mixtral", "qwen3_moe", "deepseek_v3")
 

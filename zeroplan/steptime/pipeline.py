@@ -1,33 +1,38 @@
 """How long does a step take on a pipeline: the slowest rank's work, the wait for the pipeline to fill and drain, what is sent?
 
 A rank works on its stages for every micro-batch. The slowest one sets the pace; before it begins and after it ends the others
-work on the first and the last micro-batch alone. With several stages on each rank it begins that much sooner.
+work on the first and the last micro-batch alone. With several stages on each rank it begins that much sooner. A schedule that
+splits backwards is played through instead.
 
-Left out: schedules that split a backward, waits inside a step that unequal stages cause beyond the slowest one's pace, sends that
-meet on one link.
+Left out: waits inside a step that unequal stages cause beyond the slowest one's pace, where nothing is played; sends that meet on
+one link.
 """
 
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.fsdp2.traffic import REPLICAS
+from zeroplan.engines.pipeline.split_walk import order_of
 from zeroplan.engines.pipeline.stage import layers_of
 from zeroplan.engines.pipeline.traffic import SEND
+from zeroplan.engines.pipeline.walk import Place
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Float, longest
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
+from zeroplan.spec.pipeline import SPLIT, PipelineSchedule, Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing, computing
 from zeroplan.steptime.efficiency import LINK_SOURCE, Efficiency
 from zeroplan.steptime.links import Links, neighbours, seconds, strided
 from zeroplan.steptime.parts import Part
+from zeroplan.steptime.played import Costs, played
 from zeroplan.steptime.work import Work, work
 
 BUBBLE = "Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1 and 2.2.2"
+ZERO_BUBBLE = "Qi et al. 2024, arXiv:2401.10241, section 2; the order of torch 2.13, torch/distributed/pipelining/schedules.py"
 
 
 class Bubble(NamedTuple):
@@ -72,8 +77,30 @@ def pipeline_parts(
     steps = int(batch.grad_accum_steps)
     bubble = Bubble(tuple(one.forward_s + one.backward_s for one in ranks), chunks, steps)
     slowest = ranks[max(range(pp), key=lambda rank: _largest(bubble.ranks[rank]))]
-    waits = Part("pipeline bubble", bubble.idle_s, 0.0 * bubble.idle_s, f"{pp} ranks fill and drain, {schedule}", BUBBLE)
+    idle, source = bubble.idle_s, BUBBLE
+    if schedule in SPLIT:
+        costs = tuple(_costs(_work_of((one,), model, recipe, batch), model, recipe, batch, gpu, share, mfu) for one in stages)
+        idle, source = longest(_played(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
+    waits = Part("pipeline bubble", idle, 0.0 * idle, f"{pp} ranks fill and drain, {schedule}", source)
     return (*slowest.parts, waits, *_traffic(account.collectives, slowest, mesh, batch, here))
+
+
+def _costs(
+    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, gpu: GpuSpec, share: Efficiency, mfu: float | None
+) -> Costs:  # fmt: skip
+    """One micro-batch on one stage: gradients of weights take as long as the matrix multiplications of a forward."""
+    whole = computing(asked, model, recipe, batch, gpu, share, mfu)
+    matrices = asked._replace(attention_flops=0.0, blocks_bytes=0.0, head_bytes=0.0)
+    weights = computing(matrices, model, recipe, batch, gpu, share, mfu).forward_s
+    steps = batch.grad_accum_steps
+    return Costs(whole.forward_s / steps, (whole.backward_s - weights) / steps, weights / steps)
+
+
+def _played(schedule: PipelineSchedule, costs: tuple[Costs, ...], pp: int, chunks: int, steps: int) -> Float:
+    """From the first pass of any rank to the last."""
+    places = tuple(Place(schedule, rank, pp, chunks, steps) for rank in range(pp))
+    stages = tuple(indices_of_rank(schedule, rank=rank, pp=pp, stages=len(costs)) for rank in range(pp))
+    return played(tuple(map(order_of, places)), stages, costs)
 
 
 def _largest(seconds: Float) -> float:

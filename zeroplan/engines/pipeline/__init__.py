@@ -3,31 +3,37 @@
 FSDP2 inside every stage, stages and schedules of ``torch.distributed.pipelining`` (torch 2.13), cut and driven as torchtitan does
 it. A stage is FSDP2's plan of its layers; a schedule says how many micro-batches wait in it while another goes through.
 
-Left out: schedules that split a backward (``interleaved-zero-bubble``, ``zbv``), which are refused.
+Schedules that split a backward (``interleaved-zero-bubble``, ``zbv``) are answered where ``transformer/families/halves.py`` tells
+what a block keeps between the halves, and refused elsewhere.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zeroplan.engines.account import Account, PipelineRank
+from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank
 from zeroplan.engines.formulas import product, several
+from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.optimizers import step_temporary_lines
 from zeroplan.engines.pipeline.moments import Rank, moments_of
+from zeroplan.engines.pipeline.split_walk import left_over, split_states
 from zeroplan.engines.pipeline.stage import StagePlan, stage_plans
 from zeroplan.engines.pipeline.traffic import collectives
-from zeroplan.engines.pipeline.walk import Place, gathers, states
+from zeroplan.engines.pipeline.walk import Place, State, gathers, states
+from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.numeric import maximum
+from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
+from zeroplan.spec.pipeline import SPLIT, Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.families.halves import SPLIT_BACKWARD, why_not
 
 RECEIVED = "torch 2.13, torch/distributed/pipelining/stage.py, PipelineStage._setup_forward_recv_info"
 TOKENS = "torch 2.13, torch/distributed/pipelining/schedules.py, _PipelineSchedule.step"
-_UNTOLD = ("interleaved-zero-bubble", "zbv")
+_STAGES_AT_ONCE = 3
+"""With more on each rank torch shards some again between their passes (``_add_unshard_reshard``, ``max_active_stages``)."""
 
 
 def accounts(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Account, ...]:
@@ -42,10 +48,8 @@ def accounts_of(
     ranks: tuple[int, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch
 ) -> tuple[Account, ...]:  # fmt: skip
     """The same of some ranks alone. [bytes]"""
-    if recipe.pipeline_schedule in _UNTOLD:
-        raise SpecError(
-            f"the memory of schedule {recipe.pipeline_schedule!r} is not modelled; use interleaved-1f1b, 1f1b or gpipe"
-        )
+    if recipe.pipeline_schedule in SPLIT:
+        _check_split(model, recipe, mesh, batch)
     recipe = replace(recipe, sync_every_micro_batch=False)  # a schedule reduces once
     pp, schedule = int(mesh.pp), recipe.pipeline_schedule or "1f1b"
     chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
@@ -64,6 +68,25 @@ def accounts_of(
     )
 
 
+def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> None:
+    """Refuse what of a schedule that splits backwards is not modelled."""
+    resharding = recipe.fsdp2.reshard_after_forward
+    if recipe.zero_stage == 3 if resharding is None else resharding:
+        raise SpecError(
+            f"under schedule {recipe.pipeline_schedule!r} torch 2.13 loses gradients of weights that are sharded again after "
+            "their forward, as stage 3 does; use stage 2, or interleaved-1f1b, 1f1b or gpipe"
+        )
+    compute = compute_of(recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
+    untold = why_not(model, compute, batch)
+    if stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank) > _STAGES_AT_ONCE:
+        untold = f"more than {_STAGES_AT_ONCE} stages on each rank", "fewer"
+    if untold is not None:
+        raise SpecError(
+            f"the memory of schedule {recipe.pipeline_schedule!r} with {untold[0]} is not modelled; use {untold[1]}, or "
+            "interleaved-1f1b, 1f1b or gpipe"
+        )
+
+
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
     """The account of the rank whose peak is the highest, the first of equals, with every rank's peak. Sizes are ints here."""
     every = accounts(model, recipe, mesh, batch)
@@ -80,15 +103,31 @@ def _account(recipe: RecipeSpec, mesh: Mesh, batch: Batch, stages: tuple[StagePl
     standing = _joined(line for stage in stages for line in stage.plan.persistent)
     here = Rank(place.rank, stages, (*standing, *_received(stages, batch)))
     gradients = _joined(stage.plan.gradient_shards(stage.plan.every_layer, "after backward", root=True) for stage in stages)
-    step = Moment("optimizer step", Phase.STEP, (*here.standing, *gradients, *_temporaries(recipe, stages)))
+    until_next = _until_next(place, stages[0].hidden_bytes)
+    step = Moment("optimizer step", Phase.STEP, (*here.standing, *until_next, *gradients, *_temporaries(recipe, stages)))
     resharded = bool(stages[0].plan.reshard)
-    moments = (*moments_of(here, states(place, resharded=resharded)), step)
+    moments = (*moments_of(here, _states(place, stages[0].plan)), step)
     return Account(
         states=(*standing, *gradients),
         moments=moments,
         collectives=collectives(stages, gathers(place, resharded=resharded), mesh, batch),
         pipeline=(_shown(place.rank, stages, moments),),
     )
+
+
+def _states(place: Place, plan: Plan) -> tuple[State, ...]:
+    if place.schedule in SPLIT:
+        return split_states(place, widened=plan.reduce_bytes != plan.width.compute)
+    return states(place, resharded=bool(plan.reshard))
+
+
+def _until_next(place: Place, hidden_bytes: Int) -> tuple[Line, ...]:
+    """Gradients of inputs that a first half leaves on what it was given."""
+    if place.schedule not in SPLIT:
+        return ()
+    count = left_over(place)
+    formula = several((count, hidden_bytes))
+    return (Line(Kind.ACTIVATION_GRADIENTS, count * hidden_bytes, UNTIL_NEXT_STEP, formula, SPLIT_BACKWARD),)
 
 
 def _shown(rank: int, stages: tuple[StagePlan, ...], moments: tuple[Moment, ...]) -> PipelineRank:

@@ -5,7 +5,7 @@ backward stays unsharded (torch 2.13, ``torch/distributed/pipelining/stage.py``,
 ``perform_reduce_grad``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.formulas import product, several
@@ -22,6 +22,8 @@ from zeroplan.numeric import Int, maximum
 STAGE = "torch 2.13, torch/distributed/pipelining/stage.py, forward_one_chunk"
 UNSYNCED = "torch 2.13, torch/distributed/pipelining/stage.py, backward_maybe_with_nosync"
 AT_ONCE = "torch 2.13, torch/distributed/pipelining/schedules.py, _add_unshard_reshard"
+HALVES = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_backward_weight"
+BETWEEN = "kept by micro-batches between the halves of their backward, gradients among it"
 SENT = "torch 2.13, torch/distributed/pipelining/schedules.py, _batch_p2p"
 
 
@@ -34,9 +36,16 @@ class Rank(NamedTuple):
     """Shards, optimizer state, the step's token ids or labels, receive buffers."""
 
 
+Maker = Callable[[Rank, State, tuple[Line, ...]], Iterator[Moment]]
+
+
 def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Moment]:
     """Every moment of a step at which the rank's memory can be highest, its optimizer's step left out."""
-    makers = {"forward": _forward, "backward": _backward, "reducing": _reducing}
+    makers: dict[str, Maker] = {"forward": _forward, "backward": _backward, "reducing": _reducing}
+    if any(state.between for state in states):
+        from zeroplan.engines.pipeline.split import first_half, second_half  # noqa: PLC0415  the other schedules' answers need not wait
+
+        makers |= {"input": first_half, "weights": second_half}
     for state, waiting in _most_waits(rank, states):
         yield from makers[state.kind](rank, state, waiting)
 
@@ -49,7 +58,8 @@ def _most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tupl
     highest: dict[object, tuple[int, State]] = {}
     for state in states:
         n_bytes = int(_waiting_bytes(rank, state, sizes))
-        alike = (state.kind, state.chunk, state.whole[state.chunk], state.earlier[state.chunk], state.begins)
+        alike = (state.kind, state.chunk, state.whole[state.chunk], state.earlier[state.chunk], state.begins,
+                 state.fresh and state.fresh[state.chunk])  # fmt: skip
         if alike not in highest or n_bytes > highest[alike][0]:
             highest[alike] = (n_bytes, state)
     return [(state, _waiting(rank, state)) for _, state in highest.values()]
@@ -63,13 +73,18 @@ class _Sizes(NamedTuple):
     hidden: Int
     shards: Int
     gradients: Int
+    between: Int
+    fresh: Int
 
 
 def _sizes(stage: StagePlan) -> _Sizes:
     plan = stage.plan
     shards = plan.width.stored * plan.shards(plan.every_layer, root=True)
-    gradients = _accumulated(plan, plan.every_layer, root=True).n_bytes
-    return _Sizes(stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, shards, gradients)
+    gradients = accumulated(plan, plan.every_layer, root=True).n_bytes
+    fresh = plan.width.compute * plan.numel
+    return _Sizes(
+        stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, shards, gradients, stage.between_bytes, fresh
+    )  # fmt: skip
 
 
 def _waiting_bytes(rank: Rank, state: State, sizes: tuple[_Sizes, ...]) -> Int:
@@ -80,6 +95,9 @@ def _waiting_bytes(rank: Rank, state: State, sizes: tuple[_Sizes, ...]) -> Int:
         if at != state.chunk:
             n_bytes = n_bytes + total_bytes(_parameters_of_another(rank.stages[at].plan, state, at))
             n_bytes = n_bytes + (one.shards if state.reduced[at] else one.gradients * state.earlier[at])
+        if state.between:
+            left = at != state.chunk and not state.reduced[at]
+            n_bytes = n_bytes + state.between[at] * one.between + (one.fresh * state.fresh[at] if left else 0)
     return n_bytes
 
 
@@ -93,9 +111,11 @@ def _waiting(rank: Rank, state: State) -> tuple[Line, ...]:
     logits = tuple(one for one, stage in zip(outputs, rank.stages, strict=True) if stage.stage.is_last)
     hidden = tuple(one for one, stage in zip(outputs, rank.stages, strict=True) if not stage.stage.is_last)
     sent = ((state.sent, rank.stages[0].hidden_bytes),)
+    between = tuple((count, stage.between_bytes) for count, stage in zip(state.between, rank.stages, strict=False))
     return (
         *rank.standing,
         _of_several(Kind.ACTIVATIONS, flying, "kept by the micro-batches in flight beside this one", STAGE),
+        *([_of_several(Kind.ACTIVATIONS, between, BETWEEN, HALVES)] if between else ()),
         _of_several(Kind.ACTIVATIONS, hidden, "outputs of stages, until their backward or as long as a send holds them", STAGE),
         _of_several(Kind.LOGITS, logits, "logits, until the backward of their micro-batch has ended", STAGE),
         _of_several(Kind.ACTIVATION_GRADIENTS, sent, "gradients of inputs, as long as a send holds them", SENT),
@@ -120,24 +140,28 @@ def _other_stages(rank: Rank, state: State) -> Iterator[Line]:
         if state.reduced[at]:
             shards = plan.width.stored * plan.shards(plan.every_layer, root=True)
             line = Line(Kind.GRADIENTS, shards, "this rank's chunk of another stage's gradients", source=REDUCE)
-            yield _in_elements(line, plan.width.stored)
-        elif state.earlier[at]:
-            yield _accumulated(plan, plan.every_layer, root=True, whose="another stage's")
+            yield in_elements(line, plan.width.stored)
+            continue
+        if state.earlier[at]:
+            yield accumulated(plan, plan.every_layer, root=True, whose="another stage's")
+        if state.fresh and state.fresh[at]:
+            yield as_made(plan, plan.every_layer, root=True, whose="another stage's")
 
 
 def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...]:
     """Of a stage whose pass this is not: gathered before its first one, then unsharded, or at least what is outside its blocks."""
     if state.reduced[at]:
         return ()
-    if not (state.flying[at] or state.earlier[at]):
-        line = _unsharded(plan, plan.every_layer, "")
+    if not state.has_begun(at):
+        line = unsharded_parameters(plan, plan.every_layer, "")
         gathered = Line(Kind.GATHER, plan.gathers * line.n_bytes, "another stage's parameters, gathered ahead", source=AT_ONCE)
-        return (_in_elements(gathered, plan.width.compute),)
+        return (in_elements(gathered, plan.width.compute),)
     layers = plan.every_layer if state.whole[at] else tuple(0 for _ in plan.blocks)
-    return (_unsharded(plan, layers, "another stage's parameters, unsharded"),)
+    return (unsharded_parameters(plan, layers, "another stage's parameters, unsharded"),)
 
 
-def _unsharded(plan: Plan, layers: tuple[int, ...], reason: str) -> Line:
+def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str) -> Line:
+    """What is outside the blocks, and these layers of them."""
     elements: Int = plan.root.padded
     for count, group in zip(layers, plan.blocks, strict=True):
         elements = elements + count * group.padded
@@ -146,7 +170,7 @@ def _unsharded(plan: Plan, layers: tuple[int, ...], reason: str) -> Line:
     )
 
 
-def _accumulated(plan: Plan, layers: tuple[int, ...], *, root: bool, whose: str = "this stage's") -> Line:
+def accumulated(plan: Plan, layers: tuple[int, ...], *, root: bool, whose: str = "this stage's") -> Line:
     """Whole gradients in the dtype in which they will be reduced."""
     elements = plan.root.numel if root else 0
     for count, group in zip(layers, plan.blocks, strict=True):
@@ -155,26 +179,32 @@ def _accumulated(plan: Plan, layers: tuple[int, ...], *, root: bool, whose: str 
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, f"{whose} whole gradients, not reduced yet", formula, ACCUMULATE)
 
 
+def as_made(plan: Plan, layers: tuple[int, ...], *, root: bool, whose: str = "this stage's") -> Line:
+    """Whole gradients of a second half, in the dtype that they were made in."""
+    line = accumulated(plan._replace(reduce_bytes=plan.width.compute), layers, root=root)
+    return line._replace(reason=f"{whose} whole gradients of weights, not taken up yet", source=HALVES)
+
+
 def _gathered(plan: Plan, group: Group, reason: str) -> Line:
-    return _in_elements(buffers.gathered(plan, group, reason), plan.width.compute)
+    return in_elements(buffers.gathered(plan, group, reason), plan.width.compute)
 
 
 def _reduce_input(plan: Plan, group: Group) -> Line:
-    return _in_elements(buffers.reduce_input(plan, group, "reduce-scatter input"), plan.reduce_bytes)
+    return in_elements(buffers.reduce_input(plan, group, "reduce-scatter input"), plan.reduce_bytes)
 
 
 def _root_gradients(plan: Plan, made: int, current: int = 0) -> Line:
-    return _in_elements(buffers.root_gradients(plan, made, current), plan.width.compute)
+    return in_elements(buffers.root_gradients(plan, made, current), plan.width.compute)
 
 
-def _in_elements(line: Line, width: int) -> Line:
+def in_elements(line: Line, width: int) -> Line:
     """Write a line as so many bytes times so many elements of this rank's stages."""
     return line._replace(formula=product(width, line.n_bytes // width))
 
 
 def _made(plan: Plan, n_bytes: Int, reason: str) -> Line:
     """Whole gradients of this micro-batch, in the dtype that they are computed in."""
-    return _in_elements(Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, source=ACCUMULATE), plan.width.compute)
+    return in_elements(Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, source=ACCUMULATE), plan.width.compute)
 
 
 def _flowing(stage: StagePlan, reason: str, count: int = 1) -> Line:
@@ -193,7 +223,7 @@ def _plus(one: tuple[int, ...], run: int) -> tuple[int, ...]:
 def _forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> Iterator[Moment]:
     stage = rank.stages[state.chunk]
     plan = stage.plan
-    common = (*waiting, *_earlier(plan, state))
+    common = (*waiting, *earlier_gradients(plan, state))
     if state.begins and state.whole[state.chunk]:
         yield _all_at_once(plan, common)
     for position in stage.positions:
@@ -209,7 +239,7 @@ def _forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> Iterator[Mo
         yield Moment(f"forward of {position.name}", Phase.FORWARD, (*alive, *_inside(stage, position)))
     if stage.stage.is_last:
         at_loss = _only_in_flight(state)
-        yield from _head_and_loss(stage, state, (*_waiting(rank, at_loss), *_earlier(plan, state)))
+        yield from _head_and_loss(stage, state, (*_waiting(rank, at_loss), *earlier_gradients(plan, state)))
 
 
 def _only_in_flight(state: State) -> State:
@@ -221,16 +251,20 @@ def _only_in_flight(state: State) -> State:
 
 def _all_at_once(plan: Plan, common: tuple[Line, ...]) -> Moment:
     """The interleaved schedules gather all groups of a stage before its first pass, which copies them out one by one."""
-    together = _unsharded(plan, plan.every_layer, "this stage's parameters, in all-gather buffers or copied out")
+    together = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, in all-gather buffers or copied out")
     largest = maximum(plan.root.padded, *(group.padded for group in plan.blocks))
     one = Line(
         Kind.GATHER, plan.gathers * plan.width.compute * largest, "the buffer of the group that is copied out", source=AT_ONCE
     )
-    return Moment("forward: unsharding the stage", Phase.FORWARD, (*common, together, _in_elements(one, plan.width.compute)))
+    return Moment("forward: unsharding the stage", Phase.FORWARD, (*common, together, in_elements(one, plan.width.compute)))
 
 
-def _earlier(plan: Plan, state: State) -> tuple[Line, ...]:
-    return (_accumulated(plan, plan.every_layer, root=True),) if state.earlier[state.chunk] else ()
+def earlier_gradients(plan: Plan, state: State) -> Iterator[Line]:
+    """Whole gradients that micro-batches before this one have left in its stage."""
+    if state.earlier[state.chunk]:
+        yield accumulated(plan, plan.every_layer, root=True)
+    if state.fresh and state.fresh[state.chunk]:
+        yield as_made(plan, plan.every_layer, root=True)
 
 
 def _in_forward(plan: Plan, position: Position, *, whole: bool) -> Iterator[Line]:
@@ -238,7 +272,7 @@ def _in_forward(plan: Plan, position: Position, *, whole: bool) -> Iterator[Line
     before, after = (0,) * len(plan.blocks) if plan.reshard else position.before, position.after if whole else ()
     layers = _plus(before, position.run)
     layers = tuple(map(sum, zip(layers, after, strict=True))) if after else layers
-    yield _unsharded(plan, layers, "this stage's parameters, unsharded")
+    yield unsharded_parameters(plan, layers, "this stage's parameters, unsharded")
     if not whole:
         yield _gathered(plan, plan.blocks[position.run], "this block's, parked until the next copy-out")
 
@@ -284,15 +318,16 @@ def _head_and_loss(stage: StagePlan, state: State, common: tuple[Line, ...]) -> 
     """The head makes logits within the stage's forward, in which the last block's buffer is parked; the loss comes after it."""
     plan = stage.plan
     layers = tuple(0 for _ in plan.blocks) if plan.reshard else plan.every_layer
-    unsharded = _unsharded(plan, layers, "this stage's parameters, unsharded")
-    alive = (*common, unsharded, *_kept_of_all(stage), *plan.head.saved)
+    unsharded = unsharded_parameters(plan, layers, "this stage's parameters, unsharded")
+    alive = (*common, unsharded, *kept_of_all(stage), *plan.head.saved)
     if not state.whole[state.chunk]:
         parked = _gathered(plan, plan.blocks[-1], "the last block's, parked until the stage's forward ends")
         yield Moment("head, forward", Phase.FORWARD, (*alive, *plan.head.output, parked))
     yield Moment("loss, forward", Phase.LOSS, (*alive, *plan.head.loss_forward))
 
 
-def _kept_of_all(stage: StagePlan) -> tuple[Line, ...]:
+def kept_of_all(stage: StagePlan) -> tuple[Line, ...]:
+    """What this micro-batch has left in all blocks."""
     return _kept_of(stage, stage.plan.every_layer, every=True)
 
 
@@ -324,16 +359,16 @@ def _backward(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Mo
 
 def _gradients_so_far(plan: Plan, position: Position, *, earlier: bool) -> Iterator[Line]:
     """Whole gradients: of all micro-batches before, or of the blocks above in this first one; the head's come at the end."""
-    yield _accumulated(plan, plan.every_layer if earlier else position.after, root=earlier)
+    yield accumulated(plan, plan.every_layer if earlier else position.after, root=earlier)
     yield _root_gradients(plan, plan.tail_elements)
 
 
 def _in_backward(plan: Plan, position: Position, *, whole: bool) -> Iterator[Line]:
     """A stage that has gone backward stays unsharded; blocks that were sharded after their forward are gathered one ahead."""
     if whole or not plan.reshard:
-        yield _unsharded(plan, plan.every_layer, "this stage's parameters, unsharded")
+        yield unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded")
         return
-    yield _unsharded(
+    yield unsharded_parameters(
         plan, _plus(position.after, position.run), "this stage's parameters, unsharded again from the last block on"
     )
     if position.previous_run is not None:
@@ -381,18 +416,19 @@ _ADDED_AFTER = "norm before the MLP"
 
 def _accumulating(stage: StagePlan, plan: Plan, position: Position, alive: tuple[Line, ...], *, first: bool) -> Moment:
     """A block's gradients come to those of earlier micro-batches, or become the first in the reduction's dtype."""
-    made = _taken_up(plan, _sizes_of_block(plan, position.run), first=first)
+    made = taken_up(plan, sizes_of_block(plan, position.run), first=first)
     flow = _flowing(stage, "gradient that flows out of this block")
     checkpoint = plan.passes[position.run].checkpoint if plan.recomputed else ()
     checkpoint = checkpoint if position.layer else stage.at_its_beginning(checkpoint)
     return Moment(f"backward: gradients of {position.name}", Phase.BACKWARD, (*alive, made, flow, *checkpoint))
 
 
-def _sizes_of_block(plan: Plan, run: int) -> tuple[int, ...]:
+def sizes_of_block(plan: Plan, run: int) -> tuple[int, ...]:
+    """Elements of each parameter of a block."""
     return tuple(parameter.numel for parameter in plan.runs[run].parameters)
 
 
-def _taken_up(plan: Plan, sizes: tuple[int, ...], *, first: bool) -> Line:
+def taken_up(plan: Plan, sizes: tuple[int, ...], *, first: bool) -> Line:
     """Gradients of one group, cast one by one where they are the first and the reduction's dtype is wider."""
     here, there = plan.width.compute, plan.reduce_bytes
     n_bytes = here * sum(sizes)
@@ -417,8 +453,8 @@ def _after_the_loss(stage: StagePlan, plan: Plan, state: State, common: tuple[Li
     whole = state.whole[state.chunk] or not plan.reshard
     layers = plan.every_layer if whole else tuple(0 for _ in plan.blocks)
     ahead = () if whole else (_gathered(plan, plan.blocks[-1], "the last block, gathered ahead of its backward"),)
-    earlier = (_accumulated(plan, plan.every_layer, root=True),) if state.earlier[state.chunk] else ()
-    alive = (*common, *earlier, _unsharded(plan, layers, "this stage's parameters, unsharded"), *_kept_of_all(stage))
+    earlier = (accumulated(plan, plan.every_layer, root=True),) if state.earlier[state.chunk] else ()
+    alive = (*common, *earlier, unsharded_parameters(plan, layers, "this stage's parameters, unsharded"), *kept_of_all(stage))
     for point in plan.head.points:
         made = _root_gradients(plan, point.gradients, point.current_gradient)
         if point.name == "loss":
@@ -433,19 +469,20 @@ def _end_of_backward(stage: StagePlan, plan: Plan, state: State, common: tuple[L
         return
     earlier = bool(state.earlier[state.chunk])
     flow = _flowing(stage, "gradient that flows out of the first block")
-    unsharded = _unsharded(plan, plan.every_layer, "this stage's parameters, unsharded")
-    alive = (*common, _accumulated(plan, plan.every_layer, root=earlier), unsharded)
+    unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded")
+    alive = (*common, accumulated(plan, plan.every_layer, root=earlier), unsharded)
     if stage.stage.is_first:
         fresh = plan.width.compute * plan.root.numel
         made = _made(plan, fresh, "the embedding's of this micro-batch")
         yield Moment("backward of the embedding", Phase.BACKWARD, (*alive, made, flow))
         flow = _flowing(stage, "gradient that flows out of the first block", 0)
-    sizes = tuple(one.numel for one in plan.parameters if one.name in _root_names(plan))
-    made = _taken_up(plan, sizes, first=not earlier)
+    sizes = tuple(one.numel for one in plan.parameters if one.name in root_names(plan))
+    made = taken_up(plan, sizes, first=not earlier)
     yield Moment("backward: gradients of the root group", Phase.BACKWARD, (*alive, made, flow))
 
 
-def _root_names(plan: Plan) -> frozenset[str]:
+def root_names(plan: Plan) -> frozenset[str]:
+    """The parameters outside the blocks."""
     blocks = {parameter.name for run in plan.runs for parameter in run.parameters}
     return frozenset(parameter.name for parameter in plan.parameters) - blocks
 
@@ -459,21 +496,24 @@ def _reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Mo
     What is left falls from block to block, so that the first of each kind is enough.
     """
     plan = rank.stages[state.chunk].plan
+    whole = plan if state.earlier[state.chunk] else plan._replace(reduce_bytes=plan.width.compute)
+    fresh = bool(state.fresh and state.fresh[state.chunk] and state.earlier[state.chunk])
     if plan.root.numel:
-        alive = (*common, *_left(plan, plan.every_layer), *_unsharded_blocks(plan, plan.every_layer))
-        yield _reduction(plan, plan.root, plan.last_root_elements, "the root group", alive)
+        alive = (*common, *_left(whole, plan.every_layer, fresh=fresh), *_unsharded_blocks(plan, plan.every_layer))
+        yield _reduction(plan, plan.root, whole.reduce_bytes, plan.last_root_elements, "the root group", alive)
     done = tuple(0 for _ in plan.blocks)
     for run, count in enumerate(plan.every_layer):
         after = tuple(0 if at < run else here - (at == run) for at, here in enumerate(plan.every_layer))
-        alive = (*common, *_left(plan, after), *_done(plan, done), *_unsharded_blocks(plan, after))
-        yield _reduction(
-            plan, plan.blocks[run], _sizes_of_block(plan, run)[-1], f"the first {plan.runs[run].kind} block", alive
-        )
+        alive = (*common, *_left(whole, after, fresh=fresh), *_done(plan, done), *_unsharded_blocks(plan, after))
+        last = sizes_of_block(plan, run)[-1]
+        yield _reduction(plan, plan.blocks[run], whole.reduce_bytes, last, f"the first {plan.runs[run].kind} block", alive)
         done = tuple(count if at == run else here for at, here in enumerate(done))
 
 
-def _left(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
-    return (_accumulated(plan, layers, root=False),)
+def _left(plan: Plan, layers: tuple[int, ...], *, fresh: bool) -> Iterator[Line]:
+    yield accumulated(plan, layers, root=False)
+    if fresh:
+        yield as_made(plan, layers, root=False)
 
 
 def _unsharded_blocks(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
@@ -481,25 +521,28 @@ def _unsharded_blocks(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
     for count, group in zip(layers, plan.blocks, strict=True):
         elements = elements + count * group.padded
     line = Line(Kind.UNSHARDED_PARAMETERS, plan.width.compute * elements, "blocks not sharded again yet", source=UNSYNCED)
-    return (_in_elements(line, plan.width.compute),)
+    return (in_elements(line, plan.width.compute),)
 
 
 def _done(plan: Plan, layers: tuple[int, ...]) -> Iterator[Line]:
     """Shards, and what the all-reduce over replicas still holds of them where they are a copy of it."""
     shards = plan.shards(layers, root=True)
     done = Line(Kind.GRADIENTS, plan.width.stored * shards, "this rank's chunk of the gradients, reduced so far", source=REDUCE)
-    yield _in_elements(done, plan.width.stored)
+    yield in_elements(done, plan.width.stored)
     if plan.reduce_bytes != plan.width.stored:
         held = plan.replicated * plan.reduce_bytes * shards
         line = Line(Kind.REDUCE, held, "all-reduces over replicas, held until all are over", source=REDUCE)
-        yield _in_elements(line, plan.reduce_bytes)
+        yield in_elements(line, plan.reduce_bytes)
 
 
-def _reduction(plan: Plan, group: Group, last: int, name: str, alive: tuple[Line, ...]) -> Moment:
-    """Gradients are copied into the input; then the output joins it, all gradients gone but the ``last``, which has a name."""
-    whole, named = plan.reduce_bytes * group.numel, plan.gathers * plan.reduce_bytes * last
+def _reduction(plan: Plan, group: Group, width: int, last: int, name: str, alive: tuple[Line, ...]) -> Moment:
+    """Gradients are copied into the input; then the output joins it, all gradients gone but the ``last``, which has a name.
+
+    They are ``width`` bytes wide until then.
+    """
+    whole, named = width * group.numel, plan.gathers * width * last
     n_bytes = maximum(whole, reduce_output_bytes(plan, group) + named)
     reason = "its gradients while copied in, or the reduce-scatter output and the last of them"
     made = Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, source=REDUCE)
-    made = _in_elements(made, plan.width.compute)
+    made = in_elements(made, plan.width.compute)
     return Moment(f"reducing {name}", Phase.BACKWARD, (*alive, _reduce_input(plan, group), made))

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-Pass = Literal["forward", "backward"]
+Pass = Literal["forward", "backward", "input", "weights"]
+"""The last two are the halves of a backward that is split (``split_order.py``)."""
 
 
 class Action(NamedTuple):
@@ -29,15 +30,15 @@ def interleaved(*, rank: int, pp: int, chunks: int, micro_batches: int) -> tuple
     in_a_round = micro_batches // max(1, micro_batches // pp)
     every = chunks * micro_batches
     ahead = min((chunks - 1) * in_a_round + 2 * (pp - 1 - rank), every)
-    forwards = _in_rounds("forward", every, in_a_round, chunks)
-    backwards = _in_rounds("backward", every, in_a_round, chunks)
+    forwards = in_rounds("forward", every, in_a_round, chunks)
+    backwards = in_rounds("backward", every, in_a_round, chunks)
     made = [next(forwards) for _ in range(ahead)]
     for forward in forwards:
         made += [forward, next(backwards)]
     return (*made, *backwards)
 
 
-def _in_rounds(kind: Pass, every: int, in_a_round: int, chunks: int) -> Iterator[Action]:
+def in_rounds(kind: Pass, every: int, in_a_round: int, chunks: int) -> Iterator[Action]:
     """Take so many micro-batches through a stage, then through the next; backwards from the last stage to the first."""
     taken = [0] * chunks
     for step in range(every):

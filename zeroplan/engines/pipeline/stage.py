@@ -11,13 +11,15 @@ from typing import NamedTuple
 
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.positions import Position
+from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.pipeline import Stage
+from zeroplan.spec.pipeline import SPLIT, Stage
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.families.halves import Halves, block_halves, head_halves
 from zeroplan.transformer.families.parts import SAVED
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params import layout
@@ -38,6 +40,8 @@ class StagePlan(NamedTuple):
     """What it returns for each micro-batch: hidden states, or logits."""
     input_is_kept: bool
     """The first block's input is among what blocks keep for their backward."""
+    halves: tuple[Halves, Halves] | None = None
+    """Of a block, and of final norm and head, where a schedule takes backwards in two halves."""
 
     @property
     def kept_bytes(self) -> Int:
@@ -47,6 +51,18 @@ class StagePlan(NamedTuple):
         for layers, each in zip(plan.every_layer, plan.kept, strict=True):
             n_bytes = n_bytes + layers * each
         return n_bytes + (total_bytes((*plan.head.saved, *plan.head.loss)) if self.stage.is_last else 0)
+
+    @property
+    def between_bytes(self) -> Int:
+        """What one micro-batch leaves in the stage from the first half of its backward to the second, where it is in two.
+
+        All that was kept but the loss's, and gradients; the one of its input is handed on and counts where it is sent.
+        """
+        if self.halves is None or self.stage.number == 0:
+            return 0
+        block, head = self.halves
+        n_bytes = self.kept_bytes + self.stage.layers * block.held - self.hidden_bytes
+        return n_bytes + (head.held - total_bytes(self.plan.head.loss) if self.stage.is_last else 0)
 
     @property
     def takes_from_buffer(self) -> bool:
@@ -113,7 +129,11 @@ def _stage_plan(
     )  # fmt: skip
     logits = total_bytes(head.output) if stage.is_last else head.hidden_bytes
     kept = recipe.recompute != "none" or not plan.passes[0].checkpoint_in_backward
-    return StagePlan(stage, plan, plan.corners, head.hidden_bytes, logits, kept)
+    halves = None
+    if recipe.pipeline_schedule in SPLIT:
+        compute = compute_of(recipe)
+        halves = block_halves(fewer, compute, batch), head_halves(fewer, compute, batch)
+    return StagePlan(stage, plan, plan.corners, head.hidden_bytes, logits, kept, halves)
 
 
 @lru_cache(maxsize=4096)

@@ -43,9 +43,10 @@ def _of_stage(stage: StagePlan, gathers: Gathers, mesh: Mesh) -> Iterator[Collec
 
 
 def _sends(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> Iterator[Collective]:
-    """One tensor of hidden states for each micro-batch and boundary, each way."""
-    up = sum(not stage.stage.is_last for stage in stages)
-    down = sum(not stage.stage.is_first for stage in stages)
+    """One tensor of hidden states for each micro-batch and boundary, each way; between stages of one rank they go by hand."""
+    here = [stage.stage.number for stage in stages]
+    up = sum(not stage.stage.is_last and stage.stage.number + 1 not in here for stage in stages)
+    down = sum(not stage.stage.is_first and stage.stage.number - 1 not in here for stage in stages)
     n_bytes, width = stages[0].hidden_bytes, stages[0].plan.width.compute
     for count, what, when in ((up, UP, "forward"), (down, DOWN, "backward")):
         calls: Int = count * batch.grad_accum_steps

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from zeroplan.engines.pipeline.order import interleaved
+from zeroplan.engines.pipeline.order import Pass, interleaved
 from zeroplan.spec.pipeline import SINGLE, PipelineSchedule
 
 
@@ -25,7 +25,7 @@ class State(NamedTuple):
     pass begins; ``reduced``: whether its gradients are, and it is sharded again.
     """
 
-    kind: Literal["forward", "backward", "reducing"]
+    kind: Pass | Literal["reducing"]
     chunk: int
     flying: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -35,6 +35,14 @@ class State(NamedTuple):
     reduced: tuple[bool, ...]
     begins: bool = False
     """It is the stage's first pass of the step, before which all of it was sharded."""
+    between: tuple[int, ...] = ()
+    """Of schedules that split backwards (``split_walk.py``): micro-batches between the two halves of their backward."""
+    fresh: tuple[int, ...] = ()
+    """Of the same: 1 where gradients of weights are as they were made, and not taken up yet."""
+
+    def has_begun(self, at: int) -> bool:
+        """Whether a micro-batch has been through one of the stages in this step, and is there or has left gradients."""
+        return bool(self.flying[at] or self.earlier[at] or (self.between and (self.between[at] or self.fresh[at])))
 
 
 class Place(NamedTuple):
@@ -60,7 +68,7 @@ def states(place: Place, *, resharded: bool) -> tuple[State, ...]:
     """
     walks = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
     walk = walks[place.schedule](place) if place.schedule in SINGLE else _interleaved(place)
-    return _highest(_with_parameters(walk, resharded=resharded, at_first=place.schedule not in SINGLE))
+    return highest(_with_parameters(walk, resharded=resharded, at_first=place.schedule not in SINGLE))
 
 
 class Gathers(NamedTuple):
@@ -158,7 +166,7 @@ def _interleaved(place: Place) -> Iterator[State]:
     sent = 0
     reduced = [False for _ in every]
 
-    def state(kind: Literal["forward", "backward", "reducing"], chunk: int) -> State:
+    def state(kind: Pass | Literal["reducing"], chunk: int) -> State:
         waiting = tuple(number - (at == chunk and kind == "backward") for at, number in enumerate(flying))
         earlier = tuple(min(number, 1) for number in backwards)
         return State(kind, chunk, waiting, tuple(outputs), sent, earlier, tuple(False for _ in every), tuple(reduced))
@@ -197,7 +205,7 @@ def _with_parameters(walk: Iterator[State], *, resharded: bool, at_first: bool) 
         whole[state.chunk] = state.kind == "backward" or (state.kind == "forward" and not resharded)
 
 
-def _highest(walk: Iterator[State]) -> tuple[State, ...]:
+def highest(walk: Iterator[State]) -> tuple[State, ...]:
     """Leave out states that another surpasses everywhere."""
     kept: list[State] = []
     for state in dict.fromkeys(walk):
@@ -212,6 +220,8 @@ def _surpasses(one: State, other: State) -> bool:
     """Whether as much waits everywhere, or more; what is reduced already is less."""
     if (one.kind, one.chunk, one.whole, one.begins) != (other.kind, other.chunk, other.whole, other.begins):
         return False
-    mine, theirs = ((*state.flying, *state.outputs, state.sent, *state.earlier) for state in (one, other))
+    if one.fresh != other.fresh:
+        return False
+    mine, theirs = ((*state.flying, *state.outputs, state.sent, *state.earlier, *state.between) for state in (one, other))
     left = all(now <= then for now, then in zip(one.reduced, other.reduced, strict=True))
     return left and all(here >= there for here, there in zip(mine, theirs, strict=True))

@@ -89,13 +89,14 @@ def _sdpa(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attende
         *saved,
         Line(GRADIENT, e * tokens * x.context, "gradient of the attention output", "e·T·c", SDPA),
         Line(GRADIENT, e * tokens * (x.query + x.key + x.value), "gradients of q, k and v", "e·T·(q+k+v)", SDPA),
-        *(() if written_out.in_32_bits(x) else (_flash_scratch(x),)),
+        *(() if written_out.in_32_bits(x) else (flash_scratch(x),)),
     )
     point = BackwardPoint("attention", alive, made, 0, casts)
     return saved, (point, *written_out.softmax_point(x, before, made, casts))
 
 
-def _flash_scratch(x: Widths) -> Line:
+def flash_scratch(x: Widths) -> Line:
+    """Return what CUDA's flash kernel takes in its backward: an fp32 accumulator, row sums, and what grouped heads repeat."""
     rows = ceil_div(x.seq_len, 128) * 128 * x.micro_batch * x.heads
     columns = ceil_div(x.head_dim, 32) * 32
     accumulator = 4 * rows * (columns + 1)
