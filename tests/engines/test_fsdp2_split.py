@@ -11,9 +11,12 @@ from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, SpecError, estima
 from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model
 from zeroplan.engines import fsdp2
+from zeroplan.engines.fsdp2.traffic import KEYS
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.recipe import Fsdp2Options
 from zeroplan.steptime import step_time
+from zeroplan.steptime.links import crosses, links
+from zeroplan.steptime.sending import group_of
 
 LLAMA = model("llama-3.1-8b")
 JOB = JobSpec(model=LLAMA, mesh=MeshSpec(dp_shard=2, tp=4), batch=BatchSpec(seq_len=4096))
@@ -74,17 +77,29 @@ def test_tensor_parallel_traffic_stays_among_neighbours_and_nothing_hides_it():
     assert alone.tokens == 8 * quick.tokens
 
 
-def test_columns_of_shared_sequences_are_their_points():
+@pytest.mark.parametrize("tp", [1, 2])
+def test_columns_of_shared_sequences_are_their_points(tp: int):
     points = np.array([(1, 1, 1, 128, 1), (8, 2, 3, 4096, 2)], dtype=np.int64)
-    columns = Columns(*points.T, tp=1, cp=4)
+    columns = Columns(*points.T, tp=tp, cp=4)
     grid = fsdp2.account(LLAMA, RecipeSpec(), columns, columns)
     for at, micro_batch, seq_len, shard, replicate, steps in ((0, 1, 128, 1, 1, 1), (1, 3, 4096, 8, 2, 2)):
         batch = BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps)
-        one = fsdp2.account(LLAMA, RecipeSpec(), MeshSpec(dp_shard=shard, dp_replicate=replicate, cp=4), batch)
+        one = fsdp2.account(LLAMA, RecipeSpec(), MeshSpec(dp_shard=shard, dp_replicate=replicate, cp=4, tp=tp), batch)
         totals = [int(np.broadcast_to(moment.total_bytes, 2)[at]) for moment in grid.moments]
         assert max(totals) == max(moment.total_bytes for moment in one.moments)
         sent = [int(np.broadcast_to(call.sent_bytes, 2)[at]) for call in grid.collectives]
         assert sent == [call.sent_bytes for call in one.collectives]
+
+
+def test_ranks_of_a_sequence_are_as_far_apart_as_a_split_model_is_wide():
+    """With eight GPUs to a node and a model split over all of them, keys and values leave the node; over four, half of them do."""
+    cluster = ClusterSpec(gpu=gpu("h100-sxm-80gb"), gpus_per_node=8)
+    here = links(cluster)
+    for tp, cp, alone in ((1, 8, False), (4, 2, False), (8, 2, True), (4, 4, True)):
+        mesh = MeshSpec(dp_shard=2, tp=tp, cp=cp)
+        calls = [call for call in fsdp2.account(LLAMA, RecipeSpec(), mesh, JOB.batch).collectives if call.what.endswith(KEYS)]
+        assert {int(call.group) for call in calls} == {cp}
+        assert {bool(crosses(group_of(call, RecipeSpec(), mesh, here))) for call in calls} == {alone}
 
 
 def test_ranks_that_share_a_sequence_share_its_operations():
@@ -102,7 +117,8 @@ def test_ranks_that_share_a_sequence_share_its_operations():
     ("changes", "says"),
     [
         ({"mesh": MeshSpec(cp=3)}, "seq_len"),
-        ({"mesh": MeshSpec(cp=2, tp=2)}, "tp=2"),
+        ({"mesh": MeshSpec(cp=2, pp=2)}, "pp=2"),
+        ({"mesh": MeshSpec(cp=8, tp=8), "batch": BatchSpec(seq_len=4000)}, "seq_len / cp=8"),
         ({"mesh": MeshSpec(cp=2), "model": model("gemma-2-2b")}, "gemma2"),
         ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(precision="fp32")}, "fp32"),
         ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(engine="ddp", zero_stage=0)}, "ddp"),

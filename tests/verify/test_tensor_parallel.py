@@ -1,4 +1,4 @@
-"""Models split over tensor-parallel ranks, and sequences shared by context-parallel ones, against the estimate.
+"""Models split over tensor-parallel ranks, sequences shared by context-parallel ones, and both at once, against the estimate.
 
 DTensor, torch's ring attention and FSDP2 as they run; to what the estimate leaves out by name.
 """
@@ -81,6 +81,16 @@ SHARED = {
     "llama 70B, sequences of 131,072 on 8 ranks": JobSpec(
         model=model("llama-3.1-70b"), mesh=MeshSpec(dp_shard=16, cp=8), recipe=RecipeSpec(recompute="full"),
         batch=BatchSpec(seq_len=131_072),
+    ),
+    "llama, split too, 2 x 3 x 2, three sequences, selective": JobSpec(
+        model=TINY, mesh=MeshSpec(dp_shard=2, cp=3, tp=2), recipe=RecipeSpec(recompute="selective"),
+        batch=BatchSpec(micro_batch_size=3, seq_len=192),
+    ),
+    "qwen3, tied, split to single heads, replicas, recomputed": JobSpec(
+        model=replace(TINY, family="qwen3", num_attention_heads=4, tie_word_embeddings=True, vocab_size=4800),
+        mesh=MeshSpec(dp_replicate=2, cp=2, tp=4),
+        recipe=RecipeSpec(recompute="full", zero_stage=2),
+        batch=BatchSpec(micro_batch_size=1, seq_len=64, grad_accum_steps=2),
     ),
 }  # fmt: skip
 ROTARY_AND_STATE = 2_000

@@ -99,7 +99,7 @@ class JobSpec(Spec):
         if mesh.tp > 1 and engine not in ("paper", "fsdp2"):
             raise SpecError(f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'fsdp2', 'megatron' or 'paper'")
         if mesh.tp > 1 and engine == "fsdp2":
-            check_tensor_parallel(self.model, self.recipe, self.batch, mesh.tp)
+            check_tensor_parallel(self.model, self.recipe, self.batch, mesh)
         if mesh.cp > 1:
             check_context_parallel(self.model, self.recipe, self.batch, mesh)
         if mesh.pp > 1:

@@ -11,16 +11,17 @@ SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 
 
-def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: int) -> None:
+def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, mesh: MeshSpec) -> None:
     """Refuse what DTensor cannot split evenly, and what is not modelled with it, in one line.
 
     >>> from zeroplan.spec.model import ModelSpec
     >>> tiny = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     ...                  num_key_value_heads=2, head_dim=16, vocab_size=256)
-    >>> check_tensor_parallel(tiny, RecipeSpec(), BatchSpec(), 4)
+    >>> check_tensor_parallel(tiny, RecipeSpec(), BatchSpec(), MeshSpec(tp=4))
     Traceback (most recent call last):
     zeroplan.errors.SpecError: tp=4 does not divide num_key_value_heads=2; use a factor of it
     """
+    ranks = mesh.tp
     if model.family not in SPLIT_FAMILIES or model.profile is not None:
         what = "a profile" if model.profile is not None else f"family {model.family!r}"
         raise SpecError(f"tp={ranks} of {what} is not modelled; use tp=1, or one of {', '.join(SPLIT_FAMILIES)}")
@@ -29,7 +30,7 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
         ("num_key_value_heads", model.num_key_value_heads),
         ("intermediate_size", model.intermediate_size),
         ("vocab_size", model.vocab_size),
-        ("seq_len", batch.seq_len),
+        ("seq_len" if mesh.cp == 1 else f"seq_len / cp={mesh.cp}", batch.seq_len // mesh.cp),
     ):
         if number % ranks:
             raise SpecError(f"tp={ranks} does not divide {name}={number:,}; use a factor of it")
@@ -58,7 +59,7 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
         raise SpecError(
             f"cp={ranks} needs a seq_len that {2 * ranks} divides (each rank has an early and a late part), not {batch.seq_len:,}"
         )
-    others = tuple(f"{name}={ways}" for name, ways in (("tp", mesh.tp), ("pp", mesh.pp), ("ep", mesh.ep)) if ways > 1)
+    others = tuple(f"{name}={ways}" for name, ways in (("pp", mesh.pp), ("ep", mesh.ep)) if ways > 1)
     in_32_bits = recipe.precision == "fp32"
     for asked, instead in (
         (", ".join(others), "one of them"),

@@ -71,7 +71,7 @@ def stepped(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluste
     assert gpu is not None  # noqa: S101  a step without a GPU has no time
     assert here is not None  # noqa: S101  likewise
     account = Account(states, (), ())
-    step = stepping(account, recipe, gpu, shares_of(cluster), on_host=False, ranks_per_node=here.per_node)
+    step = stepping(account, recipe, gpu, shares_of(cluster, recipe.engine), on_host=False, ranks_per_node=here.per_node)
     return time._replace(parts=(*time.parts[:-1], step))
 
 

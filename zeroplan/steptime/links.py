@@ -56,6 +56,11 @@ def strided(size: Int, stride: Int, per_node: int) -> Group:
     return Group(size, minimum(size, maximum(1, per_node // stride)))
 
 
+def to_the_next(group: Group) -> Group:
+    """Where the two are, at the worst, of which one hands on to the other: in two nodes if the group is in several."""
+    return Group(2, 2 - crosses(group))
+
+
 def seconds(call: Collective, group: Group, here: Links) -> Float:
     """Time of all calls of a step, one after the other. [s]
 

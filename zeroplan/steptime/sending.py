@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zeroplan.engines.fsdp2.traffic import EXPERTS, REPLICAS, ROOT
+from zeroplan.engines.fsdp2.traffic import EXPERTS, KEYS, REPLICAS, ROOT
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Float, Int, longest
 from zeroplan.spec.batch import Batch
@@ -11,7 +11,16 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing
 from zeroplan.steptime.efficiency import LINK_SOURCE
-from zeroplan.steptime.links import LATENCY_SOURCE, Group, Links, crosses, neighbours, seconds, strided
+from zeroplan.steptime.links import (
+    LATENCY_SOURCE,
+    Group,
+    Links,
+    crosses,
+    neighbours,
+    seconds,
+    strided,
+    to_the_next,
+)
 from zeroplan.steptime.parts import Part
 
 _SOURCE = f"{LINK_SOURCE}; {LATENCY_SOURCE}"
@@ -47,7 +56,7 @@ def exposed(
     passes = batch.grad_accum_steps
     windows = {"forward": _Sent(), "backward": _Sent(), "step": _Sent()}
     for call in calls:
-        group = _group(call, recipe, mesh, here)
+        group = group_of(call, recipe, mesh, here)
         time = _time(call, group, model, recipe, here)
         window, bare = _placed(call, recipe)
         windows[window] = windows[window].and_of(time, group, _uncovered(time, call, bare, passes))
@@ -77,8 +86,11 @@ def _least(a: Float, b: Float) -> Float:
     return a + b - longest(a, b)
 
 
-def _group(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
-    """Where a collective's ranks are: those that split model or sequence are neighbours, the shards ``tp`` apart."""
+def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
+    """Where a collective's ranks are: those that split the model are neighbours, those of a sequence and of shards ``tp`` apart."""
+    if recipe.engine == "fsdp2" and call.what.endswith(KEYS):
+        shared = strided(call.group, mesh.tp, here.per_node)
+        return to_the_next(shared) if call.operation == "all_to_all" else shared
     if recipe.engine != "fsdp2" or call.near:
         return neighbours(call.group, here.per_node)
     if EXPERTS in call.what and not call.what.startswith(REPLICAS):

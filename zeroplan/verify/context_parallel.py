@@ -20,14 +20,18 @@ from zeroplan.verify.workload import Workload
 #: The mesh dimension of the context-parallel ranks, which are neighbours.
 CONTEXT = "context"
 _BOTH = "shard and context"
+Context = Callable[[], AbstractContextManager[object]]
 
 
 class ContextParallel(Fsdp2):
-    """``fully_shard`` over all ranks that have other tokens, and ``context_parallel`` around every pass."""
+    """``fully_shard`` over all ranks that have other tokens, and ``context_parallel`` around every pass.
 
-    def __init__(self, work: Workload, job: JobSpec, mesh: DeviceMesh) -> None:
-        self._context = mesh[CONTEXT]
-        self._cutting: Callable[[], AbstractContextManager[None]] = nullcontext
+    ``beside`` makes what else is around a pass.
+    """
+
+    def __init__(self, work: Workload, job: JobSpec, mesh: DeviceMesh, *, beside: Context = nullcontext) -> None:
+        self._context, self._beside = mesh[CONTEXT], beside
+        self._cutting: Context = nullcontext
         among = mesh["shard", CONTEXT]._flatten(_BOTH)
         super().__init__(work, job.recipe, among if job.mesh.dp_replicate == 1 else mesh["replicate", _BOTH])
 
@@ -36,6 +40,7 @@ class ContextParallel(Fsdp2):
         enter(Phase.FORWARD)
         buffers = list(self._work.batch.values())
         with ExitStack() as shared:
+            shared.enter_context(self._beside())
             with self._cutting():
                 shared.enter_context(context_parallel(self._context, buffers=buffers, buffer_seq_dims=[1] * len(buffers)))
             super().micro_step(enter, last=last)
@@ -51,4 +56,4 @@ def with_positions(work: Workload, *, seq_len: int) -> Workload:
     ids = work.batch["input_ids"]
     positions = torch.arange(seq_len, device=ids.device).unsqueeze(0)
     labels = {"labels": ids.clone(), "shift_labels": ids.roll(-1, dims=1)}
-    return work._replace(batch={**work.batch, **labels, "position_ids": positions})
+    return work._replace(batch={"input_ids": ids, **labels, "position_ids": positions})

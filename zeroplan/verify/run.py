@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import cast
 
 import torch
@@ -14,11 +14,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.activations_away import moving_from
 from zeroplan.verify.adapters import beside_parameters, unwrapped
@@ -83,12 +85,12 @@ def _observe_pipeline(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps
 
 def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> Engine:
     if job.recipe.engine == "fsdp2":
-        if job.mesh.tp > 1:
-            return TensorParallel(work, job, mesh)
         if job.mesh.cp > 1:
             if mesh.device_type != CARD:  # of real positions, cut, transformers would make a mask, which the ring does not take
                 raise MeasurementError(f"cp={job.mesh.cp} is run on fake tensors alone; use --backend simulate")
-            return ContextParallel(work, job, mesh)
+            return ContextParallel(work, job, mesh, beside=nullcontext if job.mesh.tp == 1 else loss_parallel)
+        if job.mesh.tp > 1:
+            return TensorParallel(work, job, mesh)
         return Fsdp2(work, job.recipe, mesh, experts=dispatched(job, work.module, mesh, watcher))
     if job.recipe.engine == "ddp":
         with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
@@ -112,10 +114,20 @@ def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
     dist.init_process_group(
         _FAKE if device == "cpu" else _fake_group_on(device), rank=rank, world_size=job.mesh.world_size, store=FakeStore()
     )
+    if job.mesh.tp > 1:
+        _forget_other_meshes(job.mesh)
     try:
         yield mesh_of(job, device)
     finally:
         dist.destroy_process_group()
+
+
+@lru_cache(maxsize=1)
+def _forget_other_meshes(_: MeshSpec) -> None:
+    """Once when the mesh is another than before: DTensor keeps what it found out by ranks, process groups that are gone with it."""
+    from torch.distributed.tensor import debug  # noqa: PLC0415  tensor parallelism alone needs it
+
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -133,9 +145,9 @@ def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
         from zeroplan.verify.pipelined import pipeline_mesh  # noqa: PLC0415  only a pipeline imports torch's pipelining
 
         return pipeline_mesh(job, device)
-    for ways, name in ((job.mesh.cp, CONTEXT), (job.mesh.tp, TENSOR)):
-        if ways > 1:
-            return init_device_mesh(device, (replicas, shards, ways), mesh_dim_names=("replicate", "shard", name))
+    split = {name: ways for name, ways in ((CONTEXT, job.mesh.cp), (TENSOR, job.mesh.tp)) if ways > 1}
+    if split:
+        return init_device_mesh(device, (replicas, shards, *split.values()), mesh_dim_names=("replicate", "shard", *split))
     if replicas == 1:
         return init_device_mesh(device, (shards,))
     return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))

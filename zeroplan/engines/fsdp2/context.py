@@ -1,23 +1,24 @@
 """What context-parallel ranks send among themselves: keys and values, and their gradients."""
 
 from zeroplan.engines.fsdp2.plan import Plan
+from zeroplan.engines.fsdp2.traffic import KEYS
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.mesh import Split
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.ring import BACKWARD, FORWARD
 
-#: What these collectives are said to carry.
-KEYS = "keys and values"
 
-
-def exchanged(plan: Plan, batch: Batch, model: ModelSpec, ranks: int) -> tuple[Collective, ...]:
+def exchanged(plan: Plan, batch: Batch, model: ModelSpec, mesh: Split) -> tuple[Collective, ...]:
     """Every rank's keys and values, gathered in forward, in a recomputation and in backward; their gradients, sent round in fp32.
 
-    ``batch`` is one rank's. A selective recomputation keeps what attention has made, and gathers nothing.
+    ``batch`` is one rank's; of tensor-parallel ranks each has its heads, and exchanges them with those that have the same ones.
+    A selective recomputation keeps what attention has made, and gathers nothing.
     """
+    ranks, heads = int(mesh.cp), model.num_key_value_heads // int(mesh.tp)
     calls: Int = batch.grad_accum_steps * sum(plan.every_layer)
-    elements = 2 * batch.micro_batch_size * batch.seq_len * model.num_key_value_heads * model.head_dim
+    elements = 2 * batch.micro_batch_size * batch.seq_len * heads * model.head_dim
     again = 2 if plan.recipe.recompute == "full" else 1
     payload: Int = plan.width.compute * ranks * elements
     each: Int = payload // ranks * (ranks - 1)

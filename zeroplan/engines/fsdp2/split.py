@@ -25,7 +25,7 @@ def at_the_split_embedding(plan: Plan, at: AtEmbedding, common: tuple[Line, ...]
     made = plan.trained_root.numel + plan.tied_head_elements - waiting
     alive = (
         *common,
-        *plan.head.at_embedding,
+        *(() if plan.shared_sequences else plan.head.at_embedding),  # there until the pass ends, and in what is common
         root_unsharded(plan),
         reduce_input(plan, plan.trained_blocks[0], "reduce-scatter input of the first block"),
         root_gradients(plan, made - plan.embedding_elements, waiting=waiting),

@@ -12,6 +12,8 @@ from zeroplan.spec.model import ModelSpec
 
 #: What the collectives of the root group, those over replicas, and those of experts on several ranks are said to carry.
 ROOT, REPLICAS, EXPERTS = "the root group", "gradient shards", "experts of"
+#: What those of ranks that share a sequence are.
+KEYS = "keys and values"
 
 
 def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple[Collective, ...]:
@@ -41,7 +43,7 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     if mesh.cp != 1:
         from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
 
-        calls += exchanged(plan, batch, model, int(mesh.cp))
+        calls += exchanged(plan, batch, model, mesh)
     return tuple(calls)
 
 

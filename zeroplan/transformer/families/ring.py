@@ -23,7 +23,8 @@ _PAIR = "e·T·(k+v)"
 def ring_attention(tape: Tape, heads: Heads, ranks: int) -> Attended:
     """Run the flash kernel once for each of ``ranks``; saved are the operands, the merged output and log-sum-exp.
 
-    Halves of tensors put the merged output head by head, so that it is copied into the order of tokens, and both are saved.
+    Halves of tensors put the merged output head by head, so that it is copied into the order of tokens, and both are saved, unless
+    there is a single head.
     """
     sums = _forward(tape, heads, ranks)
     made = tensor(tape, "attention output, merged", "e", "T·c", MERGE)
@@ -37,7 +38,8 @@ def ring_attention(tape: Tape, heads: Heads, ranks: int) -> Attended:
     tape.add("attention", (made,), (*(one.store for one in operands), made.store, sums), backward)
     tape.by_kernel(made.store, sums)
     tape.drop(sums)
-    return Attended(in_order_of_tokens(tape, made, "attention output in the order of tokens"))
+    one_head = heads.one_key and not heads.grouped
+    return Attended(made if one_head else in_order_of_tokens(tape, made, "attention output in the order of tokens"))
 
 
 def _copies(tape: Tape, heads: Heads, source: str) -> tuple[Store, ...]:
