@@ -27,14 +27,14 @@ def expert_model(family: str = "mixtral", *, width: int = 96, layers: int = 4, d
 
 
 def expert_job(
-    *, model: ModelSpec | None = None, dp_shard: int = 8, ep: int = 4, dp_replicate: int = 1,
+    *, model: ModelSpec | None = None, dp_shard: int = 8, ep: int = 4, dp_replicate: int = 1, cp: int = 1,
     batch: tuple[int, int, int] = (2, 64, 1), **recipe: object,
 ) -> JobSpec:  # fmt: skip
     """Describe a job; ``batch`` is micro-batch, sequence and micro-batches per step."""
     size, seq_len, steps = batch
     return JobSpec(
         model=model or expert_model(),
-        mesh=MeshSpec(dp_shard=dp_shard, ep=ep, dp_replicate=dp_replicate),
+        mesh=MeshSpec(dp_shard=dp_shard, ep=ep, dp_replicate=dp_replicate, cp=cp),
         batch=BatchSpec(micro_batch_size=size, seq_len=seq_len, grad_accum_steps=steps),
         recipe=RecipeSpec(**recipe),
     )
@@ -59,4 +59,10 @@ JOBS: dict[str, JobSpec] = {
     ),
     "qwen3 with a dense layer, recomputed": expert_job(model=_QWEN3, recompute="full"),
     "qwen3 with a dense layer, bf16, no one has the same experts": expert_job(model=_QWEN3, ep=8, precision="bf16"),
+    "mixtral, sequences shared by more ranks than experts, selective": expert_job(
+        dp_shard=2, cp=4, ep=8, batch=(2, 256, 1), recompute="selective"
+    ),
+    "qwen3 with a dense layer, shared sequences, replicas, recomputed": expert_job(
+        model=_QWEN3, dp_shard=2, dp_replicate=2, cp=2, batch=(1, 128, 2), recompute="full"
+    ),
 }  # fmt: skip

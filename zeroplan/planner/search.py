@@ -22,6 +22,7 @@ from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers,
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.split import shards_of_experts_are_even
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.transformer.params import parameter_count
 
@@ -105,6 +106,10 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
     fitting = _resharded(recipe, grid)
     tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
     grid = grid.only(fitting)
+    if split.ep > 1 and base.model.moe is not None:
+        even = np.asarray(shards_of_experts_are_even(base.model, grid.dp_shard * (grid.cp * grid.tp), grid.ep))
+        tally.cut(Rule.EXPERTS, grid.layouts - grid.only(even).layouts)
+        grid = grid.only(even)
     if split.pp > 1:
         grid = _filling(grid, recipe, fixed, tally)
     if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):

@@ -8,10 +8,15 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec, MoeSpec
+from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec
 from zeroplan.spec.pipeline import PIPELINED, check_schedule
 from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage
-from zeroplan.spec.split import check_context_parallel, check_tensor_parallel
+from zeroplan.spec.split import (
+    check_context_parallel,
+    check_tensor_parallel,
+    shards_of_experts_are_even,
+    widths_of_experts,
+)
 
 #: Which ZeRO stages each engine offers, and under what name.
 ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
@@ -96,6 +101,8 @@ class JobSpec(Spec):
         if engine == "megatron":
             check_megatron(self.model, self.recipe, mesh, self.batch)
             return
+        if mesh.ep > 1:
+            self._check_expert_ranks()
         if mesh.tp > 1 and engine not in ("paper", "fsdp2"):
             raise SpecError(f"tp={mesh.tp} with engine {engine!r} is not modelled; use engine 'fsdp2', 'megatron' or 'paper'")
         if mesh.tp > 1 and engine == "fsdp2":
@@ -108,8 +115,6 @@ class JobSpec(Spec):
             raise SpecError(
                 "a pipeline schedule with pp=1 has nothing to do; give the number of pipeline ranks, or leave it out"
             )
-        if mesh.ep > 1:
-            self._check_expert_ranks()
 
     def _check_expert_ranks(self) -> None:
         """Refuse experts that cannot be split over so many ranks, and what is not modelled with them."""
@@ -121,23 +126,23 @@ class JobSpec(Spec):
         for asked, instead in (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
-            (self.mesh.model_ranks > 1 and "ranks that split the model otherwise (tp, cp, pp)", "one of them"),
+            (self.mesh.tp > 1 and f"tp={self.mesh.tp} (torchtitan then splits experts of its own)", "tp=1, or a cp"),
+            (self.mesh.pp > 1 and f"pp={self.mesh.pp}", "one of them"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
             (type(recipe.fsdp2.reshard_after_forward) is int and "a number for reshard_after_forward", "true or false"),
         ):
             if asked:
                 raise SpecError(f"ep={ep} (experts on several ranks) with {asked} is not modelled; use {instead}")
-        self._check_chunks_of_experts(moe)
+        self._check_chunks_of_experts()
 
-    def _check_chunks_of_experts(self, moe: MoeSpec) -> None:
+    def _check_chunks_of_experts(self) -> None:
         """Refuse what ``fully_shard`` refuses: along dim 1, where experts are fewer than ranks, chunks must be even."""
-        ranks = self.mesh.dp_shard // self.mesh.ep
-        own = moe.moe_intermediate_size if self.model.family == "gpt_oss" else 2 * moe.moe_intermediate_size  # as they lie
-        widths = own, self.model.hidden_size
-        if self.mesh.dp_shard > moe.num_experts and any(width % ranks for width in widths):
+        sharing, ep = self.mesh.dp_shard * self.mesh.cp, self.mesh.ep
+        if not shards_of_experts_are_even(self.model, sharing, ep):
+            first, second = widths_of_experts(self.model)
             raise SpecError(
-                f"{ranks:,} ranks that have the same experts (dp_shard={self.mesh.dp_shard:,} / ep={self.mesh.ep}) do not divide "
-                f"the widths {widths[0]:,} and {widths[1]:,} of their weights, which FSDP2 needs; use another ep"
+                f"{sharing // ep:,} ranks that have the same experts ({sharing:,} that shard / ep={ep}) do not divide "
+                f"the widths {first:,} and {second:,} of their weights, which FSDP2 needs; use another ep"
             )
 
     def _check_pipeline(self) -> None:

@@ -1,6 +1,7 @@
 """Which jobs can tensor-parallel ranks split, under FSDP2 and DTensor, and of which can context-parallel ranks share sequences?"""
 
 from zeroplan.errors import SpecError
+from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -8,6 +9,8 @@ from zeroplan.spec.recipe import RecipeSpec
 
 #: Families whose blocks are split as torchtitan splits them.
 SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+#: Families whose sequences are shared where their experts are on several ranks.
+SHARED_BESIDE_EXPERTS = ("mixtral", "qwen3_moe")
 _OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
 
 
@@ -52,14 +55,12 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
     zeroplan.errors.SpecError: cp=4 needs a seq_len that 8 divides (each rank has an early and a late part), not 4,100
     """
     ranks = mesh.cp
-    if model.family not in SPLIT_FAMILIES or model.profile is not None:
-        what = "a profile" if model.profile is not None else f"family {model.family!r}"
-        raise SpecError(f"cp={ranks} of {what} is not modelled; use cp=1, or one of {', '.join(SPLIT_FAMILIES)}")
+    _check_family_of_shared_sequences(model, mesh)
     if batch.seq_len % (2 * ranks):
         raise SpecError(
             f"cp={ranks} needs a seq_len that {2 * ranks} divides (each rank has an early and a late part), not {batch.seq_len:,}"
         )
-    others = tuple(f"{name}={ways}" for name, ways in (("pp", mesh.pp), ("ep", mesh.ep)) if ways > 1)
+    others = tuple(f"{name}={ways}" for name, ways in (("pp", mesh.pp),) if ways > 1)
     in_32_bits = recipe.precision == "fp32"
     for asked, instead in (
         (", ".join(others), "one of them"),
@@ -71,6 +72,40 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
     ):
         if asked:
             raise SpecError(f"cp={ranks} with {asked} is not modelled; use {instead}, or cp=1")
+
+
+def _check_family_of_shared_sequences(model: ModelSpec, mesh: MeshSpec) -> None:
+    families = SHARED_BESIDE_EXPERTS if mesh.ep > 1 else SPLIT_FAMILIES
+    if model.family in families and model.profile is None:
+        return
+    if model.family in SHARED_BESIDE_EXPERTS and model.profile is None:
+        raise SpecError(f"cp={mesh.cp} of experts that every rank has is not modelled; use an ep above 1, or cp=1")
+    what = "a profile" if model.profile is not None else f"family {model.family!r}"
+    beside = f" beside ep={mesh.ep}" if mesh.ep > 1 else ""
+    raise SpecError(f"cp={mesh.cp} of {what}{beside} is not modelled; use cp=1, or one of {', '.join(families)}")
+
+
+def shards_of_experts_are_even(model: ModelSpec, sharing: Int, ep: int) -> Bool:
+    """Whether ``fully_shard`` can cut experts among so many ranks that shard: along dim 1, where these are more than experts.
+
+    >>> from zeroplan.spec.model import ModelSpec, MoeSpec
+    >>> tiny = ModelSpec(family="mixtral", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    ...                  num_key_value_heads=2, head_dim=16, vocab_size=256,
+    ...                  moe=MoeSpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96))
+    >>> shards_of_experts_are_even(tiny, 16, 2), shards_of_experts_are_even(tiny, 20, 2)
+    (True, False)
+    """
+    if model.moe is None:
+        return True
+    ranks = sharing // ep
+    divided = (widths_of_experts(model)[0] % ranks == 0) & (model.hidden_size % ranks == 0)
+    return (sharing <= model.moe.num_experts) | divided
+
+
+def widths_of_experts(model: ModelSpec) -> tuple[int, int]:
+    """Widths along dim 1 of the experts' two weights, as they lie."""
+    width = 0 if model.moe is None else model.moe.moe_intermediate_size
+    return width if model.family == "gpt_oss" else 2 * width, model.hidden_size
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tuple[tuple[str | bool, str], ...]:

@@ -69,7 +69,7 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
         from zeroplan.transformer.profiled import profile_of, profiled_block  # noqa: PLC0415  only a profile pays for it
 
         return profiled_block(profile_of(model), kind, compute, batch)
-    if compute.tp > 1 or compute.cp > 1:
+    if (compute.tp > 1 or compute.cp > 1) and kind != "moe":
         from zeroplan.transformer.families.split import split_block  # noqa: PLC0415  the others' answers need not wait for it
 
         return split_block(model, compute, widths(model, compute, batch))
@@ -88,7 +88,8 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
     if kind == "moe" and compute.expert_ranks > 1:
         from zeroplan.transformer.families.traced import dispatched_block  # noqa: PLC0415  as above
 
-        return dispatched_block(model, widths(model, compute, batch), "full" if recomputed else compute.recompute)
+        again = "full" if recomputed else compute.recompute
+        return dispatched_block(model, widths(model, compute, batch), again, ring=compute.cp)
     return _by_formulas(model, kind, compute, batch, recomputed=recomputed)
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.engines import Fsdp2, Watcher
+from zeroplan.verify.experts import ExpertMeshes
 from zeroplan.verify.workload import Workload
 
 #: The mesh dimension of the context-parallel ranks, which are neighbours.
@@ -26,14 +27,16 @@ Context = Callable[[], AbstractContextManager[object]]
 class ContextParallel(Fsdp2):
     """``fully_shard`` over all ranks that have other tokens, and ``context_parallel`` around every pass.
 
-    ``beside`` makes what else is around a pass.
+    ``beside`` makes what else is around a pass; ``experts`` are the meshes of experts on several ranks.
     """
 
-    def __init__(self, work: Workload, job: JobSpec, mesh: DeviceMesh, *, beside: Context = nullcontext) -> None:
+    def __init__(
+        self, work: Workload, job: JobSpec, mesh: DeviceMesh, *, beside: Context = nullcontext, experts: ExpertMeshes | None = None
+    ) -> None:  # fmt: skip
         self._context, self._beside = mesh[CONTEXT], beside
         self._cutting: Context = nullcontext
         among = mesh["shard", CONTEXT]._flatten(_BOTH)
-        super().__init__(work, job.recipe, among if job.mesh.dp_replicate == 1 else mesh["replicate", _BOTH])
+        super().__init__(work, job.recipe, among if job.mesh.dp_replicate == 1 else mesh["replicate", _BOTH], experts=experts)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass over this rank's share of every sequence."""

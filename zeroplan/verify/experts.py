@@ -63,7 +63,7 @@ def expert_meshes(mesh: MeshSpec, device: str) -> ExpertMeshes:
     """Arrange the ranks for experts: neighbours have different ones."""
     replicas, names = mesh.dp_replicate, ("dp_replicate", "efsdp", "ep")
     with unset_fake_temporarily():
-        whole = init_device_mesh(device, (replicas, mesh.dp_shard // mesh.ep, mesh.ep), mesh_dim_names=names)
+        whole = init_device_mesh(device, (replicas, mesh.dp_shard * mesh.cp // mesh.ep, mesh.ep), mesh_dim_names=names)
         alone = init_device_mesh(device, (mesh.world_size, 1), mesh_dim_names=("dp", "tp"))
     sharded = whole["efsdp"] if replicas == 1 else whole["dp_replicate", "efsdp"]
     return ExpertMeshes(sharded, whole["ep"], alone["tp"])
@@ -118,7 +118,7 @@ def evenly_visited(job: JobSpec) -> AbstractContextManager[None]:
     from transformers.distributed import expert_parallel  # noqa: PLC0415  takes seconds
 
     assert job.model.moe is not None  # noqa: S101  a job without experts has nothing to dispatch
-    pairs = job.batch.micro_batch_size * job.batch.seq_len * job.model.moe.num_experts_per_tok
+    pairs = job.batch.micro_batch_size * (job.batch.seq_len // job.mesh.cp) * job.model.moe.num_experts_per_tok
     sizes = [(pairs + rank) // job.mesh.ep for rank in range(job.mesh.ep)]
     return replaced(expert_parallel, "torch", _Torch(sizes))
 

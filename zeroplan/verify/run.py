@@ -88,7 +88,8 @@ def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> 
         if job.mesh.cp > 1:
             if mesh.device_type != CARD:  # of real positions, cut, transformers would make a mask, which the ring does not take
                 raise MeasurementError(f"cp={job.mesh.cp} is run on fake tensors alone; use --backend simulate")
-            return ContextParallel(work, job, mesh, beside=nullcontext if job.mesh.tp == 1 else loss_parallel)
+            beside, experts = nullcontext if job.mesh.tp == 1 else loss_parallel, dispatched(job, work.module, mesh, watcher)
+            return ContextParallel(work, job, mesh, beside=beside, experts=experts)
         if job.mesh.tp > 1:
             return TensorParallel(work, job, mesh)
         return Fsdp2(work, job.recipe, mesh, experts=dispatched(job, work.module, mesh, watcher))

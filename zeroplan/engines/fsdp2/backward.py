@@ -186,6 +186,10 @@ def _reducing(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Iterat
     """Gradients are copied into the reduce-scatter input; then the output joins the input, the gradients gone."""
     group = plan.trained_blocks[position.run]
     keeps_no_input = plan.recomputes[position.run] == "none" or plan.recipe.offload_activations
+    if (
+        position.previous_run is None and plan.trained_root is plan.root
+    ):  # what blocks alone need has gone with the last of them
+        alive, keeps_no_input = tuple(line for line in alive if not any(line is one for one in plan.head.with_blocks)), True
     beside = (
         flowing(plan, "gradient that flows out of this block"),
         *(() if keeps_no_input else plan.passes[position.run].checkpoint),

@@ -105,12 +105,19 @@ def _normalised(tape: Tape, chosen: Value) -> Value:
     return made
 
 
-def _picked(tape: Tape, value: Value, made_as: tuple[str, str], by: Store, source: str) -> Value:
-    """Elements or rows of a tensor by their indices, which are saved; the gradient is put into zeros of the whole's size."""
+def _picked(
+    tape: Tape, value: Value, made_as: tuple[str, str], by: Store, source: str, *, first: bool = False
+) -> Value:  # fmt: skip
+    """Elements or rows of a tensor by their indices, which are saved; the gradient is put into zeros of the whole's size.
+
+    ``first`` of what a module does with its weights: when its backward is done gradients that wait come to them.
+    """
     reason, shape = made_as
     made = op.tensor(tape, reason, value.dtype, shape, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        if first:
+            tape.waiting.clear()
         return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
 
     tape.add(reason, (made,), (by,), backward)
@@ -181,10 +188,12 @@ def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.temporary("gradient of the routing weights, not yet summed", f"{made.dtype}·T·t·h", COMBINE)
+        uncast: tuple[Store, ...] = ()
         if tape.is_wide(made.dtype) != tape.is_wide(outputs.dtype):
-            tape.temporary("gradient of the outputs, not yet cast", f"{made.dtype}·T·t·h", COMBINE)
+            uncast = (tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", f"{made.dtype}·T·t·h", COMBINE),)
             tape.used(outputs.store, weights.store)
         arriving = [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", COMBINE))]
+        tape.drop(*uncast)
         return [*arriving, (weights, op.gradient(tape, weights, "gradient of the routing weights", COMBINE))]
 
     tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward)
@@ -231,7 +240,7 @@ def sorted_pairs(tape: Tape, received: Value) -> tuple[Value, Sorting]:
     theirs = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", "8·T·t", EXPERTS)
     order = tape.make(op.TENSOR, "order of the sorted pairs, int64", "8·T·t", EXPERTS)
     rows = tape.make(op.TENSOR, "row of each pair, int64", "8·T·t", EXPERTS)
-    selected = _picked(tape, received, ("pairs sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS)
+    selected = _picked(tape, received, ("pairs sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS, first=True)
     tape.drop(rows)
     return selected, Sorting(
         theirs,
@@ -277,7 +286,7 @@ def _grouped(tape: Tape, value: Value, site: tuple[str, str, str], sorting: Sort
     product = op.tensor(tape, f"{name}: output", "r", f"T·t·{width}", EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(f"x·{reads}·{width}")
+        tape.weight_gradient(f"x·{reads}·{width}", waits=True)
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
 
     tape.add(name, (product,), (value.store, sorting.ends), backward)

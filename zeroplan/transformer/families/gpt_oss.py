@@ -158,7 +158,7 @@ def _bias(tape: Tape, name: str, width: str, routing: _Routing, *, experts: str 
     made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", "r", f"T·t·{width}", EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(f"{experts}·{width}")
+        tape.weight_gradient(f"{experts}·{width}", waits=experts == "x")
         return []
 
     tape.add(f"experts: bias of the {name} projection", (made,), (routing.experts,), backward)
@@ -173,7 +173,7 @@ def _grouped(
     product = op.tensor(tape, f"{name}: output", "r", f"T·t·{width}", EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(f"{experts}·{reads}·{width}")
+        tape.weight_gradient(f"{experts}·{reads}·{width}", waits=experts == "x")
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
 
     tape.add(name, (product,), (value.store, routing.ends), backward)

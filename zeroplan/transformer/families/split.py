@@ -22,7 +22,6 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import has_head_norms
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import NormAs, Site
-from zeroplan.transformer.families.ring import ring_attention
 from zeroplan.transformer.families.sizes import quantities
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window
@@ -44,8 +43,6 @@ class Structure(NamedTuple):
     recompute: Recompute
     split: bool
     """There are tensor-parallel ranks."""
-    ring: int
-    """Context-parallel ranks, which share the sequence."""
 
     @property
     def rows(self) -> str:
@@ -71,7 +68,7 @@ def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
     """What the symbols of a rank's formulas stand for."""
     whole = quantities(x, model.intermediate_size)
     shares = {f"{name}/p": whole[name] // ranks for name in ("T", "a", "q", "k", "v", "c", "f")}
-    shares |= {"k/p/d": x.key // ranks // x.head_dim, "V/p": model.vocab_size // ranks, "T/2": x.tokens // 2}
+    shares |= {"k/p/d": x.key // ranks // x.head_dim, "V/p": model.vocab_size // ranks}
     return {**whole, **shares}
 
 
@@ -80,9 +77,10 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
         raise SpecError(f"tp={compute.tp} with a sliding window shorter than the sequence is not modelled; use tp=1")
     query, key = x.query // compute.tp, x.key // compute.tp
     block = traced.Structure(
-        model.family, x.element == 4, False, x.attention, False, key != query, key == x.head_dim, model.attention_bias, x.kernels
+        model.family, x.element == 4, False, x.attention, False, key != query, key == x.head_dim, model.attention_bias, x.kernels,
+        ring=compute.cp,
     )  # fmt: skip
-    return Structure(block, has_head_norms(model), compute.recompute, compute.tp > 1, compute.cp)
+    return Structure(block, has_head_norms(model), compute.recompute, compute.tp > 1)
 
 
 @lru_cache(maxsize=256)
@@ -94,7 +92,7 @@ def _plan(structure: Structure) -> traced.Plan:
     tape.release(output, given)
     arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"e·{output.shape}", LAYER)
     tape.run_backward(output, arriving)
-    points = index.moments(highest(tape.moments, **dtypes, scratch_apart=structure.ring > 1))
+    points = index.moments(highest(tape.moments, **dtypes, scratch_apart=structure.block.ring > 1))
     selective = index.of(tape.kept())
     again: dict[Recompute, tuple[traced.Placed, ...]] = {
         "full": index.moments(traced.run_again(tape, until_saved, given.store, dtypes)),
@@ -185,7 +183,7 @@ def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
     turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
     tape.release(query, key)
     heads = Heads(*turned, value, block.grouped, block.one_key)
-    context, _ = ring_attention(tape, heads, structure.ring) if structure.ring > 1 else traced.kernel_of(block)(tape, heads)
+    context, _ = traced.kernel_of(block)(tape, heads)
     partial = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
     made = scattered(tape, partial, "output of attention", split=structure.split)
     tape.release(partial, value, *turned, context, whole)

@@ -97,6 +97,8 @@ class Tape:
         """Outputs of attention's kernel."""
         self.gradients: list[str] = []
         self.current: list[str] = []
+        self.waiting: list[str] = []
+        """Of the gradients made those that have not come to their weights yet."""
         self.scratch: list[Store] = []
         self.name = ""
         self.fell = True
@@ -225,9 +227,14 @@ class Tape:
         self.scratch.append(store)
         return store
 
-    def weight_gradient(self, formula: str, *, seen: bool = True) -> None:
-        """Make a weight's gradient, which stays for the engine."""
+    def weight_gradient(self, formula: str, *, seen: bool = True, waits: bool = False) -> None:
+        """Make a weight's gradient, which stays for the engine.
+
+        ``waits``: it comes to the weight through an operator that ran before others, and so after their backward.
+        """
         self.gradients.append(formula)
+        if waits:
+            self.waiting.append(formula)
         if seen:
             self.current.append(formula)
 
@@ -252,7 +259,7 @@ class Tape:
         self.drop(*self.scratch, *taken, *operator.saved)
         self.scratch.clear()
         self.fell = self.fell or made
-        self.current.clear()
+        self.current[:] = self.waiting
         if operator.cast:
             self.fell = True
             self.casts.remove(operator.cast)

@@ -1,7 +1,7 @@
 """From a block's program to what it costs: the program runs once per structure, its formulas once per batch."""
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zeroplan.ledger import Kind, Line, total_bytes
@@ -24,6 +24,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.ring import ring_attention
 from zeroplan.transformer.families.sizes import quantities, worked_out
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window
@@ -69,6 +70,8 @@ class Structure(NamedTuple):
     again: bool = False
     """What is saved is recomputed, which blocks whose experts are on several ranks tell apart."""
     dispatched: bool = False
+    ring: int = 1
+    """Context-parallel ranks, which share the sequence."""
 
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
@@ -155,9 +158,9 @@ def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False, recompu
     return either(is_masked, _of(model, x, recompute, masked=True), _of(model, x, recompute, masked=False))
 
 
-def dispatched_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
-    """One block whose experts are on several ranks."""
-    return _of(model, x, recompute, masked=False)
+def dispatched_block(model: ModelSpec, x: Widths, recompute: Recompute, *, ring: int = 1) -> BlockPass:
+    """One block whose experts are on several ranks, of sequences that ``ring`` ranks share."""
+    return _of(model, x, recompute, masked=False, ring=ring)
 
 
 def masked_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
@@ -165,7 +168,7 @@ def masked_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass
     return _of(model, x, recompute, masked=True)
 
 
-def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
+def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, ring: int = 1) -> BlockPass:
     structure = Structure(
         model.family,
         x.element == 4,
@@ -180,6 +183,7 @@ def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool) -> B
         model.hidden_act == "gelu_fast",
         recompute != "none" and x.expert_ranks > 1,
         x.expert_ranks > 1,
+        ring,
     )
     plan = _plan(structure)
     sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
@@ -246,7 +250,7 @@ def _plan(structure: Structure) -> Plan:
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"r·{output.shape}", source)
     whole, until_saved = saving.moments.copy(), saving.until_last_saved(done=False)
     saving.run_backward(output, incoming)
-    points = index.moments(highest(saving.moments, **dtypes))
+    points = index.moments(highest(saving.moments, **dtypes, scratch_apart=structure.ring > 1))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
     if structure.family in RECOMPUTED_HIGHER:
         reruns["full"] = index.moments(run_again(saving, until_saved, given.store, dtypes))
@@ -328,6 +332,8 @@ def _block(structure: Structure) -> Block:
 
 def kernel_of(structure: Structure) -> Attention:
     """Which kernel ``scaled_dot_product_attention`` takes (on CUDA: torch 2.13, sdp_utils.cpp), or attention written out."""
+    if structure.ring > 1:
+        return partial(ring_attention, ranks=structure.ring)
     if structure.attention == "eager":
         return {"gemma2": capped_eager, "gpt_oss": with_sinks}.get(structure.family, eager)
     if structure.attention == "flash":
