@@ -1,10 +1,10 @@
 """Which small wrong edits of the model would nobody notice? ``python -m tests.mutation --sample 600`` draws some and tries.
 
 mutmut writes the edits (a number more, another operator, an argument left out, another word) of all functions of
-``zeroplan/transformer``, ``zeroplan/engines``, ``traffic`` and ``timeline`` that no decorator hides. Each is tried in a process of
-its own: the kept jobs (``tests/answers``) whose answer goes through the function are asked for again, and where none has moved, the tests
-that need no torch are run. What is left has survived, and is printed as a difference.
-Needs ``pip install mutmut``; a sample of 600 takes about half an hour.
+``zeroplan/transformer``, ``zeroplan/engines``, ``traffic`` and ``timeline`` that no decorator hides. Each is tried in a process
+of its own: the kept jobs (``tests/answers``) whose answer goes through the function are asked for again, and where none has
+moved, the tests that need no torch are run. What is left has survived, and is printed as a difference.
+Needs ``pip install mutmut``; a sample of 600 takes about an hour.
 """
 
 from __future__ import annotations
