@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zeroplan import JobSpec, Request, SpecError, estimate, job
+from zeroplan import JobSpec, MegatronOptions, Request, SpecError, estimate, job
 from zeroplan.export.files import cannot_say, export, write
 from zeroplan.resolve import resolve
 from zeroplan.spec.mesh import MeshSpec
@@ -84,10 +84,17 @@ def test_torchtitan_knows_every_key(said: dict):
           "pipeline_parallel": 2, "recompute": "selective", "grad_accum": 8},
          {"--tensor-model-parallel-size 4", "--sequence-parallel", "--pipeline-model-parallel-size 2", "--global-batch-size 8",
           "--recompute-granularity selective", "--use-distributed-optimizer", "--hidden-dropout 0.0"}),
+        ({"model": "llama-3.1-8b", "stage": 1, "engine": "megatron", "pipeline_parallel": 4, "grad_accum": 8,
+          "pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": 4,
+          "megatron": MegatronOptions(overlap_grad_reduce=True, overlap_param_gather=True, overlap_p2p_comm=False)},
+         {"--num-virtual-stages-per-pipeline-rank 4", "--overlap-grad-reduce", "--overlap-param-gather",
+          "--no-overlap-p2p-communication", "--pipeline-model-parallel-size 4"}),
+        ({"model": "llama-3.1-8b", "gpus": 34, "stage": 0, "engine": "megatron", "pipeline_parallel": 17, "grad_accum": 17},
+         {"--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"}),
     ],
 )  # fmt: skip
 def test_megatron_is_told_in_its_own_options(said: dict, expected: set[str]):
-    text = export(described(gpus=8, **said), "megatron").files[0].text
+    text = export(described(**{"gpus": 8} | said), "megatron").files[0].text
     lines = text.splitlines()
     assert expected <= set(lines)
     assert {line.partition(" ")[0] for line in lines} <= MEGATRON

@@ -122,7 +122,7 @@ def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:
 
 
 def _nothing_starts(fallen: Sequence[Fallen]) -> str:
-    largest = max(fallen, key=lambda one: one.layouts, default=None)
+    largest = max(fallen, key=lambda one: (bool(one.example), one.layouts), default=None)  # an engine's words say most
     if largest is None:
         return (
             "no engine offers what is asked for: its stage, offload or options belong to another engine; leave one of them out"

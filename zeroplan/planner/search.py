@@ -106,7 +106,7 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
     fitting = _resharded(recipe, grid)
     tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
     grid = grid.only(fitting)
-    if split.ep > 1 and base.model.moe is not None:
+    if split.ep > 1 and base.model.moe is not None and recipe.engine == "fsdp2":
         even = np.asarray(shards_of_experts_are_even(base.model, grid.dp_shard * (grid.cp * grid.tp), grid.ep))
         tally.cut(Rule.EXPERTS, grid.layouts - grid.only(even).layouts)
         grid = grid.only(even)
