@@ -5,8 +5,8 @@ earlier second half has left. The second half goes through the weights from the 
 their gradients become the parameters', or are added to those.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.plan import Plan
@@ -29,6 +29,7 @@ from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int
 from zeroplan.transformer.families.halves import SPLIT_BACKWARD, Halves, Weights
 
+T = TypeVar("T")
 WAITING = "gradients that wait for the second half, of the blocks above"
 
 
@@ -71,7 +72,8 @@ def _gradients(n_bytes: Int) -> Line:
 
 
 def _through(block: Halves, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
-    for point in block.points:
+    by_torch = _highest([point for point in block.points if not point.scratch], lambda point: point.n_bytes)
+    for point in (*by_torch, *(point for point in block.points if point.scratch)):
         lines = (*alive, _gradients(point.n_bytes), *point.scratch)
         yield Moment(f"backward of {position.name}, inputs: {point.name}", Phase.BACKWARD, lines)
 
@@ -116,15 +118,17 @@ def second_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[
     unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded")
     alive = (*common, *earlier_gradients(plan, state), unsharded)
     added = bool(state.fresh[state.chunk] or (plan.reduce_bytes == plan.width.compute and state.earlier[state.chunk]))
-    found = [
-        Moment(name, Phase.BACKWARD, (*alive, *_making(stage, plan, one, added=added)))
-        for name, one in _one_by_one(stage, block, head)
-    ]
-    totals = [moment.total_bytes for moment in found]
-    if all(isinstance(total, int) for total in totals):
-        yield found[totals.index(max(totals))]
-    else:
-        yield from found
+    every = list(_one_by_one(stage, block, head))
+    for name, one in _highest(every, lambda found: found[1].bytes_beyond(plan.width.compute, added=added)):
+        yield Moment(name, Phase.BACKWARD, (*alive, *_making(stage, plan, one, added=added)))
+
+
+def _highest(found: list[T], n_bytes: Callable[[T], Int]) -> list[T]:
+    """The one with most bytes beside what all of them have; of columns all."""
+    sizes = [n_bytes(one) for one in found]
+    if not all(isinstance(size, int) for size in sizes):
+        return found
+    return [found[sizes.index(max(sizes))]] if found else []
 
 
 class _Making(NamedTuple):
@@ -137,6 +141,14 @@ class _Making(NamedTuple):
     """All made before. [elements]"""
     freed: Int
     """What has gone. [bytes]"""
+
+    def gradients(self, *, added: bool) -> int:
+        """Gradients that are there: all so far, or, where each is added to earlier ones, the last two. [elements]"""
+        return self.weights.numel + (self.last if added else self.made)
+
+    def bytes_beyond(self, width: int, *, added: bool) -> Int:
+        """What is alive beyond what the half begins with. [bytes]"""
+        return width * self.gradients(added=added) + self.weights.beside - self.freed
 
 
 def _one_by_one(stage: StagePlan, block: Halves, head: Halves) -> Iterator[tuple[str, _Making]]:
@@ -167,9 +179,9 @@ def _sums(weights: tuple[Weights, ...]) -> tuple[int, Int]:
 
 
 def _making(stage: StagePlan, plan: Plan, now: _Making, *, added: bool) -> tuple[Line, ...]:
-    """What is left of the micro-batch, and gradients of weights: all so far, or, where each is added, the last two."""
+    """What is left of the micro-batch, and gradients of weights."""
     left, width = stage.between_bytes - now.freed, plan.width.compute
-    made = width * (now.weights.numel + (now.last if added else now.made))
+    made = width * now.gradients(added=added)
     beside = now.weights.beside
     return (
         Line(Kind.ACTIVATIONS, left, "kept between the halves, of weights still to come", product(1, left), SPLIT_BACKWARD),
