@@ -35,7 +35,10 @@ JOBS: list[dict[str, Any]] = [
         "grad_accum": 16,
         "pipeline_schedule": "interleaved-1f1b",
     },
-]
+    {"model": "llama-3.1-8b", "gpus": 8, "pipeline_parallel": 4, "stage": 2, "grad_accum": 8, "pipeline_schedule": "zbv"},
+    {"model": "qwen3-14b", "gpus": 8, "pipeline_parallel": 2, "stage": 2, "grad_accum": 4,
+     "pipeline_schedule": "interleaved-zero-bubble"},
+]  # fmt: skip
 
 
 def described(**said: Any) -> JobSpec:

@@ -11,13 +11,13 @@ from itertools import product
 
 from zeroplan.planner.space import WHOLE, Degrees, Fixed, gpus_per_node
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.pipeline import PipelineSchedule
+from zeroplan.spec.pipeline import SPLIT, PipelineSchedule
 from zeroplan.spec.recipe import Engine, RecipeSpec
 
 #: Engines that split a model over ranks.
 SPLITTING: tuple[Engine, ...] = ("fsdp2", "megatron")
 #: Schedules of a pipeline that are tried where none is asked for; the first is what runs where nothing is said.
-SCHEDULES: tuple[PipelineSchedule | None, ...] = (None, "interleaved-1f1b")
+SCHEDULES: tuple[PipelineSchedule | None, ...] = (None, "interleaved-1f1b", "interleaved-zero-bubble", "zbv")
 #: A rank with fewer tokens of a sequence than this would wait more than it computes, and none is tried. [tokens]
 LEAST_OF_A_SEQUENCE = 4096
 
@@ -52,9 +52,10 @@ def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Iterator[Degr
 
 
 def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed) -> Iterator[RecipeSpec]:
-    """The recipe with every schedule of a pipeline that is tried: one stage on each rank, and several that take turns.
+    """The recipe with every schedule of a pipeline that is tried: one stage on each rank, several that take turns, split backwards.
 
-    Megatron's tensor-parallel ranks split the sequence, too: it takes less memory and as long.
+    What no schedule that splits backwards is modelled with has none of them. Megatron's tensor-parallel ranks split the sequence,
+    too: it takes less memory and as long.
     """
     if recipe.engine == "megatron" and split.tp > 1:
         recipe = replace(recipe, sequence_parallel=True)
@@ -62,7 +63,14 @@ def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed) -> Iterator[Reci
         yield recipe
         return
     for schedule in SCHEDULES if fixed.pipeline_schedule is None else (fixed.pipeline_schedule,):
+        if schedule in SPLIT and schedule != fixed.pipeline_schedule and not _may_split(recipe):
+            continue
         yield replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=fixed.pipeline_stages_per_rank)
+
+
+def _may_split(recipe: RecipeSpec) -> bool:
+    """Whether backwards may be split as far as the recipe goes: nothing recomputed, nor sharded again between passes."""
+    return recipe.engine == "fsdp2" and recipe.recompute == "none" and recipe.zero_stage == 2
 
 
 def _plain(recipe: RecipeSpec, fixed: Fixed) -> bool:
