@@ -150,7 +150,7 @@ def test_what_is_not_modelled_is_refused(change: dict[str, object], message: str
     [
         (
             {"recompute": "full"},
-            "schedule 'zbv' with recompute 'full' is not modelled; use recompute none, or interleaved-1f1b",
+            "recompute 'full' .which would run for each weight. is not modelled; use recompute none, or",
         ),
         ({"precision": "fp32"}, "with precision 'fp32' is not modelled"),
         ({"fsdp2": Fsdp2Options(reshard_after_forward=True)}, "loses gradients of weights that are sharded again"),

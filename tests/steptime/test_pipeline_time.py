@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from zeroplan.engines.pipeline.order import Action, interleaved
+from zeroplan.engines.pipeline.split_order import zero_bubble
 from zeroplan.engines.pipeline.split_walk import order_of
 from zeroplan.engines.pipeline.walk import Place
 from zeroplan.estimator import account_of, estimate
@@ -13,6 +18,8 @@ from zeroplan.spec.pipeline import SPLIT, indices_of_rank
 from zeroplan.steptime import step_time
 from zeroplan.steptime.pipeline import Bubble
 from zeroplan.steptime.played import Costs, played
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(4, 1, 8), (8, 1, 64), (4, 2, 8), (8, 4, 32)])
@@ -60,6 +67,30 @@ def test_weights_fill_the_bubble(ranks: int, micro_batches: int) -> None:
         took = played(tuple(map(order_of, places[name])), stages, (cost,) * (2 * ranks))
         idle = (ranks - 1) * (cost.forward + cost.inputs - cost.weights)
         assert took - 6.0 * micro_batches == pytest.approx(idle)
+
+
+class _AllSplit(Costs):
+    """A first stage that splits its backward, too, as Megatron's does."""
+
+    def of(self, kind: str, _stage: int) -> float:
+        """The cost of a pass."""
+        return float({"forward": self.forward, "input": self.inputs, "weights": self.weights}[kind])
+
+
+def test_what_zero_bubbles_gain_over_1f1b_is_near_what_is_published() -> None:
+    """F, B and W of one block as table 1 counts them, nothing fitted; the played order is that of ZB-1p."""
+    errors = []
+    for run in tomllib.loads((GOLDEN / "zero_bubble.toml").read_text())["run"]:
+        matrices, scores = 24 * run["hidden"], 4 * run["seq_len"]
+        cost = _AllSplit(matrices + scores, matrices + 2 * scores, matrices)
+        ranks, count = run["ranks"], run["micro_batches"]
+        orders = tuple(zero_bubble(rank=rank, pp=ranks, chunks=1, micro_batches=count) for rank in range(ranks))
+        split = played(orders, tuple((rank,) for rank in range(ranks)), (cost,) * ranks)
+        gain = Bubble((float(count * sum(cost)),) * ranks, 1, count)
+        errors.append((gain.pace_s + gain.idle_s) / split / (run["ZB-1p"] / run["1F1B"]) - 1)
+    assert len(errors) == 12
+    assert max(map(abs, errors)) < 0.065
+    assert statistics.median(map(abs, errors)) < 0.03
 
 
 def test_a_step_on_a_pipeline_has_the_bubble_among_its_parts() -> None:

@@ -76,7 +76,10 @@ def why_not(model: ModelSpec, compute: Compute, batch: Batch) -> tuple[str, str]
         (model.family not in TOLD and f"family {model.family!r}", f"one of {', '.join(TOLD)}"),
         (model.moe is not None and "experts", "a dense model"),
         (x.element != 2 and "precision 'fp32'", "bf16-mixed or bf16"),
-        (compute.recompute != "none" and f"recompute {compute.recompute!r}", "recompute none"),
+        (
+            compute.recompute != "none" and f"recompute {compute.recompute!r} (which would run for each weight)",
+            "recompute none",
+        ),
         (compute.attention != "sdpa" and f"attention {compute.attention!r}", "attention sdpa"),
         (compute.tp > 1 and "tensor parallelism", "tp=1"),
         (compute.cp > 1 and "context parallelism", "cp=1"),
