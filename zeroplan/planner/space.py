@@ -6,6 +6,7 @@ there are and how many sequences go through a GPU at once; accumulation follows 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -311,7 +312,15 @@ def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed, *, pipelined: bool) -
     if fixed.dp_replicate is not None:
         return np.array([fixed.dp_replicate], dtype=np.int64)
     several = recipe.engine == "fsdp2" and not pipelined
-    return np.array([1, *(n for n in range(2, gpus // 2 + 1) if several and gpus % n == 0)], dtype=np.int64)
+    return _divisors(gpus, gpus // 2) if several else np.ones(1, dtype=np.int64)
+
+
+@lru_cache(maxsize=256)
+def _divisors(number: int, most: int) -> Column:
+    """Every divisor up to ``most``, and 1 in any case; not to be written to."""
+    tried: Column = np.arange(1, max(1, most) + 1, dtype=np.int64)
+    divides: NDArray[np.bool_] = number % tried == 0
+    return tried[divides]
 
 
 def _batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column, int]:
@@ -326,9 +335,12 @@ def _batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column,
         return np.array([], dtype=np.int64), np.array([], dtype=np.int64), 1
     if steps is not None:
         size = of_gpu // steps
-    tried = np.arange(1, min(of_gpu, most) + 1, dtype=np.int64) if size is None else np.array([size], dtype=np.int64)
-    fitting = tried[of_gpu % tried == 0]
-    return fitting, of_gpu // fitting, len(tried) - len(fitting)
+    if size is not None:
+        fitting = np.array([size] if of_gpu % size == 0 else [], dtype=np.int64)
+        return fitting, of_gpu // fitting, 1 - len(fitting)
+    most = min(of_gpu, most)
+    fitting = _divisors(of_gpu, most)
+    return fitting, of_gpu // fitting, most - len(fitting)
 
 
 def check_batch(base: JobSpec, fixed: Fixed, sharing: Sequence[int]) -> None:

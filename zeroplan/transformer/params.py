@@ -66,6 +66,7 @@ def _embeddings_frozen(model: ModelSpec) -> bool:
     return model.adapter is not None or (model.frozen is not None and "embedding" in model.frozen.names)
 
 
+@lru_cache(maxsize=256)
 def trained_count(model: ModelSpec) -> int:
     """Parameters that are trained. [elements]"""
     return _total(trained_layout(model), lambda parameter: parameter.numel)
@@ -86,6 +87,7 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
     return tuple(at["local" if (layer + 1) % every else "global"] for layer in range(model.num_hidden_layers))
 
 
+@lru_cache(maxsize=256)
 def parameter_count(model: ModelSpec) -> int:
     """All parameters, tied embeddings once. [elements]
 
@@ -96,6 +98,7 @@ def parameter_count(model: ModelSpec) -> int:
     return _total(layout(model), lambda parameter: parameter.numel)
 
 
+@lru_cache(maxsize=256)
 def active_parameter_count(model: ModelSpec) -> int:
     """Parameters one token uses: ``top_k / experts`` of the routed experts, everything else whole. [elements]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import (
@@ -69,31 +70,58 @@ def _at_the_head(plan: Plan, point: BackwardPoint) -> Line:
 
 def backward(plan: Plan) -> Iterator[Moment]:
     """Each block where memory can peak: while it is unsharded, at each of its points, while it is reduced."""
-    insides = tuple(tuple(_inside(plan, point) for point in one.points) for one in plan.passes)
+    always, runs = _always(plan), tuple(_of_run(plan, run) for run in range(len(plan.runs)))
     for position in reversed(plan.corners):
-        if not plan.passes[position.run].points:
+        here = runs[position.run]
+        if not here.inside:
             continue  # no gradient reaches it
-        common = _whatever_happens(plan, position)
-        waiting = (*_waiting_reduce(plan, position), *_own_left_behind(plan, position))
+        common = (*always, *_as_far_as(plan, position))
+        waiting = (*(() if position.next_run is None else (runs[position.next_run].reduced_above,)), *here.left_behind)
         below = gathered_below(plan, position)
-        computing = (*common, *waiting, unsharded(plan, plan.blocks[position.run]), *below, *_checkpoint(plan, position))
-        yield _unsharding(plan, position, (*common, *waiting))
-        for point, lines in insides[position.run]:
+        computing = (*common, *waiting, here.unsharded, *below, *here.checkpoint)
+        yield _unsharding(plan, position, (*common, *waiting, here.unsharded))
+        for point, lines in here.inside:
             yield Moment(_point_of(position.name, point), Phase.BACKWARD, (*computing, *lines))
         yield from _reducing(plan, position, (*common, *below))
 
 
-def _whatever_happens(plan: Plan, position: Position) -> tuple[Line, ...]:
-    """Alive during the whole backward pass of one block."""
+class _OfRun(NamedTuple):
+    """What is the same at every block of a run."""
+
+    inside: tuple[tuple[str, tuple[Line, ...]], ...]
+    """Its points, with what is alive of it there."""
+    unsharded: Line
+    reduced_above: Line
+    """Its reduce-scatter input, while the block below goes backward."""
+    left_behind: tuple[Line, ...]
+    """Its gradients of earlier micro-batches."""
+    checkpoint: tuple[Line, ...]
+
+
+def _of_run(plan: Plan, run: int) -> _OfRun:
+    group, trained, one, again = plan.blocks[run], plan.trained_blocks[run], plan.passes[run], plan.recomputes[run]
+    return _OfRun(
+        tuple(_inside(plan, point) for point in one.points),
+        unsharded(plan, group),
+        reduce_input(plan, trained, "reduce-scatter input of the block above"),
+        plan.left_behind(tuple(int(other == run) for other in range(len(plan.blocks))), root=False),
+        () if again == "none" else one.checkpoint_in_backward,
+    )
+
+
+def _always(plan: Plan) -> tuple[Line, ...]:
+    """Alive during the whole backward pass of every block."""
+    made = root_gradients(plan, _made_before_blocks(plan), waiting=plan.waiting_elements)
+    return (*plan.persistent, root_unsharded(plan), made, *output(plan))
+
+
+def _as_far_as(plan: Plan, position: Position) -> tuple[Line, ...]:
+    """Alive during the whole backward pass of one block: what the blocks above have left, and those below."""
     return (
-        *plan.persistent,
         *_reduced(plan, position.after),
         *plan.left_behind(position.before),
-        root_unsharded(plan),
-        root_gradients(plan, _made_before_blocks(plan), waiting=plan.waiting_elements),
         *kept(plan, position.before),
         *still_unsharded(plan, position.before),
-        *output(plan),
     )
 
 
@@ -123,22 +151,11 @@ def _replicas_formula(where_apart: str, width: int, layers: tuple[int, ...], kin
     return f"{where_apart}·{shards_formula(width, layers, kinds, root='')}"
 
 
-def _waiting_reduce(plan: Plan, position: Position) -> tuple[Line, ...]:
-    if position.next_run is None:
-        return ()
-    return (reduce_input(plan, plan.trained_blocks[position.next_run], "reduce-scatter input of the block above"),)
-
-
-def _own_left_behind(plan: Plan, position: Position) -> tuple[Line, ...]:
-    return plan.left_behind(tuple(int(run == position.run) for run in range(len(plan.blocks))), root=False)
-
-
 def _unsharding(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Moment:
     """Parameters are copied out of the all-gather buffer; then the all-gather of the block below is issued."""
     group, one = plan.blocks[position.run], plan.passes[position.run]
     lines = (
         *alive,
-        unsharded(plan, group),
         *_own_buffer_then_the_next(plan, position, group),
         *one.kept(plan.recomputes[position.run]),
         flowing(plan, "gradient that flows into this block"),
@@ -164,10 +181,6 @@ def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> t
     formula = f"max({own}, {other} + {width}·P_{copied.symbol}/N)" if to_gather else f"max({own}, {other})"
     formula = f"{formula}·min(1, N-1)"
     return (Line(Kind.GATHER, ahead, "this block's, then the next one's with its cast input", formula, GATHER),)
-
-
-def _checkpoint(plan: Plan, position: Position) -> tuple[Line, ...]:
-    return () if plan.recomputes[position.run] == "none" else plan.passes[position.run].checkpoint_in_backward
 
 
 def _inside(plan: Plan, point: BackwardPoint) -> tuple[str, tuple[Line, ...]]:

@@ -354,9 +354,21 @@ def on_host(line: Line) -> Line:
 
 def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
     shard: Int = 0
+    numel = 0
+    for rows, width in _widths_by_rows(parameters):
+        shard = shard + ceil_div(rows, n) * width
+        numel += rows * width
+    return Group(shard, shard * n, numel, symbol)
+
+
+@lru_cache(maxsize=256)
+def _widths_by_rows(parameters: tuple[Parameter, ...]) -> tuple[tuple[int, int], ...]:
+    """How many rows parameters have, which is what is cut into chunks, and how wide all of so many rows are together."""
+    widths: dict[int, int] = {}
     for parameter in parameters:
-        shard = shard + ceil_div(parameter.shape[0], n) * (parameter.numel // parameter.shape[0])
-    return Group(shard, shard * n, sum(parameter.numel for parameter in parameters), symbol)
+        rows = parameter.shape[0]
+        widths[rows] = widths.get(rows, 0) + parameter.numel // rows
+    return tuple(widths.items())
 
 
 def _block_groups(tree: Layout, n: Int, ep: int) -> tuple[Group, ...]:
