@@ -26,6 +26,8 @@ JOBS: list[dict[str, Any]] = [
     {"model": "llama-3.1-8b", "gpus": 4, "stage": 0, "precision": "bf16", "optimizer_impl": "forloop"},
     {"model": "qwen3-30b-a3b", "gpus": 8, "expert_parallel": 4},
     {"model": "llama-3.1-70b", "gpus": 64, "tensor_parallel": 8},
+    {"model": "llama-3.1-70b", "gpus": 64, "tensor_parallel": 4, "context_parallel": 2, "replicas": 2},
+    {"model": "qwen3-30b-a3b", "gpus": 16, "context_parallel": 4, "expert_parallel": 8},
     {
         "model": "llama-3.1-70b",
         "gpus": 64,

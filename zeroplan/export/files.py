@@ -16,8 +16,12 @@ from zeroplan.spec.recipe import RecipeSpec
 
 Target = Literal["deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron"]
 TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron")
-#: Targets that have words for tensor, context, pipeline and expert parallelism.
-_WITH_DEGREES = ("torchtitan", "megatron")
+#: Degrees that a target has words for.
+_DEGREES: dict[str, tuple[str, ...]] = {
+    "torchtitan": ("tp", "cp", "pp", "ep"),
+    "megatron": ("tp", "cp", "pp", "ep"),
+    "fsdp2": ("tp", "cp"),
+}
 _LAUNCHED_BY_ACCELERATE = ("ddp", "fsdp2", "deepspeed")
 
 DEEPSPEED_FILE, ACCELERATE_FILE, FSDP2_FILE = "ds_config.json", "accelerate.yaml", "train_fsdp2.py"
@@ -59,12 +63,12 @@ def cannot_split(mesh: Split, target: Target) -> str:
     """What of the ways in which a model is split a target has no words for; empty where it has.
 
     >>> from zeroplan.spec.mesh import MeshSpec
-    >>> cannot_split(MeshSpec(dp_shard=8), "fsdp2"), cannot_split(MeshSpec(dp_shard=4, tp=2), "fsdp2")
-    ('', 'the file for fsdp2 splits no model (tp=2)')
+    >>> cannot_split(MeshSpec(dp_shard=8), "accelerate"), cannot_split(MeshSpec(dp_shard=4, tp=2), "accelerate")
+    ('', 'the file for accelerate has no words for tp=2')
     """
     degrees = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "ep": mesh.ep}
-    split = ", ".join(f"{name}={ways}" for name, ways in degrees.items() if ways != 1)
-    return f"the file for {target} splits no model ({split})" if split and target not in _WITH_DEGREES else ""
+    unsaid = ", ".join(f"{name}={ways}" for name, ways in degrees.items() if ways != 1 and name not in _DEGREES.get(target, ()))
+    return f"the file for {target} has no words for {unsaid}" if unsaid else ""
 
 
 def unsaid_by(target: Target | None) -> Callable[[RecipeSpec, Split], str] | None:

@@ -1,5 +1,6 @@
 """A job as a training script for FSDP2 (``fully_shard``): a loop over random tokens, to be filled with data."""
 
+from zeroplan.export.fsdp2_split import pieces
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -15,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import {imports}
-from transformers import AutoConfig, AutoModelForCausalLM
+{more_imports}from transformers import AutoConfig, AutoModelForCausalLM
 
 MICRO_BATCH, SEQ_LEN, GRAD_ACCUM = {micro_batch}, {seq_len}, {grad_accum}
 REPLICAS, SHARDS = {replicas}, {shards}
-STEPS, LEARNING_RATE = int(os.environ.get("STEPS", "10")), 3e-4
+{degrees}STEPS, LEARNING_RATE = int(os.environ.get("STEPS", "10")), 3e-4
 
 
 def blocks(model):
     """The longest list of modules: the transformer's blocks."""
     return max((one for one in model.modules() if isinstance(one, torch.nn.ModuleList)), key=len)
-
+{helpers}
 
 def sharded(model, mesh):
     options = {{"mesh": mesh, "reshard_after_forward": {reshard}{policies}}}
@@ -40,22 +41,19 @@ def main():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = "cuda" if gpu else "cpu"
     dist.init_process_group("nccl" if gpu else "gloo")
-    if dist.get_world_size() != REPLICAS * SHARDS:
-        raise SystemExit(f"planned for {{REPLICAS * SHARDS}} ranks, started on {{dist.get_world_size()}}")
+    if dist.get_world_size() != {world}:
+        raise SystemExit(f"planned for {{{world}}} ranks, started on {{dist.get_world_size()}}")
     mesh = init_device_mesh(device, {mesh})
     config = AutoConfig.from_pretrained(sys.argv[1])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="{attention}")
-{checkpointing}    model = sharded(model, mesh)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation={attention})
+{splitting}{checkpointing}    model = sharded(model, {among})
     model.to_empty(device={placed})
     model.init_weights()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, {step}=True)
-    for step in range(STEPS):
+{tokens}    for step in range(STEPS):
         for micro_batch in range(GRAD_ACCUM):
-{sync}            ids = torch.randint(config.vocab_size, (MICRO_BATCH, SEQ_LEN), device=device)
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            (loss / GRAD_ACCUM).backward()
-        optimizer.step()
+{sync}{step_of_a_batch}        optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {{step + 1}} of {{STEPS}}: loss {{loss.item():.3f}}", flush=True)
@@ -97,7 +95,7 @@ def fsdp2_script(job: JobSpec) -> str:
     policies, imports = _policies(recipe)
     accumulates = batch.grad_accum_steps > 1 and not recipe.sync_every_micro_batch
     sync = "            model.set_requires_gradient_sync(micro_batch == GRAD_ACCUM - 1)\n" if accumulates else ""
-    several = '(REPLICAS, SHARDS), mesh_dim_names=("replicate", "shard")' if mesh.dp_replicate > 1 else "(SHARDS,)"
+    attention, split = {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention), pieces(mesh)
     return _SCRIPT.format(
         launch=f"torchrun --nproc-per-node ... (on {mesh.world_size} GPUs in all) train_fsdp2.py MODEL",
         imports=imports,
@@ -108,8 +106,16 @@ def fsdp2_script(job: JobSpec) -> str:
         shards=mesh.dp_shard,
         reshard=(recipe.zero_stage == 3) if reshard is None else reshard,
         policies=policies,
-        mesh=several,
-        attention={"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention),
+        mesh=split.mesh,
+        attention="unmasked()" if split.unmasked else f'"{attention}"',
+        more_imports=split.imports,
+        degrees=split.degrees,
+        helpers=split.helpers,
+        world=split.world,
+        splitting=split.splitting,
+        among=split.among,
+        tokens=split.tokens,
+        step_of_a_batch=split.step,
         checkpointing=_checkpointing(recipe),
         placed='"cpu"' if recipe.fsdp2.cpu_offload else "device",
         step=recipe.optimizer_impl or "foreach",
