@@ -30,11 +30,19 @@ def highest(
     """
     widths = 4 if wide else 2, 4 if wide or autocast else 2
     amounts = [_amounts(moment, widths, scratch_apart=scratch_apart) for moment in moments]
-    kept = list(range(len(moments)))
-    for at in reversed(range(len(moments))):
+    kept = _first_of_equals(amounts)
+    for at in reversed(kept.copy()):
         if any(other != at and _covers(amounts[other], amounts[at]) for other in kept):
             kept.remove(at)
     return tuple(moments[at] for at in kept)
+
+
+def _first_of_equals(amounts: list[Amounts]) -> list[int]:
+    """Of moments that are alike, as those of every turn of a ring, the first."""
+    first: dict[frozenset[tuple[Monomial, int]], int] = {}
+    for at, one in enumerate(amounts):
+        first.setdefault(frozenset(one.items()), at)
+    return list(first.values())
 
 
 def _amounts(moment: Alive, widths: tuple[int, int], *, scratch_apart: bool) -> Amounts:

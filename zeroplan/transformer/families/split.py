@@ -40,7 +40,6 @@ class Structure(NamedTuple):
 
     block: traced.Structure
     head_norms: bool
-    recompute: Recompute
     split: bool
     """There are tensor-parallel ranks."""
 
@@ -52,9 +51,9 @@ class Structure(NamedTuple):
 
 def split_block(model: ModelSpec, compute: Compute, x: Widths) -> BlockPass:
     """One block on one of ``compute.tp`` ranks."""
-    structure, plan = _structure(model, compute, x), _plan(_structure(model, compute, x))
+    plan = _plan(_structure(model, compute, x))
     sizes = traced.Sizes(plan, local_quantities(model, x, compute.tp))
-    return traced.pass_of(plan, sizes, autocast=False, recompute=structure.recompute)
+    return traced.pass_of(plan, sizes, autocast=False, recompute=compute.recompute)
 
 
 def split_norm(model: ModelSpec, x: Widths, ranks: int) -> FinalNorm:
@@ -80,7 +79,7 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
         model.family, x.element == 4, False, x.attention, False, key != query, key == x.head_dim, model.attention_bias, x.kernels,
         ring=compute.cp,
     )  # fmt: skip
-    return Structure(block, has_head_norms(model), compute.recompute, compute.tp > 1)
+    return Structure(block, has_head_norms(model), compute.tp > 1)
 
 
 @lru_cache(maxsize=256)
