@@ -26,9 +26,12 @@ _MODEL = ModelSpec(family="llama", hidden_size=64, intermediate_size=160, num_hi
                    num_key_value_heads=2, head_dim=16, vocab_size=256)  # fmt: skip
 
 
-def _job(*, pp: int = 4, micro_batches: int = 6, layers: int = 8, **recipe: object) -> JobSpec:
+def _job(
+    *, pp: int = 4, micro_batches: int = 6, layers: int = 8, split: dict[str, int] | None = None, **recipe: object
+) -> JobSpec:
+    mesh = MeshSpec(pp=pp, dp_shard=2, **(split or {}))
     return JobSpec(
-        model=_model(layers), mesh=MeshSpec(pp=pp, dp_shard=2), recipe=RecipeSpec(zero_stage=2, **recipe),  # type: ignore[arg-type]
+        model=_model(layers), mesh=mesh, recipe=RecipeSpec(zero_stage=2, **recipe),  # type: ignore[arg-type]
         batch=BatchSpec(micro_batch_size=2, seq_len=32, grad_accum_steps=micro_batches),
     )  # fmt: skip
 
@@ -126,6 +129,22 @@ def test_formulas_are_the_bytes(schedule: str, recompute: str) -> None:
     job = _job(pp=2, pipeline_schedule=schedule, recompute=recompute)
     for rank in (0, 1):
         assert_explained(estimate(job, pipeline_rank=rank))
+
+
+@pytest.mark.parametrize(("recompute", "split"), [("none", {"tp": 2}), ("full", {"tp": 2}), ("none", {"cp": 2})])
+def test_formulas_of_a_split_stage_are_the_bytes(recompute: str, split: dict[str, int]) -> None:
+    job = _job(pp=2, recompute=recompute, split=split)
+    for rank in (0, 1):
+        assert_explained(estimate(job, pipeline_rank=rank))
+
+
+def test_each_rank_of_a_split_stage_sends_its_share_of_the_hidden_states() -> None:
+    """Which ranks have a stage together stands nowhere but in the ranks that are asked about: verify takes the first of them."""
+    whole, split = (estimate(_job(split={"tp": tp})) for tp in (1, 2))
+    sent = [sum(int(call.sent_bytes) for call in one.traffic.collectives if call.operation == "send") for one in (whole, split)]
+    assert sent[0] == 2 * sent[1]
+    rank = split.pipeline[0].rank
+    assert f"verify it as rank {rank * 4}" in " ".join(split.notes)
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,17 @@ _CASES = [
 ]
 
 
-def _job(case: Case) -> JobSpec:
+_SPLIT = [
+    Case(0, {"zero_stage": 2, "pipeline_schedule": "interleaved-1f1b", "recompute": "full"}, micro_batches=2),
+    Case(1, {"zero_stage": 3, "pipeline_schedule": "gpipe", "precision": "bf16"}),
+    Case(0, {"zero_stage": 3, "recompute": "selective"}, micro_batches=2, seq_len=4),
+]
+
+
+def _job(case: Case, **split: int) -> JobSpec:
     return JobSpec(
-        model=replace(_MODEL, family=case.family), mesh=MeshSpec(pp=2, dp_shard=2), recipe=RecipeSpec(**case.recipe),  # type: ignore[arg-type]
+        model=replace(_MODEL, family=case.family), mesh=MeshSpec(pp=2, dp_shard=2, **split),
+        recipe=RecipeSpec(**case.recipe),  # type: ignore[arg-type]
         batch=BatchSpec(micro_batch_size=2, seq_len=case.seq_len, grad_accum_steps=case.micro_batches),
     )  # fmt: skip
 
@@ -77,6 +85,38 @@ def test_a_rank_takes_what_the_estimate_says(case: Case) -> None:
         assert -_SMALL <= row.difference <= 0, row
     assert all(not row.difference for row in seen.collectives), seen.collectives
     assert {"all_gather", "reduce_scatter", "send"} == {row.what for row in seen.collectives}
+
+
+@pytest.mark.parametrize("case", _SPLIT, ids=_names)
+def test_a_rank_of_stages_that_others_split_takes_what_the_estimate_says(case: Case) -> None:
+    """DTensor inside every stage; hidden states are sent as shares of the sequence, the embedding's gradient adds up whole."""
+    from zeroplan.verify.simulate import simulate
+
+    torch.set_num_threads(1)
+    seen = compare_with_estimate(simulate(_job(case, tp=2), rank=4 * case.rank))
+    for row in (*seen.phases, seen.peak, seen.held):
+        assert -_SMALL <= row.difference <= 0, row
+    assert all(not row.difference for row in seen.collectives), seen.collectives
+    assert {"all_gather", "reduce_scatter", "all_reduce", "send"} == {row.what for row in seen.collectives}
+
+
+_SHARED = [
+    Case(0, {"zero_stage": 2, "recompute": "full", "pipeline_schedule": "interleaved-1f1b"}, micro_batches=2),
+    Case(1, {"zero_stage": 3, "recompute": "selective", "precision": "bf16"}, micro_batches=2),
+]
+
+
+@pytest.mark.parametrize("case", _SHARED, ids=_names)
+def test_a_rank_of_stages_whose_sequences_others_share_takes_what_the_estimate_says(case: Case) -> None:
+    """Torch's ring inside every stage; all sequences of a step are cut at once, and the labels come shifted."""
+    from zeroplan.verify.simulate import simulate
+
+    torch.set_num_threads(1)
+    seen = compare_with_estimate(simulate(_job(case, cp=2), rank=4 * case.rank))
+    for row in (*seen.phases, seen.peak, seen.held):
+        assert -_SMALL <= row.difference <= 0, row
+    assert all(not row.difference for row in seen.collectives), seen.collectives
+    assert {"all_gather", "reduce_scatter", "all_to_all", "send"} == {row.what for row in seen.collectives}
 
 
 #: Two tables of 32 bytes a stage, position ids of 32 tokens under two names, losses.

@@ -38,8 +38,15 @@ def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
         one = Degrees(tp, cp, pp, ep)
         if one != WHOLE and fixed.engine not in (None, *SPLITTING):
             continue
-        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0:
+        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0 and _worth_a_look(one, base, fixed):
             yield one
+
+
+def _worth_a_look(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
+    """Beside a pipeline that is not asked for matrices stay whole, or are split as far as a node and the heads allow."""
+    if one.pp == 1 or fixed.pp is not None or fixed.tp is not None:
+        return True
+    return one.tp in (1, max(_tensors(base)))
 
 
 def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:

@@ -9,7 +9,7 @@ from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec
-from zeroplan.spec.pipeline import PIPELINED, check_schedule
+from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule
 from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage
 from zeroplan.spec.split import (
     check_context_parallel,
@@ -155,8 +155,13 @@ class JobSpec(Spec):
             (model.tie_word_embeddings and "a head tied to the embedding (they are on different ranks)", "an untied head"),
             (model.adapter is not None and "LoRA", "no adapter"),
             (model.frozen is not None and "frozen parameters", "none"),
-            (self.mesh.tp > 1 and f"tp={self.mesh.tp}", "one of them"),
             (self.mesh.ep > 1 and f"ep={self.mesh.ep}", "one of them"),
+            (
+                recipe.pipeline_schedule in SPLIT
+                and self.mesh.tp * self.mesh.cp > 1
+                and f"schedule {recipe.pipeline_schedule!r} on stages that are split (tp, cp)",
+                "1f1b or interleaved-1f1b",
+            ),
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (recipe.keep_logits == "fp32" and "keep_logits 'fp32'", "no keep_logits"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),

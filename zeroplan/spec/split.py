@@ -60,10 +60,8 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
         raise SpecError(
             f"cp={ranks} needs a seq_len that {2 * ranks} divides (each rank has an early and a late part), not {batch.seq_len:,}"
         )
-    others = tuple(f"{name}={ways}" for name, ways in (("pp", mesh.pp),) if ways > 1)
     in_32_bits = recipe.precision == "fp32"
     for asked, instead in (
-        (", ".join(others), "one of them"),
         (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         (in_32_bits and "precision 'fp32', for which no kernel takes grouped heads,", "bf16-mixed"),
         (recipe.fsdp2.cpu_offload and "offload to host memory", "no offload"),

@@ -87,9 +87,10 @@ def _on_a_pipeline(
     assert here is not None  # noqa: S101  likewise
     parts = pipeline_parts(account, model, recipe, mesh, batch, here, gpu, share, mfu)
     step = stepping(account, recipe, gpu, share, on_host=False, ranks_per_node=here.per_node)
-    asked, passes = work(model, recipe, batch), batch.grad_accum_steps / (1.0 * mesh.pp)
+    tp, cp, ep = int(mesh.tp), int(mesh.cp), int(mesh.ep)
+    asked, passes = work(model, recipe, batch, tp=tp, cp=cp, expert_ranks=ep), batch.grad_accum_steps / (1.0 * mesh.pp)
     flops = passes * 3.0 * (asked.blocks_flops + asked.head_flops + asked.attention_flops)
-    tokens: Float = 1.0 * batch.micro_batch_size * batch.seq_len * passes
+    tokens: Float = 1.0 * batch.micro_batch_size * batch.seq_len * passes / (tp * cp)
     return StepTime((*parts, step), flops, tokens, peak_flops_per_s(gpu, recipe))
 
 

@@ -11,7 +11,6 @@ one link.
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.fsdp2.traffic import REPLICAS
 from zeroplan.engines.pipeline.split_walk import order_of
 from zeroplan.engines.pipeline.stage import layers_of
 from zeroplan.engines.pipeline.traffic import SEND
@@ -26,9 +25,10 @@ from zeroplan.spec.pipeline import SPLIT, PipelineSchedule, Stage, cut, indices_
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing, computing
 from zeroplan.steptime.efficiency import LINK_SOURCE, Efficiency
-from zeroplan.steptime.links import Links, neighbours, seconds, strided
+from zeroplan.steptime.links import Links, seconds, strided
 from zeroplan.steptime.parts import Part
 from zeroplan.steptime.played import Costs, played
+from zeroplan.steptime.sending import group_of
 from zeroplan.steptime.work import Work, work
 
 BUBBLE = "Narayanan et al. 2021, arXiv:2104.04473, sections 2.2.1 and 2.2.2"
@@ -73,16 +73,18 @@ def pipeline_parts(
     ranks = []
     for rank in range(pp):
         mine = tuple(stages[at] for at in indices_of_rank(schedule, rank=rank, pp=pp, stages=len(stages)))
-        ranks.append(computing(_work_of(mine, model, recipe, batch), model, recipe, batch, gpu, share, mfu))
+        ranks.append(computing(_work_of(mine, model, recipe, mesh, batch), model, recipe, batch, gpu, share, mfu))
     steps = int(batch.grad_accum_steps)
     bubble = Bubble(tuple(one.forward_s + one.backward_s for one in ranks), chunks, steps)
     slowest = ranks[max(range(pp), key=lambda rank: _largest(bubble.ranks[rank]))]
     idle, source = bubble.idle_s, BUBBLE
     if schedule in SPLIT:
-        costs = tuple(_costs(_work_of((one,), model, recipe, batch), model, recipe, batch, gpu, share, mfu) for one in stages)
+        costs = tuple(
+            _costs(_work_of((one,), model, recipe, mesh, batch), model, recipe, batch, gpu, share, mfu) for one in stages
+        )
         idle, source = longest(_played(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
     waits = Part("pipeline bubble", idle, 0.0 * idle, f"{pp} ranks fill and drain, {schedule}", source)
-    return (*slowest.parts, waits, *_traffic(account.collectives, slowest, mesh, batch, here))
+    return (*slowest.parts, waits, *_traffic(account.collectives, slowest, recipe, mesh, batch, here))
 
 
 def _costs(
@@ -107,47 +109,57 @@ def _largest(seconds: Float) -> float:
     return float(seconds if isinstance(seconds, (int, float)) else seconds.max())
 
 
-def _work_of(stages: tuple[Stage, ...], model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
+def _work_of(stages: tuple[Stage, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Work:
     """What one micro-batch asks of a rank: its layers, and with the last stage the head and the loss."""
-    asked = [_work_of_stage(stage, model, recipe, batch) for stage in stages]
+    asked = [_work_of_stage(stage, model, recipe, mesh, batch) for stage in stages]
     totals: list[Float] = [0.0 for _ in Work._fields]
     for one in asked:
         totals = [total + figure for total, figure in zip(totals, one, strict=True)]
     return Work(*totals)
 
 
-def _work_of_stage(stage: Stage, model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
-    whole = work(layers_of(model, stage)[0], recipe, batch)
+def _work_of_stage(stage: Stage, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Work:
+    whole = work(layers_of(model, stage)[0], recipe, batch, tp=int(mesh.tp), cp=int(mesh.cp), expert_ranks=int(mesh.ep))
     if stage.is_last:
         return whole
     of_head = whole.head_flops / (whole.blocks_flops + whole.head_flops)
     return whole._replace(head_flops=0.0, head_bytes=0.0, weights_bytes=whole.weights_bytes * (1.0 - of_head))
 
 
-def _traffic(calls: tuple[Collective, ...], busy: Computing, mesh: Mesh, batch: Batch, here: Links) -> tuple[Part, ...]:
+def _traffic(
+    calls: tuple[Collective, ...], busy: Computing, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links
+) -> tuple[Part, ...]:  # fmt: skip
     """Gathers hide behind a micro-batch's passes but for the first block's; reductions come when all passes are over.
 
-    Schedules wait for what they receive: a send takes its time in full once each way in every micro-batch.
+    Schedules wait for what they receive: a send takes its time in full once each way in every micro-batch. So does what ranks that
+    split a stage send each other.
     """
     gathers: Float = 0.0
     bare: Float = 0.0
     reductions: Float = 0.0
     sends: Float = 0.0
+    among: Float = 0.0
+    stride = mesh.dp_replicate * mesh.dp_shard * mesh.cp * mesh.tp
     for call in calls:
-        stride = mesh.dp_replicate * mesh.dp_shard
-        group = neighbours(call.group, here.per_node)
         if call.operation == SEND:
             sends = sends + seconds(call._replace(group=2), strided(2, stride, here.per_node), here)
+            continue
+        takes = seconds(call, group_of(call, recipe, mesh, here), here)
+        if call.near:
+            among = among + takes
         elif call.operation == "all_gather":
-            gathers = gathers + seconds(call, group, here)
-            bare = bare + seconds(call, group, here) / longest(1.0 * call.calls, 1.0)
+            gathers, bare = gathers + takes, bare + takes / longest(1.0 * call.calls, 1.0)
         else:
-            group = strided(call.group, mesh.dp_shard, here.per_node) if call.what.startswith(REPLICAS) else group
-            reductions = reductions + seconds(call, group, here)
+            reductions = reductions + takes
     beside = (busy.forward_s + busy.backward_s) / batch.grad_accum_steps
     waits = longest(gathers - beside, bare)
+    is_split = (int(mesh.tp), int(mesh.cp), int(mesh.ep)) != (1, 1, 1)
+    within = Part(
+        "collectives within a stage", among, 0.0 * among, "of ranks that split it: the next matrix waits", LINK_SOURCE
+    )
     return (
         Part("waiting for all-gathers", waits, gathers - waits, "gathered ahead of the block that needs it", LINK_SOURCE),
         Part("reducing gradients", reductions, 0.0 * reductions, "after the last backward, beside nothing", LINK_SOURCE),
+        *((within,) if is_split else ()),
         Part("sends between stages", sends, 0.0 * sends, "the next pass waits for what it receives", LINK_SOURCE),
     )

@@ -17,6 +17,8 @@ from zeroplan.transformer.losses import FULL, HEAD, HEAD_INPUT
 
 LOGITS = Kind.LOGITS
 LOSS = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
+#: What the model's forward holds by name until it is over.
+HELD_NORM = "final norm's output, held by name"
 EMBEDDING = "torch 2.13, torch/distributed/tensor/_ops/_embedding_ops.py, embedding_dense_backward_strategy"
 
 
@@ -33,7 +35,7 @@ def split_head(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: 
     kept = (Line(LOGITS, 4 * logits, "log-softmax of the logits, fp32", "4·T·V/p", LOSS), _labels(x))
     output = Line(LOGITS, x.element * logits, "logits", "e·T·V/p", HEAD)
     wide = Line(LOGITS, 4 * logits, "logits in fp32", "4·T·V/p", FULL)
-    named = Line(TEMPORARY, share, "final norm's output, held by name", "e·T/p·h", HEAD)
+    named = Line(TEMPORARY, share, HELD_NORM, "e·T/p·h", HEAD)
     forward = (output, *(() if x.element == 4 else (wide,)), *kept, *_made_by_the_loss(x, logits=logits), named)
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     saved = (*norm.saved, read)

@@ -6,7 +6,8 @@ to the stages, so that no pass is run to learn them.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,11 +18,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stages
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import loss_parallel
 
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
+from zeroplan.verify.card import CARD
+from zeroplan.verify.context_parallel import CONTEXT
 from zeroplan.verify.engines import (
     COMPUTE,
     Watcher,
@@ -34,6 +39,7 @@ from zeroplan.verify.engines import (
     stored_dtype,
 )
 from zeroplan.verify.replaced import replaced
+from zeroplan.verify.tensor_parallel import TENSOR, split_module
 from zeroplan.verify.workload import causal_module, find_blocks
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -50,8 +56,29 @@ def pipeline_mesh(job: JobSpec, device: str) -> DeviceMesh:
     """All ranks, pipeline stages outermost, as torchtitan arranges them."""
     mesh = job.mesh
     replicas = {"replicate": mesh.dp_replicate} if mesh.dp_replicate > 1 else {}
-    ways = {"pp": mesh.pp, **replicas, "shard": mesh.dp_shard}
+    split = {name: ways for name, ways in ((CONTEXT, mesh.cp), (TENSOR, mesh.tp)) if ways > 1}
+    ways = {"pp": mesh.pp, **replicas, "shard": mesh.dp_shard, **split}
     return init_device_mesh(device, tuple(ways.values()), mesh_dim_names=tuple(ways))
+
+
+def _sharded(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that share a stage's parameters out: those that have other tokens; with replicas in two dimensions."""
+    name = "shard"
+    if job.mesh.cp > 1:
+        name = "shard and context"
+        among = mesh["shard", CONTEXT]._flatten(name)
+    else:
+        among = mesh[name]
+    return among if job.mesh.dp_replicate == 1 else mesh["replicate", name]
+
+
+def _shared_sequences(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks that share sequences, if there are any."""
+    if job.mesh.cp == 1:
+        return None
+    if mesh.device_type != CARD:  # of real positions, cut, transformers would make a mask, which the ring does not take
+        raise MeasurementError(f"cp={job.mesh.cp} is run on fake tensors alone; use --backend simulate")
+    return mesh[CONTEXT]
 
 
 class Pipelined:
@@ -64,11 +91,16 @@ class Pipelined:
         self._job, self._watcher = job, watcher
         rank = mesh["pp"].get_local_rank()
         self._stages = _stages_of(job, rank)
-        parts = [_part(job, stage) for stage in self._stages]
+        self._context = _shared_sequences(job, mesh)
+        self._cutting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._positions = self._whole_positions(mesh.device_type)
+        parts = [_part(job, stage, self._positions) for stage in self._stages]
         self.module = nn.ModuleList(parts)
         watcher.name_modules(parts[0] if len(parts) == 1 else self.module)
-        within = mesh["replicate", "shard"] if job.mesh.dp_replicate > 1 else mesh["shard"]
+        within = _sharded(job, mesh)
         for part in parts:
+            if job.mesh.tp > 1:
+                split_module(part, find_blocks(part), mesh[TENSOR])
             _shard(part, job, within)
         give_memory(self.module, mesh.device_type)
         watcher.claim(Kind.PARAMETERS, (*self.module.parameters(), *self.module.buffers()))
@@ -92,9 +124,33 @@ class Pipelined:
         assert last  # noqa: S101  the schedule takes all of them in one call
         inputs = () if self._ids is None else (self._ids,)
         losses: list[torch.Tensor] | None = None if self._labels is None else []
-        with _phases(self._schedule_stages(), enter):
-            enter(Phase.FORWARD)
+        split = loss_parallel() if self._job.mesh.tp > 1 else nullcontext()
+        enter(Phase.FORWARD)
+        with _phases(self._schedule_stages(), enter), split, self._shared():
             self._schedule.step(*inputs, target=self._labels, losses=losses, return_outputs=False)
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        """Cut all sequences of the step for the ranks that share them, positions like tokens, and restore them in the end.
+
+        Source: torchtitan, 2025-10, train.py, forward_backward_step: one context around the schedule's step.
+        """
+        if self._context is None:
+            yield
+            return
+        buffers = [one for one in (self._ids, self._labels, self._positions) if one is not None]
+        with ExitStack() as shared:
+            with self._cutting():
+                shared.enter_context(context_parallel(self._context, buffers=buffers, buffer_seq_dims=[1] * len(buffers)))
+            yield
+
+    def _whole_positions(self, device: str) -> torch.Tensor | None:
+        """Positions of a whole sequence, where ranks share it; all of the rank's stages read them."""
+        if self._context is None:
+            return None
+        positions = torch.arange(self._job.batch.seq_len, device=device).unsqueeze(0)
+        self._watcher.claim(Kind.ACTIVATIONS, (positions,))
+        return positions
 
     def _schedule_stages(self) -> list[PipelineStage]:
         schedule = self._schedule
@@ -112,6 +168,7 @@ class Pipelined:
     @contextmanager
     def labels(self, watcher: Watcher) -> Iterator[None]:
         """Tell buffers apart by the function that asks for them; what is received counts among activations."""
+        self._cutting = partial(watcher.labelled, Kind.ACTIVATIONS)
         faked = dist.get_backend().startswith("fake")
         with ExitStack() as stack:
             stack.enter_context(fsdp2_labels(watcher))
@@ -132,7 +189,7 @@ def _stages_of(job: JobSpec, rank: int) -> tuple[Stage, ...]:
 # --- a stage's part of the module ----------------------------------------------------------------------------------------
 
 
-def _part(job: JobSpec, stage: Stage) -> nn.Module:
+def _part(job: JobSpec, stage: Stage, positions: torch.Tensor | None) -> nn.Module:
     """Build the stage's part of the model without memory, and let it take and return plain tensors."""
     whole = causal_module(job.model, job.recipe, stored_dtype(job.recipe), "meta")
     decoder: nn.Module = whole.get_decoder()  # type: ignore[operator]  # a transformers model
@@ -143,15 +200,19 @@ def _part(job: JobSpec, stage: Stage) -> nn.Module:
     if not stage.is_last:
         whole.set_output_embeddings(nn.Identity())  # type: ignore[operator]
         setattr(decoder, next(name for name in ("norm", "final_layer_norm") if hasattr(decoder, name)), nn.Identity())
-    whole.forward = _tensor_to_tensor(whole, decoder, stage)
+    whole.forward = _tensor_to_tensor(whole, decoder, stage, positions, tokens=job.batch.seq_len)
     return whole
 
 
-def _tensor_to_tensor(whole: nn.Module, decoder: nn.Module, stage: Stage) -> Callable[[torch.Tensor], torch.Tensor]:
+def _tensor_to_tensor(
+    whole: nn.Module, decoder: nn.Module, stage: Stage, shared: torch.Tensor | None, *, tokens: int
+) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
+    """Take and return plain tensors; positions are ``shared``, or made anew for all ``tokens`` in every pass."""
     run: Callable[..., object] = whole.forward if stage.is_last else decoder
 
     def forward(given: torch.Tensor) -> torch.Tensor:
-        out = run(**{"input_ids" if stage.is_first else "inputs_embeds": given})
+        positions = torch.arange(tokens, device=given.device).unsqueeze(0) if shared is None else shared
+        out = run(**{"input_ids" if stage.is_first else "inputs_embeds": given, "position_ids": positions})
         tensor: torch.Tensor = out.logits if stage.is_last else out.last_hidden_state  # type: ignore[attr-defined]
         return tensor
 
@@ -182,34 +243,44 @@ def _schedule(job: JobSpec, mine: tuple[Stage, ...], parts: list[nn.Module], mes
     cls: Callable[..., Schedule] = _SCHEDULES[name]
     return cls(
         stages if len(mine) > 1 else stages[0], n_microbatches=job.batch.grad_accum_steps, scale_grads=False,
-        loss_fn=_loss_of(last, job.model.vocab_size),
+        loss_fn=_loss_of(last, job.model.vocab_size, shifted=job.mesh.cp > 1),
     )  # fmt: skip
 
 
-def _loss_of(last: nn.Module | None, vocab: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Transformers' own loss; where it is on another rank, the schedule only asks whether there is one."""
+def _loss_of(last: nn.Module | None, vocab: int, *, shifted: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Transformers' own loss; where it is on another rank, the schedule only asks whether there is one.
+
+    ``shifted`` labels come as each token's next one, as a rank cannot tell from its share of a sequence.
+    """
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", last.loss_function(logits=logits, labels=labels, vocab_size=vocab))  # type: ignore[union-attr, operator]
+        said = {"labels": labels, "shift_labels": labels} if shifted else {"labels": labels}
+        return cast("torch.Tensor", last.loss_function(logits=logits, **said, vocab_size=vocab))  # type: ignore[union-attr, operator]
 
     return loss
 
 
 def _given(job: JobSpec, stage: Stage) -> torch.Tensor:
-    shape = (job.batch.micro_batch_size, job.batch.seq_len)
+    shape = (job.batch.micro_batch_size, _tokens(job))
     return torch.empty(shape, dtype=torch.int64, device="meta") if stage.is_first else _hidden(job)
 
 
 def _returned(job: JobSpec, stage: Stage) -> torch.Tensor:
-    return _of_each_token(job, job.model.vocab_size) if stage.is_last else _hidden(job)
+    return _of_each_token(job, job.model.vocab_size, tokens=_tokens(job)) if stage.is_last else _hidden(job)
+
+
+def _tokens(job: JobSpec) -> int:
+    """Of every sequence, this rank's share."""
+    return job.batch.seq_len // job.mesh.cp
 
 
 def _hidden(job: JobSpec) -> torch.Tensor:
-    return _of_each_token(job, job.model.hidden_size)
+    """A rank's share of the hidden states: plain tensors between stages, as torchtitan's, along the sequence under TP."""
+    return _of_each_token(job, job.model.hidden_size, tokens=_tokens(job) // job.mesh.tp)
 
 
-def _of_each_token(job: JobSpec, width: int) -> torch.Tensor:
-    shape = (job.batch.micro_batch_size, job.batch.seq_len, width)
+def _of_each_token(job: JobSpec, width: int, *, tokens: int) -> torch.Tensor:
+    shape = (job.batch.micro_batch_size, tokens, width)
     return torch.empty(shape, dtype=COMPUTE[job.recipe.precision], device="meta", requires_grad=True)
 
 

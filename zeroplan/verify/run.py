@@ -116,7 +116,7 @@ def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
         _FAKE if device == "cpu" else _fake_group_on(device), rank=rank, world_size=job.mesh.world_size, store=FakeStore()
     )
     if job.mesh.tp > 1:
-        _forget_other_meshes(job.mesh)
+        _forget_other_meshes(job.mesh, rank)
     try:
         yield mesh_of(job, device)
     finally:
@@ -124,8 +124,8 @@ def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
 
 
 @lru_cache(maxsize=1)
-def _forget_other_meshes(_: MeshSpec) -> None:
-    """Once when the mesh is another than before: DTensor keeps what it found out by ranks, process groups that are gone with it."""
+def _forget_other_meshes(_: MeshSpec, __: int) -> None:
+    """Once when mesh or rank is another than before: DTensor keeps what it found out by ranks, groups that are gone among it."""
     from torch.distributed.tensor import debug  # noqa: PLC0415  tensor parallelism alone needs it
 
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ along the sequence. Source: torchtitan, 2026-04, experiments/transformers_modeli
 ``apply_non_moe_tp``, whose plan this is; tied embeddings stay tied, as in torchtitan's own models.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -49,20 +49,26 @@ class TensorParallel(Fsdp2):
 
 def split(work: Workload, mesh: DeviceMesh, *, seq_len: int) -> Workload:
     """Split the model of a workload over neighbours; positions are handed in, since between matrices no rank sees all tokens."""
-    module, mesh = work.module, mesh[TENSOR]
-    model = cast("PreTrainedModel", module)
+    mesh = mesh[TENSOR]
+    model = cast("PreTrainedModel", work.module)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = head.weight is embedding.weight
-    parallelize_module(module, mesh, _ROOT, src_data_rank=None)
-    for block in work.blocks:
-        parallelize_module(block, mesh, _plan(block), src_data_rank=None)
+    split_module(work.module, work.blocks, mesh)
     if tied:
         head.weight = embedding.weight
     positions = torch.arange(seq_len, device=mesh.device_type).unsqueeze(0)
     return work._replace(batch={**work.batch, "position_ids": positions})
 
 
-_ROOT = {
+def split_module(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Split a model, or a pipeline stage's part of one, in which what it does not have is an identity."""
+    there = {name: style for name, style in _ROOT.items() if not isinstance(module.get_submodule(name), nn.Identity)}
+    parallelize_module(module, mesh, there, src_data_rank=None)
+    for block in blocks:
+        parallelize_module(block, mesh, _plan(block), src_data_rank=None)
+
+
+_ROOT: dict[str, ParallelStyle] = {
     "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "model.norm": SequenceParallel(),
     "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),

@@ -265,7 +265,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     parameters, symbol = _parameter_lines(tree, whole, trained, width, frozen=width.stored if model.frozen else width.compute)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
     persistent = (*parameters, *beside, *optimizer, *tree.buffers)
-    in_the_loop = () if cp == 1 else (_whole_sequences(batch, cp),)
+    in_the_loop = () if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
         width=width,

@@ -40,30 +40,35 @@ def at_the_split_embedding(plan: Plan, at: AtEmbedding, common: tuple[Line, ...]
         yield Moment(SUM_OF_TIED, Phase.BACKWARD, (*alive, whole, share, total))
 
 
-def split_collectives(plan: Plan, batch: Batch, ranks: int, *, reductions: Int) -> tuple[Collective, ...]:
+def split_collectives(
+    plan: Plan, batch: Batch, ranks: int, *, reductions: Int, embeds: bool = True, ends: bool = True, accumulated: bool = False
+) -> tuple[Collective, ...]:  # fmt: skip
     """What tensor-parallel ranks send among themselves in one optimizer step.
 
     Each block gathers and scatters what its two branches read and make; a recomputation does so again, up to the last tensor that
-    is needed: not what the MLP has made, unless it keeps the outputs of every second product and so runs to the end.
+    is needed: not what the MLP has made, unless it keeps the outputs of every second product and so runs to the end. A stage of a
+    pipeline may have no embedding (``embeds``), or no head and loss (``ends``), and its gradients are ``accumulated`` when norms'
+    are summed up.
     """
     layers, passes = sum(plan.every_layer), batch.grad_accum_steps
     tokens = batch.micro_batch_size * batch.seq_len
     whole, e = tokens * plan.parameters[0].shape[1], plan.width.compute
     again = {"none": (0, 0), "full": (2 * layers, layers), "selective": (2 * layers, 2 * layers)}[plan.recipe.recompute]
-    ends = 2 * layers + 1
+    before, after = 2 * layers + embeds, 2 * layers + ends
     norms, elements = _norms(plan)
+    reduced = plan.reduce_bytes if accumulated else e
 
     def of(operation: str, when: str, calls: Int, source: str) -> Collective:
         return _among(operation, ACTIVATIONS, when, ranks, calls, whole, e, source)
 
     return (
-        of("all_gather", "forward", passes * ends, GATHER),
-        of("reduce_scatter", "forward", passes * ends, SCATTER),
-        _among("all_reduce", ROWS, "forward", ranks, 3 * passes, tokens, 4, LOSS),
-        of("all_gather", "backward", passes * (ends + again[0]), GATHER),
-        of("reduce_scatter", "backward", passes * (ends + again[1]), SCATTER),
-        _among("all_reduce", NORMS, "backward", ranks, reductions * norms, elements // norms, e, REDUCE)._replace(
-            of_all=reductions * e * elements
+        of("all_gather", "forward", passes * after, GATHER),
+        of("reduce_scatter", "forward", passes * before, SCATTER),
+        _among("all_reduce", ROWS, "forward", ranks, 3 * passes * ends, tokens, 4, LOSS),
+        of("all_gather", "backward", passes * (before + again[0]), GATHER),
+        of("reduce_scatter", "backward", passes * (after + again[1]), SCATTER),
+        _among("all_reduce", NORMS, "backward", ranks, reductions * norms, elements // norms, reduced, REDUCE)._replace(
+            of_all=reductions * reduced * elements
         ),
     )
 

@@ -51,6 +51,10 @@ def accounts_of(
     if recipe.pipeline_schedule in SPLIT:
         _check_split(model, recipe, mesh, batch)
     recipe = replace(recipe, sync_every_micro_batch=False)  # a schedule reduces once
+    if mesh.cp != 1:
+        from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
+
+        batch = local_batch(batch, int(mesh.cp))
     pp, schedule = int(mesh.pp), recipe.pipeline_schedule or "1f1b"
     chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
     stages = cut(model.num_hidden_layers, pp * chunks)
@@ -58,6 +62,7 @@ def accounts_of(
     plans = iter(stage_plans(model, recipe, mesh, batch, tuple(stages[at] for mine in indices for at in mine)))
     return tuple(
         _account(
+            model,
             recipe,
             mesh,
             batch,
@@ -94,14 +99,16 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     others = tuple(one.pipeline[0] for one in every if one is not worst)
     rank = worst.pipeline[0].rank
     note = f"figures are of pipeline rank {rank}, whose peak is the highest of {len(every)}; verify it as rank"
-    first = rank * int(mesh.dp_replicate) * int(mesh.dp_shard)
+    first = rank * int(mesh.dp_replicate) * int(mesh.dp_shard) * int(mesh.cp) * int(mesh.tp)
     return worst._replace(pipeline=(*worst.pipeline, *others), notes=(*worst.notes, f"{note} {first}"))
 
 
-def _account(recipe: RecipeSpec, mesh: Mesh, batch: Batch, stages: tuple[StagePlan, ...], place: Place) -> Account:
+def _account(
+    model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, stages: tuple[StagePlan, ...], place: Place
+) -> Account:  # fmt: skip
     """Memory and traffic of one rank."""
     standing = _joined(line for stage in stages for line in stage.plan.persistent)
-    here = Rank(place.rank, stages, (*standing, *_received(stages, batch)))
+    here = Rank(place.rank, stages, (*standing, *_received(stages, mesh, batch)), _cut(stages, mesh, batch))
     gradients = _joined(stage.plan.gradient_shards(stage.plan.every_layer, "after backward", root=True) for stage in stages)
     until_next = _until_next(place, stages[0].hidden_bytes)
     step = Moment("optimizer step", Phase.STEP, (*here.standing, *until_next, *gradients, *_temporaries(recipe, stages)))
@@ -110,7 +117,7 @@ def _account(recipe: RecipeSpec, mesh: Mesh, batch: Batch, stages: tuple[StagePl
     return Account(
         states=(*standing, *gradients),
         moments=moments,
-        collectives=collectives(stages, gathers(place, resharded=resharded), mesh, batch),
+        collectives=collectives(stages, gathers(place, resharded=resharded), mesh, batch, model),
         pipeline=(_shown(place.rank, stages, moments),),
     )
 
@@ -159,13 +166,30 @@ def _joined(lines: Iterator[Line]) -> tuple[Line, ...]:
     return tuple(line._replace(formula=product(1, line.n_bytes)) for line in found.values())
 
 
-def _received(stages: tuple[StagePlan, ...], batch: Batch) -> tuple[Line, ...]:
-    """Receive buffers, which a stage has for every micro-batch of a step, and the step's token ids and labels."""
+def _cut(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+    """Of the step's sequences, where ranks share them: what is there until its passes are over."""
+    if mesh.cp == 1:
+        return ()
+    from zeroplan.engines.pipeline.context import cut_for_a_step  # noqa: PLC0415  the others' answers need not wait for it
+
+    return cut_for_a_step(batch, int(mesh.cp), sequences=_sequences(stages, batch))
+
+
+def _sequences(stages: tuple[StagePlan, ...], batch: Batch) -> Int:
+    """Sequences of token ids or labels that a rank has of a step: those that its first or last stage reads."""
+    return sum(stage.stage.is_first + stage.stage.is_last for stage in stages) * batch.grad_accum_steps * batch.micro_batch_size
+
+
+def _received(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+    """Receive buffers, which a stage has for every micro-batch of a step, and the step's token ids and labels.
+
+    With ranks that share sequences, whole ones, and the positions in one of them.
+    """
     count = batch.grad_accum_steps
     buffers = sum(2 - stage.stage.is_first - stage.stage.is_last for stage in stages)
-    tokens = sum(stage.stage.is_first + stage.stage.is_last for stage in stages)
     received = count * buffers * stages[0].hidden_bytes
-    ids = 8 * tokens * count * batch.micro_batch_size * batch.seq_len
+    length = 8 * batch.seq_len * mesh.cp
+    rows = _sequences(stages, batch) + (0 if mesh.cp == 1 else 1)
     return (
         Line(
             Kind.ACTIVATIONS,
@@ -176,9 +200,9 @@ def _received(stages: tuple[StagePlan, ...], batch: Batch) -> tuple[Line, ...]:
         ),
         Line(
             Kind.ACTIVATIONS,
-            ids,
+            rows * length,
             "token ids or labels of all micro-batches, int64",
-            several((count * tokens, 8 * batch.micro_batch_size * batch.seq_len)),
+            several((rows, length)),
             TOKENS,
         ),
     )

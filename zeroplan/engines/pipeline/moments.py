@@ -12,7 +12,15 @@ from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2 import buffers
 from zeroplan.engines.fsdp2.buffers import kept, reduce_output_bytes
 from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Group, Plan
-from zeroplan.engines.pipeline.stage import StagePlan
+from zeroplan.engines.pipeline.stage import POSITIONS, StagePlan
+from zeroplan.engines.pipeline.tensor import (
+    after_the_forward,
+    at_the_split_embedding,
+    at_the_split_head,
+    root_elements,
+    taking_its_share,
+    whole_embedding,
+)
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import FLOWING
@@ -34,6 +42,8 @@ class Rank(NamedTuple):
     stages: tuple[StagePlan, ...]
     standing: tuple[Line, ...]
     """Shards, optimizer state, the step's token ids or labels, receive buffers."""
+    passing: tuple[Line, ...] = ()
+    """What is there as long as passes are taken, and not when the optimizer steps."""
 
 
 Maker = Callable[[Rank, State, tuple[Line, ...]], Iterator[Moment]]
@@ -114,6 +124,7 @@ def _waiting(rank: Rank, state: State) -> tuple[Line, ...]:
     between = tuple((count, stage.between_bytes) for count, stage in zip(state.between, rank.stages, strict=False))
     return (
         *rank.standing,
+        *rank.passing,
         _of_several(Kind.ACTIVATIONS, flying, "kept by the micro-batches in flight beside this one", STAGE),
         *([_of_several(Kind.ACTIVATIONS, between, BETWEEN, HALVES)] if between else ()),
         _of_several(Kind.ACTIVATIONS, hidden, "outputs of stages, until their backward or as long as a send holds them", STAGE),
@@ -172,7 +183,7 @@ def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str) -> Li
 
 def accumulated(plan: Plan, layers: tuple[int, ...], *, root: bool, whose: str = "this stage's") -> Line:
     """Whole gradients in the dtype in which they will be reduced."""
-    elements = plan.root.numel if root else 0
+    elements = root_elements(plan) if root else 0
     for count, group in zip(layers, plan.blocks, strict=True):
         elements += count * group.numel
     n_bytes, formula = plan.reduce_bytes * elements, product(plan.reduce_bytes, elements)
@@ -295,7 +306,7 @@ def _inside(stage: StagePlan, position: Position) -> tuple[Line, ...]:
     plan, one = stage.plan, stage.plan.passes[position.run]
     recomputed = plan.recipe.recompute
     lines = (*one.kept(recomputed), *one.forward_recompute) if plan.recomputed else (*one.saved, *one.forward)
-    if recomputed == "selective":
+    if recomputed == "selective" and not stage.split:
         lines = tuple(line for line in lines if line.reason != _MADE_LATER)
     return lines if position.layer else stage.at_its_beginning(lines)
 
@@ -320,10 +331,14 @@ def _head_and_loss(stage: StagePlan, state: State, common: tuple[Line, ...]) -> 
     layers = tuple(0 for _ in plan.blocks) if plan.reshard else plan.every_layer
     unsharded = unsharded_parameters(plan, layers, "this stage's parameters, unsharded")
     alive = (*common, unsharded, *kept_of_all(stage), *plan.head.saved)
-    if not state.whole[state.chunk]:
-        parked = _gathered(plan, plan.blocks[-1], "the last block's, parked until the stage's forward ends")
-        yield Moment("head, forward", Phase.FORWARD, (*alive, *plan.head.output, parked))
-    yield Moment("loss, forward", Phase.LOSS, (*alive, *plan.head.loss_forward))
+    parked = _gathered(plan, plan.blocks[-1], "the last block's, parked until the stage's forward ends")
+    positions = tuple(line for line in plan.head.forward if line.reason == POSITIONS)
+    inside = (*alive, *positions, *(() if state.whole[state.chunk] else (parked,)))
+    if stage.by_rank is not None:
+        yield from at_the_split_head(plan, stage.by_rank, inside)
+    elif not state.whole[state.chunk]:
+        yield Moment("head, forward", Phase.FORWARD, (*inside, *plan.head.output))
+    yield Moment("loss, forward", Phase.LOSS, (*alive, *after_the_forward(plan.head.loss_forward)))
 
 
 def kept_of_all(stage: StagePlan) -> tuple[Line, ...]:
@@ -401,13 +416,14 @@ def _below(plan: Plan, run: int) -> Int:
 def _at_points(
     stage: StagePlan, position: Position, alive: tuple[Line, ...], inside: tuple[tuple[str, tuple[Line, ...], Int], ...]
 ) -> Iterator[Moment]:
-    coming_in = position.next_run is None
+    coming_in, adding = position.next_run is None, False
     for name, lines, fresh in inside:
+        coming_in = coming_in and (name == _ADDED_AFTER or not adding)
+        adding = adding or name == _ADDED_AFTER
         here = stage.at_its_end(lines) if coming_in else lines
         here = here if position.layer else stage.at_its_beginning(here)
         made = _made(stage.plan, fresh, "this block's, made so far")
         yield Moment(f"backward of {position.name}: {name}", Phase.BACKWARD, (*alive, *here, made))
-        coming_in = coming_in and name != _ADDED_AFTER
 
 
 _ADDED_AFTER = "norm before the MLP"
@@ -471,12 +487,16 @@ def _end_of_backward(stage: StagePlan, plan: Plan, state: State, common: tuple[L
     flow = _flowing(stage, "gradient that flows out of the first block")
     unsharded = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, unsharded")
     alive = (*common, accumulated(plan, plan.every_layer, root=earlier), unsharded)
-    if stage.stage.is_first:
+    if plan.at_embedding is not None:
+        yield from at_the_split_embedding(plan.at_embedding, alive, flow)
+        flow = _flowing(stage, "gradient that flows out of the first block", 0)
+    elif stage.stage.is_first:
         fresh = plan.width.compute * plan.root.numel
         made = _made(plan, fresh, "the embedding's of this micro-batch")
         yield Moment("backward of the embedding", Phase.BACKWARD, (*alive, made, flow))
         flow = _flowing(stage, "gradient that flows out of the first block", 0)
     sizes = tuple(one.numel for one in plan.parameters if one.name in root_names(plan))
+    sizes = (sizes[0] + whole_embedding(plan), *sizes[1:])
     made = taken_up(plan, sizes, first=not earlier)
     yield Moment("backward: gradients of the root group", Phase.BACKWARD, (*alive, made, flow))
 
@@ -500,6 +520,8 @@ def _reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Mo
     fresh = bool(state.fresh and state.fresh[state.chunk] and state.earlier[state.chunk])
     if plan.root.numel:
         alive = (*common, *_left(whole, plan.every_layer, fresh=fresh), *_unsharded_blocks(plan, plan.every_layer))
+        if plan.at_embedding is not None:
+            yield taking_its_share(whole, alive)
         yield _reduction(plan, plan.root, whole.reduce_bytes, plan.last_root_elements, "the root group", alive)
     done = tuple(0 for _ in plan.blocks)
     for run, count in enumerate(plan.every_layer):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.positions import Position
 from zeroplan.engines.precisions import compute_of
-from zeroplan.ledger import Line, total_bytes
+from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -23,8 +23,12 @@ from zeroplan.transformer.families.halves import Halves, block_halves, head_halv
 from zeroplan.transformer.families.parts import SAVED
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params import layout
+from zeroplan.transformer.params_split import split_layout
 
 CHECKPOINT = "torch 2.13, torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator"
+#: What a stage's forward is given beside its input, and lets go of in its end.
+POSITIONS = "position ids, int64, held by name"
+FORWARD = "torchtitan, experiments/transformers_modeling_backend/model.py, HFTransformerModel.forward"
 
 
 class StagePlan(NamedTuple):
@@ -40,6 +44,10 @@ class StagePlan(NamedTuple):
     """What it returns for each micro-batch: hidden states, or logits."""
     input_is_kept: bool
     """The first block's input is among what blocks keep for their backward."""
+    split: bool
+    """Ranks split its blocks or share its sequences."""
+    by_rank: Line | None
+    """Under tensor parallelism: what is gathered along the sequence, before it is put in order."""
     halves: tuple[Halves, Halves] | None = None
     """Of a block, and of final norm and head, where a schedule takes backwards in two halves."""
 
@@ -102,7 +110,7 @@ def stage_plans(
     made: dict[object, StagePlan] = {}
     plans = []
     for stage in stages:
-        fewer, part = layers_of(model, stage)
+        fewer, part = layers_of(model, stage, tp=int(mesh.tp))
         alike = (fewer, stage.is_first, stage.is_last)
         if alike not in made:
             made[alike] = _stage_plan(fewer, part, recipe, mesh, batch, stage)
@@ -115,35 +123,38 @@ def _stage_plan(
     fewer: ModelSpec, part: Layout, recipe: RecipeSpec, mesh: Mesh, batch: Batch, stage: Stage
 ) -> StagePlan:  # fmt: skip
     plan = make_plan(fewer, recipe, mesh, batch, part=part)
-    head = plan.head
-    positions = (
-        (Line(SAVED, 8 * batch.seq_len, "position ids, int64, held by checkpoints", "8·s", CHECKPOINT),)
-        if plan.recomputed
-        else ()
-    )
+    head, at_embedding = plan.head, plan.at_embedding
+    of_all = mesh.cp != 1  # positions, which are made once
+    positions = Line(SAVED, 8 * batch.seq_len, "position ids, int64, held by checkpoints", "8·s", CHECKPOINT)
+    named = Line(Kind.TEMPORARY, 8 * batch.seq_len, POSITIONS, "8·s", FORWARD)
     plan = plan._replace(
         head=head._replace(
-            shared=(*head.with_blocks, *positions), first_input=head.first_input if stage.is_first else ()
+            shared=(*head.with_blocks, *((positions,) if plan.recomputed and not of_all else ())),
+            forward=(*head.forward, *(() if plan.recomputed or of_all else (named,))),
+            first_input=head.first_input if stage.is_first else (),
         ),
         tail_elements=plan.tail_elements if stage.is_last else 0,
+        at_embedding=at_embedding if stage.is_first else None,
     )  # fmt: skip
     logits = total_bytes(head.output) if stage.is_last else head.hidden_bytes
     kept = recipe.recompute != "none" or not plan.passes[0].checkpoint_in_backward
+    by_rank = None if at_embedding is None else at_embedding.by_rank
     halves = None
     if recipe.pipeline_schedule in SPLIT:
         compute = compute_of(recipe)
         halves = block_halves(fewer, compute, batch), head_halves(fewer, compute, batch)
-    return StagePlan(stage, plan, plan.corners, head.hidden_bytes, logits, kept, halves)
+    split = mesh.tp != 1 or mesh.cp != 1
+    return StagePlan(stage, plan, plan.corners, head.hidden_bytes, logits, kept, split, by_rank, halves)
 
 
 @lru_cache(maxsize=4096)
-def layers_of(model: ModelSpec, stage: Stage) -> tuple[ModelSpec, Layout]:
-    """The stage's layers as a model of its own, and the parameters that it really has."""
+def layers_of(model: ModelSpec, stage: Stage, *, tp: int = 1) -> tuple[ModelSpec, Layout]:
+    """The stage's layers as a model of its own, and the parameters that one of ``tp`` ranks really has of them."""
     moe = model.moe
     if moe is not None and moe.num_dense_layers:
         moe = replace(moe, num_dense_layers=max(0, min(stage.layers, moe.num_dense_layers - stage.start)))
     fewer = replace(model, num_hidden_layers=stage.layers, moe=moe)
-    tree = layout(fewer)
+    tree = layout(fewer) if tp == 1 else split_layout(fewer, tp)
     embeddings, tail = tree.embeddings if stage.is_first else (), tree.tail if stage.is_last else ()
     return fewer, tree._replace(embeddings=embeddings, tail=tail)
 

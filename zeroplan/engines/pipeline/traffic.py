@@ -13,6 +13,7 @@ from zeroplan.ledger import Collective
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.model import ModelSpec
 
 P2P = "torch 2.13, torch/distributed/pipelining/stage.py, get_fwd_send_ops and get_bwd_send_ops"
 #: The operation's name, and what is sent.
@@ -20,11 +21,27 @@ SEND, UP, DOWN = "send", "hidden states to the next stage", "gradients to the st
 
 
 def collectives(
-    stages: tuple[StagePlan, ...], gathers: tuple[Gathers, ...], mesh: Mesh, batch: Batch
+    stages: tuple[StagePlan, ...], gathers: tuple[Gathers, ...], mesh: Mesh, batch: Batch, model: ModelSpec
 ) -> tuple[Collective, ...]:
-    """Every collective and every send of one optimizer step of a rank."""
+    """Every collective and every send of one optimizer step of a rank; ``batch`` is the rank's."""
     sent = _sends(stages, mesh, batch)
-    return (*(call for one in zip(stages, gathers, strict=True) for call in _of_stage(*one, mesh)), *sent)
+    among = (call for stage in stages for call in _among_the_split(stage, mesh, batch, model))
+    return (*(call for one in zip(stages, gathers, strict=True) for call in _of_stage(*one, mesh)), *among, *sent)
+
+
+def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpec) -> Iterator[Collective]:
+    """What ranks send among themselves that split the stage or share its sequences; they cross its boundaries side by side."""
+    if mesh.tp != 1:
+        from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  the others' answers need not wait for it
+
+        embeds, ends = stage.stage.is_first, stage.stage.is_last
+        yield from split_collectives(
+            stage.plan, batch, int(mesh.tp), reductions=1, embeds=embeds, ends=ends, accumulated=True
+        )  # fmt: skip
+    if mesh.cp != 1:
+        from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
+
+        yield from exchanged(stage.plan, batch, model, mesh)
 
 
 def _of_stage(stage: StagePlan, gathers: Gathers, mesh: Mesh) -> Iterator[Collective]:

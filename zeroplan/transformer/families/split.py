@@ -23,7 +23,7 @@ from zeroplan.transformer.families.llama import has_head_norms
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.sizes import quantities
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Alive, Arriving, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
@@ -91,11 +91,13 @@ def _plan(structure: Structure) -> traced.Plan:
     tape.release(output, given)
     arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"e·{output.shape}", LAYER)
     tape.run_backward(output, arriving)
+    if structure.recompute != "none":
+        tape.moments[: tape.unsaved] = _not_run_again_yet(tape, given.store, structure.recompute)
     points = index.moments(highest(tape.moments, **dtypes, scratch_apart=structure.block.ring > 1))
     selective = index.of(tape.kept())
     again: dict[Recompute, tuple[traced.Placed, ...]] = {
         "full": index.moments(traced.run_again(tape, until_saved, given.store, dtypes)),
-        "selective": index.moments(traced.run_again(tape, whole, given.store, dtypes)),
+        "selective": index.moments(traced.run_again(tape, traced.with_kept(whole, tape), given.store, dtypes)),
     }
     places = index.of((given.store,))
     checkpointed = traced.checkpointed(
@@ -103,6 +105,15 @@ def _plan(structure: Structure) -> traced.Plan:
     )
     stores, weights = _of_a_rank(index) if structure.split else (tuple(index.stores), tuple(index.weights))
     return traced.Plan(stores, weights, saved, forward, checkpointed, points, (), selective, places, LAYER, again)
+
+
+def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:
+    """Moments of the backward before it first needs what was saved: of a checkpoint there is what it keeps, and nothing else."""
+    kept = tape.kept() if recompute == "selective" else ()
+    return [
+        one._replace(stores=(*(store for store in one.stores if store is given or store not in tape.saved), *kept))
+        for one in tape.moments[: tape.unsaved]
+    ]
 
 
 @lru_cache(maxsize=4)
@@ -172,13 +183,12 @@ def _norm(tape: Tape, given: Value, name: str, *, split: bool = True) -> Value:
 
 def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
     block, whole = structure.block, gathered(tape, normal, "input of attention", split=structure.split)
-    names, bias = (("q", "q projection"), ("k", "k projection"), ("v", "v projection")), block.attention_bias
-    query, key, value = (op.linear(tape, whole, width, Site(name, ATTENTION), bias=bias) for width, name in names)
-    if structure.head_norms:
-        bare = query, key
-        query = op.rms_norm(tape, query, "norm of the queries", NORM, weight="d", rows="T·a")
-        key = op.rms_norm(tape, key, "norm of the keys", NORM, weight="d", rows="T·k/d")
-        tape.release(*bare)
+    bias, norms = block.attention_bias, structure.head_norms
+    query = op.linear(tape, whole, "q", Site("q projection", ATTENTION), bias=bias)
+    query = _normal(tape, query, "norm of the queries", "T·a") if norms else query
+    key = op.linear(tape, whole, "k", Site("k projection", ATTENTION), bias=bias)
+    key = _normal(tape, key, "norm of the keys", "T·k/d") if norms else key
+    value = op.linear(tape, whole, "v", Site("v projection", ATTENTION), bias=bias)
     turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
     tape.release(query, key)
     heads = Heads(*turned, value, block.grouped, block.one_key)
@@ -186,6 +196,13 @@ def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
     partial = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
     made = scattered(tape, partial, "output of attention", split=structure.split)
     tape.release(partial, value, *turned, context, whole)
+    return made
+
+
+def _normal(tape: Tape, given: Value, name: str, rows: str) -> Value:
+    """Norm each head, before the next projection is made (Qwen3)."""
+    made = op.rms_norm(tape, given, name, NORM, weight="d", rows=rows)
+    tape.release(given)
     return made
 
 

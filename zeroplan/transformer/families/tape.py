@@ -91,6 +91,8 @@ class Tape:
         self.casts: list[str] = []
         self.before_saved: tuple[Store, ...] = ()
         """Gradients that wait when the backward first needs what was saved, where a checkpoint is run again."""
+        self.unsaved = 0
+        """Moments of the backward before that."""
         self.products: list[Store] = []
         """Outputs of plain matrix products, in order."""
         self.kernel_outputs: list[Store] = []
@@ -248,6 +250,7 @@ class Tape:
             if operator.outputs and all(value in waiting for value in operator.outputs):
                 if operator.saved and not self.before_saved:
                     self.before_saved = tuple(dict.fromkeys(waiting.values()))
+                    self.unsaved = len(self.moments) - (not self.fell)  # the next moment takes the place of the last
                 self._step(operator, waiting)
 
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:

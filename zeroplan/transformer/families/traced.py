@@ -254,7 +254,7 @@ def _plan(structure: Structure) -> Plan:
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
     if structure.family in RECOMPUTED_HIGHER:
         reruns["full"] = index.moments(run_again(saving, until_saved, given.store, dtypes))
-        reruns["selective"] = index.moments(run_again(saving, _with_kept(whole, saving), given.store, dtypes))
+        reruns["selective"] = index.moments(run_again(saving, with_kept(whole, saving), given.store, dtypes))
     selective = index.of(saving.kept())
     recompute = checkpointed(
         index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
@@ -276,7 +276,7 @@ def checkpointed(
     return {"full": forward(keeping=False), "selective": forward(keeping=True)}
 
 
-def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
+def with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
     """Moments of a run whose dear outputs are there from the beginning, where it makes them anew."""
     first = {store: at for at, moment in reversed(list(enumerate(moments))) for store in moment.stores}
     kept = tape.kept()

@@ -1,0 +1,57 @@
+"""A stage of a pipeline on tensor-parallel ranks: what DTensor does otherwise where gradients add up until a step ends.
+
+Hidden states go from stage to stage as they lie between blocks, each rank's share of the sequence to the rank that has the same
+share (torchtitan: stages take and return local tensors). A split embedding's gradient stays whole on every rank until it is
+reduced (torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py``, ``_get_grad_inner_tensor``).
+"""
+
+from collections.abc import Iterator
+
+from zeroplan.engines.formulas import product
+from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Plan
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.transformer.blocks import AtEmbedding
+from zeroplan.transformer.split_head import HELD_NORM
+
+
+def whole_embedding(plan: Plan) -> int:
+    """Elements by which the gradient of the embedding is more than this rank's share of it, until it is reduced."""
+    return (
+        0 if plan.at_embedding is None else int(plan.at_embedding.whole.n_bytes) // plan.width.compute - plan.embedding_elements
+    )
+
+
+def root_elements(plan: Plan) -> int:
+    """Elements of the root group's gradients before they are reduced."""
+    return plan.root.numel + whole_embedding(plan)
+
+
+def at_the_split_embedding(at: AtEmbedding, alive: tuple[Line, ...], flow: Line) -> Iterator[Moment]:
+    """The gradient of the embedding's output is gathered and makes that of the whole embedding."""
+    yield Moment("backward of the embedding: gathering", Phase.BACKWARD, (*alive, at.gathered, at.by_rank, flow))
+    yield Moment("backward of the embedding", Phase.BACKWARD, (*alive, at.gathered, at.whole))
+
+
+def taking_its_share(plan: Plan, alive: tuple[Line, ...]) -> Moment:
+    """Before the root group is reduced, and while it is unsharded still, a rank copies its share of the embedding's gradient."""
+    reduced, unsharded = plan.reduce_bytes, plan.width.compute * plan.root.padded
+    share = reduced * plan.embedding_elements
+    lines = (
+        Line(Kind.UNSHARDED_PARAMETERS, unsharded, "the root group, unsharded", product(1, unsharded), REDUCE),
+        Line(Kind.UNSHARDED_GRADIENTS, reduced * root_elements(plan), "the root group's, of the whole embedding",
+             product(reduced, root_elements(plan)), ACCUMULATE),
+        Line(Kind.UNSHARDED_GRADIENTS, share, "this rank's share of the embedding's", product(1, share), REDUCE),
+    )  # fmt: skip
+    return Moment("reducing the root group: this rank's share", Phase.BACKWARD, (*alive, *lines))
+
+
+def at_the_split_head(plan: Plan, by_rank: Line, alive: tuple[Line, ...]) -> Iterator[Moment]:
+    """The final norm's output is gathered along the sequence, then makes this rank's logits; its share of it has a name."""
+    named = tuple(line for line in plan.head.loss_forward if line.reason == HELD_NORM)
+    yield Moment("head, forward: gathering", Phase.FORWARD, (*alive, *named, by_rank))
+    yield Moment("head, forward", Phase.FORWARD, (*alive, *named, *plan.head.output))
+
+
+def after_the_forward(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    """What a loss takes that is made when the stage's forward is over, whose names are gone."""
+    return tuple(line for line in lines if line.reason != HELD_NORM)
