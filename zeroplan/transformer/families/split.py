@@ -40,6 +40,7 @@ class Structure(NamedTuple):
 
     block: traced.Structure
     head_norms: bool
+    recompute: Recompute
     split: bool
     """There are tensor-parallel ranks."""
 
@@ -51,9 +52,9 @@ class Structure(NamedTuple):
 
 def split_block(model: ModelSpec, compute: Compute, x: Widths) -> BlockPass:
     """One block on one of ``compute.tp`` ranks."""
-    plan = _plan(_structure(model, compute, x))
+    structure, plan = _structure(model, compute, x), _plan(_structure(model, compute, x))
     sizes = traced.Sizes(plan, local_quantities(model, x, compute.tp))
-    return traced.pass_of(plan, sizes, autocast=False, recompute=compute.recompute)
+    return traced.pass_of(plan, sizes, autocast=False, recompute=structure.recompute)
 
 
 def split_norm(model: ModelSpec, x: Widths, ranks: int) -> FinalNorm:
@@ -79,7 +80,7 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
         model.family, x.element == 4, False, x.attention, False, key != query, key == x.head_dim, model.attention_bias, x.kernels,
         ring=compute.cp,
     )  # fmt: skip
-    return Structure(block, has_head_norms(model), compute.tp > 1)
+    return Structure(block, has_head_norms(model), compute.recompute, compute.tp > 1)
 
 
 @lru_cache(maxsize=256)
