@@ -80,7 +80,7 @@ def _numbers(given: Estimate) -> Iterator[object]:
 
 def _words(given: Estimate) -> Iterator[object]:
     for moment in given.moments:
-        yield moment.name, [_told(line) for line in moment.lines]
+        yield moment.name, sorted(_told(line) for line in moment.lines)
     yield [(one.what, one.when, one.source) for one in given.traffic.collectives], given.symbols, given.notes
 
 
