@@ -52,7 +52,9 @@ _ASKED: dict[str, tuple[str, ...]] = {
         "--pipeline-parallel 8 --grad-accum 16", "--pipeline-parallel 4 --grad-accum 8 --recompute full --stage 2",
         "--pipeline-parallel 4 --pipeline-schedule gpipe --grad-accum 4",
         "--pipeline-parallel 4 --pipeline-schedule interleaved-1f1b --grad-accum 8 --recompute selective",
-        "--pipeline-parallel 2 --pipeline-schedule interleaved-1f1b --pipeline-stages-per-rank 4 --grad-accum 4 --stage 2",
+        "--pipeline-parallel 2 --pipeline-schedule interleaved-1f1b --pipeline-stages-per-rank 3 --grad-accum 4 --stage 2",
+        "--pipeline-parallel 4 --pipeline-schedule zbv --grad-accum 8 --stage 2",
+        "--pipeline-parallel 2 --pipeline-schedule interleaved-zero-bubble --grad-accum 4 --stage 2 --precision bf16",
     ),
     "--model mixtral-8x7b --gpus 32 --stage 3": (
         "--expert-parallel 8", "--expert-parallel 4 --recompute full", "--expert-parallel 2 --stage 2 --grad-accum 2",

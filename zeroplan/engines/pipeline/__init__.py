@@ -57,6 +57,11 @@ def accounts_of(
         batch = local_batch(batch, int(mesh.cp))
     pp, schedule = int(mesh.pp), recipe.pipeline_schedule or "1f1b"
     chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
+    if chunks > _STAGES_AT_ONCE:
+        raise SpecError(
+            f"schedule {schedule!r} with {chunks} stages on each rank is not modelled, of which torch holds {_STAGES_AT_ONCE} "
+            f"unsharded at once; use {_STAGES_AT_ONCE} at most"
+        )
     stages = cut(model.num_hidden_layers, pp * chunks)
     indices = [indices_of_rank(schedule, rank=rank, pp=pp, stages=len(stages)) for rank in ranks]
     plans = iter(stage_plans(model, recipe, mesh, batch, tuple(stages[at] for mine in indices for at in mine)))
@@ -83,8 +88,6 @@ def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch)
         )
     compute = compute_of(recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
     untold = why_not(model, compute, batch)
-    if stages_per_rank(recipe.pipeline_schedule or "1f1b", recipe.pipeline_stages_per_rank) > _STAGES_AT_ONCE:
-        untold = f"more than {_STAGES_AT_ONCE} stages on each rank", "fewer"
     if untold is not None:
         raise SpecError(
             f"the memory of schedule {recipe.pipeline_schedule!r} with {untold[0]} is not modelled; use {untold[1]}, or "
