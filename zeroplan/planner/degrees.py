@@ -70,14 +70,15 @@ def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed) -> Iterator[Reci
         yield recipe
         return
     for schedule in SCHEDULES if fixed.pipeline_schedule is None else (fixed.pipeline_schedule,):
-        if schedule in SPLIT and schedule != fixed.pipeline_schedule and not _may_split(recipe):
+        if schedule in SPLIT and schedule != fixed.pipeline_schedule and not _may_split(recipe, split):
             continue
         yield replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=fixed.pipeline_stages_per_rank)
 
 
-def _may_split(recipe: RecipeSpec) -> bool:
-    """Whether backwards may be split as far as the recipe goes: nothing recomputed, nor sharded again between passes."""
-    return recipe.engine == "fsdp2" and recipe.recompute == "none" and recipe.zero_stage == 2
+def _may_split(recipe: RecipeSpec, split: Degrees) -> bool:
+    """Whether backwards may be split, as far as can be seen here: whole stages, nothing recomputed, nor sharded between passes."""
+    plain = recipe.engine == "fsdp2" and recipe.recompute == "none" and recipe.zero_stage == 2
+    return plain and split.tp == split.cp == split.ep == 1
 
 
 def _plain(recipe: RecipeSpec, fixed: Fixed) -> bool:
