@@ -117,7 +117,6 @@ def test_ranks_that_share_a_sequence_share_its_operations():
     ("changes", "says"),
     [
         ({"mesh": MeshSpec(cp=3)}, "seq_len"),
-        ({"mesh": MeshSpec(cp=2, pp=2)}, "pp=2"),
         ({"mesh": MeshSpec(cp=8, tp=8), "batch": BatchSpec(seq_len=4000)}, "seq_len / cp=8"),
         ({"mesh": MeshSpec(cp=2), "model": model("gemma-2-2b")}, "gemma2"),
         ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(precision="fp32")}, "fp32"),
