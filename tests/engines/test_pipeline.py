@@ -18,7 +18,7 @@ from zeroplan.report.text import estimate_text
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.pipeline import cut
 from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 
@@ -136,6 +136,17 @@ def test_formulas_of_a_split_stage_are_the_bytes(recompute: str, split: dict[str
     job = _job(pp=2, recompute=recompute, split=split)
     for rank in (0, 1):
         assert_explained(estimate(job, pipeline_rank=rank))
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_formulas_of_a_stage_with_some_of_the_experts_are_the_bytes(zero_stage: int) -> None:
+    moe = MoeSpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=160)
+    experts = replace(_MODEL, family="mixtral", moe=moe)
+    job = replace(_job(pp=2), model=experts, mesh=MeshSpec(pp=2, dp_shard=4, ep=2), recipe=RecipeSpec(zero_stage=zero_stage))
+    for rank in (0, 1):
+        answer = estimate(job, pipeline_rank=rank)
+        assert_explained(answer)
+        assert "evenly visited" in " ".join(answer.notes)
 
 
 def test_each_rank_of_a_split_stage_sends_its_share_of_the_hidden_states() -> None:

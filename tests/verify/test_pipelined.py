@@ -19,7 +19,7 @@ from zeroplan.measurement import Measurement
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import Family, ModelSpec
+from zeroplan.spec.model import Family, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 
 pytestmark = pytest.mark.torch
@@ -62,9 +62,9 @@ _SPLIT = [
 ]
 
 
-def _job(case: Case, **split: int) -> JobSpec:
+def _job(case: Case, model: ModelSpec = _MODEL, **split: int) -> JobSpec:
     return JobSpec(
-        model=replace(_MODEL, family=case.family), mesh=MeshSpec(pp=2, dp_shard=2, **split),
+        model=replace(model, family=case.family), mesh=MeshSpec(**{"pp": 2, "dp_shard": 2, **split}),
         recipe=RecipeSpec(**case.recipe),  # type: ignore[arg-type]
         batch=BatchSpec(micro_batch_size=2, seq_len=case.seq_len, grad_accum_steps=case.micro_batches),
     )  # fmt: skip
@@ -113,6 +113,27 @@ def test_a_rank_of_stages_whose_sequences_others_share_takes_what_the_estimate_s
 
     torch.set_num_threads(1)
     seen = compare_with_estimate(simulate(_job(case, cp=2), rank=4 * case.rank))
+    for row in (*seen.phases, seen.peak, seen.held):
+        assert -_SMALL <= row.difference <= 0, row
+    assert all(not row.difference for row in seen.collectives), seen.collectives
+    assert {"all_gather", "reduce_scatter", "all_to_all", "send"} == {row.what for row in seen.collectives}
+
+
+_EXPERTS = [
+    (2, Case(0, {"zero_stage": 3, "recompute": "full", "pipeline_schedule": "interleaved-1f1b"}, micro_batches=2)),
+    (4, Case(1, {"zero_stage": 2}, micro_batches=2, seq_len=2)),
+]
+
+
+@pytest.mark.parametrize(("shards", "case"), _EXPERTS)
+def test_a_rank_of_stages_with_some_of_the_experts_takes_what_the_estimate_says(shards: int, case: Case) -> None:
+    """Transformers' dispatch inside every stage; under a schedule what is not the experts' is reduced before them."""
+    from zeroplan.verify.simulate import simulate
+
+    torch.set_num_threads(1)
+    moe = MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=160)
+    job = _job(case._replace(family="mixtral"), replace(_MODEL, family="mixtral", moe=moe), dp_shard=shards, ep=2)
+    seen = compare_with_estimate(simulate(job, rank=shards * case.rank))
     for row in (*seen.phases, seen.peak, seen.held):
         assert -_SMALL <= row.difference <= 0, row
     assert all(not row.difference for row in seen.collectives), seen.collectives

@@ -43,10 +43,14 @@ def degrees(base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:
 
 
 def _worth_a_look(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
-    """Beside a pipeline that is not asked for matrices stay whole, or are split as far as a node and the heads allow."""
-    if one.pp == 1 or fixed.pp is not None or fixed.tp is not None:
+    """Beside a pipeline that is not asked for matrices and experts stay together, or are split as far as it goes.
+
+    Each layout of a pipeline takes its time. What is asked for is looked at.
+    """
+    if one.pp == 1 or fixed.pp is not None:
         return True
-    return one.tp in (1, max(_tensors(base)))
+    furthest = max(_tensors(base)) if fixed.tp is None else one.tp, max(_experts(base)) if fixed.ep is None else one.ep
+    return one.tp in (1, furthest[0]) and one.ep in (1, furthest[1])
 
 
 def degrees_of(recipe: RecipeSpec, base: JobSpec, fixed: Fixed) -> Iterator[Degrees]:

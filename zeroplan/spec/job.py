@@ -127,7 +127,6 @@ class JobSpec(Spec):
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
             (self.mesh.tp > 1 and f"tp={self.mesh.tp} (torchtitan then splits experts of its own)", "tp=1, or a cp"),
-            (self.mesh.pp > 1 and f"pp={self.mesh.pp}", "one of them"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
             (type(recipe.fsdp2.reshard_after_forward) is int and "a number for reshard_after_forward", "true or false"),
         ):
@@ -155,11 +154,10 @@ class JobSpec(Spec):
             (model.tie_word_embeddings and "a head tied to the embedding (they are on different ranks)", "an untied head"),
             (model.adapter is not None and "LoRA", "no adapter"),
             (model.frozen is not None and "frozen parameters", "none"),
-            (self.mesh.ep > 1 and f"ep={self.mesh.ep}", "one of them"),
             (
                 recipe.pipeline_schedule in SPLIT
-                and self.mesh.tp * self.mesh.cp > 1
-                and f"schedule {recipe.pipeline_schedule!r} on stages that are split (tp, cp)",
+                and self.mesh.tp * self.mesh.cp * self.mesh.ep > 1
+                and f"schedule {recipe.pipeline_schedule!r} on stages that are split (tp, cp, ep)",
                 "1f1b or interleaved-1f1b",
             ),
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),

@@ -61,9 +61,10 @@ def dispatched(job: JobSpec, model: nn.Module, mesh: DeviceMesh, watcher: "Watch
 
 def expert_meshes(mesh: MeshSpec, device: str) -> ExpertMeshes:
     """Arrange the ranks for experts: neighbours have different ones."""
-    replicas, names = mesh.dp_replicate, ("dp_replicate", "efsdp", "ep")
+    replicas, names = mesh.dp_replicate, ("pp", "dp_replicate", "efsdp", "ep")
     with unset_fake_temporarily():
-        whole = init_device_mesh(device, (replicas, mesh.dp_shard * mesh.cp // mesh.ep, mesh.ep), mesh_dim_names=names)
+        ways = mesh.pp, replicas, mesh.dp_shard * mesh.cp // mesh.ep, mesh.ep
+        whole = init_device_mesh(device, ways, mesh_dim_names=names)
         alone = init_device_mesh(device, (mesh.world_size, 1), mesh_dim_names=("dp", "tp"))
     sharded = whole["efsdp"] if replicas == 1 else whole["dp_replicate", "efsdp"]
     return ExpertMeshes(sharded, whole["ep"], alone["tp"])

@@ -38,6 +38,7 @@ from zeroplan.verify.engines import (
     resharding,
     stored_dtype,
 )
+from zeroplan.verify.experts import ExpertMeshes, dispatched, divide_by_nothing, placement
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.tensor_parallel import TENSOR, split_module
 from zeroplan.verify.workload import causal_module, find_blocks
@@ -101,7 +102,7 @@ class Pipelined:
         for part in parts:
             if job.mesh.tp > 1:
                 split_module(part, find_blocks(part), mesh[TENSOR])
-            _shard(part, job, within)
+            _shard(part, job, within, dispatched(job, part, mesh, watcher))
         give_memory(self.module, mesh.device_type)
         watcher.claim(Kind.PARAMETERS, (*self.module.parameters(), *self.module.buffers()))
         self._schedule = _schedule(job, self._stages, parts, mesh)
@@ -219,11 +220,14 @@ def _tensor_to_tensor(
     return forward
 
 
-def _shard(part: nn.Module, job: JobSpec, mesh: DeviceMesh) -> None:
+def _shard(part: nn.Module, job: JobSpec, mesh: DeviceMesh, experts: ExpertMeshes | None) -> None:
     policy, reshard = mixed_precision(job.recipe), resharding(job.recipe)
     for block in find_blocks(part):
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        where = None if experts is None else placement(block, mesh, experts)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=where)
     fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if experts is not None:
+        divide_by_nothing(part)
 
 
 # --- the schedule --------------------------------------------------------------------------------------------------------

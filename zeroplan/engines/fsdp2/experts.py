@@ -144,7 +144,7 @@ def _beside(plan: Plan, group: Group, experts: Apart) -> Int:
     return plan.width.compute * (group.padded - experts.padded)
 
 
-def _copying(plan: Plan, group: Group, experts: Apart) -> tuple[Int, str]:
+def copying(plan: Plan, group: Group, experts: Apart) -> tuple[Int, str]:
     """What copying the experts out takes by the way, and its formula. [bytes]
 
     What was sharded along dim 1 is copied once more. Without ranks to gather from, weights are cast one after the other: the first
@@ -173,7 +173,7 @@ def entering(
              f"{width}·D_{group.symbol}", GATHER),
     )  # fmt: skip
     yield Moment(f"forward: unsharding {name}, experts not yet", Phase.FORWARD, (*common, *first, before, *beside))
-    n_bytes, formula = _copying(plan, group, experts)
+    n_bytes, formula = copying(plan, group, experts)
     by_the_way = Line(Kind.GATHER, n_bytes, "experts, cast or copied once more on their way out", formula, COPY_OUT)
     second = (
         Line(Kind.UNSHARDED_PARAMETERS, width * group.padded, "this block's, copied out for use", f"{width}·{group.whole}", GATHER),
@@ -201,7 +201,7 @@ def own_buffers_then_the_next(plan: Plan, position: Position) -> tuple[Line, ...
     group, width = plan.blocks[position.run], plan.width.compute
     experts, kind = _apart(group), group.symbol
     own: Int = experts.gathers * width * experts.padded
-    by_the_way, how = _copying(plan, group, experts)
+    by_the_way, how = copying(plan, group, experts)
     ahead = maximum(_beside(plan, group, experts) + own - width * experts.padded, own + by_the_way)
     parts = [
         f"{width}·(D_{kind} + X_{kind}·min(1, F-1) - X_{kind})", f"{width}·X_{kind}·min(1, F-1) + {how}",
@@ -251,7 +251,7 @@ def reducing(plan: Plan, position: Position, alive: tuple[Line, ...], widths: tu
     )  # fmt: skip
     yield Moment(
         f"backward: reducing the experts of {position.name}", Phase.BACKWARD,
-        (*alive, *waiting, into, _experts_copied(plan, experts, kind, widths)),
+        (*alive, *waiting, into, copied_in(plan, experts, kind, widths)),
     )  # fmt: skip
     shards = (1 - plan.several) if plan.recipe.sync_every_micro_batch else 1
     stored = plan.width.stored
@@ -279,7 +279,7 @@ def _beside_accumulated(plan: Plan) -> tuple[Int, str]:
     return plan.several * plan.width.compute, f" + {plan.width.compute}·M"
 
 
-def _experts_copied(plan: Plan, experts: Apart, kind: str, widths: tuple[int, Int, str]) -> Line:
+def copied_in(plan: Plan, experts: Apart, kind: str, widths: tuple[int, Int, str]) -> Line:
     """The experts' gradients while they are copied in, or what comes out.
 
     Chunked along dim 1 they are joined anew first, and the last original stays. Where no other rank has them, the sum is divided

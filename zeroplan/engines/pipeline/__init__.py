@@ -10,7 +10,7 @@ what a block keeps between the halves, and refused elsewhere.
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank
+from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Symbol
 from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.optimizers import step_temporary_lines
@@ -122,7 +122,25 @@ def _account(
         moments=moments,
         collectives=collectives(stages, gathers(place, resharded=resharded), mesh, batch, model),
         pipeline=(_shown(place.rank, stages, moments),),
+        symbols=_symbols(model, mesh),
+        notes=_notes(mesh),
     )
+
+
+def _symbols(model: ModelSpec, mesh: Mesh) -> tuple[Symbol, ...]:
+    if mesh.ep == 1:
+        return ()
+    from zeroplan.engines.fsdp2.experts import local_experts  # noqa: PLC0415  the others' answers need not wait for it
+
+    return (local_experts(model, int(mesh.ep)),)
+
+
+def _notes(mesh: Mesh) -> tuple[str, ...]:
+    if mesh.ep == 1:
+        return ()
+    from zeroplan.engines.fsdp2.experts import NOTE  # noqa: PLC0415  as above
+
+    return (NOTE,)
 
 
 def _states(place: Place, plan: Plan) -> tuple[State, ...]:

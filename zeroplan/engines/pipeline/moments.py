@@ -164,11 +164,20 @@ def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...
     if state.reduced[at]:
         return ()
     if not state.has_begun(at):
-        line = unsharded_parameters(plan, plan.every_layer, "")
-        gathered = Line(Kind.GATHER, plan.gathers * line.n_bytes, "another stage's parameters, gathered ahead", source=AT_ONCE)
+        n_bytes = plan.gathers * plan.width.compute * _gathered_elements(plan)
+        gathered = Line(Kind.GATHER, n_bytes, "another stage's parameters, gathered ahead", source=AT_ONCE)
         return (in_elements(gathered, plan.width.compute),)
     layers = plan.every_layer if state.whole[at] else tuple(0 for _ in plan.blocks)
     return (unsharded_parameters(plan, layers, "another stage's parameters, unsharded"),)
+
+
+def _gathered_elements(plan: Plan) -> Int:
+    """All parameters of a stage that are gathered: experts that no other rank has are not."""
+    elements: Int = plan.root.padded
+    for count, group in zip(plan.every_layer, plan.blocks, strict=True):
+        alone = 0 if group.experts is None else (1 - group.experts.gathers) * group.experts.padded
+        elements = elements + count * (group.padded - alone)
+    return elements
 
 
 def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str) -> Line:
@@ -246,7 +255,7 @@ def _forward(rank: Rank, state: State, waiting: tuple[Line, ...]) -> Iterator[Mo
             *(plan.head.first_input if position.layer else ()),
         )
         if not state.whole[state.chunk]:
-            yield _entering(stage, position, alive, begins=state.begins)
+            yield from _entering(stage, position, common, alive, begins=state.begins)
         yield Moment(f"forward of {position.name}", Phase.FORWARD, (*alive, *_inside(stage, position)))
     if stage.stage.is_last:
         at_loss = _only_in_flight(state)
@@ -264,9 +273,12 @@ def _all_at_once(plan: Plan, common: tuple[Line, ...]) -> Moment:
     """The interleaved schedules gather all groups of a stage before its first pass, which copies them out one by one."""
     together = unsharded_parameters(plan, plan.every_layer, "this stage's parameters, in all-gather buffers or copied out")
     largest = maximum(plan.root.padded, *(group.padded for group in plan.blocks))
-    one = Line(
-        Kind.GATHER, plan.gathers * plan.width.compute * largest, "the buffer of the group that is copied out", source=AT_ONCE
-    )
+    n_bytes: Int = plan.gathers * plan.width.compute * largest
+    if plan.has_experts_apart:
+        from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+        n_bytes = experts.while_all_are_copied_out(plan)
+    one = Line(Kind.GATHER, n_bytes, "the buffer of the group that is copied out", source=AT_ONCE)
     return Moment("forward: unsharding the stage", Phase.FORWARD, (*common, together, in_elements(one, plan.width.compute)))
 
 
@@ -285,7 +297,7 @@ def _in_forward(plan: Plan, position: Position, *, whole: bool) -> Iterator[Line
     layers = tuple(map(sum, zip(layers, after, strict=True))) if after else layers
     yield unsharded_parameters(plan, layers, "this stage's parameters, unsharded")
     if not whole:
-        yield _gathered(plan, plan.blocks[position.run], "this block's, parked until the next copy-out")
+        yield _parked(plan, plan.blocks[position.run], "this block's, parked until the next copy-out")
 
 
 def _kept_before(stage: StagePlan, position: Position) -> tuple[Line, ...]:
@@ -315,14 +327,35 @@ _MADE_LATER = "output of the down projection"
 """Of what selective recomputation keeps, what is not there yet at the highest point of a gated MLP."""
 
 
-def _entering(stage: StagePlan, position: Position, alive: tuple[Line, ...], *, begins: bool) -> Moment:
+def _parked(plan: Plan, group: Group, reason: str) -> Line:
+    """A buffer that stays until the next copy-out: of a block whose experts are on several ranks, theirs."""
+    if group.experts is None:
+        return _gathered(plan, group, reason)
+    from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+    return experts.parked(plan, group, reason)
+
+
+def _entering(
+    stage: StagePlan, position: Position, common: tuple[Line, ...], alive: tuple[Line, ...], *, begins: bool
+) -> Iterator[Moment]:  # fmt: skip
+    """A block is copied out of its buffer; ``common`` is what of ``alive`` is no part of this pass."""
     plan = stage.plan
     below = plan.root if position.previous_run is None else plan.blocks[position.previous_run]
     there = begins or position.previous_run is not None  # what is outside the blocks is gathered once
-    parked = (_gathered(plan, below, "the one before, freed at the end of the copy-out"),) if there else ()
+    parked = (_parked(plan, below, "the one before, freed at the end of the copy-out"),) if there else ()
     entered = plan.passes[position.run].checkpoint
     entered = entered if position.layer else stage.at_its_beginning(entered)
-    return Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*alive, *parked, *entered))
+    if plan.blocks[position.run].experts is None:
+        yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*alive, *parked, *entered))
+        return
+    from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+    layers = (0,) * len(plan.blocks) if plan.reshard else position.before
+    unsharded = unsharded_parameters(plan, layers, "this stage's parameters, unsharded")
+    first = plan.head.first_input if position.layer else ()
+    others = (*common, unsharded, *_kept_before(stage, position), *plan.head.forward, *first)
+    yield from experts.entering(plan, position, others, parked, entered)
 
 
 def _head_and_loss(stage: StagePlan, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
@@ -331,7 +364,7 @@ def _head_and_loss(stage: StagePlan, state: State, common: tuple[Line, ...]) -> 
     layers = tuple(0 for _ in plan.blocks) if plan.reshard else plan.every_layer
     unsharded = unsharded_parameters(plan, layers, "this stage's parameters, unsharded")
     alive = (*common, unsharded, *kept_of_all(stage), *plan.head.saved)
-    parked = _gathered(plan, plan.blocks[-1], "the last block's, parked until the stage's forward ends")
+    parked = _parked(plan, plan.blocks[-1], "the last block's, parked until the stage's forward ends")
     positions = tuple(line for line in plan.head.forward if line.reason == POSITIONS)
     inside = (*alive, *positions, *(() if state.whole[state.chunk] else (parked,)))
     if stage.by_rank is not None:
@@ -399,11 +432,13 @@ def _unsharding(stage: StagePlan, position: Position, alive: tuple[Line, ...]) -
     coming_in = int(position.next_run is not None or stage.stage.is_last)
     flow = _flowing(stage, "gradient that flows into this block", coming_in)
     others = tuple(line for line in alive if line.kind is not Kind.GATHER)
-    buffer = (
-        own
-        if position.previous_run is None
-        else own._replace(n_bytes=maximum(own.n_bytes, _below(plan, position.previous_run)))
-    )
+    buffer = own
+    if plan.blocks[position.run].experts is not None:
+        from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+        buffer = experts.gathered_ahead(plan, position)
+    elif position.previous_run is not None:
+        buffer = own._replace(n_bytes=maximum(own.n_bytes, _below(plan, position.previous_run)))
     return Moment(f"backward: unsharding {position.name}", Phase.BACKWARD, (*others, buffer, *kept_here, flow))
 
 
@@ -468,7 +503,7 @@ def _highest_cast(sizes: tuple[int, ...], here: int, there: int) -> int:
 def _after_the_loss(stage: StagePlan, plan: Plan, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
     whole = state.whole[state.chunk] or not plan.reshard
     layers = plan.every_layer if whole else tuple(0 for _ in plan.blocks)
-    ahead = () if whole else (_gathered(plan, plan.blocks[-1], "the last block, gathered ahead of its backward"),)
+    ahead = () if whole else (_parked(plan, plan.blocks[-1], "the last block, gathered ahead of its backward"),)
     earlier = (accumulated(plan, plan.every_layer, root=True),) if state.earlier[state.chunk] else ()
     alive = (*common, *earlier, unsharded_parameters(plan, layers, "this stage's parameters, unsharded"), *kept_of_all(stage))
     for point in plan.head.points:
@@ -527,8 +562,13 @@ def _reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Mo
     for run, count in enumerate(plan.every_layer):
         after = tuple(0 if at < run else here - (at == run) for at, here in enumerate(plan.every_layer))
         alive = (*common, *_left(whole, after, fresh=fresh), *_done(plan, done), *_unsharded_blocks(plan, after))
-        last = sizes_of_block(plan, run)[-1]
-        yield _reduction(plan, plan.blocks[run], whole.reduce_bytes, last, f"the first {plan.runs[run].kind} block", alive)
+        last, name = sizes_of_block(plan, run)[-1], f"the first {plan.runs[run].kind} block"
+        if plan.blocks[run].experts is None:
+            yield _reduction(plan, plan.blocks[run], whole.reduce_bytes, last, name, alive)
+        else:
+            from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+            yield from experts.reducing(plan, run, whole.reduce_bytes, name, alive, experts.waiting(plan, run))
         done = tuple(count if at == run else here for at, here in enumerate(done))
 
 

@@ -110,7 +110,7 @@ def stage_plans(
     made: dict[object, StagePlan] = {}
     plans = []
     for stage in stages:
-        fewer, part = layers_of(model, stage, tp=int(mesh.tp))
+        fewer, part = layers_of(model, stage, tp=int(mesh.tp), ep=int(mesh.ep))
         alike = (fewer, stage.is_first, stage.is_last)
         if alike not in made:
             made[alike] = _stage_plan(fewer, part, recipe, mesh, batch, stage)
@@ -148,15 +148,21 @@ def _stage_plan(
 
 
 @lru_cache(maxsize=4096)
-def layers_of(model: ModelSpec, stage: Stage, *, tp: int = 1) -> tuple[ModelSpec, Layout]:
-    """The stage's layers as a model of its own, and the parameters that one of ``tp`` ranks really has of them."""
+def layers_of(model: ModelSpec, stage: Stage, *, tp: int = 1, ep: int = 1) -> tuple[ModelSpec, Layout]:
+    """The stage's layers as a model of its own, and the parameters that one of ``tp`` or ``ep`` ranks really has of them."""
     moe = model.moe
     if moe is not None and moe.num_dense_layers:
         moe = replace(moe, num_dense_layers=max(0, min(stage.layers, moe.num_dense_layers - stage.start)))
     fewer = replace(model, num_hidden_layers=stage.layers, moe=moe)
-    tree = layout(fewer) if tp == 1 else split_layout(fewer, tp)
+    tree = _local_layout(fewer, ep) if ep != 1 else layout(fewer) if tp == 1 else split_layout(fewer, tp)
     embeddings, tail = tree.embeddings if stage.is_first else (), tree.tail if stage.is_last else ()
     return fewer, tree._replace(embeddings=embeddings, tail=tail)
+
+
+def _local_layout(model: ModelSpec, ep: int) -> Layout:
+    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  the others' answers need not wait for it
+
+    return local_layout(model, ep)
 
 
 @lru_cache(maxsize=4096)

@@ -6,7 +6,8 @@ every pass but those that follow a backward, which leaves its stage unsharded.
 
 from collections.abc import Iterator
 
-from zeroplan.engines.fsdp2.traffic import REPLICAS, ROOT, gather, over_replicas, reduce_scatter
+from zeroplan.engines.fsdp2.plan import Group, Plan
+from zeroplan.engines.fsdp2.traffic import EXPERTS, REPLICAS, ROOT, gather, over_replicas, reduce_scatter
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import Gathers
 from zeroplan.ledger import Collective
@@ -14,6 +15,7 @@ from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.parameters import BlockRun
 
 P2P = "torch 2.13, torch/distributed/pipelining/stage.py, get_fwd_send_ops and get_bwd_send_ops"
 #: The operation's name, and what is sent.
@@ -38,6 +40,11 @@ def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpe
         yield from split_collectives(
             stage.plan, batch, int(mesh.tp), reductions=1, embeds=embeds, ends=ends, accumulated=True
         )  # fmt: skip
+    for group, run in zip(stage.plan.blocks, stage.plan.runs, strict=True):
+        if group.experts is not None:
+            from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  as above
+
+            yield from exchanges(stage.plan, run, mesh, batch, model)
     if mesh.cp != 1:
         from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
 
@@ -51,12 +58,22 @@ def _of_stage(stage: StagePlan, gathers: Gathers, mesh: Mesh) -> Iterator[Collec
         yield reduce_scatter(plan, plan.root, 1, f"gradients of {ROOT}", ranks=plan.n)
         yield over_replicas(plan, plan.root, 1, f"{REPLICAS} of {ROOT}", mesh.dp_replicate)
     for group, run in zip(plan.blocks, plan.runs, strict=True):
-        what = f"parameters of {run.kind} blocks"
-        yield gather(plan, group, run.layers * gathers.forward, what, "forward", ranks=plan.n)
-        if gathers.backward:
-            yield gather(plan, group, run.layers * gathers.backward, what, "backward", ranks=plan.n)
-        yield reduce_scatter(plan, group, run.layers, f"gradients of {run.kind} blocks", ranks=plan.n)
-        yield over_replicas(plan, group, run.layers, f"{REPLICAS} of {run.kind} blocks", mesh.dp_replicate)
+        if group.experts is not None:
+            yield from _of_blocks(
+                plan, group.of_experts, run, f"{EXPERTS} {run.kind} blocks", gathers, mesh, group.experts.ranks
+            )
+        yield from _of_blocks(plan, group.beside_experts, run, f"{run.kind} blocks", gathers, mesh, plan.n)
+
+
+def _of_blocks(
+    plan: Plan, group: Group, run: BlockRun, name: str, gathers: Gathers, mesh: Mesh, ranks: Int
+) -> Iterator[Collective]:  # fmt: skip
+    what = f"parameters of {name}"
+    yield gather(plan, group, run.layers * gathers.forward, what, "forward", ranks=ranks)
+    if gathers.backward:
+        yield gather(plan, group, run.layers * gathers.backward, what, "backward", ranks=ranks)
+    yield reduce_scatter(plan, group, run.layers, f"gradients of {name}", ranks=ranks)
+    yield over_replicas(plan, group, run.layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
 
 
 def _sends(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> Iterator[Collective]:
