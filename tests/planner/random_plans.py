@@ -25,6 +25,7 @@ from zeroplan.spec.model import MoeSpec
 TURNS: tuple[dict[str, Any], ...] = (
     {}, {"engine": "ddp"}, {"engine": "deepspeed"}, {"engine": "fsdp2"}, {"tp": 2}, {"cp": 2}, {"pp": 2}, {"ep": 2},
     {"engine": "deepspeed", "zero_stage": 3}, {"pp": 4}, {"tp": 4},
+    {"tp": 2, "cp": 2}, {"cp": 2, "ep": 2},
 )  # fmt: skip
 
 

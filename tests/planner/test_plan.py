@@ -22,19 +22,21 @@ def best_job(answer: Plan) -> JobSpec:
 
 
 @pytest.mark.parametrize(
-    ("model", "gpu", "gpus", "offload"),
+    ("model", "gpu", "gpus", "offload", "seq_len"),
     [
-        ("llama-3.1-8b", "h100", 16, None),
-        ("llama-3.1-8b", "a100-40", 4, "cpu"),
-        ("mixtral-8x7b", "h200", 32, None),
-        ("gemma-2-9b", "h100", 8, None),
-        ("gpt2-xl", "v100-32", 6, None),
+        ("llama-3.1-8b", "h100", 16, None, 16_384),
+        ("llama-3.1-8b", "a100-40", 4, "cpu", 1024),
+        ("mixtral-8x7b", "h200", 48, None, 8192),
+        ("gemma-2-9b", "h100", 8, None, 1024),
+        ("gpt2-xl", "v100-32", 6, None, 1024),
     ],
 )
-def test_a_layout_of_the_search_is_the_job(model: str, gpu: str, gpus: int, offload: str | None):
-    """Memory to the byte and time to rounding, on a random sample of layouts of every engine."""
+def test_a_layout_of_the_search_is_the_job(model: str, gpu: str, gpus: int, offload: str | None, seq_len: int):
+    """Memory to the byte and time to rounding, on a random sample of layouts of every engine, long sequences shared."""
     names = {"a100-40": "a100-sxm-40gb", "v100-32": "v100-sxm2-32gb"}
-    base = job(model=model, gpu=names.get(gpu, gpu), gpus=gpus, seq_len=1024, precision="fp16-mixed" if "v100" in gpu else None)
+    base = job(
+        model=model, gpu=names.get(gpu, gpu), gpus=gpus, seq_len=seq_len, precision="fp16-mixed" if "v100" in gpu else None
+    )
     searched = search(base, Fixed(global_batch_size=12 * gpus, offload_optimizer=offload, offload_param=offload))
     every = [(one, at) for one in searched.found for at in range(one.grid.layouts)]
     for index in np.random.default_rng(gpus).choice(len(every), 40, replace=False):
