@@ -59,7 +59,7 @@ def started(answer: Plan) -> tuple[float, int]:
     assert answer.best is not None
     job = answer.best.layout.job
     pipeline = answer.best.estimate.pipeline
-    rank = pipeline[0].rank * job.mesh.dp_replicate * job.mesh.dp_shard if pipeline else 0
+    rank = pipeline[0].rank * (job.mesh.world_size // job.mesh.pp) if pipeline else 0
     compared = compare_with_estimate(simulate(job, steps=3, rank=rank))
     return compared.peak.error, compared.peak.measured
 
