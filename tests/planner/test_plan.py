@@ -8,10 +8,12 @@ import pytest
 
 from zeroplan import JobSpec, MeshSpec, SpecError, estimate, job
 from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
+from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.objectives import TIE, complexity, field, pareto
 from zeroplan.planner.rules import Rule
 from zeroplan.planner.search import job_at, search
 from zeroplan.planner.space import structures
+from zeroplan.resolve import Request
 
 SMALL = {"model": "llama-3.2-1b", "gpu": "a10-24gb", "gpus": 8, "seq_len": 2048}
 
@@ -223,3 +225,36 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
 def test_contradictions_are_refused(fixed: Fixed, says: str):
     with pytest.raises(SpecError, match=says):
         plan(job(**SMALL), fixed)
+
+
+def test_what_trains_otherwise_is_searched_where_it_is_asked_for_alone():
+    """Adam in 8 bits and bf16 alone take less; the answer says that they train otherwise, and names the best that does not."""
+    asked = Request(model="gpt2", gpu="a10-24gb", gpus=2, seq_len=512, engine="ddp", stage=0)
+    plain, other = (ask(asked, Question(global_batch=16, search_optimizer=searched)) for searched in (False, True))
+    assert {(one.optimizer, one.precision) for one in plain.cloud.recipes} == {("adamw", "bf16-mixed")}
+    assert {(one.optimizer, one.precision) for one in other.cloud.recipes} == {
+        (optimizer, precision) for optimizer in ("adamw", "adamw-8bit") for precision in ("bf16-mixed", "bf16")
+    }
+    best = best_job(other).recipe
+    assert (best.optimizer, best.precision) != ("adamw", "bf16-mixed")
+    assert any("does not train" in note for note in other.notes)
+    assert not any("does not train" in note for note in plain.notes)
+    assert best_job(plain) in [one.layout.job for one in other.rivals]
+    kept = ask(replace(asked, optimizer="adamw"), Question(global_batch=16, search_optimizer=True))
+    assert {one.optimizer for one in kept.cloud.recipes} == {"adamw"}
+    with pytest.raises(SpecError, match="nothing to look for"):
+        ask(replace(asked, optimizer="adamw", precision="bf16"), Question(search_optimizer=True))
+
+
+def test_gathers_that_are_not_ahead_are_waited_for():
+    """DeepSpeed without a bucket to gather ahead into takes less memory, and every all-gather's whole time."""
+    ahead = job(model="llama-3.1-8b", gpu="h100", gpus=64, engine="deepspeed", stage=3, recompute="full", seq_len=4096)
+    options = replace(ahead.recipe.deepspeed, stage3_prefetch_bucket_size=0)
+    behind = replace(ahead, recipe=replace(ahead.recipe, deepspeed=options))
+    assert estimate(behind).least_bytes < estimate(ahead).least_bytes
+    waits = {part.name: part for part in time_of(behind).parts}["waiting for all-gathers in forward"]
+    hidden = {part.name: part for part in time_of(ahead).parts}["waiting for all-gathers in forward"]
+    assert float(waits.hidden_s) == 0
+    assert float(waits.seconds) > float(hidden.seconds) + float(hidden.hidden_s)  # in more calls
+    searched = search(ahead, Fixed(engine="deepspeed", zero_stage=3, recompute="full", micro_batch_size=1))
+    assert {one.recipe.deepspeed.stage3_prefetch_bucket_size for one in searched.found} == {0, 50_000_000}

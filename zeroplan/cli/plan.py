@@ -42,6 +42,9 @@ MinGpus = Annotated[bool, _asks("--min-gpus", "Find the fewest GPUs that fit.")]
 MaxSeq = Annotated[bool, _asks("--max-seq", "Find the longest sequence that fits.")]
 MaxBatch = Annotated[bool, _asks("--max-batch", "Find the largest micro-batch that fits.")]
 MaxParams = Annotated[bool, _asks("--max-params", "Find the largest model that fits, of a shape as --params takes it.")]
+SearchOptimizer = Annotated[
+    bool, _asks("--search-optimizer", "Try Adam's states in 8 bits, and weights and states in bf16, too: they train otherwise.")
+]
 Mfu = Annotated[str | None, _text("Share of the dense peak at which a GPU computes, instead of the fitted ones.", "SHARE")]
 Calibrate = Annotated[
     list[str] | None,
@@ -60,6 +63,7 @@ def plan_command(
     max_seq: MaxSeq = False,
     max_batch: MaxBatch = False,
     max_params: MaxParams = False,
+    search_optimizer: SearchOptimizer = False,
     mfu: Mfu = None,
     calibrate: Calibrate = None,
     tokens: Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")] = None,
@@ -85,7 +89,9 @@ def plan_command(
         raise SpecError("--json and --markdown are two renderings; choose one")
     target = _target(emit, out, force=force)
     question = question_of(global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch)
-    question = question._replace(max_params=max_params, shares=shares_measured(calibrate, asked))
+    question = question._replace(
+        max_params=max_params, search_optimizer=search_optimizer, shares=shares_measured(calibrate, asked)
+    )
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     told, from_setup = told_by_a_setup(asked.request)

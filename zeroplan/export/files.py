@@ -135,7 +135,7 @@ def _accelerate(job: JobSpec) -> Export:
         files.append(File(DEEPSPEED_FILE, _json(job)))
         notes = (*_script_recomputes(job), _LEARNING_RATE)
     else:
-        notes = (_accumulates(job), f"the training script makes the optimizer: torch.optim.AdamW(..., {_step(job)})")
+        notes = (_accumulates(job), f"the training script makes the optimizer: {_made(job)}")
     return Export(tuple(files), f"accelerate launch --config_file {ACCELERATE_FILE} train.py", notes)
 
 
@@ -198,8 +198,13 @@ def _script_recomputes(job: JobSpec) -> tuple[str, ...]:
     return ("recomputation is the training script's: model.gradient_checkpointing_enable()",)
 
 
-def _step(job: JobSpec) -> str:
-    return f"{job.recipe.optimizer_impl or 'foreach'}=True"
+def _made(job: JobSpec) -> str:
+    recipe = job.recipe
+    return (
+        f"torch.optim.AdamW(..., {recipe.optimizer_impl or 'foreach'}=True)"
+        if recipe.optimizer == "adamw"
+        else recipe.optimizer
+    )
 
 
 def _json(job: JobSpec) -> str:

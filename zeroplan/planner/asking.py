@@ -1,5 +1,6 @@
 """From a request, as flags and job files make one, to what the planner searches: what is given, and what is decided."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +45,7 @@ class Question(NamedTuple):
     max_batch: bool = False
     max_params: bool = False
     shares: SharesSpec | None = None
+    search_optimizer: bool = False
 
 
 def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
@@ -83,7 +85,28 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, unsa
         notes = (*notes, *found)
     if question.max_params and answer.best is not None:
         notes = (f"the largest model that fits: {parameter_count(base.model):,} parameters (in two digits)", *notes)
-    return replace(answer, notes=(*told, *notes))
+    return replace(answer, notes=(*told, *notes, *_trained_otherwise(answer)))
+
+
+_IN_8_BITS = (
+    "Adam's states in 8 bits (bitsandbytes) are rounded: this layout does not train as the asked optimizer does; hold its loss "
+    "against a run with that, or leave --search-optimizer out"
+)
+_IN_BF16 = (
+    "weights and states in bf16 without an fp32 copy lose updates that are small beside their weight: this layout does not train "
+    "as the asked precision does; hold its loss against a run with that, or leave --search-optimizer out"
+)
+
+
+def _trained_otherwise(answer: Plan) -> Iterator[str]:
+    """Say where the best layout does not train as was asked, but for the batch that it takes at once."""
+    if answer.best is None:
+        return
+    asked, found = answer.base.recipe, answer.best.layout.job.recipe
+    if found.optimizer != asked.optimizer:
+        yield _IN_8_BITS
+    if found.precision != asked.precision:
+        yield _IN_BF16
 
 
 def _base(request: Request, extra: Path | None) -> Resolved:
@@ -121,6 +144,11 @@ def _refuse(request: Request, question: Question) -> None:
             question.max_seq and (request.micro_batch or 1) > 1,
             "it takes one sequence at a time; leave --micro-batch out",
         ),
+        (
+            "--search-optimizer",
+            question.search_optimizer and request.optimizer is not None and request.precision is not None,
+            "--optimizer and --precision leave nothing to look for; leave one of them out",
+        ),
         ("--max-params", question.max_params and bool(named), f"it looks for a model; leave --{named} out"),
         (
             "--max-batch",
@@ -156,6 +184,8 @@ def _fixed(request: Request, question: Question) -> Fixed:
     return Fixed(
         engine=request.engine,
         zero_stage=request.stage,
+        search_optimizer=question.search_optimizer and request.optimizer is None,
+        search_precision=question.search_optimizer and request.precision is None,
         recompute=request.recompute,
         recompute_layers=request.recompute_layers,
         optimizer_impl=request.optimizer_impl,

@@ -54,6 +54,13 @@ class _Field(NamedTuple):
             float(layouts.tokens_per_s[at]),
         )
 
+    def as_asked(self, order: Column) -> tuple[int, ...]:
+        """The first layout in this order that trains as was asked: with this optimizer, in this precision."""
+        asked = self.base.recipe.optimizer, self.base.recipe.precision
+        alike = [(one.recipe.optimizer, one.recipe.precision) == asked for one in self.found]
+        among = order[np.array(alike)[self.layouts.structure[order]]]
+        return tuple(among[:1].tolist())
+
     def firsts(self, order: Column) -> tuple[np.int64, ...]:
         """The first layout of every engine and stage, in this order."""
         firsts: dict[tuple[str, int], np.int64] = {}
@@ -131,10 +138,11 @@ def _nothing_starts(fallen: Sequence[Fallen]) -> str:
 
 
 def _rivals(answers: _Field, best: Best) -> tuple[Rival, ...]:
-    """The second best, and the best of the other engines and stages."""
+    """The second best, the best that trains as was asked where the best does not, and the best of the other engines and stages."""
     fitting = answers.order[answers.kept[answers.order]]
-    chosen = [*fitting[1:2], *(at for at in answers.firsts(fitting) if at not in fitting[:2])]
-    rivals = (answers.layout(at) for at in chosen[:_MOST_RIVALS])
+    chosen = dict.fromkeys((*fitting[1:2].tolist(), *answers.as_asked(fitting), *(int(at) for at in answers.firsts(fitting))))
+    chosen.pop(int(fitting[0]), None)
+    rivals = (answers.layout(np.int64(at)) for at in list(chosen)[:_MOST_RIVALS])
     return tuple(Rival(one, why_not(one, time_of(one.job, mfu=answers.mfu), best.layout, best.time)) for one in rivals)
 
 

@@ -72,10 +72,13 @@ def complexity(recipe: RecipeSpec) -> int:
     """
     set_beyond = (
         4 * recipe.offloads,
+        4 * (recipe.optimizer == "adamw-8bit"),
+        4 * (recipe.precision == "bf16"),
         3 * (recipe.loss != "full"),
         2 * (type(recipe.fsdp2.reshard_after_forward) is int),
         2 * (recipe.engine == "deepspeed" and recipe.deepspeed.zero_hpz_partition_size > 1),
         recipe.engine == "deepspeed" and recipe.deepspeed.reduce_bucket_size == SMALL_BUCKET,
+        recipe.engine == "deepspeed" and recipe.deepspeed.stage3_prefetch_bucket_size == 0,
         recipe.recompute != "none",
         recipe.recompute_layers is not None,
         recipe.ddp.gradient_as_bucket_view,

@@ -111,7 +111,7 @@ def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, unsaid: Unsaid | N
     base = at(LEAST_PARAMETERS)
     gpu = base.cluster.gpu
     fixed = replace(fixed, recompute=fixed.recompute or "full")
-    if base.recipe.optimizer in ("adam", "adamw"):
+    if base.recipe.optimizer in ("adam", "adamw") and not fixed.search_optimizer:
         fixed = replace(fixed, optimizer_impl=fixed.optimizer_impl or "fused")
     counts = _two_digits((0 if gpu is None else int(gpu.memory_bytes.value)) * base.mesh.world_size)
     below, above = -1, len(counts)

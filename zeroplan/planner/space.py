@@ -57,6 +57,10 @@ class Fixed(Spec):
     zero_stage: Stage | None = None
     recompute: Recompute | None = None
     recompute_layers: Count | None = None
+    search_optimizer: bool = False
+    """Adam's states in 8 bits are tried, too, which trains otherwise."""
+    search_precision: bool = False
+    """Weights and states in bf16 alone are tried, too, which trains otherwise."""
     optimizer_impl: OptimizerImpl | None = None
     loss: Loss | None = None
     offload_optimizer: OffloadDevice | None = None
@@ -191,6 +195,18 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[Recipe
 
 
 def _structures(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
+    for recipe in _trained_as(base.recipe, fixed):
+        yield from _of_engines(replace(base, recipe=recipe), fixed)
+
+
+def _trained_as(recipe: RecipeSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
+    """What the optimizer keeps, and in how many bits: as it is asked for, or narrower where that is to be looked for."""
+    for precision in dict.fromkeys((recipe.precision, *(("bf16",) if fixed.search_precision else ()))):
+        for optimizer in dict.fromkeys((recipe.optimizer, *(("adamw-8bit",) if fixed.search_optimizer else ()))):
+            yield replace(recipe, precision=precision, optimizer=optimizer)
+
+
+def _of_engines(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
     for engine in ENGINES if fixed.engine is None else (fixed.engine,):
         stages = tuple(ENGINE_STAGES[engine]) if fixed.zero_stage is None else (fixed.zero_stage,)
         for stage in stages:
@@ -263,7 +279,10 @@ def _deepspeed(base: JobSpec, fixed: Fixed, stage: Stage) -> Iterator[DeepSpeedO
 
 
 def _unsaid_of_deepspeed(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptions]:
-    """Reductions beside the backward, buckets as they come or a tenth, a second copy of the weights in each node (hpZ) or none."""
+    """Reductions beside the backward, buckets as they come or a tenth, a second copy of the weights in each node (hpZ) or none.
+
+    At stage 3 smaller buckets with and without gathering ahead.
+    """
     options, per_node = base.recipe.deepspeed, gpus_per_node(base)
     if stage in (1, 2):
         options = replace(options, overlap_comm=True)
@@ -272,6 +291,9 @@ def _unsaid_of_deepspeed(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptio
     for copy in copies:
         for bucket in (options.reduce_bucket_size, SMALL_BUCKET) if stage else (options.reduce_bucket_size,):
             yield replace(options, reduce_bucket_size=bucket, zero_hpz_partition_size=copy)
+        if stage == _WHOLE:
+            smaller = replace(options, reduce_bucket_size=SMALL_BUCKET, stage3_prefetch_bucket_size=0)
+            yield replace(smaller, zero_hpz_partition_size=copy)
 
 
 def gpus_per_node(base: JobSpec) -> int:

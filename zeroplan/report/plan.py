@@ -65,6 +65,8 @@ def layout_words(job: JobSpec) -> str:
     words += [f"resharded to {ways} after forward"] if recipe.engine == "fsdp2" and type(ways) is int else []
     words += [recompute_words(recipe)]
     words += [f"{recipe.loss} loss"] if recipe.loss != "full" else []
+    words += [recipe.optimizer] if recipe.optimizer == "adamw-8bit" else []
+    words += ["weights and states in bf16"] if recipe.precision == "bf16" else []
     words += [f"{recipe.optimizer_impl} step"] if recipe.optimizer_impl is not None else []
     words += _deepspeed_words(recipe.deepspeed) if recipe.engine == "deepspeed" else []
     words += ["gradients as bucket views"] if recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view else []
@@ -78,6 +80,8 @@ def _deepspeed_words(options: DeepSpeedOptions) -> Iterator[str]:
         yield f"a second copy in each node (hpZ {options.zero_hpz_partition_size})"
     if options.reduce_bucket_size != default.reduce_bucket_size:
         yield f"buckets of {options.reduce_bucket_size:,}"
+    if options.stage3_prefetch_bucket_size == 0:
+        yield "nothing gathered ahead"
 
 
 def _answer(plan: Plan, best: Best, beside: Beside) -> list[list[str]]:
@@ -243,6 +247,8 @@ def layout_payload(one: Layout) -> dict[str, object]:
         "recompute": recipe.recompute,
         "recompute_layers": recipe.recompute_layers,
         "loss": recipe.loss,
+        "optimizer": recipe.optimizer,
+        "precision": recipe.precision,
         "optimizer_impl": recipe.optimizer_impl,
         "offload": recipe.offloads,
         "replicas": mesh.dp_replicate,

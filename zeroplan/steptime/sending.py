@@ -123,10 +123,22 @@ def _placed(call: Collective, recipe: RecipeSpec) -> tuple[str, str]:
         return window, "none" if ROOT in call.what and window in _ROOT_WINDOWS else "first"
     if recipe.engine == "ddp":
         return (window, "bucket") if window == "backward" else (window, "none")
-    overlaps = recipe.deepspeed.overlap_comm
-    hides = recipe.zero_stage == 3 if overlaps is None else overlaps
-    gathers = call.operation == "all_gather"
-    return window, "first" if hides or gathers else "none"
+    return window, "first" if _hides(call, recipe) else "none"
+
+
+def _hides(call: Collective, recipe: RecipeSpec) -> bool:
+    """Whether DeepSpeed lets a collective of a pass go on beside the computing.
+
+    Source: DeepSpeed 0.19, runtime/zero/partitioned_param_coordinator.py, ``fetch_sub_module``, which gathers ahead for a bucket
+    that is not of size 0 alone.
+    """
+    options = recipe.deepspeed
+    if call.operation == "all_gather":
+        return options.stage3_prefetch_bucket_size > 0 or options.stage3_allgather_sequential or recipe.zero_stage < _WHOLE
+    return recipe.zero_stage == _WHOLE if options.overlap_comm is None else options.overlap_comm
+
+
+_WHOLE = 3
 
 
 _ROOT_WINDOWS = ("forward", "backward")
