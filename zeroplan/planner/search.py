@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,8 @@ from zeroplan.engines.account import Account
 from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_line
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
-from zeroplan.estimator import Needed, account_of, engine_module, flattened_through_the_host, flattens_on_the_gpu
-from zeroplan.ledger import Band, Phase, peak_bytes
+from zeroplan.estimator import Needed, engine_module, flattened_through_the_host, flattens_on_the_gpu
+from zeroplan.ledger import Band, Phase
 from zeroplan.numeric import for_each_value
 from zeroplan.planner.columns import Highest, highest
 from zeroplan.planner.degrees import degrees_of, scheduled
@@ -116,10 +117,11 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
         tally.cut(Rule.WEIGHTS, grid.layouts)
     elif grid.layouts:
         try:
+            account_of_rank = _ranks()
             if split.pp > 1 and fixed.pp is None and recipe.engine != "megatron":
-                grid = _with_room(base, recipe, grid, tally)
+                grid = _with_room(base, recipe, grid, tally, account_of_rank)
             if grid.layouts:
-                yield evaluated(base, recipe, grid, mfu=space.mfu, known=space.known)
+                yield evaluated(base, recipe, grid, mfu=space.mfu, known=space.known, account_of_rank=account_of_rank)
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 
@@ -139,21 +141,33 @@ def _filling(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid
 FULL_ENOUGH = 16
 
 
-def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally) -> Grid:
+_AccountOfRank = Callable[[JobSpec, int], Account]
+
+
+def _ranks() -> _AccountOfRank:
+    """Accounts of pipeline ranks, each made once: what is weighed first is asked about again."""
+
+    @cache
+    def account_of_rank(job: JobSpec, rank: int) -> Account:
+        from zeroplan.engines.pipeline import accounts_of  # noqa: PLC0415  only pipelines need it
+
+        return accounts_of((rank,), job.model, job.recipe, job.mesh, job.batch)[0]
+
+    return account_of_rank
+
+
+def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, account_of_rank: _AccountOfRank) -> Grid:
     """The batches with which the first and the last rank of a pipeline fit the GPU; the others need no closer look.
 
     As many micro-batches are in flight with each of them, so that what does not fit with some sequences at once does not with more.
     """
-    from zeroplan.engines.pipeline import accounts_of  # noqa: PLC0415  only pipelines need it
-
     gpu = base.cluster.gpu
     room = 0 if gpu is None else int(gpu.memory_bytes.value - workspace_line(gpu).n_bytes - outside_column(grid, gpu).min())
     fits = np.ones((1, grid.layouts), dtype=np.bool_)
     for at in np.argsort(grid.row(grid.micro_batch_size), kind="stable").tolist():
         job = job_at(base, recipe, grid, at)
-        ends = ((0,), (grid.pp - 1,))
-        accounts = (accounts_of(rank, job.model, job.recipe, job.mesh, job.batch)[0] for rank in ends)
-        if any(int(peak_bytes(account.moments)) > room for account in accounts):
+        accounts = (account_of_rank(job, rank) for rank in (0, grid.pp - 1))
+        if any(account.pipeline[0].peak_bytes > room for account in accounts):
             fits[0] = grid.row(grid.micro_batch_size) < job.batch.micro_batch_size
             break
     tally.cut(Rule.MEMORY, int((~fits).sum()))
@@ -177,13 +191,17 @@ def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
     return np.asarray((grid.dp_shard % ways == 0) & (grid.dp_shard > ways), dtype=np.bool_)
 
 
-def evaluated(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None = None, known: Known | None = None) -> Found:
+def evaluated(
+    base: JobSpec, recipe: RecipeSpec, grid: Grid, *,
+    mfu: float | None = None, known: Known | None = None, account_of_rank: _AccountOfRank | None = None,
+) -> Found:  # fmt: skip
     """Figures of all layouts of one structure; raises SpecError where the engine does not take it.
 
-    ``known`` is what structures with the same grid have told of others, and takes up what this one tells.
+    ``known`` is what structures with the same grid have told of others, and takes up what this one tells; ``account_of_rank`` has
+    accounts of pipeline ranks that were made before.
     """
     if grid.pp > 1 and recipe.engine != "megatron":
-        return _one_by_one(base, recipe, grid, mfu=mfu)
+        return _one_by_one(base, recipe, grid, mfu=mfu, account_of_rank=account_of_rank or _ranks())
     _checked(base, recipe, grid)
     card, gpu = outside_column(grid, base.cluster.gpu), base.cluster.gpu
     if grid.pp > 1:
@@ -234,13 +252,15 @@ def _needed(found: Highest, recipe: RecipeSpec, gpu: GpuSpec | None) -> Needed:
     return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
 
 
-def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None) -> Found:
+def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | None, account_of_rank: _AccountOfRank) -> Found:
     """The same, layout by layout: of a pipeline the order of a schedule depends on its numbers."""
+    from zeroplan.engines.pipeline import highest_of, ranks_in_question  # noqa: PLC0415  only pipelines need it
+
     least, comfortable, seconds = np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts)
     gpu, card = base.cluster.gpu, outside_column(grid, base.cluster.gpu)[0, 0]
     for at in range(grid.layouts):
         job = job_at(base, recipe, grid, at)
-        account = account_of(job, job.batch)
+        account = highest_of(account_of_rank(job, rank) for rank in ranks_in_question(recipe, grid.pp))
         needs = _needed(highest(account.moments, engine=recipe.engine), recipe, gpu)
         least[at], comfortable[at] = needs.least_bytes + card, needs.comfortable_bytes + card
         time = step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)

@@ -70,10 +70,14 @@ def pipeline_parts(
     schedule, pp = recipe.pipeline_schedule or "1f1b", int(mesh.pp)
     chunks = stages_per_rank(schedule, recipe.pipeline_stages_per_rank)
     stages = cut(model.num_hidden_layers, pp * chunks)
+    alike: dict[object, Computing] = {}
     ranks = []
     for rank in range(pp):
         mine = tuple(stages[at] for at in indices_of_rank(schedule, rank=rank, pp=pp, stages=len(stages)))
-        ranks.append(computing(_work_of(mine, model, recipe, mesh, batch), model, recipe, batch, gpu, share, mfu))
+        work_of = tuple((layers_of(model, stage)[0], stage.is_last) for stage in mine)
+        if work_of not in alike:
+            alike[work_of] = computing(_work_of(mine, model, recipe, mesh, batch), model, recipe, batch, gpu, share, mfu)
+        ranks.append(alike[work_of])
     steps = int(batch.grad_accum_steps)
     bubble = Bubble(tuple(one.forward_s + one.backward_s for one in ranks), chunks, steps)
     slowest = ranks[max(range(pp), key=lambda rank: _largest(bubble.ranks[rank]))]

@@ -7,7 +7,7 @@ Schedules that split a backward (``interleaved-zero-bubble``, ``zbv``) are answe
 what a block keeps between the halves, and refused elsewhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Symbol
@@ -98,12 +98,30 @@ def _check_split(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch)
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
     """The account of the rank whose peak is the highest, the first of equals, with every rank's peak. Sizes are ints here."""
     every = accounts(model, recipe, mesh, batch)
-    worst = max(every, key=lambda one: int(one.pipeline[0].peak_bytes))
+    worst = highest_of(every)
     others = tuple(one.pipeline[0] for one in every if one is not worst)
     rank = worst.pipeline[0].rank
     note = f"figures are of pipeline rank {rank}, whose peak is the highest of {len(every)}; verify it as rank"
     first = rank * int(mesh.dp_replicate) * int(mesh.dp_shard) * int(mesh.cp) * int(mesh.tp)
     return worst._replace(pipeline=(*worst.pipeline, *others), notes=(*worst.notes, f"{note} {first}"))
+
+
+def highest_of(every: Iterable[Account]) -> Account:
+    """Of accounts of ranks that of the one whose peak is the highest, the first of equals."""
+    return max(every, key=lambda one: int(one.pipeline[0].peak_bytes))
+
+
+def ranks_in_question(recipe: RecipeSpec, pp: int) -> tuple[int, ...]:
+    """Ranks of which one has the highest peak: the first and the last, which have more than blocks, and the second.
+
+    After it ranks have as many layers, and fewer micro-batches wait in them; not where backwards are split, or stages go back.
+
+    >>> ranks_in_question(RecipeSpec(), 8), ranks_in_question(RecipeSpec(), 2)
+    ((0, 1, 7), (0, 1))
+    """
+    if recipe.pipeline_schedule in SPLIT:
+        return tuple(range(pp))
+    return tuple(sorted({0, min(1, pp - 1), pp - 1}))
 
 
 def _account(
