@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.formulas import assert_explained
-from zeroplan.engines.pipeline import accounts
+from zeroplan.engines.pipeline import accounts, accounts_of, highest_of, ranks_in_question
 from zeroplan.engines.pipeline.split_walk import split_states
 from zeroplan.engines.pipeline.walk import Place, gathers, states
 from zeroplan.errors import SpecError
@@ -220,3 +220,18 @@ def test_a_schedule_needs_a_pipeline_and_an_untied_head() -> None:
         replace(_job(), model=replace(_MODEL, tie_word_embeddings=True))
     with pytest.raises(SpecError, match="family 'gemma2' is not modelled"):
         replace(_job(), model=replace(_MODEL, family="gemma2"))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "batch", [BatchSpec(grad_accum_steps=8), BatchSpec(micro_batch_size=4, seq_len=2048, grad_accum_steps=16)]
+)
+def test_the_highest_rank_is_among_those_in_question(schedule: str, recompute: str, batch: BatchSpec) -> None:
+    """The first, the second and the last: with little in flight states and head decide, with much what waits."""
+    recipe = RecipeSpec(recompute=recompute, pipeline_schedule=schedule)
+    for pp, stage in ((2, 3), (4, 2), (4, 3)):
+        recipe = replace(recipe, zero_stage=stage)
+        said = _model(16), recipe, MeshSpec(dp_shard=4, pp=pp), batch
+        ranks = accounts_of(ranks_in_question(recipe, pp), *said)
+        assert highest_of(ranks).pipeline[0] == highest_of(accounts(*said)).pipeline[0]

@@ -1,7 +1,7 @@
 """What should be run? The best layout that fits, and why it is the best.
 
-The space is what the memory model knows: engines and stages, replicas, recomputation, micro-batches, optimizer implementations,
-the loss in chunks, offload. Tensor, context, pipeline and expert parallelism are not in it.
+The space is what the memory model knows: engines and stages, replicas, tensor, context, pipeline and expert parallelism,
+recomputation, micro-batches, optimizer implementations, the loss in chunks, offload.
 """
 
 from zeroplan.planner.choose import plan, time_of
