@@ -1,0 +1,282 @@
+"""All figures of speed and weight in one page: ``python benchmarks/all.py``, in a few minutes on a machine that does nothing else.
+
+Writes docs/benchmarks.md, with the versions of what it ran on. Each figure is the best of its runs, since other work on the machine
+only ever adds; each memory is the largest of a process. ``--llm-analysis PYTHON`` names the Python of an environment that has that
+peer, whose own pins go with no recent transformers; without it the row says so.
+"""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import estimate as estimates
+import peers
+import plan as plans
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+SMALL = ("--model", "gpt2", "--gpu", "l4-24gb", "--gpus", "2", "--seq-len", "256")
+SEVEN = ("--params", "7e9", "--gpus", "8", "--stage", "3")
+#: Commands that answer at once, and where one needs more than the program itself, what.
+COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("--version",), ("estimate", *SEVEN), ("estimate", *SEVEN, "--json"), ("estimate", "--help"),
+    ("advise", *SMALL), ("plan", *SMALL), ("models",), ("gpus",), ("compare", "RECORD"),
+    ("plot", "stages", *SMALL, "--out", "p.svg"),
+)  # fmt: skip
+SIMULATED: tuple[tuple[str, ...], ...] = (
+    ("--model", "gpt2", "--gpus", "4", "--stage", "1"),
+    ("--model", "llama-3.1-8b", "--gpus", "8", "--stage", "3"),
+    ("--model", "llama-3.1-405b", "--gpus", "1024", "--stage", "3", "--recompute", "full"),
+    ("--model", "gpt2", "--gpus", "4", "--stage", "2", "--engine", "deepspeed"),
+)
+ASKED = (
+    "/", "/page.js", "/api/controls", "/api/answer?model=llama-2-7b&gpus=8&stage=3", "/api/changes?model=llama-2-7b&gpus=8&stage=3",
+    "/api/plan?model=gpt2&gpu=l4-24gb&gpus=2",
+)  # fmt: skip
+PACKAGES = ("zeroplan", "pydantic", "typer", "numpy", "fastapi", "torch", "transformers", "deepspeed", "accelerate")
+MILLI, MILLION, MIB, GIB = 1000, 10**6, 2**20, 2**30
+_RUNS, _FEW = 10, 3
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure all, print each table when it is there, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page to write; docs/benchmarks.md where nothing is said")
+    parser.add_argument("--only", choices=SECTIONS, action="append", help="measure this alone and write no page; repeatable")
+    parser.add_argument("--llm-analysis", default="", metavar="PYTHON", help="the Python of an environment with llm-analysis")
+    asked = parser.parse_args(arguments)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a program that is installed has been compiled
+    os.environ.update(HF_HUB_OFFLINE="1")
+    began, parts = time.monotonic(), []
+    for name, section in SECTIONS.items():
+        if asked.only and name not in asked.only:
+            continue
+        parts.append(section(asked.llm_analysis))
+        print(parts[-1], flush=True)
+    print(f"took {time.monotonic() - began:.0f} s")
+    if not asked.only:
+        asked.out.write_text("\n\n".join((head(), *parts)) + "\n", encoding="utf-8")
+
+
+def head() -> str:
+    """What the page says before its tables."""
+    gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    said = ", ".join(f"{name} {found}" for name in PACKAGES if (found := _version(name)))
+    return f"""# Benchmarks
+
+How quick and how light the answers are, and what other calculators take for one. `python benchmarks/all.py`, from the repository
+with the extras `verify` and `web` installed, measures all of it in a few minutes and writes this page. Here: {os.cpu_count()} cores
+({platform.machine()}), {gib:.0f} GiB of memory, no GPU, {platform.system()}; Python {platform.python_version()},
+{said}.
+
+Every time is the best of several runs, and every memory the largest of the process. Times differ by machine; ratios tell more."""
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown; all columns but the first are numbers.
+
+    >>> print(table(("a", "b"), [("x", "1")]))
+    | a | b |
+    | --- | ---: |
+    | x | 1 |
+    """
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# The program
+
+
+def commands(_peer: str = "", *, said: Sequence[tuple[str, ...]] = COMMANDS, runs: int = _RUNS) -> str:
+    """Each command as a process of its own, against the two libraries that every command line of its kind would import."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "record.json"
+        record.write_text(peers.RECORDS.read_text(encoding="utf-8").splitlines()[0], encoding="utf-8")
+        places = {"RECORD": str(record), "p.svg": str(Path(folder) / "p.svg")}
+        bare_s, bare_kib, _ = estimates.best(estimates.BARE_IMPORTS, runs=runs)
+        rows = [("`import pydantic, typer`", f"{bare_s * MILLI:,.0f}", "1.00", f"{bare_kib / 1024:,.0f}", "1.00")]
+        for one in said:
+            command = [estimates.COMMAND[0], *(places.get(word, word) for word in one)]
+            seconds, kib, _ = estimates.best(command, runs=runs)
+            rows.append(
+                (f"`zeroplan {' '.join(one)}`", f"{seconds * MILLI:,.0f}", f"{seconds / bare_s:.2f}", f"{kib / 1024:,.0f}",
+                 f"{kib / bare_kib:.2f}")
+            )  # fmt: skip
+    return f"""## Each command
+
+The whole process, against Python and the bare imports of the two libraries that the command line is built on.
+
+{table(("", "ms", "times the imports", "MiB", "times the imports"), rows)}"""
+
+
+def one_estimate(_peer: str = "") -> str:
+    """``estimate(job)`` for each engine."""
+    rows = [(name, f"{estimates.per_estimate_s(**said) * MILLION:,.0f}") for name, said in estimates.JOBS.items()]
+    return f"""## One estimate
+
+`estimate(job)` of a job that is already built, again and again.
+
+{table(("job", "µs"), rows)}"""
+
+
+def searches(_peer: str = "") -> str:
+    """How many layouts a second the planner goes through."""
+    rows = []
+    for model, gpus, batch in plans.SEARCHES:
+        considered, computed, seconds = plans.searched(model, gpus, batch)
+        rows.append(
+            (f"{model}, {gpus:,} GPUs, global batch {batch:,}", f"{computed:,}", f"{considered:,}", f"{seconds:.2f}",
+             f"{computed / seconds:,.0f}", f"{considered / seconds:,.0f}")
+        )  # fmt: skip
+    return f"""## A search
+
+Layouts that are computed in full, held against the GPU and put in order, and all that are considered, most of which a rule takes
+first; processor time of one core, the program warm.
+
+{table(("plan", "computed", "considered", "s", "computed/s", "considered/s"), rows)}"""
+
+
+def simulations(_peer: str = "", *, said: Sequence[tuple[str, ...]] = SIMULATED) -> str:
+    """The engine itself on fake tensors, the whole command."""
+    rows = []
+    for one in said:
+        seconds, kib, _ = estimates.best([estimates.COMMAND[0], "verify", *one], runs=1)
+        rows.append((f"`zeroplan verify {' '.join(one)}`", f"{seconds:.1f}", f"{kib / 1024:,.0f}"))
+    return f"""## A simulation
+
+The engine's own code on fake tensors, the whole command with the import of torch and transformers, run once; memory of its largest
+process.
+
+{table(("", "s", "MiB"), rows)}"""
+
+
+# The page
+
+
+def page(_peer: str = "", *, asked: Sequence[str] = ASKED, runs: int = 20) -> str:
+    """What a click on the local page waits for."""
+    rows = []
+    with _served() as port:
+        for path in asked:
+            taken = [_asked(port, f"{path}{f'&seq_len={256 + 8 * at}' if '?' in path else ''}") for at in range(runs)]
+            rows.append((f"`{path}`", f"{min(taken) * MILLI:.1f}", f"{statistics.median(taken) * MILLI:.1f}"))
+    return f"""## The page
+
+`zeroplan explore`, over the loopback, a new connection each and a sequence of another length, which no earlier answer can serve:
+the best and the median of {runs}.
+
+{table(("", "best, ms", "median, ms"), rows)}"""
+
+
+@contextmanager
+def _served() -> Iterator[int]:
+    import uvicorn
+
+    from zeroplan.explore.server import explore_app
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(explore_app(), log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    yield listening.getsockname()[1]
+    server.should_exit = True
+    thread.join(timeout=10)
+
+
+def _asked(port: int, path: str) -> float:
+    began = time.perf_counter()
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    if response.status != 200:
+        raise SystemExit(f"{path} answered {response.status}")
+    return time.perf_counter() - began
+
+
+# The others
+
+
+def beside_others(peer: str = "", *, names: Sequence[str] = tuple(peers.PEERS)) -> str:
+    """The same job through each calculator that is here."""
+    truth = peers.truth_bytes()
+    rows, ours = [], None
+    for name in names:
+        found = _peer(name, peer)
+        if found is None:
+            rows.append((name, "not installed here", "", "", "", ""))
+            continue
+        n_bytes, answer_s, whole_s, kib = found
+        ours = ours or whole_s
+        rows.append(
+            (name, f"{n_bytes / GIB:.2f}", f"{n_bytes / truth:.2f}", _short(answer_s), f"{whole_s:.2f}", f"{whole_s / ours:.1f}",
+             f"{kib / 1024:,.0f}")
+        )  # fmt: skip
+    columns = ("", "answer, GiB", "over the engine's", "answer, s", "whole process, s", "times ours", "MiB")
+    return f"""## The same job through others
+
+Llama 2 7B on 8 GPUs, FSDP2 with stage 3, bf16 mixed precision, AdamW tensor by tensor, one sequence of 4,096 tokens, nothing
+recomputed: the engine takes {truth / GIB:.2f} GiB at its peak. Each calculator is a process of its own: its answer, the time of the
+answer alone, and with all imports. DeepSpeed's counts model states alone and no activation; accelerate's one GPU, without shards
+or activations (the command asks the hub for its model; here its own functions answer for the same model, offline). torch's tracker
+and `zeroplan verify` run the engine. [More of them](validation.md#the-same-jobs-through-other-calculators), on more jobs.
+
+{table(columns, [(*row, *[""] * (len(columns) - len(row))) for row in rows])}"""
+
+
+def _peer(name: str, other: str) -> tuple[float, float, float, int] | None:
+    """Its answer [bytes], the time of that, of the whole process [s], and the process's memory [KiB]; None where it is not here."""
+    python = other if name == "llm-analysis" and other else sys.executable
+    try:
+        timed = estimates.best([python, str(ROOT / "benchmarks" / "peers.py"), name], runs=1 if name in _LONG else _FEW)
+    except subprocess.CalledProcessError:
+        return None
+    found = [json.loads(line) for line in timed.said.splitlines() if line.startswith('{"bytes"')]
+    return found[0]["bytes"], min(one["seconds"] for one in found), timed.seconds, timed.kib
+
+
+_LONG = ("torch's FSDPMemTracker", "zeroplan verify, simulated")
+
+
+def _short(seconds: float) -> str:
+    """Seconds with two digits that say something.
+
+    >>> _short(0.000123), _short(12.3)
+    ('0.00012', '12')
+    """
+    return f"{seconds:.2g}" if 1e-4 <= seconds < 100 else f"{seconds:.0e}" if seconds < 1e-4 else f"{seconds:.0f}"
+
+
+SECTIONS: dict[str, Callable[[str], str]] = {
+    "commands": commands,
+    "estimate": one_estimate,
+    "search": searches,
+    "simulate": simulations,
+    "page": page,
+    "peers": beside_others,
+}
+
+
+if __name__ == "__main__":
+    main()

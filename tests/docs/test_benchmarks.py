@@ -1,0 +1,36 @@
+"""The benchmarks still run: each kind of table with its smallest rows, whatever the figures."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def every(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    import runpy
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = ModuleType("benchmarks_all")
+    module.__dict__.update(runpy.run_path(str(BENCHMARKS / "all.py")))
+    return module
+
+
+def test_each_table_has_its_figures(every: ModuleType):
+    pytest.importorskip("uvicorn")
+    program = every.commands(said=(("--version",), ("compare", "RECORD")), runs=1)
+    assert program.count("\n| `") == 3
+    seconds, kib, _ = every.estimates.best([sys.executable, "-I", "-S", "-c", ""], runs=1)
+    assert (0 < seconds < 60, kib < 30 * 1024) == (True, True)  # what it is started by, which is larger, is not counted
+    assert every.page(asked=("/", "/api/answer?model=gpt2"), runs=1).count("\n| `") == 2
+    ours = every.beside_others(names=("zeroplan estimate",))
+    assert "| zeroplan estimate | 34.70 | 1.00 |" in ours
+
+
+def test_what_fails_is_not_taken_for_quick(every: ModuleType):
+    with pytest.raises(subprocess.CalledProcessError):
+        every.estimates.best([sys.executable, "-c", "raise SystemExit(2)"], runs=1)
