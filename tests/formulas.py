@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from functools import cache
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,10 @@ from zeroplan.transformer.legend import SYMBOLS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import CodeType
 
     from zeroplan import Estimate
+    from zeroplan.ledger import Line
 
 #: The only lines without a formula. Each stands for no tensor: it says by how much an earlier moment of a forward pass is above
 #: the later one that the other lines describe, a difference between two sums, cut off at zero.
@@ -24,18 +27,29 @@ _SYMBOL = re.compile(r"[A-Za-zΨ][A-Za-z_0-9]*")
 _FUNCTIONS = {"ceil": ceil, "max": max, "min": min, "pow2": lambda value: 1 << (int(value) - 1).bit_length()}
 
 
+@cache
+def _compiled(formula: str) -> tuple[CodeType, frozenset[str]]:
+    """The expression, and the symbols it uses."""
+    source = formula.replace("·", "*").replace("²", "**2")
+    return compile(source, formula, "eval"), frozenset(_SYMBOL.findall(formula)) - set(_FUNCTIONS)
+
+
 def evaluate(formula: str, legend: Mapping[str, int]) -> Fraction:
     """Evaluate exactly; an unknown symbol is a KeyError."""
-    values = {name: Fraction(legend[name]) for name in set(_SYMBOL.findall(formula)) - set(_FUNCTIONS)}
-    source = formula.replace("·", "*").replace("²", "**2")
-    return Fraction(eval(source, {"__builtins__": {}}, {**_FUNCTIONS, **values}))  # noqa: S307
+    code, names = _compiled(formula)
+    values = {name: Fraction(legend[name]) if "/" in formula else int(legend[name]) for name in names}
+    return Fraction(eval(code, {"__builtins__": {}}, {**_FUNCTIONS, **values}))  # noqa: S307
 
 
 def assert_explained(answer: Estimate) -> None:
     """Every line of every moment says where it comes from, and its formula gives its bytes."""
     values = answer.legend
+    seen: set[Line] = set()
     for name, lines in (("states", answer.states), *((moment.name, moment.lines) for moment in answer.moments)):
         for line in lines:
+            if line in seen:
+                continue
+            seen.add(line)
             assert line.source or not line.n_bytes, (name, line)
             if line.reason not in WITHOUT_FORMULA:
                 assert line.formula or not line.n_bytes, (name, line)

@@ -1,102 +1,469 @@
-"""Random jobs: every engine and stage, every family whose activations have formulas, every choice of the recipe."""
+"""Random jobs over the whole space of what may be asked: every engine, stage, family, precision, optimizer, way to split.
 
-from collections.abc import Iterable
+Each is drawn from a ``random.Random``, so that a number names a job for good, for Hypothesis and in the night. What does not go
+together is not drawn together, as far as the rules of :mod:`zeroplan.spec` say so.
+"""
 
-from hypothesis import strategies as st
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any, TypeVar
 
-from zeroplan import BatchSpec, DdpOptions, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec
+from tests.profiles import by_hand
+from zeroplan import BatchSpec, ClusterSpec, DdpOptions, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec
+from zeroplan.catalog.gpu import gpu, gpu_names
 from zeroplan.engines.optimizers import IMPLEMENTATIONS
+from zeroplan.errors import SpecError
+from zeroplan.spec import megatron
+from zeroplan.spec.adapter import ADAPTED_FAMILIES, GROUPS, AdapterSpec
+from zeroplan.spec.frozen import PARTS, FrozenSpec
 from zeroplan.spec.job import ENGINE_STAGES
+from zeroplan.spec.model import DISPATCHED_FAMILIES, FAMILIES, MOE_FAMILIES, WINDOWED_FAMILIES, MlaSpec
+from zeroplan.spec.pipeline import PIPELINED
+from zeroplan.spec.profile import model_of
+from zeroplan.spec.recipe import DeepSpeedOptions
+from zeroplan.spec.split import SPLIT_FAMILIES
 
-#: Megatron's closed form takes few recipes, and has tests of its own.
-ENGINES = tuple(engine for engine in ENGINE_STAGES if engine != "megatron")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral")
+T = TypeVar("T")
+
+ENGINES = tuple(ENGINE_STAGES)
+#: Families with one head of keys and values per head, and biases that their class has fixed.
+_PLAIN_HEADS = ("gpt2", "gpt_neox", "opt", "bloom")
+_DEEPSPEED_OPTIMIZERS = tuple(sorted(set(IMPLEMENTATIONS) - {"muon"}))
+_SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
+_FIXED_BIASES = {
+    "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
+    "bloom": (True, True),
+}  # fmt: skip
 
 
-@st.composite
-def models(draw: st.DrawFn, families: tuple[str, ...] = FAMILIES) -> ModelSpec:
-    """A model from a few thousand parameters to a few hundred billion."""
-    family = draw(st.sampled_from(families))
-    groups, kv_heads = draw(st.integers(1, 8)), draw(st.integers(1, 16))
-    heads = kv_heads if family == "gpt2" else groups * kv_heads
-    head_dim = 2 * draw(st.integers(4, 64))
-    ffn = 8 * draw(st.integers(1, 3000))
-    experts = draw(st.integers(2, 64))
+def _about(draw: Random, low: int, high: int) -> int:
+    """A number of any order of magnitude between the two."""
+    return draw.randint(low, min(high, max(low, 1) << draw.randint(0, (high // max(low, 1)).bit_length())))
+
+
+def _mostly(draw: Random, usual: T, *others: T) -> T:
+    """The usual three times of four."""
+    return draw.choice(others) if draw.randint(0, 3) == 3 else usual
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+# --- models --------------------------------------------------------------------------------------------------------------
+
+
+def model(
+    draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, layers: int = 1, dense: bool = True
+) -> ModelSpec:
+    """Any model, from a few thousand parameters to a trillion, which ``ranks`` can split, with a multiple of ``layers``.
+
+    ``dense`` lets first layers be without experts, where a family has such.
+    """
+    family = draw.choice(families)
+    heads, kv_heads, head_dim = _heads(draw, family, ranks)
+    wide = family in _PLAIN_HEADS or draw.randint(0, 2)
+    hidden = heads * head_dim if wide else 8 * _about(draw, 1, 1024)
+    ffn = 4 * hidden if family == "bloom" else _up(8 * _about(draw, 1, 4000), ranks)
+    positions = draw.choice((64, 1024, 2048)) if family in ("gpt2", "opt") else 2**20
+    attention_bias, mlp_bias = _biases(draw, family)
+    n_layers = layers * _about(draw, 1, max(1, 96 // layers))
+    mla = _latent(draw) if family == "deepseek_v3" else None
     return ModelSpec(
-        family=family,
-        hidden_size=heads * head_dim,
-        intermediate_size=ffn,
-        num_hidden_layers=draw(st.integers(1, 80)),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=draw(st.integers(16, 200_000)),
-        max_position_embeddings=2**20,
-        positions=1024 if family == "gpt2" else 0,
-        tie_word_embeddings=family == "gpt2" or draw(st.booleans()),
-        attention_bias=family in ("gpt2", "qwen2"),
-        mlp_bias=family == "gpt2",
-        moe=MoeSpec(num_experts=experts, num_experts_per_tok=draw(st.integers(1, min(8, experts))), moe_intermediate_size=ffn)
-        if family == "mixtral"
-        else None,
+        family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head_dim if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim,
+        vocab_size=_up(_about(draw, 16, 260_000), ranks), max_position_embeddings=positions,
+        positions={"gpt2": positions, "opt": positions + 2}.get(family, 0),
+        tie_word_embeddings=draw.choice((False, True)), attention_bias=attention_bias, mlp_bias=mlp_bias,
+        sliding_window=_mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
+        hidden_act=_mostly(draw, None, "gelu_fast") if family == "gpt_neox" else None,
+        parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
+        moe=_experts(draw, family, ffn, n_layers if dense else 0) if family in MOE_FAMILIES else None,
+        mla=mla,
+    )  # fmt: skip
+
+
+def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
+    kv_heads = ranks * _about(draw, 1, max(1, 32 // ranks))
+    groups = 1 if family in (*_PLAIN_HEADS, "deepseek_v3") else draw.randint(1, 8)
+    return groups * kv_heads, kv_heads, (8 if family == "gpt_neox" else 2) * _about(draw, 2, 32)
+
+
+def _biases(draw: Random, family: str) -> tuple[bool, bool]:
+    """Of attention and of the MLP: what a family's class allows."""
+    if family in _FIXED_BIASES:
+        return _FIXED_BIASES[family]
+    attention = family == "qwen2" or draw.choice((False, True))
+    return attention, family in ("gpt_neox", "gpt_oss") or (family == "llama" and _mostly(draw, False, True))
+
+
+def _experts(draw: Random, family: str, ffn: int, layers: int) -> MoeSpec:
+    experts = draw.choice((2, 4, 8, 16, 64, draw.randint(2, 128)))
+    return MoeSpec(
+        num_experts=experts,
+        num_experts_per_tok=draw.randint(1, min(8, experts)),
+        moe_intermediate_size=ffn if family in ("mixtral", "gpt_oss") else 8 * _about(draw, 1, 512),
+        num_shared_experts=draw.randint(0, 2) if family == "deepseek_v3" else 0,
+        num_dense_layers=_mostly(draw, 0, draw.randint(0, layers)) if family in ("deepseek_v3", "qwen3_moe") else 0,
     )
 
 
-@st.composite
-def recipes(draw: st.DrawFn, engines: tuple[str, ...] = ENGINES) -> RecipeSpec:
-    """Any combination that some engine offers."""
-    engine = draw(st.sampled_from(engines))
-    loss = draw(st.sampled_from(("full", "full", "chunked", "fused")))
-    optimizers = sorted({"adamw", "adam", "sgd", "sgd-momentum"} if engine == "deepspeed" else IMPLEMENTATIONS)
-    optimizer = draw(st.sampled_from(optimizers))
-    offered = ("foreach", "fused") if engine == "deepspeed" else IMPLEMENTATIONS[optimizer]
-    return RecipeSpec(
-        engine=engine,
-        zero_stage=draw(st.sampled_from(sorted(ENGINE_STAGES[engine]))),
-        precision=draw(st.sampled_from(("bf16-mixed", "fp16-mixed", "bf16", "fp32"))),
-        optimizer=optimizer,
-        optimizer_impl=draw(st.sampled_from((None, *offered))),
-        recompute=draw(st.sampled_from(("none", "selective", "full"))),
-        attention=draw(st.sampled_from(("sdpa", "flash", "eager"))),
-        loss=loss,
-        keep_logits=draw(st.sampled_from([False, True, "fp32"] if loss == "full" else [False])),
-        sync_every_micro_batch=draw(st.booleans()),
-        ddp=DdpOptions(gradient_as_bucket_view=draw(st.booleans())),
-        fsdp2=Fsdp2Options(
-            reshard_after_forward=draw(st.sampled_from((None, True, False, 2, 8))),
-            reduce_dtype=draw(st.sampled_from(("fp32", "param"))),
-        ),
+def _latent(draw: Random) -> MlaSpec:
+    return MlaSpec(
+        q_lora_rank=draw.choice((None, 8 * _about(draw, 1, 200))), kv_lora_rank=8 * _about(draw, 1, 64),
+        qk_nope_head_dim=2 * _about(draw, 4, 64), qk_rope_head_dim=2 * _about(draw, 2, 32), v_head_dim=2 * _about(draw, 4, 64),
+    )  # fmt: skip
+
+
+def adapted(draw: Random, *, quantised: bool = True) -> ModelSpec:
+    """A model with LoRA, or QLoRA."""
+    names = [draw.choice((*GROUPS, *GROUPS["all-linear"])) for _ in range(draw.randint(1, 3))]
+    quantize = draw.choice(("none", "nf4", "nf4-double")) if quantised else "none"
+    adapter = AdapterSpec(rank=_about(draw, 1, 256), targets=",".join(names), quantize=quantize)
+    return replace(model(draw, ADAPTED_FAMILIES), adapter=adapter)
+
+
+def partly_frozen(draw: Random) -> ModelSpec:
+    """A model of which not everything is trained."""
+    one = model(draw, ADAPTED_FAMILIES)
+    parts = [part for part in PARTS if draw.choice((False, True))]
+    if one.tie_word_embeddings and ("head" in parts) != ("embedding" in parts):
+        parts = ["embedding", "head"]
+    layers = draw.randint(0 if parts else 1, 9)
+    deep = replace(one, num_hidden_layers=layers + draw.randint(1, 9))
+    return replace(deep, frozen=FrozenSpec(parts=",".join(parts), layers=layers))
+
+
+@cache
+def profiled() -> ModelSpec:
+    """A module that was traced."""
+    return model_of(by_hand())
+
+
+# --- recipes -------------------------------------------------------------------------------------------------------------
+
+_MANNERS = {
+    "whole": ("ddp", "fsdp2", "deepspeed", "paper", "megatron"), "lora": ("ddp", "fsdp2", "deepspeed"),
+    "frozen": ("ddp", "fsdp2"), "profile": ("ddp", "fsdp2", "deepspeed"), "tp": ("fsdp2",), "cp": ("fsdp2",), "pp": ("fsdp2",),
+    "ep": ("fsdp2",), "paper tp": ("paper",),
+}  # fmt: skip
+
+
+def recipe(draw: Random, engines: Sequence[str] = ENGINES, *, manner: str = "whole") -> RecipeSpec:
+    """Any combination that some engine offers where the model is trained in this manner."""
+    engine = draw.choice([name for name in _MANNERS[manner] if name in engines])
+    stages = [stage for stage in sorted(ENGINE_STAGES[engine]) if (manner, engine, stage) != ("lora", "deepspeed", 0)]  # type: ignore[index]
+    said = {
+        "engine": engine,
+        "zero_stage": draw.choice(stages),
+        **(_of_megatron(draw) if engine == "megatron" else _free(draw)),
+    }
+    said |= _optimizer(draw, engine, manner)
+    _only_what_goes(said, manner)
+    if engine == "ddp":
+        said["ddp"] = DdpOptions(gradient_as_bucket_view=draw.choice((False, True)))
+    if engine == "fsdp2":
+        said["fsdp2"] = _fsdp2(draw, said, manner)
+    if engine == "deepspeed":
+        said["deepspeed"] = _deepspeed(draw, said, manner)
+    if engine == "paper":
+        said |= _paper(draw)
+    return RecipeSpec(**said)
+
+
+def _free(draw: Random) -> dict[str, Any]:
+    return {
+        "precision": draw.choice(("bf16-mixed", "bf16-mixed", "fp16-mixed", "bf16", "fp32")),
+        "recompute": draw.choice(("none", "selective", "full")),
+        "attention": draw.choice(("sdpa", "sdpa", "flash", "eager")),
+        "loss": _mostly(draw, "full", "chunked", "fused"),
+        "keep_logits": _mostly(draw, False, True, "fp32"),
+        "sync_every_micro_batch": draw.choice((True, False)),
+        "offload_activations": _mostly(draw, False, True),
+        "kernels": _mostly(draw, "cuda", "cpu"),
+    }
+
+
+def _of_megatron(draw: Random) -> dict[str, Any]:
+    return {
+        "precision": draw.choice(megatron.PRECISIONS),
+        "recompute": draw.choice(("none", "selective", "full")),
+        "attention": _mostly(draw, "sdpa", "flash", "eager"),
+        "sequence_parallel": draw.choice((True, False)),
+    }
+
+
+def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:
+    if engine == "megatron":
+        return {"optimizer": draw.choice(megatron.OPTIMIZERS)}
+    offered = _DEEPSPEED_OPTIMIZERS if engine == "deepspeed" else tuple(sorted(IMPLEMENTATIONS))
+    optimizer = draw.choice(("adamw", draw.choice(_SPLIT_OPTIMIZERS if manner in ("tp", "cp") else offered)))
+    return {"optimizer": optimizer, "optimizer_impl": draw.choice((None, *IMPLEMENTATIONS[optimizer]))}
+
+
+def _only_what_goes(said: dict[str, Any], manner: str) -> None:
+    """Take back what is refused beside something else that was drawn."""
+    engine = said["engine"]
+    if manner in ("lora", "frozen", "tp", "cp", "pp", "profile"):
+        said |= {"loss": "full"}
+    if manner in ("lora", "frozen") and said["attention"] == "eager":
+        said["attention"] = "sdpa"
+    if manner in ("tp", "cp", "profile"):
+        said["attention"] = "sdpa"
+    if manner != "whole" or engine in ("paper", "megatron") or said["recompute"] == "none":
+        said["offload_activations"] = False
+    if said.get("keep_logits") and (
+        said.get("loss", "full") != "full" or (said["keep_logits"] == "fp32" and manner in ("pp", "profile"))
+    ):
+        said["keep_logits"] = False
+    if manner == "tp":
+        said["sync_every_micro_batch"] = True
+    if (manner == "cp" and said["precision"] == "fp32") or (
+        manner == "profile" and said["precision"] not in ("bf16", "bf16-mixed")
+    ):
+        said["precision"] = "bf16-mixed"
+    if manner == "profile" and (engine == "ddp" or said["precision"] == "bf16"):
+        said["precision"] = "bf16"
+    if engine == "deepspeed":
+        said |= {(3, "selective"): {"recompute": "full"}}.get((said["zero_stage"], said["recompute"]), {})
+        said |= {(0, "bf16"): {"precision": "bf16-mixed"}}.get((said["zero_stage"], said["precision"]), {})
+
+
+def _paper(draw: Random) -> dict[str, Any]:
+    by_megatron = _mostly(draw, False, True)
+    return {
+        "activation_model": "megatron" if by_megatron else "module",
+        "sequence_parallel": by_megatron and draw.choice((True, False)),
+    }
+
+
+def _fsdp2(draw: Random, said: dict[str, Any], manner: str) -> Fsdp2Options:
+    whole = manner in ("whole", "lora", "frozen", "profile")
+    away = manner in ("whole", "profile", "tp") and draw.randint(0, 4) == 4 and not said["offload_activations"]
+    return Fsdp2Options(
+        reshard_after_forward=draw.choice((None, None, True, False, *((2, 4) if whole else ()))),
+        reduce_dtype=draw.choice(("fp32", "param")),
+        cpu_offload=away,
     )
 
 
-@st.composite
-def jobs(draw: st.DrawFn, engines: tuple[str, ...] = ENGINES) -> JobSpec:
-    """A whole job."""
-    recipe = draw(recipes(engines))
-    replicas = draw(st.sampled_from((1, 1, 2, 4))) if recipe.engine in ("fsdp2", "paper") else 1
-    ways = recipe.fsdp2.reshard_after_forward
-    factor = 1 if ways is None else int(ways) or 1
-    return JobSpec(
-        model=draw(models()),
-        recipe=recipe,
-        mesh=MeshSpec(dp_shard=factor * draw(st.integers(1, 2048 // factor)), dp_replicate=replicas),
-        batch=draw(batches()),
-    )
+def _deepspeed(draw: Random, said: dict[str, Any], manner: str) -> DeepSpeedOptions:
+    """Options of every kind, each left alone more often than not."""
+    stage, chosen = said["zero_stage"], _numbers_of_deepspeed(draw)
+    chosen |= {
+        "overlap_comm": draw.choice((None, None, True, False)),
+        "contiguous_gradients": _mostly(draw, True, False),
+        "reduce_scatter": _mostly(draw, True, False),
+        "compute_grad_norm": _mostly(draw, True, False),
+        "stage3_allgather_sequential": _mostly(draw, False, True),
+        "zero_init": _mostly(draw, True, False),
+        "flatten_on_accelerator": _mostly(draw, True, False),
+        "grad_accum_dtype": _mostly(draw, "param", "fp32"),
+    }
+    if manner == "lora" or stage == 0 or (stage == 1 and said["precision"] != "bf16-mixed"):
+        chosen["grad_accum_dtype"] = "param"
+    special = draw.choice(("", "", "offload", "offload", "zero++")) if manner == "whole" else ""
+    if special == "offload" and stage and said["precision"] != "bf16" and not said["offload_activations"]:
+        chosen |= _away(draw, said, sums_in_fp32=chosen["grad_accum_dtype"] == "fp32")
+    if special == "zero++" and stage == 3:
+        chosen |= _plus_plus(draw, reduce_scatter=chosen["reduce_scatter"])
+    return DeepSpeedOptions(**chosen)
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> BatchSpec:
-    """From one short sequence to a large batch; a GPT-2 of these strategies has 1024 positions."""
+def _numbers_of_deepspeed(draw: Random) -> dict[str, int]:
+    ends = {
+        "reduce_bucket_size": (1000, 10**9), "sub_group_size": (10**5, 2 * 10**9), "stage3_prefetch_bucket_size": (1, 10**9),
+        "stage3_param_persistence_threshold": (1, 10**7), "stage3_max_live_parameters": (1, 2 * 10**9),
+        "stage3_max_reuse_distance": (1, 2 * 10**9), "stage3_model_persistence_threshold": (1, 10**9),
+    }  # fmt: skip
+    return {name: _about(draw, *both) for name, both in ends.items() if draw.randint(0, 5) == 5}
+
+
+def _away(draw: Random, said: dict[str, Any], *, sums_in_fp32: bool) -> dict[str, Any]:
+    """Offload to host memory or to NVMe."""
+    stage, adam = said["zero_stage"], said["optimizer"] in ("adam", "adamw")
+    optimizer = draw.choice(("none", "cpu", *(("nvme",) if stage == 3 and adam else ()))) if stage == 3 else "cpu"
+    parameters = draw.choice(("none", "cpu", "nvme")) if stage == 3 else "none"
+    if stage == 1 and sums_in_fp32:
+        optimizer = "none"
+    chosen: dict[str, Any] = {"offload_optimizer": optimizer, "offload_param": parameters}
+    chosen |= {name: _mostly(draw, True, False) for name in ("offload_optimizer_pin_memory", "offload_param_pin_memory")}
+    if optimizer != "none":
+        chosen["compute_grad_norm"] = True
+    if "nvme" in (optimizer, parameters):
+        chosen |= {
+            "offload_optimizer_buffer_count": _mostly(draw, 12, 4, 8),
+            "offload_param_buffer_count": _mostly(draw, 1000, 5),
+            "offload_param_buffer_size": _mostly(draw, 10**11, 10**8),
+            "offload_param_max_in_cpu": _mostly(draw, 0, 10**9, 10**7),
+            "offload_optimizer_pipeline_read": draw.choice((False, True)),
+            "offload_optimizer_pipeline_write": draw.choice((False, True)),
+        }
+    return chosen
+
+
+def _plus_plus(draw: Random, *, reduce_scatter: bool) -> dict[str, Any]:
+    return {
+        "zero_hpz_partition_size": draw.choice((1, 2, 4, 8)),
+        "zero_quantized_weights": draw.choice((False, True)),
+        "zero_quantized_gradients": reduce_scatter and draw.choice((False, True)),
+        "gpus_per_node": draw.choice((1, 2, 4, 8)),
+    }
+
+
+# --- jobs ----------------------------------------------------------------------------------------------------------------
+
+
+def batch(draw: Random, one: ModelSpec | None = None, *, multiple: int = 1, steps: int = 1) -> BatchSpec:
+    """From one short sequence to a large batch; lengths are a multiple of the one, micro-batches of the other."""
+    longest = 8192 if one is None or not one.positions else one.max_position_embeddings
     return BatchSpec(
-        micro_batch_size=draw(st.integers(1, 16)),
-        seq_len=draw(st.integers(1, 1024)),
-        grad_accum_steps=draw(st.integers(1, 4)),
+        micro_batch_size=_about(draw, 1, 32),
+        seq_len=multiple * _about(draw, 1, max(1, longest // multiple)),
+        grad_accum_steps=steps * draw.choice((1, 1, 2, 3, 8)),
     )
 
 
-def highest(moments: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """The highest moment of each name: a grid has that of one micro-batch and that of several, of which one holds."""
-    found: dict[str, int] = {}
-    for name, total in moments:
-        found[name] = max(total, found.get(name, 0))
-    return found
+def mesh(draw: Random, told: RecipeSpec, **ways: int) -> MeshSpec:
+    """Ranks that the recipe's own numbers divide."""
+    kept, second = told.fsdp2.reshard_after_forward, told.deepspeed.zero_hpz_partition_size
+    factor = max(int(kept or 1) if told.engine == "fsdp2" else 1, second if told.engine == "deepspeed" else 1)
+    if told.deepspeed.zero_quantized_gradients:
+        factor = max(factor, told.deepspeed.gpus_per_node)
+    ranks = factor * _about(draw, 1, max(1, 2048 // factor))
+    return MeshSpec(
+        dp_shard=_up(ranks, ways.get("ep", 1)),
+        dp_replicate=_mostly(draw, 1, 2, 4) if told.engine in ("fsdp2", "paper") else 1,
+        **ways,
+    )
+
+
+def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
+    told = recipe(draw, [name for name in engines if name != "megatron"])
+    families = [name for name in FAMILIES if (name, told.attention) != ("gpt2", "eager") or not told.offload_activations]
+    one = model(draw, families)
+    return JobSpec(
+        model=one, recipe=_of_some_layers(draw, told, one), mesh=mesh(draw, told), batch=batch(draw, one), cluster=cluster(draw)
+    )
+
+
+def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
+    """Recompute some blocks alone, where that is modelled."""
+    if told.recompute == "none" or told.offload_activations or told.engine == "paper" or draw.randint(0, 3) < 3:
+        return told
+    if told.engine == "deepspeed" and told.zero_stage == 3:
+        return told
+    return replace(told, recompute_layers=draw.randint(1, one.num_hidden_layers))
+
+
+def _tuned(draw: Random, engines: Sequence[str]) -> JobSpec:
+    told = recipe(draw, engines, manner="lora")
+    return _data_parallel(draw, adapted(draw, quantised=told.engine != "deepspeed"), told)
+
+
+def _frozen(draw: Random, engines: Sequence[str]) -> JobSpec:
+    return _data_parallel(draw, partly_frozen(draw), recipe(draw, engines, manner="frozen"))
+
+
+def _profiled(draw: Random, engines: Sequence[str]) -> JobSpec:
+    return _data_parallel(draw, profiled(), recipe(draw, engines, manner="profile"))
+
+
+def _data_parallel(draw: Random, one: ModelSpec, told: RecipeSpec) -> JobSpec:
+    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told), batch=batch(draw, one), cluster=cluster(draw))
+
+
+def _tensor_parallel(draw: Random, engines: Sequence[str]) -> JobSpec:
+    tp, told = draw.choice((2, 4, 8)), recipe(draw, engines, manner="tp")
+    one = replace(model(draw, SPLIT_FAMILIES, ranks=tp), mlp_bias=False)
+    if one.family != "qwen2":
+        one = replace(one, attention_bias=False)
+    fed = batch(draw, one, multiple=tp)
+    if one.sliding_window is not None:
+        one = replace(one, sliding_window=fed.seq_len + one.sliding_window)
+    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, tp=tp), batch=fed, cluster=cluster(draw))
+
+
+def _context_parallel(draw: Random, engines: Sequence[str]) -> JobSpec:
+    cp, told = draw.choice((2, 4, 8)), recipe(draw, engines, manner="cp")
+    one = replace(model(draw, SPLIT_FAMILIES), mlp_bias=False)
+    one = one if one.family == "qwen2" else replace(one, attention_bias=False)
+    fed = batch(draw, one, multiple=2 * cp)
+    if one.sliding_window is not None:
+        one = replace(one, sliding_window=fed.seq_len + one.sliding_window)
+    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, cp=cp), batch=fed, cluster=cluster(draw))
+
+
+def _pipeline(draw: Random, engines: Sequence[str]) -> JobSpec:
+    told, pp, each = recipe(draw, engines, manner="pp"), draw.choice((2, 4, 8)), draw.choice((1, 1, 2, 3))
+    schedule = "interleaved-1f1b" if each > 1 else draw.choice((None, "gpipe", "1f1b"))
+    told = replace(told, pipeline_schedule=schedule, pipeline_stages_per_rank=each if each > 1 else None)
+    one = model(draw, PIPELINED)
+    least = 2 * pp * each - 2  # embedding and head count as layers
+    one = replace(one, tie_word_embeddings=False, num_hidden_layers=max(one.num_hidden_layers, least))
+    if one.moe is not None and one.moe.num_dense_layers:
+        one = replace(one, moe=replace(one.moe, num_dense_layers=0))
+    fed = batch(draw, one, steps=pp)
+    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, pp=pp), batch=fed, cluster=cluster(draw))
+
+
+def _expert_parallel(draw: Random, engines: Sequence[str]) -> JobSpec:
+    told, one = recipe(draw, engines, manner="ep"), model(draw, DISPATCHED_FAMILIES)
+    assert one.moe is not None
+    experts = one.moe.num_experts
+    split = mesh(draw, told, ep=draw.choice([ways for ways in range(2, experts + 1) if experts % ways == 0]))
+    beside = split.dp_shard // split.ep
+    if split.dp_shard > experts and (one.hidden_size % beside or one.moe.moe_intermediate_size % beside):
+        split = replace(split, dp_shard=split.ep)
+    return JobSpec(model=one, recipe=told, mesh=split, batch=batch(draw, one), cluster=cluster(draw))
+
+
+def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
+    told = recipe(draw, [name for name in engines if name == "megatron"])
+    tp, cp, pp = (_mostly(draw, 1, 2, 4) for _ in range(3))
+    each = draw.choice((1, 1, 2)) if pp > 1 else 1
+    one = model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each, dense=pp == 1)
+    told = replace(
+        told,
+        sequence_parallel=told.sequence_parallel or (tp > 1 and one.moe is not None),
+        attention="sdpa" if cp > 1 and told.attention == "eager" else told.attention,
+        pipeline_schedule="interleaved-1f1b" if each > 1 else None,
+    )
+    ep = draw.choice([ways for ways in (1, 2, 4) if one.moe.num_experts % ways == 0]) if one.moe else 1
+    fed = batch(draw, one, multiple=2 * cp if cp > 1 else 1, steps=pp)
+    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, tp=tp, cp=cp, pp=pp, ep=ep), batch=fed, cluster=cluster(draw))
+
+
+def _on_paper(draw: Random, engines: Sequence[str]) -> JobSpec:
+    """What divides by tensor-parallel ranks."""
+    told = recipe(draw, engines, manner="paper tp")
+    tp = draw.choice((2, 4, 8))
+    one = model(draw, ranks=tp)
+    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, tp=tp), batch=batch(draw, one), cluster=cluster(draw))
+
+
+def cluster(draw: Random) -> ClusterSpec:
+    """No GPU, or one of the catalogue's."""
+    return _mostly(draw, ClusterSpec(), ClusterSpec(gpu=gpu(draw.choice(gpu_names())), gpus_per_node=draw.choice((None, 4, 8))))
+
+
+Drawn = Callable[[Random, Sequence[str]], JobSpec]
+#: Every manner of training, the engines that have it, and how often it is drawn.
+_JOBS: tuple[tuple[Drawn, tuple[str, ...], int], ...] = (
+    (_whole, ("ddp", "fsdp2", "deepspeed", "paper"), 8), (_tuned, _MANNERS["lora"], 3), (_frozen, _MANNERS["frozen"], 2),
+    (_profiled, _MANNERS["profile"], 1), (_tensor_parallel, ("fsdp2",), 2), (_context_parallel, ("fsdp2",), 2),
+    (_pipeline, ("fsdp2",), 2), (_expert_parallel, ("fsdp2",), 2), (_by_megatron, ("megatron",), 2), (_on_paper, ("paper",), 1),
+)  # fmt: skip
+
+
+def job(draw: Random, engines: Sequence[str] = ENGINES) -> JobSpec:
+    """Any job of these engines; the few draws that contradict themselves are drawn again."""
+    there = [drawn for drawn, having, weight in _JOBS for _ in range(weight) if set(having) & set(engines)]
+    for _ in range(20):
+        try:
+            return draw.choice(there)(draw, engines)
+        except SpecError:
+            continue
+    return _whole(Random(0), ("fsdp2",))  # noqa: S311  not reached where one draw in twenty is a job

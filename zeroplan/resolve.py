@@ -20,7 +20,7 @@ from zeroplan.spec.adapter import AdapterSpec, Quantize
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
-from zeroplan.spec.hardware import ClusterSpec, GpuSpec
+from zeroplan.spec.hardware import ClusterSpec, GpuSpec, SharesSpec
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -32,6 +32,7 @@ from zeroplan.spec.recipe import (
     DeepSpeedOptions,
     Engine,
     Fsdp2Options,
+    Kernels,
     Loss,
     MegatronOptions,
     OffloadDevice,
@@ -110,6 +111,8 @@ class Request(Spec):
     megatron: MegatronOptions | None = None
     deepspeed_config: str | None = None
     from_file: str | None = None
+    kernels: Kernels | None = None
+    shares: SharesSpec | None = None
 
     def overridden_by(self, other: "Request") -> "Request":
         """Return this request with everything that ``other`` says instead; another model replaces the model as a whole."""
@@ -164,6 +167,8 @@ def request_of(complete: JobSpec) -> Request:
         seq_len=batch.seq_len,
         micro_batch=batch.micro_batch_size,
         grad_accum=batch.grad_accum_steps,
+        kernels=recipe.kernels,
+        shares=complete.cluster.shares,
     )
 
 
@@ -481,7 +486,7 @@ def _contradiction(mine: str, where: str, stated: object) -> str:
 def cluster_of(request: Request, extra: Path | None) -> ClusterSpec:
     """The GPU that a request names, and how many share a node."""
     gpu = find_gpu(request.gpu, extra=own_folder(extra, "gpus")) if isinstance(request.gpu, str) else request.gpu
-    return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node)
+    return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node, shares=request.shares)
 
 
 def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec) -> RecipeSpec:
@@ -543,6 +548,7 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
         "fsdp2": request.fsdp2,
         "deepspeed": request.deepspeed,
         "megatron": request.megatron,
+        "kernels": request.kernels,
     }
     said |= _offload(request, request.engine or DEFAULT_ENGINE[stage])
     return RecipeSpec(**{key: value for key, value in said.items() if value is not None})  # type: ignore[arg-type]  # checked there

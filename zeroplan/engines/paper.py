@@ -109,16 +109,20 @@ def _moments(
         Moment("optimizer step", Phase.STEP, states),
     ]
     if recipe.recompute != "none" and recipe.activation_model == "module":
-        again = block_pass(model, layout(model).runs[-1].kind, compute, batch).saved
-        moments.insert(2, Moment("backward of the last block, recomputed", Phase.BACKWARD, (*alive, *head.shared, *again)))
+        last = block_pass(model, layout(model).runs[-1].kind, compute, batch)
+        before = (*states, _activations(recipe, kept, fewer=1), *head.shared)
+        again = (*last.checkpoint_in_backward, *last.saved)
+        moments.insert(2, Moment("backward of the last block, recomputed", Phase.BACKWARD, (*before, *again)))
     return tuple(moments)
 
 
-def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...]) -> Line:
+def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...], *, fewer: int = 0) -> Line:
+    """What the blocks keep, without the last few."""
+    layers = (*(run.layers for run, _ in kept[:-1]), kept[-1][0].layers - fewer)
     n_bytes: Int = 0
-    for run, lines in kept:
-        n_bytes = n_bytes + run.layers * total_bytes(lines)
-    formula = blocks_sum("S", tuple(run.layers for run, _ in kept), tuple(run.kind for run, _ in kept))
+    for count, (_, lines) in zip(layers, kept, strict=True):
+        n_bytes = n_bytes + count * total_bytes(lines)
+    formula = blocks_sum("S", layers, tuple(run.kind for run, _ in kept))
     source = KORTHIKANTI if recipe.activation_model == "megatron" else KEPT[recipe.recompute]
     return Line(Kind.ACTIVATIONS, n_bytes, "tensors that the blocks keep from forward to backward", formula, source)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from zeroplan.export.fsdp2 import reshards
 from zeroplan.resolve import Request
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Fsdp2Options
@@ -50,10 +51,9 @@ def _lines(job: JobSpec, nodes: int, deepspeed_file: str) -> Iterator[str]:
 
 def _fsdp(job: JobSpec) -> Iterator[str]:
     recipe = job.recipe
-    reshard = recipe.fsdp2.reshard_after_forward
     yield "fsdp_config:"
     yield "  fsdp_version: 2"
-    yield f"  fsdp_reshard_after_forward: {_word(recipe.zero_stage == 3 if reshard is None else bool(reshard))}"
+    yield f"  fsdp_reshard_after_forward: {_word(reshards(recipe))}"
     yield f"  fsdp_offload_params: {_word(recipe.fsdp2.cpu_offload)}"
     yield "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP"
     yield "  fsdp_state_dict_type: SHARDED_STATE_DICT"

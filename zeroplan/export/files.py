@@ -215,6 +215,10 @@ def _nodes(job: JobSpec) -> tuple[int, int]:
     """GPUs on a node, and nodes."""
     cluster, world = job.cluster, job.mesh.world_size
     per_node = cluster.gpus_per_node or (8 if cluster.gpu is None else cluster.gpu.gpus_per_node)
+    if world > per_node and world % per_node:
+        raise SpecError(
+            f"{world:,} GPUs are no whole nodes of {per_node}, which launchers need; say --gpus-per-node, or another --gpus"
+        )
     return min(per_node, world), -(-world // per_node)
 
 

@@ -88,10 +88,20 @@ _EVERY = "    kinds = {type(block) for block in blocks(model)}\n", "lambda one: 
 _CHECKPOINTING = {"none": "", "full": _FULL, "selective": _SELECTIVE}
 
 
+def reshards(recipe: RecipeSpec) -> bool:
+    """Whether parameters are sharded again between forward and backward, over however many ranks.
+
+    >>> reshards(RecipeSpec(zero_stage=3)), reshards(RecipeSpec(zero_stage=2))
+    (True, False)
+    """
+    asked = recipe.fsdp2.reshard_after_forward
+    return recipe.zero_stage == 3 if asked is None else bool(asked)
+
+
 def fsdp2_script(job: JobSpec) -> str:
     """Return the script; it needs torch and transformers, and runs on CPU ranks too."""
     recipe, mesh, batch = job.recipe, job.mesh, job.batch
-    reshard = recipe.fsdp2.reshard_after_forward
+    ways = recipe.fsdp2.reshard_after_forward
     policies, imports = _policies(recipe)
     accumulates = batch.grad_accum_steps > 1 and not recipe.sync_every_micro_batch
     sync = "            model.set_requires_gradient_sync(micro_batch == GRAD_ACCUM - 1)\n" if accumulates else ""
@@ -104,7 +114,7 @@ def fsdp2_script(job: JobSpec) -> str:
         grad_accum=batch.grad_accum_steps,
         replicas=mesh.dp_replicate,
         shards=mesh.dp_shard,
-        reshard=(recipe.zero_stage == 3) if reshard is None else reshard,
+        reshard=ways if type(ways) is int else reshards(recipe),
         policies=policies,
         mesh=split.mesh,
         attention="unmasked()" if split.unmasked else f'"{attention}"',

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
+from zeroplan.export.fsdp2 import reshards
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.megatron import chunks_of
 from zeroplan.spec.model import ModelSpec
@@ -123,7 +124,7 @@ def _degrees(job: JobSpec) -> Iterator[str]:
         yield "--expert-tensor-parallel-size 1"
     if job.recipe.engine == "fsdp2":
         yield "--use-torch-fsdp2"
-        if job.recipe.zero_stage == 2:
+        if not reshards(job.recipe):
             yield "--torch-fsdp2-no-reshard-after-forward"
     elif job.recipe.zero_stage == 1:
         yield "--use-distributed-optimizer"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
+from zeroplan.export.fsdp2 import reshards
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -77,6 +78,10 @@ def _flavor(job: JobSpec) -> _Flavor:
         )
     if job.batch.grad_accum_steps > 1 and not job.recipe.sync_every_micro_batch:
         raise SpecError("--emit torchtitan: torchtitan reduces gradients after every micro-batch; leave --no-sync out")
+    if job.recipe.engine == "fsdp2" and job.mesh.dp_shard * job.mesh.cp == 1:
+        raise SpecError(
+            "--emit torchtitan: torchtitan uses FSDP2 only where several ranks shard; use more GPUs, or engine 'ddp'"
+        )
     return found
 
 
@@ -112,7 +117,7 @@ def _tables(job: JobSpec) -> dict[str, dict[str, _Value]]:
         "parallelism": {
             **degrees,
             **(schedule if pipelined else {}),
-            "fsdp_reshard_after_forward": "always" if recipe.zero_stage == 3 else "never",
+            "fsdp_reshard_after_forward": "always" if reshards(recipe) else "never",
         },
         "optimizer": {"implementation": _IMPLEMENTATIONS[recipe.optimizer_impl]},
         "compile": {"enable": False},

@@ -9,9 +9,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from zeroplan.errors import SpecError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 class Range(NamedTuple):
@@ -115,6 +130,14 @@ def _nearest(cls: type, key: str) -> str:
     return f"; nearest: {', '.join(near)}" if near else f"; there are {', '.join(names)}"
 
 
+@cache
+def _reader(cls: type) -> "TypeAdapter[object]":
+    """What pydantic reads a class with, which takes longer to make than to use."""
+    from pydantic import TypeAdapter  # noqa: PLC0415
+
+    return TypeAdapter(cls)
+
+
 def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
     """Build a spec from foreign data (a parsed TOML or JSON object), strictly.
 
@@ -123,10 +146,10 @@ def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
     """
     import json  # noqa: PLC0415  only foreign data pays for json and pydantic
 
-    from pydantic import TypeAdapter, ValidationError  # noqa: PLC0415
+    from pydantic import ValidationError  # noqa: PLC0415
 
     try:
-        return TypeAdapter(cls).validate_json(json.dumps(data, default=str))
+        return cast("S", _reader(cls).validate_json(json.dumps(data, default=str)))  # type: ignore[arg-type]  # as above
     except ValidationError as error:
         errors = error.errors(include_url=False)
         # A key that is misspelt is missing too: the misspelling says more.

@@ -175,6 +175,11 @@ class ModelSpec(Spec):
                 raise SpecError(f"family={self.family!r} {word} `{part}`, the part of {', '.join(families)}")
         if self.family != "gpt_neox" and (self.hidden_act is not None or not self.parallel_residual):
             raise SpecError(f"family={self.family!r} has no hidden_act or parallel_residual of its own; only gpt_neox has")
+        if self.family == "gpt_neox" and self.head_dim % 8:
+            raise SpecError(
+                f"head_dim={self.head_dim} of a gpt_neox model has no formula: a quarter of each head is turned, in pairs; use a "
+                "multiple of 8"
+            )
         if self.sliding_window is not None and self.family not in WINDOWED_FAMILIES:
             raise SpecError(
                 f"a sliding window of a {self.family} model (sliding_window={self.sliding_window:,}) has no formula; leave it out "

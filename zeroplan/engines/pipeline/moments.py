@@ -438,7 +438,8 @@ def _unsharding(stage: StagePlan, position: Position, alive: tuple[Line, ...]) -
 
         buffer = experts.gathered_ahead(plan, position)
     elif position.previous_run is not None:
-        buffer = own._replace(n_bytes=maximum(own.n_bytes, _below(plan, position.previous_run)))
+        n_bytes = maximum(own.n_bytes, _below(plan, position.previous_run))
+        buffer = _in_elements(own._replace(n_bytes=n_bytes), plan.width.compute)
     return Moment(f"backward: unsharding {position.name}", Phase.BACKWARD, (*others, buffer, *kept_here, flow))
 
 

@@ -73,8 +73,10 @@ def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
 
 
 def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
-    if beyond_the_window(model, x) is not False:
-        raise SpecError(f"tp={compute.tp} with a sliding window shorter than the sequence is not modelled; use tp=1")
+    beyond = beyond_the_window(model, x)
+    if beyond if isinstance(beyond, bool) else beyond.any():
+        ways = f"cp={compute.cp}" if compute.tp == 1 else f"tp={compute.tp}"
+        raise SpecError(f"{ways} with a sliding window shorter than the sequence is not modelled; use {ways[:2]}=1")
     query, key = x.query // compute.tp, x.key // compute.tp
     block = traced.Structure(
         model.family, x.element == 4, False, x.attention, False, key != query, key == x.head_dim, model.attention_bias, x.kernels,

@@ -109,7 +109,8 @@ def beyond_the_window(model: ModelSpec, x: Widths) -> Bool:
     """
     if x.attention != "sdpa" or model.family not in WINDOWED or model.sliding_window is None:
         return False
-    return x.seq_len >= model.sliding_window
+    beyond = x.seq_len >= model.sliding_window
+    return beyond if isinstance(beyond, bool) or (beyond.any() and not beyond.all()) else bool(beyond.all())
 
 
 def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str, Int]:

@@ -1,0 +1,434 @@
+"""What holds for every job, check by check: each takes a job and a source of further draws, and raises AssertionError.
+
+:mod:`tests.properties.test_random_jobs` asks a few thousand jobs in every run of the tests, :mod:`tests.properties.nightly` as many
+as it is told to. A job that is refused in one line is answered, too.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from tests.formulas import assert_explained, assert_symbols_mean_one_thing
+from zeroplan import BatchSpec, Estimate, JobSpec, Kind, MeshSpec, RecipeSpec, estimate
+from zeroplan.catalog.model import model as published
+from zeroplan.engines.account import Account
+from zeroplan.errors import SpecError
+from zeroplan.estimator import engine_module
+from zeroplan.export.files import TARGETS, Export, Target, cannot_say, export, write
+from zeroplan.job_file import read_job_file
+from zeroplan.remedies import remedies
+from zeroplan.report.payload import estimate_payload
+from zeroplan.report.text import estimate_text
+from zeroplan.resolve import request_of, resolve
+from zeroplan.spec.base import read
+from zeroplan.spec.job import ENGINE_STAGES
+from zeroplan.spec.recipe import DeepSpeedOptions
+from zeroplan.transformer.families.widths import WITHOUT_SDPA
+
+Check = Callable[[JobSpec, Random], None]
+
+
+class Refused(Exception):  # noqa: N818  no error
+    """The job is one that an engine refuses, in one line."""
+
+
+def answered(job: JobSpec) -> Estimate:
+    """The estimate; the only other thing that may come of a job is a refusal in one line."""
+    try:
+        return estimate(job)
+    except SpecError as error:
+        refusal = str(error)
+    assert refusal.strip()
+    assert "\n" not in refusal
+    raise Refused(refusal)
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------------
+
+
+def adds_up(job: JobSpec, _: Random) -> None:
+    """Lines sum to totals, the peak is the largest moment, and no number is negative, or beyond what the job could ever take."""
+    answer = answered(job)
+    totals = [sum(line.n_bytes for line in moment.lines) for moment in answer.moments]
+    lines = {line for lines in (answer.states, *(moment.lines for moment in answer.moments)) for line in lines}
+    assert answer.peak_bytes == max(totals)
+    assert all(type(line.n_bytes) is int and line.n_bytes >= 0 for line in lines)
+    assert all(type(line.n_bytes) is int and line.n_bytes >= 0 for line in (*answer.host, *answer.nvme))
+    assert sum(answer.states_by_kind.values()) == sum(line.n_bytes for line in answer.states)
+    low, expected, high = answer.reserved
+    assert answer.peak_bytes == low <= expected <= high
+    assert answer.traffic.total_bytes == sum(call.sent_bytes for call in answer.traffic.collectives) >= 0
+    assert least(answer) <= sum(answer.states_by_kind.values()) + answer.host_bytes + answer.nvme_bytes, "less than the shard"
+    assert answer.peak_bytes <= most(job, answer.parameters), "more than could ever be asked for"
+    assert answer.traffic.total_bytes <= 1000 * most(job, answer.parameters) * job.batch.grad_accum_steps
+
+
+def least(answer: Estimate) -> int:
+    """What no way of sharding can go below: this rank's even part of the trained parameters in the narrowest form. [bytes]"""
+    mesh, of_pipeline = answer.job.mesh, answer.pipeline
+    if of_pipeline:
+        return 2 * of_pipeline[0].parameters // (mesh.world_size // mesh.dp_replicate)
+    return 2 * answer.trained_parameters // (mesh.world_size // mesh.dp_replicate)
+
+
+def most(job: JobSpec, parameters: int) -> int:
+    """What no way of training comes near: 64 bytes a parameter, every activation eight times over in fp32. [bytes]"""
+    model, batch, options = job.model, job.batch, job.recipe.deepspeed
+    tokens, layers = (
+        batch.micro_batch_size * batch.seq_len * (1 if job.mesh.pp == 1 else batch.grad_accum_steps),
+        model.num_hidden_layers + 2,
+    )
+    ffn = max(
+        model.intermediate_size,
+        0 if model.moe is None else 8 * model.moe.moe_intermediate_size * (1 + model.moe.num_shared_experts),
+    )
+    attention = model.num_attention_heads * (8 * model.head_dim + 8 * batch.seq_len + 1024)
+    adapters = 0 if model.adapter is None else 14 * model.adapter.rank
+    width = 16 * model.hidden_size + attention + 8 * ffn + adapters + (64 * model.moe.num_experts if model.moe else 0)
+    buckets = (
+        16 * (3 * options.reduce_bucket_size + options.stage3_prefetch_bucket_size) if job.recipe.engine == "deepspeed" else 0
+    )
+    profiled = 10**12 * tokens if model.profile else 0
+    return 64 * _padded(job, parameters) + 32 * tokens * (layers * width + 2 * model.vocab_size) + buckets + 10**10 + profiled
+
+
+def _padded(job: JobSpec, parameters: int) -> int:
+    """FSDP2 fills the first dimension of every tensor up to its ranks, of which experts have few."""
+    rows = min(job.model.hidden_size, job.model.moe.num_experts if job.model.moe else job.model.hidden_size)
+    return parameters * (1 + job.mesh.dp_shard * job.mesh.cp // rows if job.recipe.engine == "fsdp2" else 1)
+
+
+def is_explained(job: JobSpec, _: Random) -> None:
+    """Every line's formula gives its bytes, every line has a source, and a symbol stands for one thing."""
+    answer = answered(job)
+    assert_explained(answer)
+    assert_symbols_mean_one_thing(answer)
+
+
+def can_be_said(job: JobSpec, _: Random) -> None:
+    """The text, the remedies and the JSON of an answer are there, and its job reads back from either form of file."""
+    answer = answered(job)
+    assert "Peak allocated" in estimate_text(answer)
+    payload = estimate_payload(answer, changes=remedies(answer) if answer.verdict == "does not fit" else ())
+    text = json.dumps(payload, allow_nan=False)
+    assert read(JobSpec, json.loads(text)["job"], where="payload") == job
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(asdict(job)))
+        assert resolve(read_job_file(file)).job == job
+
+
+# --- a grid is its points ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A mesh, or a batch, some of whose numbers are columns."""
+
+    numbers: Mapping[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        return self.numbers[name]
+
+
+def _points(job: JobSpec, draw: Random) -> list[JobSpec]:
+    """The job and one or two others of the same structure, with other ranks and batches."""
+    found = [job]
+    for _ in range(draw.randint(1, 2)):
+        ranks = max(1, job.mesh.dp_shard * draw.choice((1, 2, 3, 8)) // draw.choice((1, 1, 2, 4)))
+        batch = BatchSpec(
+            micro_batch_size=job.batch.micro_batch_size if job.model.profile else draw.randint(1, 16),
+            seq_len=max(1, job.batch.seq_len * draw.choice((1, 2, 3)) // draw.choice((1, 1, 2))),
+            grad_accum_steps=job.batch.grad_accum_steps if job.mesh.pp > 1 else draw.randint(1, 4),
+        )
+        try:
+            other = replace(job, mesh=replace(job.mesh, dp_shard=ranks), batch=batch)
+            estimate(other)
+        except SpecError:
+            continue
+        if _is_beyond_the_window(other) == _is_beyond_the_window(job):
+            found.append(other)
+    return found
+
+
+def _is_beyond_the_window(job: JobSpec) -> bool:
+    """Sequences on both sides of a window run two programs, and a column of both has at every place the higher of the two."""
+    return job.model.sliding_window is not None and job.batch.seq_len >= job.model.sliding_window
+
+
+def _accounts(job: JobSpec, mesh: Any, batch: Any) -> tuple[Account, ...]:
+    """The accounts of a job on this mesh and with this batch: one, or one for each rank of a pipeline."""
+    if job.mesh.pp > 1:
+        name = "pipeline" if job.recipe.engine == "fsdp2" else job.recipe.engine
+        return engine_module(name).accounts(job.model, job.recipe, mesh, batch)  # type: ignore[arg-type, attr-defined, no-any-return]
+    return (engine_module(job.recipe.engine).account(job.model, job.recipe, mesh, batch),)
+
+
+def grid_is_its_points(job: JobSpec, draw: Random) -> None:
+    """Columns of ranks and batches give at every place what one job gives."""
+    answered(job)
+    points = _points(job, draw)
+    names = ("micro_batch_size", "seq_len", *(("grad_accum_steps",) if job.mesh.pp == 1 else ()))
+    batch = {name: np.array([getattr(one.batch, name) for one in points], dtype=np.int64) for name in names}
+    ranks = np.array([one.mesh.dp_shard for one in points], dtype=np.int64)
+    mesh = {**asdict(job.mesh), "dp_shard": ranks, "dp_replicate": ranks * 0 + job.mesh.dp_replicate}
+    grids = _accounts(job, _Columns(mesh), _Columns({**asdict(job.batch), **batch}))
+    for at, one in enumerate(points):
+        for grid, account in zip(grids, _accounts(one, one.mesh, one.batch), strict=True):
+            found, expected = (_moments(both, at) for both in (grid, account))
+            assert max(found.values()) == max(expected.values())
+            assert all(found.get(name, -1) >= n_bytes for name, n_bytes in expected.items())
+            states = [sum(_at(line.n_bytes, at) for line in both.states) for both in (grid, account)]
+            assert states[0] == states[1], states
+            sent = [
+                [(call.what, _at(call.sent_bytes, at)) for call in both.collectives if _at(call.sent_bytes, at)]
+                for both in (grid, account)
+            ]
+            assert sent[0] == sent[1], sent
+
+
+def _moments(account: Account, at: int) -> dict[str, int]:
+    """The highest moment of each name: a grid has that of one micro-batch and that of several, of which one holds."""
+    found: dict[str, int] = {}
+    for moment in account.moments:
+        found[moment.name] = max(_at(moment.total_bytes, at), found.get(moment.name, 0))
+    return found
+
+
+def _at(value: Any, at: int) -> int:
+    return int(value if isinstance(value, int) else np.broadcast_to(value, max(value.size, at + 1))[at])
+
+
+# --- more never costs less -----------------------------------------------------------------------------------------------
+
+
+def _peak(job: JobSpec) -> int:
+    return answered(job).peak_bytes
+
+
+def _changed(job: JobSpec, **parts: Any) -> JobSpec:
+    """The job with something else; what contradicts itself is no job."""
+    try:
+        return replace(job, **parts)
+    except SpecError as error:
+        raise Refused(str(error)) from None
+
+
+def grows_with_the_batch(job: JobSpec, _: Random) -> None:
+    """Twice the sequences never need less."""
+    larger = _changed(job, batch=replace(job.batch, micro_batch_size=2 * job.batch.micro_batch_size))
+    assert _peak(larger) >= _peak(job)
+
+
+def grows_with_the_sequence(job: JobSpec, _: Random) -> None:
+    """Sequences twice as long never need less."""
+    larger = _changed(job, batch=replace(job.batch, seq_len=2 * job.batch.seq_len))
+    assert _peak(larger) >= _peak(job)
+
+
+def grows_with_layers(job: JobSpec, _: Random) -> None:
+    """Another layer never needs less."""
+    if job.model.profile is not None:
+        raise Refused("a profile has its layers")
+    deeper = _changed(job, model=replace(job.model, num_hidden_layers=job.model.num_hidden_layers + 1))
+    assert _peak(deeper) >= _peak(job)
+
+
+def _held(job: JobSpec) -> dict[Kind, int]:
+    """The states; of a pipeline those of its first rank, not of the one whose peak is the highest."""
+    answered(job)
+    return estimate(job, pipeline_rank=0 if job.mesh.pp > 1 else None).states_by_kind
+
+
+def falls_with_ranks(job: JobSpec, _: Random) -> None:
+    """Twice the ranks that shard never hold more parameters or optimizer state, but for DeepSpeed's padding to 2·N elements.
+
+    AdamW in 8 bits is not asked: a tensor below 4,096 elements, as a shard may be, keeps its states in 32. Nor is
+    ZeroRedundancyOptimizer, which hands out whole tensors, at times less evenly.
+    """
+    if job.recipe.optimizer == "adamw-8bit" or (job.recipe.engine, job.recipe.zero_stage) == ("ddp", 1):
+        raise Refused("its states do not fall evenly")
+    wider = _changed(job, mesh=replace(job.mesh, dp_shard=2 * job.mesh.dp_shard))
+    fewer, more = _held(job), _held(wider)
+    padding = 4 * 2 * wider.mesh.dp_shard if job.recipe.engine == "deepspeed" else 0
+    for kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE):
+        assert more[kind] <= fewer[kind] + padding, kind
+
+
+def falls_with_stage(job: JobSpec, _: Random) -> None:
+    """A higher stage of the same engine never holds more states, but for DeepSpeed's flat copies beside the model's weights."""
+    recipe = job.recipe
+    above = [stage for stage in ENGINE_STAGES[recipe.engine] if stage > recipe.zero_stage]
+    if not above:
+        raise Refused("no stage above")
+    higher = _changed(job, recipe=replace(recipe, zero_stage=min(above)))
+    fewer, more = sum(_held(higher).values()), sum(_held(job).values())
+    own = 8 * (estimate(job).parameters // job.mesh.dp_shard + 2 * job.mesh.dp_shard) if recipe.engine == "deepspeed" else 0
+    assert fewer <= more + own
+
+
+def falls_with_recomputation(job: JobSpec, _: Random) -> None:
+    """More recomputation needs at most a block's input and a mask more.
+
+    Where the backward of the highest block is the peak there is nothing left to save: the input of its checkpoint comes on top,
+    and the mask and the weights of attention that is written out, which only recomputation needs so late; what experts make is
+    made again beside the gradient that flows into them. Blocks that are frozen, or whose adapters are in the MLP alone, save
+    nothing below the lowest gradient, but checkpoints do: they are not asked. A profile made up by hand is not, either.
+    """
+    names = ("none", "selective", "full")
+    at, model, batch = names.index(job.recipe.recompute), job.model, job.batch
+    if at == 0 or model.adapter is not None or model.frozen is not None or model.profile is not None:
+        raise Refused("nothing to compare")
+    more = _changed(job, recipe=_told(job, recompute_layers=None, offload_activations=False))
+    less = _changed(more, recipe=_told(more, recompute=names[at - 1]))
+    tokens, pairs = batch.micro_batch_size * batch.seq_len, batch.micro_batch_size * batch.seq_len**2
+    written_out = job.recipe.attention == "eager" or model.family in WITHOUT_SDPA
+    own = 4 * tokens * model.hidden_size + (4 * pairs * (1 + model.num_attention_heads) if written_out else 0)
+    if model.moe:
+        own += 8 * tokens * model.moe.num_experts_per_tok * (model.hidden_size + 2 * model.moe.moe_intermediate_size)
+    assert _peak(more) <= _peak(less) + own
+
+
+def _told(job: JobSpec, **parts: Any) -> RecipeSpec:
+    try:
+        return replace(job.recipe, **parts)
+    except SpecError as error:
+        raise Refused(str(error)) from None
+
+
+def stages_agree_on_one_rank(job: JobSpec, _: Random) -> None:
+    """On one rank the paper's stages are one, and so are Megatron-Core's.
+
+    Tensor-parallel ranks are data-parallel ones for experts, so that one rank is one of those, too. The stages of other engines
+    differ in more than in what they shard: in buckets, flat copies, and what is gathered.
+    """
+    if job.recipe.engine not in ("paper", "megatron"):
+        raise Refused("the stages of an engine differ in more than what they shard")
+    totals = set[int]()
+    for stage in ENGINE_STAGES[job.recipe.engine]:
+        one = _changed(
+            job,
+            mesh=replace(job.mesh, dp_shard=1, dp_replicate=1, tp=1, cp=1, ep=1),
+            recipe=replace(job.recipe, zero_stage=stage),
+        )
+        totals.add(_peak(one))
+    assert len(totals) == 1
+
+
+def adapters_take_less(job: JobSpec, _: Random) -> None:
+    """Less is held where less is trained, where states are whole on every rank and weights are 16 bits wide."""
+    model = job.model
+    if model.adapter is None and model.frozen is None:
+        raise Refused("everything is trained")
+    job = _changed(job, recipe=_told(job, engine="ddp", zero_stage=0, precision="bf16-mixed"), mesh=MeshSpec())
+    if 4 * answered(job).trained_parameters >= answered(job).parameters:
+        raise Refused("too much is trained")
+    whole = _changed(job, model=replace(model, adapter=None, frozen=None))
+    assert sum(_held(job).values()) < sum(_held(whole).values())
+
+
+# --- what is written reads back ------------------------------------------------------------------------------------------
+
+#: What the files of a target say, and is therefore not said beside them.
+_SAID: dict[Target, tuple[str, ...]] = {
+    "deepspeed": ("engine", "stage", "precision", "micro_batch", "grad_accum", "deepspeed", "offload_optimizer", "offload_param"),
+    "accelerate": ("engine", "stage", "precision", "replicas", "offload_optimizer", "offload_param"),
+    "torchtitan": (
+        "model", "gpus", "engine", "stage", "precision", "replicas", "micro_batch", "grad_accum", "recompute", "optimizer",
+        "optimizer_impl", "seq_len", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
+        "pipeline_schedule", "offload_optimizer", "offload_param", "fsdp2", "loss", "keep_logits", "attention",
+    ),
+}  # fmt: skip
+#: Options of DeepSpeed that its configuration has no key for.
+_OURS = ("zero_init", "flatten_on_accelerator", "gpus_per_node")
+
+
+def reads_back(job: JobSpec, draw: Random) -> None:
+    """What is written for a program is a job again where it is read, and the same one."""
+    targets: tuple[Target, ...] = tuple(target for target in TARGETS if not cannot_say(job.recipe, target))
+    if not targets:
+        raise Refused("no target has words for it")
+    target = draw.choice(targets)
+    if target == "torchtitan":
+        job = _changed(job, model=published(draw.choice(("llama-3.1-8b", "qwen3-0.6b", "qwen3-30b-a3b"))))
+    answered(job)
+    try:
+        made = export(job, target)
+    except SpecError as error:
+        raise Refused(str(error)) from None
+    for file in made.files:
+        if file.name.endswith(".py"):
+            compile(file.text, file.name, "exec")
+    if target == "megatron":
+        assert all(line.startswith("--") for line in made.files[0].text.splitlines())
+    elif target != "fsdp2":
+        _read_again(job, target, made)
+
+
+def _read_again(job: JobSpec, target: Target, made: Export) -> None:
+    asked = request_of(job)
+    with TemporaryDirectory() as folder:
+        write(made, Path(folder), force=False)
+        name = made.files[-1 if target == "torchtitan" else 0].name
+        if name.endswith(".py"):
+            return  # a program, which is not read
+        file = str(Path(folder) / name)
+        named = {"deepspeed_config": file} if target == "deepspeed" else {"from_file": file}
+        beside = replace(asked, **dict.fromkeys(_SAID[target]), **named)
+        if job.recipe.engine == "deepspeed":
+            default = DeepSpeedOptions()
+            ours = {name: getattr(job.recipe.deepspeed, name) for name in _OURS}
+            beside = replace(beside, deepspeed=replace(default, **ours), micro_batch=None, grad_accum=None)
+        back = resolve(beside).job
+    found, expected = _comparable(back), _comparable(job)
+    assert found == expected, _differences(asdict(found), asdict(expected))
+
+
+def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What differs between two jobs, by its name."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for name, value in expected.items():
+        if isinstance(value, dict) and isinstance(found[name], dict):
+            differing |= {f"{name}.{inner}": both for inner, both in _differences(found[name], value).items()}
+        elif found[name] != value:
+            differing[name] = (found[name], value)
+    return differing
+
+
+def _comparable(job: JobSpec) -> JobSpec:
+    """The job with everything said, and what has no effect left out."""
+    recipe, options, fsdp2 = job.recipe, job.recipe.deepspeed, job.recipe.fsdp2
+    impl = recipe.optimizer_impl or ("fused" if recipe.engine == "deepspeed" else "foreach")
+    stage, kept = recipe.zero_stage, fsdp2.reshard_after_forward
+    if recipe.engine == "fsdp2":
+        kept = stage == 3 if kept is None else kept
+        stage = 3 if kept else 2
+    if recipe.precision not in ("bf16-mixed", "fp16-mixed"):
+        fsdp2 = replace(fsdp2, reduce_dtype="fp32")
+    if recipe.precision == "fp32":
+        options = replace(options, grad_accum_dtype="param")
+    for what in ("offload_optimizer", "offload_param"):
+        heeded = {"none": (), "cpu": (f"{what}_pin_memory",), "nvme": tuple(asdict(options))}[getattr(options, what)]
+        default = asdict(DeepSpeedOptions())
+        options = replace(
+            options, **{name: default[name] for name in default if name.startswith(f"{what}_") and name not in heeded}
+        )
+    fsdp2 = replace(fsdp2, reshard_after_forward=kept)
+    recipe = replace(recipe, optimizer_impl=impl, zero_stage=stage, fsdp2=fsdp2, deepspeed=options)
+    return replace(job, recipe=recipe, cluster=replace(job.cluster, gpus_per_node=None))
+
+
+CHECKS: dict[str, Check] = {
+    check.__name__.replace("_", "-"): check
+    for check in (
+        adds_up, is_explained, can_be_said, grid_is_its_points, grows_with_the_batch, grows_with_the_sequence, grows_with_layers,
+        falls_with_ranks, falls_with_stage, falls_with_recomputation, stages_agree_on_one_rank, adapters_take_less,
+        reads_back,
+    )
+}  # fmt: skip
