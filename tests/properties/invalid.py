@@ -1,0 +1,504 @@
+"""Input that is broken in every way: a file or a flag, handed to the program itself. It answers, or says in one line why not.
+
+What is broken is a file that was whole (a config.json, a job file, a record, a snapshot, a set-up, a profile, a catalogue's entry),
+bent as data or as bytes, or a command line of flags that exist with values that do not. A case is a number, as in
+:mod:`tests.properties.nightly`.
+"""
+
+import contextlib
+import io
+import json
+import pickle
+import resource
+import time
+import tomllib
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import zeroplan
+from tests import strategies
+from tests.measured_twins import twin
+from tests.profiles import by_hand
+from tests.snapshots.written import Written, step
+from zeroplan.cli.app import main
+
+#: What one command may take. [s of a core, bytes beyond what was there]
+MOST_SECONDS, MOST_BYTES = 30, 1 << 30
+_CODES = (0, 1, 2, 3, 4)
+_CATALOGUE = Path(zeroplan.__file__).parent / "catalog"
+
+_ODD: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    3,
+    7,
+    2**31,
+    2**63,
+    10**15,
+    -(10**20),
+    10**400,
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    " ",
+    "7b",
+    "8",
+    "auto",
+    "llama",
+    "none",
+    "no such thing",
+    "\0",
+    "\n",
+    "é" * 50,
+    "x" * 5000,
+    "../../etc",
+    "[",
+    [],
+    {},
+    [[]],
+    {"": {}},
+    [None] * 30,
+    {"a": {"b": [1]}},
+)
+
+
+class Broken(NamedTuple):
+    """The name of a file, what stands in it, and the command that is given its path in place of ``FILE``."""
+
+    name: str
+    content: bytes
+    command: tuple[str, ...]
+
+
+# --- files that were whole -----------------------------------------------------------------------------------------------
+
+
+def _config(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
+    entry = tomllib.loads(draw.choice(sorted((_CATALOGUE / "models").glob("*.toml"))).read_text(encoding="utf-8"))
+    config = {**entry["config"], "model_type": entry["model_type"]}
+    return "config.json", config, ("estimate", "--config", "FILE", "--gpus", "8", "--stage", draw.choice("0123"))
+
+
+def _job_as_json(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
+    return "job.json", json.loads(json.dumps(asdict(strategies.job(draw)))), ("estimate", "FILE")
+
+
+def _job_as_toml(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
+    said = {
+        "params": "7e9",
+        "gpus": 8,
+        "stage": 3,
+        "engine": "fsdp2",
+        "gpu": "h100",
+        "seq-len": 2048,
+        "recompute": "full",
+        "fsdp2": {"reduce_dtype": "fp32"},
+        "keep-logits": True,
+        "micro-batch": 2,
+    }
+    return "job.toml", said, (draw.choice(("estimate", "advise")), "FILE")
+
+
+def _record(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
+    made = twin(model="gpt2", gpus=8, stage=draw.choice((2, 3)), seq_len=64)
+    return "record.json", json.loads(json.dumps(asdict(made))), ("compare", "FILE")
+
+
+def _deepspeed(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
+    said = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": "auto",
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu"},
+            "reduce_bucket_size": 5e8,
+            "overlap_comm": True,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "gradient_clipping": 1.0,
+    }
+    return (
+        "ds_config.json",
+        said,
+        ("estimate", "--model", "gpt2", "--gpus", "8", draw.choice(("--from", "--deepspeed-config")), "FILE"),
+    )
+
+
+def _trainer(_: Random) -> tuple[str, Any, tuple[str, ...]]:
+    said = {
+        "per_device_train_batch_size": 4,
+        "bf16": True,
+        "gradient_checkpointing": True,
+        "fsdp": "full_shard auto_wrap",
+        "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True},
+        "optim": "adamw_torch_fused",
+    }
+    return "args.json", said, ("estimate", "--model", "gpt2", "--gpus", "8", "--from", "FILE")
+
+
+def _accelerate(_: Random) -> tuple[str, Any, tuple[str, ...]]:
+    said = {
+        "distributed_type": "FSDP",
+        "num_machines": 1,
+        "num_processes": 8,
+        "mixed_precision": "bf16",
+        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_activation_checkpointing": True},
+    }
+    return "accelerate.yaml", said, ("estimate", "--model", "gpt2", "--from", "FILE")
+
+
+def _torchtitan(_: Random) -> tuple[str, Any, tuple[str, ...]]:
+    said = {
+        "model": {"name": "llama3", "flavor": "8B"},
+        "training": {"local_batch_size": 1, "seq_len": 2048},
+        "parallelism": {"data_parallel_shard_degree": -1, "tensor_parallel_degree": 2},
+        "optimizer": {"name": "AdamW"},
+        "activation_checkpoint": {"mode": "full"},
+    }
+    return "titan.toml", said, ("estimate", "--gpus", "8", "--from", "FILE")
+
+
+def _profile(_: Random) -> tuple[str, Any, tuple[str, ...]]:
+    made = json.loads(json.dumps(asdict(by_hand())))
+    return "profile.json", made, ("estimate", "--profile", "FILE", "--gpus", "4", "--precision", "bf16")
+
+
+def _gpu_entry(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
+    entry = tomllib.loads(draw.choice(sorted((_CATALOGUE / "gpus").glob("*.toml"))).read_text(encoding="utf-8"))
+    return "gpus/mine.toml", entry, ("estimate", "--catalog", "FOLDER", "--params", "7e9", "--gpu", "mine")
+
+
+def _model_entry(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
+    entry = tomllib.loads(draw.choice(sorted((_CATALOGUE / "models").glob("*.toml"))).read_text(encoding="utf-8"))
+    return "models/mine.toml", entry, ("estimate", "--catalog", "FOLDER", "--model", "mine", "--gpus", "8")
+
+
+def _snapshot(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
+    card = Written()
+    for _ in range(draw.randint(1, 3)):
+        step(card, states=draw.choice((True, False)))
+    return "snapshot.pickle", card.data(), ("diagnose", "FILE")
+
+
+_KINDS = (
+    _config,
+    _job_as_json,
+    _job_as_toml,
+    _record,
+    _deepspeed,
+    _trainer,
+    _accelerate,
+    _torchtitan,
+    _profile,
+    _gpu_entry,
+    _model_entry,
+    _snapshot,
+)
+
+
+# --- how they are broken -------------------------------------------------------------------------------------------------
+
+
+def _places(tree: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    inside = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in list(inside):
+        yield (*path, key)
+        yield from _places(value, (*path, key))
+
+
+def _odd(draw: Random) -> Any:
+    """A value that nobody expects, one of its own each time."""
+    return deepcopy(draw.choice(_ODD))
+
+
+def _bent(draw: Random, tree: Any) -> Any:
+    """Data with a few keys dropped, added, or given another value."""
+    for _ in range(draw.randint(1, 3)):
+        every = list(_places(tree))
+        if not every:
+            return _odd(draw)
+        *path, last = draw.choice(every)
+        holder = tree
+        for key in path:
+            holder = holder[key]
+        what = draw.choice(("change", "change", "change", "drop", "add", "deep"))
+        if what == "drop":
+            del holder[last]
+        elif what == "add" and isinstance(holder, dict):
+            holder[draw.choice((str(last) + "_x", "num_experts", "head_dim", "text_config", ""))] = _odd(draw)
+        elif what == "deep":
+            holder[last] = _nested(draw.choice((3, 50)), draw.choice((list, dict)))
+        else:
+            holder[last] = _odd(draw)
+    return tree
+
+
+def _nested(depth: int, kind: type) -> Any:
+    made: Any = 1
+    for _ in range(depth):
+        made = [made] if kind is list else {"a": made}
+    return made
+
+
+def _written(name: str, data: Any) -> bytes:
+    """The data in the form that the name says."""
+    if name.endswith(".pickle"):
+        return pickle.dumps(data)
+    if name.endswith(".toml"):
+        return (
+            "\n".join(_toml(data)).encode("utf-8", "replace")
+            if isinstance(data, dict)
+            else str(data).encode("utf-8", "replace")
+        )
+    if name.endswith(".yaml"):
+        return _yaml(data).encode("utf-8", "replace")
+    return _json(data).encode("utf-8", "replace")
+
+
+def _json(data: Any) -> str:
+    try:
+        return json.dumps(data)
+    except ValueError:  # digits by the hundred
+        return '{"a": ' + "9" * 400 + "}"
+
+
+def _toml(data: dict[str, Any], path: str = "") -> Iterator[str]:
+    tables = {key: value for key, value in data.items() if isinstance(value, dict)}
+    for key, value in data.items():
+        if key not in tables and value is not None:
+            yield f"{json.dumps(str(key))} = {_json(value)}"
+    for key, value in tables.items():
+        yield f"[{path}{json.dumps(str(key))}]"
+        yield from _toml(value, f"{path}{json.dumps(str(key))}.")
+
+
+def _yaml(data: Any) -> str:
+    return "".join(f"{key}: {_json(value)}\n" for key, value in data.items()) if isinstance(data, dict) else _json(data)
+
+
+_BOMBS = (
+    b"[" * 100_000,
+    b'{"a":' * 50_000,
+    b"a: &a [x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\n",
+    b"\xff\xfe\x00",
+    b"",
+    b"null",
+    b"- " * 20_000,
+    b'{"a": ' + b"9" * 6000 + b"}",
+    b"a = " + b"9" * 6000,
+    b"a = 1e400\n",
+    b"x = " + b"[" * 5000,
+    b"!!python/object/apply:os.system ['true']",
+    b"\x80\x04]" + b"\x94" * 50_000 + b".",
+    b"\x80\x02]q\x00" + b"(" * 200_000 + b".",
+)
+
+
+def _damaged(draw: Random, content: bytes) -> bytes:
+    """Bytes with some of them changed, gone, or doubled."""
+    made = bytearray(content)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(made) + 1)
+        until = at + draw.randint(1, 20)
+        what = draw.choice(("change", "cut", "double", "end", "digits"))
+        if what == "change":
+            made[at:until] = bytes(draw.randrange(256) for _ in range(len(made[at:until])))
+        elif what == "cut":
+            del made[at:until]
+        elif what == "double":
+            made[at:at] = made[at:until]
+        elif what == "end":
+            del made[at:]
+        else:
+            made[at:at] = b"9" * draw.choice((3, 30, 5000))
+    return bytes(made)
+
+
+def _file(draw: Random) -> Broken:
+    name, data, command = draw.choice(_KINDS)(draw)
+    how = draw.choice(("bent", "bent", "bent", "damaged", "bomb"))
+    if how == "bomb":
+        return Broken(name, draw.choice(_BOMBS), command)
+    if how == "bent":
+        return Broken(name, _written(name, _bent(draw, data)), command)
+    return Broken(name, _damaged(draw, _written(name, data)), command)
+
+
+# --- flags ---------------------------------------------------------------------------------------------------------------
+
+_FLAGS = (
+    "params",
+    "model",
+    "config",
+    "profile",
+    "treat-as",
+    "lora-rank",
+    "lora-targets",
+    "quantize",
+    "freeze",
+    "freeze-layers",
+    "gpus",
+    "gpu",
+    "gpus-per-node",
+    "replicas",
+    "tensor-parallel",
+    "context-parallel",
+    "pipeline-parallel",
+    "expert-parallel",
+    "pipeline-schedule",
+    "pipeline-stages-per-rank",
+    "stage",
+    "engine",
+    "precision",
+    "optimizer",
+    "optimizer-impl",
+    "offload-optimizer",
+    "offload-param",
+    "from",
+    "deepspeed-config",
+    "recompute",
+    "recompute-layers",
+    "attention",
+    "loss",
+    "keep-logits",
+    "activations",
+    "set",
+    "seq-len",
+    "micro-batch",
+    "grad-accum",
+    "catalog",
+    "no-such-flag",
+)
+_SWITCHES = ("offload-activations", "sequence-parallel", "no-sync-every-micro-batch", "explain", "json", "markdown", "check")
+_VALUES = (
+    "0",
+    "1",
+    "2",
+    "3",
+    "4",
+    "8",
+    "64",
+    "-1",
+    "7e9",
+    "7b",
+    "1e308",
+    "1e400",
+    "nan",
+    "inf",
+    "9" * 5000,
+    "",
+    " ",
+    "é",
+    "gpt2",
+    "llama-3.1-8b",
+    "mixtral-8x7b",
+    "h100",
+    "fsdp2",
+    "ddp",
+    "deepspeed",
+    "paper",
+    "megatron",
+    "full",
+    "selective",
+    "none",
+    "cpu",
+    "nvme",
+    "adamw",
+    "muon",
+    "adamw-8bit",
+    "bf16",
+    "fp32",
+    "fp16-mixed",
+    "sdpa",
+    "eager",
+    "flash",
+    "chunked",
+    "yes",
+    "fp32",
+    "all-linear",
+    "nf4",
+    "embedding",
+    "1f1b",
+    "gpipe",
+    "zbv",
+    "fused",
+    "foreach",
+    "/",
+    "/dev/null",
+    "/nowhere",
+    "\n",
+    "fsdp2.reshard_after_forward=4",
+    "deepspeed.x=1",
+    "deepspeed.reduce_bucket_size=1e6",
+    "=",
+    "a=b=c",
+    "ddp.",
+    "1,2",
+    "0.5",
+    "1e-3",
+    "٣",
+    "--",
+    "-",
+)
+
+
+def _flags(draw: Random) -> Broken:
+    command = [draw.choice(("estimate", "estimate", "estimate", "advise", "gpus", "models"))]
+    if draw.choice((True, False)):
+        command += ["--model", draw.choice(("gpt2", "llama-3.1-8b", "mixtral-8x7b"))]
+    for _ in range(draw.randint(1, 6)):
+        if draw.randint(0, 3):
+            command += [f"--{draw.choice(_FLAGS)}", draw.choice(_VALUES)]
+        else:
+            command.append(f"--{draw.choice(_SWITCHES)}")
+    return Broken("unused", b"", tuple(command))
+
+
+# --- asked ---------------------------------------------------------------------------------------------------------------
+
+
+def refuses(case: int) -> None:
+    """Hand a broken input to the program; raises AssertionError where it neither answers nor refuses in one line."""
+    draw = Random(case)  # noqa: S311  nothing secret is drawn
+    made = draw.choice((_file, _file, _flags))(draw)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / made.name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(made.content)
+        command = [{"FILE": str(path), "FOLDER": folder}.get(word, word) for word in made.command]
+        asked(command)
+
+
+def asked(command: list[str]) -> None:
+    """Run a command in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code: object = None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(command)
+        except SystemExit as left:
+            code = left.code
+    said = err.getvalue()
+    assert code in _CODES, (code, command)
+    assert time.process_time() - began < MOST_SECONDS, command
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < MOST_BYTES, command
+    if code in (2, 4):
+        assert said.startswith("zeroplan: "), (command, said)
+        assert said.count("\n") == 1, (command, said)
+        assert len(said) < 2000, command
+    assert "Traceback" not in said, command
