@@ -112,7 +112,9 @@ class Request(Spec):
     deepspeed_config: str | None = None
     from_file: str | None = None
     kernels: Kernels | None = None
+    """Whose kernels compute, as a complete job says it; no flag."""
     shares: SharesSpec | None = None
+    """What a measured step reached of the GPU's rates, likewise."""
 
     def overridden_by(self, other: "Request") -> "Request":
         """Return this request with everything that ``other`` says instead; another model replaces the model as a whole."""
