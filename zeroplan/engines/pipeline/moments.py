@@ -439,7 +439,7 @@ def _unsharding(stage: StagePlan, position: Position, alive: tuple[Line, ...]) -
         buffer = experts.gathered_ahead(plan, position)
     elif position.previous_run is not None:
         n_bytes = maximum(own.n_bytes, _below(plan, position.previous_run))
-        buffer = _in_elements(own._replace(n_bytes=n_bytes), plan.width.compute)
+        buffer = in_elements(own._replace(n_bytes=n_bytes), plan.width.compute)
     return Moment(f"backward: unsharding {position.name}", Phase.BACKWARD, (*others, buffer, *kept_here, flow))
 
 
