@@ -1,6 +1,7 @@
 """What every part of the account for ZeRO-3 asks for: the job's sizes, what is gathered when, and lines that recur."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from zeroplan.numeric import Bool, Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec, Recompute
 
 STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
 COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
@@ -72,11 +73,20 @@ _Replayed = TypeVar("_Replayed", Gathered, Gathered | None)
 def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[..., _Replayed]) -> _Replayed:
     """What is gathered with a single micro-batch per step, or with several."""
     options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
-    found = of(whole, options, recipe.recompute, sharing_of(recipe, n_ranks), disk)
+    again: Recompute = "full" if recipe.recompute == "full" else "none"  # selectively the same modules are passed
+    found = of(whole, _of_gathers(options), again, sharing_of(recipe, n_ranks), disk)
     if disk and found is not None:
         refuse_few_buffers(options, found.most_read)
         refuse_twice(found.read_twice)
     return found
+
+
+def _of_gathers(options: DeepSpeedOptions) -> DeepSpeedOptions:
+    """The options without the size of reductions, which gathers do not ask about: what was found once holds for every size."""
+    return options if options.reduce_bucket_size == _ANY_SIZE else replace(options, reduce_bucket_size=_ANY_SIZE)
+
+
+_ANY_SIZE = DeepSpeedOptions().reduce_bucket_size
 
 
 def trace_of_several(job: Job, micro: Int) -> Gathered:
