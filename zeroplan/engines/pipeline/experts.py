@@ -50,12 +50,13 @@ def gathered_ahead(plan: Plan, position: Position) -> Line:
 
 
 def reducing(
-    plan: Plan, run: int, width: int, name: str, alive: tuple[Line, ...], waiting: tuple[Line, ...]
+    plan: Plan, run: int, width: int, name: str, there: tuple[tuple[Line, ...], tuple[Line, ...]]
 ) -> Iterator[Moment]:  # fmt: skip
-    """What is not the experts' is reduced first, while they are unsharded and the inputs before are ``waiting``; then they are.
+    """What is not the experts' is reduced first, while they are unsharded; then they are.
 
-    Gradients are ``width`` bytes wide until then.
+    ``there`` is what is there in both, and in the first alone. Gradients are ``width`` bytes wide until then.
     """
+    alive, waiting = there
     group = plan.blocks[run]
     apart = _apart(group)
     others = group.beside_experts
@@ -72,9 +73,13 @@ def reducing(
     into = plain(reduce_input(plan, others, "reduce-scatter input of what is not the experts'"))
     yield Moment(f"reducing {name} beside its experts", Phase.BACKWARD, (*alive, *theirs, *waiting, into, copied))
     shards = _of(Kind.GRADIENTS, plan.width.stored * others.shard, "this rank's chunk of the others' gradients")
+    apart_too = 0 if plan.reduce_bytes == plan.width.stored else plan.reduce_bytes  # the all-reduce's own is a copy then
+    held = _of(Kind.REDUCE, plan.replicated * apart_too * others.shard, "the others' all-reduce over replicas, held")
     into = _of(Kind.REDUCE, plan.reduce_bytes * apart.padded, "reduce-scatter input of its experts")
     yield Moment(
-        f"reducing the experts of {name}", Phase.BACKWARD, (*alive, shards, into, _experts_made(plan, group, apart, width))
+        f"reducing the experts of {name}",
+        Phase.BACKWARD,
+        (*alive, shards, held, into, _experts_made(plan, group, apart, width)),
     )
 
 
@@ -85,9 +90,9 @@ def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
     return copied._replace(n_bytes=maximum(copied.n_bytes, named), formula=product(1, maximum(copied.n_bytes, named)))
 
 
-def waiting(plan: Plan, run: int) -> tuple[Line, ...]:
-    """The inputs of reductions that one of a block without experts, or of the first block's beside them, finds there."""
-    before = plan.root if not run else plan.blocks[run - 1]
+def waiting(plan: Plan, run: int, *, is_first: bool) -> tuple[Line, ...]:
+    """The input of the reduction before a block's, of the same kind unless it is the first: it stays until the experts' begins."""
+    before = plan.root if is_first and not run else plan.blocks[run - is_first]
     return (plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),)
 
 

@@ -549,7 +549,7 @@ def root_names(plan: Plan) -> frozenset[str]:
 def _reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
     """Group after group is sharded again and its gradients are reduced: the root group, then the blocks from the first on.
 
-    What is left falls from block to block, so that the first of each kind is enough.
+    What is left falls from block to block or grows, so that the first and the last of each kind are enough.
     """
     plan = rank.stages[state.chunk].plan
     whole = plan if state.earlier[state.chunk] else plan._replace(reduce_bytes=plan.width.compute)
@@ -559,18 +559,27 @@ def _reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Mo
         if plan.at_embedding is not None:
             yield taking_its_share(whole, alive)
         yield _reduction(plan, plan.root, whole.reduce_bytes, plan.last_root_elements, "the root group", alive)
-    done = tuple(0 for _ in plan.blocks)
     for run, count in enumerate(plan.every_layer):
-        after = tuple(0 if at < run else here - (at == run) for at, here in enumerate(plan.every_layer))
-        alive = (*common, *_left(whole, after, fresh=fresh), *_done(plan, done), *_unsharded_blocks(plan, after))
-        last, name = sizes_of_block(plan, run)[-1], f"the first {plan.runs[run].kind} block"
-        if plan.blocks[run].experts is None:
-            yield _reduction(plan, plan.blocks[run], whole.reduce_bytes, last, name, alive)
-        else:
-            from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
+        for block in sorted({0, count - 1}) if _may_grow(plan) else (0,):
+            after = tuple(0 if at < run else here - (at == run) * (block + 1) for at, here in enumerate(plan.every_layer))
+            done = tuple(here if at < run else block * (at == run) for at, here in enumerate(plan.every_layer))
+            alive = (*common, *_left(whole, after, fresh=fresh), *_done(plan, done), *_unsharded_blocks(plan, after))
+            yield from _reducing_block(plan, run, whole.reduce_bytes, alive, is_first=block == 0)
 
-            yield from experts.reducing(plan, run, whole.reduce_bytes, name, alive, experts.waiting(plan, run))
-        done = tuple(count if at == run else here for at, here in enumerate(done))
+
+def _may_grow(plan: Plan) -> bool:
+    """Whether what a reduction leaves can be more than what it takes: shards in a wider dtype, beside all-reduces over replicas."""
+    return plan.has_experts_apart or plan.reduce_bytes < plan.width.stored
+
+
+def _reducing_block(plan: Plan, run: int, width: int, alive: tuple[Line, ...], *, is_first: bool) -> Iterator[Moment]:
+    last, name = sizes_of_block(plan, run)[-1], f"the {'first' if is_first else 'last'} {plan.runs[run].kind} block"
+    if plan.blocks[run].experts is None:
+        yield _reduction(plan, plan.blocks[run], width, last, name, alive)
+        return
+    from zeroplan.engines.pipeline import experts  # noqa: PLC0415  the others' answers need not wait for it
+
+    yield from experts.reducing(plan, run, width, name, (alive, experts.waiting(plan, run, is_first=is_first)))
 
 
 def _left(plan: Plan, layers: tuple[int, ...], *, fresh: bool) -> Iterator[Line]:
