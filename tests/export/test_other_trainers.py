@@ -94,7 +94,8 @@ def test_torchtitan_knows_every_key(said: dict):
           "megatron": MegatronOptions(overlap_grad_reduce=True, overlap_param_gather=True, overlap_p2p_comm=False)},
          {"--num-virtual-stages-per-pipeline-rank 4", "--overlap-grad-reduce", "--overlap-param-gather",
           "--no-overlap-p2p-communication", "--pipeline-model-parallel-size 4"}),
-        ({"model": "llama-3.1-8b", "gpus": 34, "stage": 0, "engine": "megatron", "pipeline_parallel": 17, "grad_accum": 17},
+        ({"model": "llama-3.1-8b", "gpus": 34, "gpus_per_node": 2, "stage": 0, "engine": "megatron", "pipeline_parallel": 17,
+          "grad_accum": 17},
          {"--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"}),
     ],
 )  # fmt: skip
