@@ -171,8 +171,14 @@ def _accounts(job: JobSpec, mesh: Any, batch: Any) -> tuple[Account, ...]:
 
 
 def grid_is_its_points(job: JobSpec, draw: Random) -> None:
-    """Columns of ranks and batches give at every place what one job gives."""
+    """Columns of ranks and batches give at every place what one job gives.
+
+    ZeRO++'s quantized weights are not asked: a column refuses shares that DeepSpeed cannot split where a single job does not gather
+    them together.
+    """
     answered(job)
+    if job.recipe.engine == "deepspeed" and job.recipe.deepspeed.zero_quantized_weights:
+        raise Refused("shares of all ranks at once")
     points = _points(job, draw)
     names = ("micro_batch_size", "seq_len", *(("grad_accum_steps",) if job.mesh.pp == 1 else ()))
     batch = {name: np.array([getattr(one.batch, name) for one in points], dtype=np.int64) for name in names}
