@@ -56,6 +56,20 @@ _ASKED: dict[str, tuple[str, ...]] = {
         "--pipeline-parallel 4 --pipeline-schedule zbv --grad-accum 8 --stage 2",
         "--pipeline-parallel 2 --pipeline-schedule interleaved-zero-bubble --grad-accum 4 --stage 2 --precision bf16",
     ),
+    "--model llama-3.1-8b --gpus 32 --stage 2 --grad-accum 8": (
+        "--pipeline-parallel 4 --pipeline-schedule zbv", "--pipeline-parallel 4 --pipeline-schedule interleaved-zero-bubble",
+        "--pipeline-parallel 4 --tensor-parallel 4", "--pipeline-parallel 2 --context-parallel 4 --recompute full",
+        "--tensor-parallel 2 --context-parallel 2", "--tensor-parallel 2 --context-parallel 4 --recompute full --stage 3",
+        "--pipeline-parallel 2 --tensor-parallel 2 --context-parallel 2 --recompute selective", "--gpu mi300x",
+    ),
+    "--model qwen2.5-7b --gpus 8 --stage 2 --pipeline-parallel 2 --grad-accum 4": ("--pipeline-schedule zbv --precision bf16", ""),
+    "--model deepseek-v3 --gpus 512 --seq-len 1024": (
+        "--attention eager", "--attention eager --engine deepspeed --stage 3", "--recompute full",
+    ),
+    "--model gpt-neox-20b --gpus 16": ("--attention eager", "--engine deepspeed --stage 3 --recompute full", "--precision fp32"),
+    "--model mixtral-8x7b --gpus 64 --stage 3": (
+        "--expert-parallel 8 --context-parallel 2", "--expert-parallel 4 --pipeline-parallel 2 --grad-accum 4 --recompute full",
+    ),
     "--model mixtral-8x7b --gpus 32 --stage 3": (
         "--expert-parallel 8", "--expert-parallel 4 --recompute full", "--expert-parallel 2 --stage 2 --grad-accum 2",
         "--pipeline-parallel 4 --grad-accum 4", "--engine deepspeed", "--attention eager --seq-len 1024",
