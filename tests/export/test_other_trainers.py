@@ -40,6 +40,10 @@ JOBS: list[dict[str, Any]] = [
     {"model": "llama-3.1-8b", "gpus": 8, "pipeline_parallel": 4, "stage": 2, "grad_accum": 8, "pipeline_schedule": "zbv"},
     {"model": "qwen3-14b", "gpus": 8, "pipeline_parallel": 2, "stage": 2, "grad_accum": 4,
      "pipeline_schedule": "interleaved-zero-bubble"},
+    {"model": "llama-3.1-70b", "gpus": 64, "pipeline_parallel": 4, "tensor_parallel": 4, "context_parallel": 2, "stage": 2,
+     "grad_accum": 8, "pipeline_schedule": "1f1b"},
+    {"model": "qwen3-30b-a3b", "gpus": 32, "pipeline_parallel": 2, "expert_parallel": 8, "stage": 3, "grad_accum": 4,
+     "pipeline_schedule": "gpipe"},
 ]  # fmt: skip
 
 
