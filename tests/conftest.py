@@ -14,6 +14,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "mpl"):
         config.option.mpl = True
         config.option.mpl_results_path = config.option.mpl_results_path or str(config.rootpath / ".pytest_cache" / "pictures")
+    if config.pluginmanager.has_plugin("hypothesispytest"):
+        from hypothesis import settings
+
+        settings.register_profile("the same cases", derandomize=True)  # others are drawn by tests/properties/nightly.py
+        settings.load_profile("the same cases")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -88,7 +88,7 @@ def test_one_rank_splits_nothing() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_lines_add_up_to_the_form(sequence_parallel: bool, recompute: str) -> None:
     model = ModelSpec(
-        family="gpt2", hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16,
+        family="gpt2", positions=2048, hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=16,
         num_key_value_heads=16, head_dim=64, vocab_size=100,
     )  # fmt: skip
     technique: dict[str, Any] = {"sequence_parallel": sequence_parallel, "recompute": recompute}

@@ -17,6 +17,8 @@ Family = Literal[
 FAMILIES: tuple[str, ...] = get_args(Family)
 #: Families of which it is known what a sliding window makes them keep.
 WINDOWED_FAMILIES: tuple[str, ...] = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
+#: Families whose embedding of a token has that of its position added.
+LEARNED_POSITIONS = ("gpt2", "opt")
 #: Families of experts whose configuration has one width, ``intermediate_size``.
 _ONE_WIDTH = ("mixtral", "gpt_oss")
 #: The families whose blocks have experts.
@@ -179,6 +181,10 @@ class ModelSpec(Spec):
             raise SpecError(
                 f"head_dim={self.head_dim} of a gpt_neox model has no formula: a quarter of each head is turned, in pairs; use a "
                 "multiple of 8"
+            )
+        if self.family in LEARNED_POSITIONS and not self.positions:
+            raise SpecError(
+                f"family={self.family!r} adds learned positions: positions=0 leaves it without; say how many there are"
             )
         if self.sliding_window is not None and self.family not in WINDOWED_FAMILIES:
             raise SpecError(
