@@ -53,6 +53,15 @@ def test_deepspeeds_file_reads_back_as_the_same_job(said: dict, tmp_path: Path):
     assert back.job == replace(one, recipe=replace(one.recipe, optimizer_impl=impl))
 
 
+def test_deepspeeds_file_has_keys_of_later_releases_only_where_they_say_something():
+    """DeepSpeed refuses keys that it does not know, as 0.18.0 these."""
+    late = {"compute_grad_norm": False, "stage3_allgather_sequential": True}
+    for options, written in ((DeepSpeedOptions(), {}), (DeepSpeedOptions(**late), late)):
+        one = described(engine="deepspeed", stage=3, deepspeed=options)
+        said = json.loads(export(one, "deepspeed").files[0].text)["zero_optimization"]
+        assert {key: said[key] for key in late if key in said} == written
+
+
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("said", JOBS)
 def test_deepspeeds_own_parser_takes_its_file(said: dict, monkeypatch: pytest.MonkeyPatch):

@@ -8,6 +8,8 @@ from zeroplan.spec.recipe import RecipeSpec
 _OFFLOADED = ("offload_optimizer", "offload_param")
 #: Options of a job that are no keys of ``zero_optimization``.
 _OURS = ("grad_accum_dtype", "zero_init", "flatten_on_accelerator", "gpus_per_node")
+#: Keys that DeepSpeed 0.18 refuses as unknown: written only where they say other than its default.
+_LATE: dict[str, object] = {"compute_grad_norm": True, "stage3_allgather_sequential": False}
 
 _PRECISIONS: dict[str, dict[str, object]] = {
     "bf16-mixed": {"bf16": {"enabled": True}},
@@ -45,7 +47,11 @@ def with_optimizer(job: JobSpec) -> dict[str, object]:
 
 
 def _zero(recipe: RecipeSpec, nvme_path: str | None) -> dict[str, object]:
-    said = {key: value for key, value in asdict(recipe.deepspeed).items() if key not in _OURS and value is not None}
+    said = {
+        key: value
+        for key, value in asdict(recipe.deepspeed).items()
+        if key not in _OURS and value is not None and _LATE.get(key) is not value
+    }
     return {key: value for key, value in said.items() if not key.startswith(_OFFLOADED)} | _offloaded(said, nvme_path)
 
 

@@ -38,13 +38,19 @@ def install() -> str:
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream that does nothing, as the CPU's, and whose events are there to be waited for."""
+    """A stream that does nothing, as the CPU's, but that has a name and whose events are there to be waited for."""
+
+    stream_id = device_index = device_type = 0  # torch 2.15 names it to an operator that records nothing
 
     def record_event(self, event: torch.cpu.Event | None = None) -> torch.cpu.Event:  # type: ignore[override]
         return torch.cpu.Event() if event is None else event
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is recorded: never (torch 2.15 asks before it gathers)."""
+        return False
 
 
 def _own_kernels() -> None:

@@ -220,11 +220,13 @@ def fsdp2_labels(watcher: Watcher) -> Iterator[None]:
     """Tell the tracker what FSDP2's buffers are for, by the function of FSDP2 that asks for them."""
     with ExitStack() as patches:
         for owner, name, kind in _FSDP2_LABELS:
-            patches.enter_context(labelled(watcher, owner, name, kind))
+            if hasattr(owner, name):
+                patches.enter_context(labelled(watcher, owner, name, kind))
         patches.enter_context(_reduced_gradients(watcher))
         yield
 
 
+#: Not every torch has each: 2.15 leaves it to autograd to accumulate in another dtype.
 _FSDP2_LABELS: tuple[tuple[object, str, Kind], ...] = (
     (_fsdp_param_group, "foreach_all_gather", Kind.GATHER),
     (_fsdp_param_group, "foreach_reduce", Kind.REDUCE),
