@@ -15,6 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Self
 
+from zeroplan.numeric import round_up
 from zeroplan.units import MIB
 
 _MIN_BLOCK = 512
@@ -31,7 +32,7 @@ def counted_bytes(n_bytes: int) -> int:
     >>> counted_bytes(1), counted_bytes(512), counted_bytes(513)
     (512, 512, 1024)
     """
-    return max(_MIN_BLOCK, _whole(n_bytes, _MIN_BLOCK))
+    return max(_MIN_BLOCK, round_up(n_bytes, _MIN_BLOCK))
 
 
 class Chunk:
@@ -179,7 +180,7 @@ class CachingAllocator:
         page = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
         tail = pool.tail
         end = tail if tail is not None and tail.free else None
-        pages = self._segment(pool, _whole(size - (end.size if end is not None else 0), page))
+        pages = self._segment(pool, round_up(size - (end.size if end is not None else 0), page))
         pages.before = tail
         if tail is not None:
             tail.after = pages
@@ -215,8 +216,4 @@ def _segment_bytes(size: int) -> int:
         return _SMALL_SEGMENT
     if size < _OWN_SEGMENT_FROM:
         return _LARGE_SEGMENT
-    return _whole(size, _OWN_SEGMENT_UNIT)
-
-
-def _whole(n_bytes: int, unit: int) -> int:
-    return -(-n_bytes // unit) * unit
+    return round_up(size, _OWN_SEGMENT_UNIT)

@@ -10,7 +10,7 @@ from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_ba
 from zeroplan.engines.optimizers import implementation
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
@@ -372,7 +372,7 @@ def _traffic(job: JobSpec, account: Account, parameters: int) -> Traffic:
     once = job.mesh.pp > 1 or job.recipe.engine == "megatron" or not job.recipe.sync_every_micro_batch
     return traffic(
         account.collectives,
-        parameters=account.pipeline[0].parameters if account.pipeline else -(-parameters // (job.mesh.tp * job.mesh.pp)),
+        parameters=account.pipeline[0].parameters if account.pipeline else ceil_div(parameters, job.mesh.tp * job.mesh.pp),
         ranks=job.mesh.dp_shard * job.mesh.dp_replicate * (job.mesh.cp if job.recipe.engine == "fsdp2" else 1),
         reductions=1 if once else job.batch.grad_accum_steps,
         gradient_bytes=width.compute if narrow else width.stored,

@@ -1,7 +1,5 @@
 """Which moment of the step is the peak, and what does the caching allocator reserve around it?"""
 
-from collections.abc import Iterable
-
 from zeroplan.ledger import Band, Kind, Moment, bytes_by_kind
 from zeroplan.numeric import Int, maximum
 
@@ -59,11 +57,4 @@ def reserved(moments: tuple[Moment, ...], *, engine: str = "") -> Band:
         for pool, n_bytes in pools.items():
             by_pool[pool] = maximum(by_pool.get(pool, 0), n_bytes)
         largest = maximum(largest, total)
-    return Band(largest, _sum(by_pool.values()), _sum(by_kind.values()))
-
-
-def _sum(values: Iterable[Int]) -> Int:
-    total: Int = 0
-    for value in values:
-        total = total + value
-    return total
+    return Band(largest, sum(by_pool.values(), start=0), sum(by_kind.values(), start=0))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import ceil_div
 from zeroplan.spec.adapter import Quantize
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter
@@ -48,11 +49,11 @@ def counts(model: ModelSpec) -> Counts:
     every = [(one, 1) for one in (*tree.embeddings, *tree.tail)]
     every += [(one, run.layers) for run in tree.runs for one in run.parameters]
     frozen = [(one, times) for one, times in every if one.frozen]
-    blocks = [(-(-one.numel // 64), times) for one, times in frozen if one.quantised]
+    blocks = [(ceil_div(one.numel, 64), times) for one, times in frozen if one.quantised]
     return Counts(
-        sum(times * -(-one.numel // 2) for one, times in frozen if one.quantised),
+        sum(times * ceil_div(one.numel, 2) for one, times in frozen if one.quantised),
         sum(times * block for block, times in blocks),
-        sum(times * -(-block // 256) for block, times in blocks),
+        sum(times * ceil_div(block, 256) for block, times in blocks),
         sum(times for _, times in blocks),
         sum(times * one.numel for one, times in frozen if _is_bias(one)),
         sum(times * one.numel for one, times in frozen if not one.quantised and not _is_bias(one)),

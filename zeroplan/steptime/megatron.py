@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zeroplan.engines.account import Account
 from zeroplan.engines.megatron import Rank, chunks_per_rank, collectives_of, head_line, is_expert, is_split, rank_of, states_of
 from zeroplan.ledger import Collective, Kind, total_bytes
-from zeroplan.numeric import Float, longest, where
+from zeroplan.numeric import Float, longest, together, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import Mesh
@@ -89,10 +89,7 @@ class _Busy(NamedTuple):
 
     @property
     def total_s(self) -> Float:
-        total: Float = 0.0
-        for part in self.parts:
-            total = total + part.seconds
-        return total
+        return together(part.seconds for part in self.parts)
 
 
 def megatron_time(
@@ -129,9 +126,9 @@ def _work(rank: Rank, case: _Case) -> Work:
     keys = (batch.seq_len + 1) / 2.0 if case.kernel.fused else 1.0 * batch.seq_len
     scores = 2.0 * rank.layers * attention_widths(model) * keys
     plain = replace(case.recipe, recompute="none")
-    saved: Float = 0.0
-    for run in whole.runs:
-        saved = saved + share * run.layers * total_bytes(whole_layer_lines(model, run.kind, plain, mesh, batch))
+    saved = together(
+        share * run.layers * total_bytes(whole_layer_lines(model, run.kind, plain, mesh, batch)) for run in whole.runs
+    )
     raw, kept = (0.0, 0.0) if case.kernel.fused else _scores(rank, case)
     logits = 1.0 * head_line(model, case.recipe, mesh, batch).n_bytes if rank.has_head else 0.0 * tokens
     of_rank = tokens / case.split
@@ -271,10 +268,8 @@ def _around_the_ring(calls: tuple[Collective, ...], case: _Case, machine: _Machi
 
 
 def _to_experts(calls: tuple[Collective, ...], machine: _Machine) -> Part:
-    takes: Float = 0.0
-    for call in calls:
-        if call.operation == "all_to_all":
-            takes = takes + seconds(call, neighbours(call.group, machine.here.per_node), machine.here)
+    exchanges = (call for call in calls if call.operation == "all_to_all")
+    takes = together(seconds(call, neighbours(call.group, machine.here.per_node), machine.here) for call in exchanges)
     return Part("waiting for tokens of experts", takes, 0.0 * takes, "experts wait for their tokens", _SOURCE)
 
 
@@ -283,11 +278,8 @@ def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Flo
     mesh, per_node = case.mesh, machine.here.per_node
     ranks = mesh.dp_shard * mesh.tp * mesh.cp * mesh.pp
     apart = Group(2, where(ranks > per_node, 1, 2))
-    takes: Float = 0.0
-    for call in calls:
-        if call.what.startswith("hidden states to the next stage"):
-            takes = takes + seconds(call._replace(group=2), apart, machine.here)
-    return takes
+    sends = (call for call in calls if call.what.startswith("hidden states to the next stage"))
+    return together(seconds(call._replace(group=2), apart, machine.here) for call in sends)
 
 
 def _after(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple[Part, ...]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zeroplan.numeric import Float
+from zeroplan.numeric import Float, together
 
 
 class Part(NamedTuple):
@@ -30,10 +30,7 @@ class StepTime(NamedTuple):
     @property
     def seconds(self) -> Float:
         """The whole step. [s]"""
-        total: Float = 0.0
-        for part in self.parts:
-            total = total + part.seconds
-        return total
+        return together(part.seconds for part in self.parts)
 
     @property
     def tokens_per_s(self) -> Float:

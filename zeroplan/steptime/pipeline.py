@@ -16,7 +16,7 @@ from zeroplan.engines.pipeline.stage import layers_of
 from zeroplan.engines.pipeline.traffic import SEND
 from zeroplan.engines.pipeline.walk import Place
 from zeroplan.ledger import Collective
-from zeroplan.numeric import Float, longest
+from zeroplan.numeric import Float, longest, together
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import Mesh
@@ -56,10 +56,7 @@ class Bubble(NamedTuple):
         >>> Bubble((8.0,) * 4, chunks=1, micro_batches=8).idle_s, Bubble((8.0,) * 4, chunks=2, micro_batches=8).idle_s
         (3.0, 1.5)
         """
-        together: Float = 0.0
-        for rank in self.ranks:
-            together = together + rank
-        return (together - self.pace_s) / (self.chunks * self.micro_batches)
+        return (together(self.ranks) - self.pace_s) / (self.chunks * self.micro_batches)
 
 
 def pipeline_parts(
@@ -116,10 +113,7 @@ def _largest(seconds: Float) -> float:
 def _work_of(stages: tuple[Stage, ...], model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Work:
     """What one micro-batch asks of a rank: its layers, and with the last stage the head and the loss."""
     asked = [_work_of_stage(stage, model, recipe, mesh, batch) for stage in stages]
-    totals: list[Float] = [0.0 for _ in Work._fields]
-    for one in asked:
-        totals = [total + figure for total, figure in zip(totals, one, strict=True)]
-    return Work(*totals)
+    return Work(*map(together, zip(*asked, strict=True)))
 
 
 def _work_of_stage(stage: Stage, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Work:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import total_bytes
-from zeroplan.numeric import Float
+from zeroplan.numeric import Float, together
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -45,8 +45,7 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp:
     """Count one micro-batch on one of ``tp`` ranks that split it, or of ``cp`` that share its sequences. [FLOPs, bytes]
 
     Experts count as often as tokens choose them, evenly spread. Leaves out: sliding windows, which only some kernels skip;
-    weights that are frozen, whose gradients nobody takes; writing
-    out weights in four bits.
+    weights that are frozen, whose gradients nobody takes; writing out weights in four bits.
     """
     whole, compute = layout(_multiplied(model)), compute_of(recipe, tp=tp, ep=expert_ranks, cp=cp)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len
@@ -58,9 +57,7 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp:
         from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
 
         batch, tokens = local_batch(batch, cp), tokens / cp
-    saved: Float = 0.0
-    for run in whole.runs:
-        saved = saved + 1.0 * run.layers * total_bytes(block_pass(model, run.kind, compute, batch).saved)
+    saved = together(1.0 * run.layers * total_bytes(block_pass(model, run.kind, compute, batch).saved) for run in whole.runs)
     head = head_pass(model, compute, batch, loss=recipe.loss)
     return Work(
         blocks_flops=2.0 * in_blocks * tokens / tp,

@@ -5,6 +5,7 @@ Too small to matter in memory; engines that keep them alike on all ranks send th
 
 from functools import lru_cache
 
+from zeroplan.numeric import ceil_div
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import layout
 
@@ -37,7 +38,7 @@ def _frequencies(model: ModelSpec) -> int:
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
     rotated = width // _SHARE_ROTATED.get(model.family, 1)
     tables = len(layout(model).runs) if model.family == "gemma3_text" else 1
-    return tables * _FREQUENCIES_TWICE * -(-rotated // 2)
+    return tables * _FREQUENCIES_TWICE * ceil_div(rotated, 2)
 
 
 def _routing_biases(model: ModelSpec) -> int:

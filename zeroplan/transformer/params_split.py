@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 
+from zeroplan.numeric import ceil_div
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import layout
@@ -44,4 +45,4 @@ def _in_block(one: Parameter, ranks: int) -> Parameter:
 
 
 def _by_rows(one: Parameter, ranks: int) -> Parameter:
-    return one._replace(shape=(-(-one.shape[0] // ranks), *one.shape[1:]))
+    return one._replace(shape=(ceil_div(one.shape[0], ranks), *one.shape[1:]))

@@ -71,7 +71,7 @@ def first_stage_activation_bytes(layer_bytes: int, *, layers: int, pipeline_stag
     whole = layer_bytes * layers
     if interleave == 1:
         return whole
-    return whole + -(-whole * (pipeline_stages - 1) // (pipeline_stages * interleave))
+    return whole + ceil_div(whole * (pipeline_stages - 1), pipeline_stages * interleave)
 
 
 def parameter_and_optimizer_bytes(*, hidden: int, layers: int, tp: int = 1, pipeline_stages: int = 1) -> int:
@@ -83,7 +83,7 @@ def parameter_and_optimizer_bytes(*, hidden: int, layers: int, tp: int = 1, pipe
     >>> parameter_and_optimizer_bytes(hidden=6144, layers=48, tp=8) / 2**30
     45.5625
     """
-    return -(-18 * 12 * layers * hidden * hidden // (tp * pipeline_stages))
+    return ceil_div(18 * 12 * layers * hidden * hidden, tp * pipeline_stages)
 
 
 def zero_activation_bytes(*, hidden: Int, layers: Int, seq_len: Int, batch: Int) -> Int:

@@ -14,6 +14,7 @@ from zeroplan.engines.deepspeed.flat import Row, embedding_elements, has_tied_he
 from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
 from zeroplan.engines.deepspeed.notes import Gathered, Note, Noted, Sent, Taking, per_gradient, per_module, sizes
 from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Step, trace
+from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 
 _NEVER = 10**18
@@ -137,7 +138,7 @@ class _Replay:
         ways = self.options.zero_hpz_partition_size
         if ways == 1:
             return 0, {}
-        each = {index: -(-numel // ways) for index, numel in enumerate(self.numel)}
+        each = {index: ceil_div(numel, ways) for index, numel in enumerate(self.numel)}
         return (sum(second for index, second in each.items() if index not in self.persistent), {}) if left else (0, each)
 
     def decide(self) -> None:
@@ -241,8 +242,8 @@ class _Replay:
         """A parameter as it is gathered: from all ranks, or within the group that has a second partition of it."""
         numel, ranks, group = self.numel[index], self.sharing.ranks or 1, self.options.zero_hpz_partition_size
         if group == 1 or index in self.second:
-            return Piece(numel, -(-numel // ranks), ranks)
-        return Piece(numel, -(-numel // ranks) * ranks // group, group)
+            return Piece(numel, ceil_div(numel, ranks), ranks)
+        return Piece(numel, round_up(numel, ranks) // group, group)
 
     def _wait(self, index: int) -> None:
         """Copy everything of a gather out on first use; what it was gathered in goes with its last parameter's use."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
+from zeroplan.numeric import ceil_div
 
 _HALF, _SCALE = 2, 4
 """Bytes of what the quantizer reads and writes back, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
@@ -61,7 +62,7 @@ def taken(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> T
         return _quantized_one_by_one(pieces, sharing) if one_by_one else _quantized_flat(pieces, sharing)
     numel = sum(piece.numel for piece in pieces)
     one_by_one = one_by_one or (sharing.copied and sharing.ranks == 1)  # a single rank's copies are the parameters themselves
-    copies = [-(-piece.numel // sharing.ranks) for piece in pieces] if sharing.copied and sharing.ranks > 1 else [0]
+    copies = [ceil_div(piece.numel, sharing.ranks) for piece in pieces] if sharing.copied and sharing.ranks > 1 else [0]
     copied = max(copies) if one_by_one else sum(copies)
     asked = (numel, copied, -copied)
     return Taken(asked) if one_by_one else Taken(asked, (numel,), -numel)
@@ -111,7 +112,7 @@ def groups_of(share: int) -> int:
     >>> groups_of(4096), groups_of(16_777_216 // 8)
     (1, 512)
     """
-    groups = -(-share // _TARGET_GROUP)
+    groups = ceil_div(share, _TARGET_GROUP)
     while groups < share and share % (8 * groups):
         groups += 1
     while share % (16 * groups) == 0 and share / groups > _TARGET_GROUP:

@@ -19,7 +19,7 @@ from zeroplan.engines.formulas import times
 from zeroplan.engines.pinned import taken_bytes
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, for_each_value
+from zeroplan.numeric import Int, for_each_value, round_up
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 
 _SWAP = "DeepSpeed 0.19.8, runtime/swap_tensor"
@@ -111,8 +111,7 @@ def aligned(elements: int, width: int) -> int:
     >>> aligned(1000, 2), aligned(1024, 2)
     (1024, 1024)
     """
-    step = _ALIGNED_BYTES // width
-    return -(-elements // step) * step
+    return round_up(elements, _ALIGNED_BYTES // width)
 
 
 def _swappable(elements: int, width: int) -> bool:

@@ -15,7 +15,7 @@ from zeroplan.engines.deepspeed.flat import Row, row
 from zeroplan.engines.deepspeed.offload import members
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Collective, Kind, Line
-from zeroplan.numeric import Bool, Int, ceil_div, for_each_value, maximum, where
+from zeroplan.numeric import Bool, Int, ceil_div, for_each_value, maximum, round_up, where
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -120,10 +120,10 @@ def reduction_bytes(shapes: tuple[Shape, ...], split: Split) -> int:
         if _is_quantized(shape, split.ranks):
             _quantized(memory, shape, split)
         elif (numel := prod(shape)) % split.ranks:
-            memory.hold(split.element * -(-numel // split.ranks) * split.ranks)
+            memory.hold(split.element * round_up(numel, split.ranks))
     memory.forget()
     if split.kept != split.element:
-        memory.hold(split.kept * sum(-(-prod(shape) // split.ranks) for shape in shapes))
+        memory.hold(split.kept * sum(ceil_div(prod(shape), split.ranks) for shape in shapes))
     return memory.most
 
 
@@ -190,7 +190,7 @@ def _sent(whole: Row, ranks: int, local: int) -> _Sent:
     for each in whole.placed if ranks > local else ():
         shape, numel = each.parameter.shape, each.end - each.start
         if not _is_quantized(shape, ranks):
-            plain, plain_calls = plain + -(-numel // ranks) * ranks, plain_calls + 1
+            plain, plain_calls = plain + round_up(numel, ranks), plain_calls + 1
             continue
         payload, scales = numel // _IN_4_BITS, _SCALE * _groups(shape, ranks)
         within, across = within + payload + scales, across + payload // local + scales // local

@@ -24,7 +24,7 @@ from zeroplan.engines.deepspeed.stage12_reducing import reducing_moments
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
-from zeroplan.numeric import Int, where
+from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -160,7 +160,7 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
         Collective(
             "all_reduce", "gradients, bucket by bucket",
             "in the backward of every micro-batch" if job.recipe.zero_stage == 2 else "for the last micro-batch",
-            n, calls * rounds, element * -(-psi // calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
+            n, calls * rounds, element * ceil_div(psi, calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
             f"{_FILE}, allreduce_and_scatter", element * psi * rounds,
         ),
         Collective(

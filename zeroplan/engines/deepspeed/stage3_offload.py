@@ -74,7 +74,7 @@ def beside_flushes(buckets: Schedule, element: int) -> tuple[tuple[int, ...], ..
     Which bucket takes most depends on the number of ranks.
     """
     return tuple(
-        (0, *(-(-largest // ranks) * (element + _FP64) // element for ranks in (8, 1))) for largest in _largest(buckets)
+        (0, *(ceil_div(largest, ranks) * (element + _FP64) // element for ranks in (8, 1))) for largest in _largest(buckets)
     )
 
 

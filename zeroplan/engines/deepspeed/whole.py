@@ -14,7 +14,7 @@ from zeroplan.engines.deepspeed.stage12_lines import Job, at_the_embedding, job_
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
-from zeroplan.numeric import Int, where
+from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -187,7 +187,7 @@ def _collectives(job: Job) -> tuple[Collective, ...]:
     calls = _all_reduces(job.whole)[0] if job.recipe.zero_stage == 0 else 1
     return (
         Collective(
-            "all_reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * -(-psi // calls),
+            "all_reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * ceil_div(psi, calls),
             2 * (n - 1) * element * psi // n, 2 * psi, f"{_ENGINE}, allreduce_no_retain", element * psi,
         ),
         *(numbers_unpartitioned(job.recipe, n) if job.recipe.zero_stage == 0 else ()),

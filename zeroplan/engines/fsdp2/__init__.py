@@ -20,7 +20,7 @@ from zeroplan.engines.fsdp2.traffic import collectives
 from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.engines.pinned import beyond, beyond_symbol, rounding
 from zeroplan.ledger import Line, Moment, Phase
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -94,7 +94,7 @@ def _beyond_pinned(plan: Plan) -> Int:
 
 def _excess(parameter: Parameter, ranks: int) -> int:
     """Elements that rank 0's chunk has beyond an even share."""
-    return -(-parameter.shape[0] // ranks) * (parameter.numel // parameter.shape[0]) - parameter.numel // ranks
+    return ceil_div(parameter.shape[0], ranks) * (parameter.numel // parameter.shape[0]) - parameter.numel // ranks
 
 
 def _symbols(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, ...]:
