@@ -21,7 +21,7 @@ from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.quantised import blocks_of_weights, quantised_linear
 from zeroplan.transformer.families.sizes import quantities
-from zeroplan.transformer.families.tape import Alive, Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, is_quantised
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
@@ -293,10 +293,7 @@ def _copied_linear(tape: Tape, value: Value, width: str, site: Site, *, reads: s
         if not bias:
             tape.products.append(made.store)
 
-        def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-            return [(given, op.gradient(tape, given, f"gradient through the {site.name}", site.source))]
-
-        tape.add(site.name, (made,), (copies[-1],), backward)
+        tape.add(site.name, (made,), (copies[-1],), op.makes(f"gradient through the {site.name}", site.source, given))
     tape.drop(*copies)
     tape.release(given)
     return made
@@ -328,8 +325,6 @@ def _frozen_linear(tape: Tape, value: Value, width: str, site: Site, *, bias: bo
     if not bias:
         tape.product(made.store)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, op.gradient(tape, value, f"gradient through the {site.name}", site.source))]
-
+    backward = op.makes(f"gradient through the {site.name}", site.source, value)
     tape.add(site.name, (made,), (value.store,) if keeps_input else (), backward)
     return made

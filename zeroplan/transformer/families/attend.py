@@ -14,7 +14,9 @@ from zeroplan.transformer.families.operators import (
     Site,
     cast,
     gradient,
+    makes,
     narrowed,
+    passes,
     pointwise,
     scaled,
     tensor,
@@ -128,11 +130,8 @@ def _cloned(tape: Tape, value: Value, site: Site) -> Value:
     """``repeat_interleave``: a copy for each query head, of a single head too."""
     made = tensor(tape, f"{site.name}, repeated for each query head", value.dtype, "T·q", site.source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, f"gradient of the {site.name}", site.source))]
-
     with tape.unless_constant(value):
-        tape.add(f"attention: {site.name}, repeated", (made,), (), backward)
+        tape.add(f"attention: {site.name}, repeated", (made,), (), makes(f"gradient of the {site.name}", site.source, value))
     return made
 
 
@@ -143,11 +142,8 @@ def _product(tape: Tape, operands: "tuple[Operand, Operand]", copies: "Copies", 
     followed = [one for one in (second, first) if one not in tape.constants]
     saved = (*(kept if second in followed else ()), *(also_kept if first in followed else ()))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(one, gradient(tape, one, "gradient of a factor of the product", MATH)) for one in followed]
-
     with tape.unless_constant(first, second):
-        tape.add(f"attention: {reason}", (made,), saved, backward)
+        tape.add(f"attention: {reason}", (made,), saved, makes("gradient of a factor of the product", MATH, *followed))
     copies.used(tape)
     return made
 
@@ -200,7 +196,7 @@ def _kernel(
 def in_order_of_tokens(tape: Tape, value: Value, reason: str) -> Value:
     """``transpose(1, 2).contiguous()`` where that is a copy; the gradient passes as a view."""
     made = tensor(tape, f"{reason}, input of the output projection", value.dtype, value.shape, SDPA)
-    tape.add("order of tokens", (made,), (), lambda _tape, taken: [through(value, taken[0])])
+    tape.add("order of tokens", (made,), (), passes(value))
     tape.release(value)
     return made
 
@@ -258,10 +254,7 @@ def _repeated(tape: Tape, value: Value, heads: Heads, site: Site) -> Value:
     else:
         made = tensor(tape, reason, value.dtype, "T·q", site.source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, f"gradient of the {site.name}", site.source))]
-
-    tape.add(reason, (made,), (), backward)
+    tape.add(reason, (made,), (), makes(f"gradient of the {site.name}", site.source, value))
     return made
 
 
@@ -309,10 +302,7 @@ def _scores(tape: Tape, operands: tuple[Operand, Operand], copies: Copies, site:
     (query, kept_query), (key, kept_key) = operands
     made = tensor(tape, "scores", "e", "a·T·s", site.source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(one, gradient(tape, one, "gradients of queries and keys", site.source)) for one in (query, key)]
-
-    tape.add(site.name, (made,), (*kept_query, *kept_key), backward)
+    tape.add(site.name, (made,), (*kept_query, *kept_key), makes("gradients of queries and keys", site.source, query, key))
     copies.used(tape)
     factor = scaled(tape, made, "scores, scaled", site)
     if capped:
@@ -344,10 +334,7 @@ def softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
     wide = cast(tape, scores, "4", Site("masked scores", source))
     made = tensor(tape, "softmax of the scores", "4", scores.shape, source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(wide, gradient(tape, wide, "gradient of the scores", source))]
-
-    tape.add("attention: softmax", (made,), (made.store,), backward)
+    tape.add("attention: softmax", (made,), (made.store,), makes("gradient of the scores", source, wide))
     tape.release(wide)
     weights = cast(tape, made, dtype, Site("softmax of the scores", source))
     tape.release(made)
@@ -362,9 +349,7 @@ def _softmax_with_sinks(tape: Tape, scores: Value, dtype: str) -> tuple[Value, t
     made = pointwise(tape, lowered, "softmax of scores and sink", Site("attention: softmax", SINKS), saves_result=True)
     without = Value(tape.hold(made.store), made.dtype, "a·T·s")
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(made, gradient(tape, made, "gradient of the softmax, with the sink's", SINKS))]
-
+    backward = makes("gradient of the softmax, with the sink's", SINKS, made)
     tape.add("attention: softmax without the sink", (without,), (), backward)
     return cast(tape, without, dtype, Site("softmax of the scores", SINKS)), (lowered, made, without)
 
@@ -385,10 +370,8 @@ def _less_the_highest(tape: Tape, joined: Value) -> Value:
     highest = tensor(tape, "highest scores", joined.dtype, "T·a", SINKS)
     place = tape.make(TENSOR, "places of the highest scores, int64", "8·T·a", SINKS)
 
-    def scattered(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(joined, gradient(tape, joined, "gradient of the highest scores, among zeros", SINKS))]
-
-    tape.add("attention: highest scores", (highest,), (place,), scattered)
+    backward = makes("gradient of the highest scores, among zeros", SINKS, joined)
+    tape.add("attention: highest scores", (highest,), (place,), backward)
     tape.drop(place)
     made = tensor(tape, "scores and sink, less the highest", joined.dtype, joined.shape, SINKS)
 
@@ -414,9 +397,7 @@ def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, h
     )
     made = tensor(tape, "attention output, head by head", "e", "T·c", source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(one, gradient(tape, one, "gradient of a factor of the product", source)) for one in (given, by_head)]
-
+    backward = makes("gradient of a factor of the product", source, given, by_head)
     tape.add("attention: product with the values", (made,), (*kept, *kept_values), backward)
     copies.used(tape)
     return in_order_of_tokens(tape, made, "attention output")

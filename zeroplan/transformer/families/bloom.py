@@ -67,10 +67,7 @@ def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:
 def _product(tape: Tape, factors: tuple[Value, Value], saved: tuple[Store, ...], reason: str, shape: str) -> Value:
     made = op.tensor(tape, reason, "e", shape, ATTENTION)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(one, op.gradient(tape, one, "gradient of a factor of the product", ATTENTION)) for one in factors]
-
-    tape.add(f"attention: {reason}", (made,), saved, backward)
+    tape.add(f"attention: {reason}", (made,), saved, op.makes("gradient of a factor of the product", ATTENTION, *factors))
     return made
 
 

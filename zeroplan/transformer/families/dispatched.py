@@ -11,6 +11,7 @@ from zeroplan.transformer.families.attend import Attended
 from zeroplan.transformer.families.gated import Branches, three_projections, two_branches
 from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 
@@ -80,7 +81,7 @@ def _router(tape: Tape, normal: Value, *, narrowed: bool) -> _Routing:
     scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: softmax", ROUTER), saves_result=True)
     tape.release(wide)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", "8·T·t", ROUTER)
-    chosen = _picked(tape, scores, ("router: top-k weights", "T·t"), indices, ROUTER)
+    chosen = picked(tape, scores, ("router: top-k weights", "T·t"), indices, ROUTER)
     tape.release(scores)
     weights = _normalised(tape, chosen)
     if not narrowed:
@@ -105,25 +106,6 @@ def _normalised(tape: Tape, chosen: Value) -> Value:
     return made
 
 
-def _picked(
-    tape: Tape, value: Value, made_as: tuple[str, str], by: Store, source: str, *, first: bool = False
-) -> Value:  # fmt: skip
-    """Elements or rows of a tensor by their indices, which are saved; the gradient is put into zeros of the whole's size.
-
-    ``first`` of what a module does with its weights: when its backward is done gradients that wait come to them.
-    """
-    reason, shape = made_as
-    made = op.tensor(tape, reason, value.dtype, shape, source)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        if first:
-            tape.waiting.clear()
-        return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
-
-    tape.add(reason, (made,), (by,), backward)
-    return made
-
-
 # --- tokens go and come back -----------------------------------------------------------------------------------------------
 
 
@@ -143,7 +125,7 @@ def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
     """Pairs sorted by expert, and so by rank, are sent; how many go where is sent before."""
     order = tape.make(op.TENSOR, "order of the pairs sorted by expert, int64", "8·T·t", DISPATCH)
     rows = tape.make(op.TENSOR, "token of each pair that is sent, int64", "8·T·t", DISPATCH)
-    sent = _picked(tape, normal, ("tokens sorted by expert, to be sent", "T·t·h"), rows, DISPATCH)
+    sent = picked(tape, normal, ("tokens sorted by expert, to be sent", "T·t·h"), rows, DISPATCH)
     tape.drop(rows)
     counts = tape.make(op.TEMPORARY, "pairs for each expert, sent and got, int64", "16·E", DISPATCH)
     tape.drop(tape.make(op.TEMPORARY, "ones to be counted, int64", "8·T·t", DISPATCH))
@@ -159,10 +141,7 @@ def _exchanged(tape: Tape, value: Value, reason: str, source: str) -> Value:
     made = op.tensor(tape, reason, value.dtype, value.shape, source)
     tape.by_kernel(made.store)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, op.gradient(tape, value, f"gradient, sent back, of {reason}", source))]
-
-    tape.add(f"all-to-all: {reason}", (made,), (), backward)
+    tape.add(f"all-to-all: {reason}", (made,), (), op.makes(f"gradient, sent back, of {reason}", source, value))
     return made
 
 
@@ -171,10 +150,8 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
     returned = _exchanged(tape, outputs, "outputs that came back from the experts", COMBINE)
     unsorted = op.tensor(tape, "outputs of the experts in the order of tokens", returned.dtype, "T·t·h", COMBINE)
 
-    def taken_from(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(returned, op.gradient(tape, returned, "gradient of the outputs, sorted by expert", COMBINE))]
-
-    tape.add("outputs in the order of tokens", (unsorted,), (order,), taken_from)
+    backward = op.makes("gradient of the outputs, sorted by expert", COMBINE, returned)
+    tape.add("outputs in the order of tokens", (unsorted,), (order,), backward)
     wide = _summed(tape, _weighted(tape, unsorted, weights))
     tape.release(unsorted, returned)
     made = op.cast(tape, wide, "r", Site("output of the experts", COMBINE))
@@ -202,7 +179,7 @@ def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
 
 def _summed(tape: Tape, weighted: Value) -> Value:
     made = op.tensor(tape, "sum over a token's experts", weighted.dtype, "T·h", COMBINE)
-    tape.add("sum over a token's experts", (made,), (), lambda _tape, taken: [op.through(weighted, taken[0])])
+    tape.add("sum over a token's experts", (made,), (), op.passes(weighted))
     tape.release(weighted)
     return made
 
@@ -237,10 +214,9 @@ def _experts(tape: Tape, received: Value) -> Value:
 
 def sorted_pairs(tape: Tape, received: Value) -> tuple[Value, Sorting]:
     """Pairs by expert, and what says so."""
-    theirs = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", "8·T·t", EXPERTS)
-    order = tape.make(op.TENSOR, "order of the sorted pairs, int64", "8·T·t", EXPERTS)
+    theirs, order = sorted_experts(tape)
     rows = tape.make(op.TENSOR, "row of each pair, int64", "8·T·t", EXPERTS)
-    selected = _picked(tape, received, ("pairs sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS, first=True)
+    selected = picked(tape, received, ("pairs sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS, first=True)
     tape.drop(rows)
     return selected, Sorting(
         theirs,
@@ -268,9 +244,7 @@ def nought(tape: Tape, value: Value, sorting: Sorting, name: str, *, in_place: b
         else op.tensor(tape, f"{name}, of no expert's pairs nought", value.dtype, value.shape, EXPERTS)
     )
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, op.gradient(tape, value, f"gradient of the {name}, of no expert's pairs nought", EXPERTS))]
-
+    backward = op.makes(f"gradient of the {name}, of no expert's pairs nought", EXPERTS, value)
     tape.add(f"{name}: no expert's pairs", (made,), (sorting.beyond,), backward)
     if not in_place:
         tape.release(value)
@@ -278,20 +252,10 @@ def nought(tape: Tape, value: Value, sorting: Sorting, name: str, *, in_place: b
 
 
 def _grouped(tape: Tape, value: Value, site: tuple[str, str, str], sorting: Sorting) -> Value:
-    """``grouped_mm``, to whose result the name goes over, and no expert's pairs set to nought.
-
-    The gradient of the weights is made first.
-    """
-    name, reads, width = site
-    product = op.tensor(tape, f"{name}: output", "r", f"T·t·{width}", EXPERTS)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(f"x·{reads}·{width}", waits=True)
-        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
-
-    tape.add(name, (product,), (value.store, sorting.ends), backward)
+    """``grouped_mm``, to whose result the name goes over, and no expert's pairs set to nought."""
+    product = grouped_product(tape, value, site, sorting.ends, experts="x")
     tape.release(value)
-    return nought(tape, product, sorting, f"output of {name}")
+    return nought(tape, product, sorting, f"output of {site[0]}")
 
 
 def _gated(tape: Tape, both: Value) -> Value:
@@ -308,16 +272,10 @@ def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
     """The outputs times one, back in the order in which the pairs came, each the sum over a single expert."""
     weighted = op.tensor(tape, "experts: outputs times one", outputs.dtype, "T·t·h", EXPERTS)
 
-    def times_one(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(outputs, op.gradient(tape, outputs, "gradient of the outputs, times one", EXPERTS))]
-
-    tape.add("experts: outputs times one", (weighted,), (ones,), times_one)
-    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", "8·T·t", EXPERTS)
-    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", "8·T·t", EXPERTS))
-    back = _picked(tape, weighted, ("experts: outputs in the order in which pairs came", "T·t·h"), inverse, EXPERTS)
-    tape.drop(inverse)
-    tape.release(weighted)
+    backward = op.makes("gradient of the outputs, times one", EXPERTS, outputs)
+    tape.add("experts: outputs times one", (weighted,), (ones,), backward)
+    back = back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
     made = op.tensor(tape, "output of this rank's experts", back.dtype, "T·t·h", EXPERTS)
-    tape.add("experts: sum over one", (made,), (), lambda _tape, taken: [op.through(back, taken[0])])
+    tape.add("experts: sum over one", (made,), (), op.passes(back))
     tape.release(back)
     return made

@@ -7,6 +7,7 @@ from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
 from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 
@@ -84,7 +85,7 @@ def _routed(tape: Tape, normal: Value, *, dispatch: bool) -> tuple[Value, Value]
     """Router and experts; returns the routing weights too, as the module does."""
     logits = op.linear(tape, normal, "E", Site("router", ROUTER), bias=True)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", "8·T·t", ROUTER)
-    chosen = _picked(tape, logits, ("router: top-k logits", "T·t"), indices, ROUTER)
+    chosen = picked(tape, logits, ("router: top-k logits", "T·t"), indices, ROUTER)
     scores = op.pointwise(
         tape, chosen, "router: softmax of the top-k logits", Site("router: softmax", ROUTER), saves_result=True
     )
@@ -95,24 +96,12 @@ def _routed(tape: Tape, normal: Value, *, dispatch: bool) -> tuple[Value, Value]
     return made, scores
 
 
-def _picked(tape: Tape, value: Value, made_as: tuple[str, str], by: Store, source: str) -> Value:
-    """Elements of a tensor by their indices, which are saved; the gradient is put into zeros of the whole's size."""
-    reason, shape = made_as
-    made = op.tensor(tape, reason, value.dtype, shape, source)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
-
-    tape.add(reason, (made,), (by,), backward)
-    return made
-
-
 def _experts(tape: Tape, normal: Value, scores: Value, indices: Store) -> Value:
     routing = _sorted(tape, indices)
     rows = tape.make(op.TENSOR, "token of each pair, int64", "8·T·t", EXPERTS)
-    selected = _picked(tape, normal, ("tokens sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS)
+    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS)
     tape.drop(rows)
-    weights = _picked(tape, scores, ("routing weights sorted by expert", "T·t"), routing.order, EXPERTS)
+    weights = picked(tape, scores, ("routing weights sorted by expert", "T·t"), routing.order, EXPERTS)
     counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", "4·T·t + 4·E", EXPERTS)
     bias = _bias(tape, "gate and up", "(m+m)", routing)
     both = _grouped(tape, selected, bias, ("experts: gate and up projections", "h", "(m+m)"), routing)
@@ -122,7 +111,7 @@ def _experts(tape: Tape, normal: Value, scores: Value, indices: Store) -> Value:
     tape.release(bias)
     outputs = _grouped(tape, gated, second_bias, ("experts: down projection", "m", "h"), routing)
     tape.release(gated)
-    unsorted = _back_in_order(tape, _weighted(tape, outputs, weights))
+    unsorted = back_in_order(tape, _weighted(tape, outputs, weights), "experts: weighted outputs in the order of tokens")
     made = _summed(tape, unsorted)
     tape.drop(counted, routing.experts, routing.order, routing.ends)
     tape.release(second_bias, unsorted, outputs, weights, selected)
@@ -148,8 +137,7 @@ def _own_experts(tape: Tape, received: Value) -> Value:
 
 
 def _sorted(tape: Tape, indices: Store) -> _Routing:
-    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", "8·T·t", EXPERTS)
-    order = tape.make(op.TENSOR, "order of the sorted pairs, int64", "8·T·t", EXPERTS)
+    experts, order = sorted_experts(tape)
     return _Routing(indices, experts, order, tape.make(op.TENSOR, "ends of the experts' groups", "4·E", EXPERTS))
 
 
@@ -168,21 +156,10 @@ def _bias(tape: Tape, name: str, width: str, routing: _Routing, *, experts: str 
 def _grouped(
     tape: Tape, value: Value, bias: Value, site: tuple[str, str, str], routing: _Routing, *, experts: str = "E"
 ) -> Value:  # fmt: skip
-    """``grouped_mm``, which autocast leaves alone, and a bias that is added in place."""
-    name, reads, width = site
-    product = op.tensor(tape, f"{name}: output", "r", f"T·t·{width}", EXPERTS)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(f"{experts}·{reads}·{width}", waits=experts == "x")
-        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
-
-    tape.add(name, (product,), (value.store, routing.ends), backward)
+    """``grouped_mm``, and a bias that is added in place."""
+    product = grouped_product(tape, value, site, routing.ends, experts=experts)
     made = Value(product.store, product.dtype, product.shape)
-
-    def added(_tape: Tape, taken: list[Store]) -> Arriving:
-        return [op.through(one, taken[0]) for one in (bias, product)]
-
-    tape.add(f"{name}: bias", (made,), (), added)
+    tape.add(f"{site[0]}: bias", (made,), (), op.passes(bias, product))
     return made
 
 
@@ -232,20 +209,9 @@ def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
     return made
 
 
-def _back_in_order(tape: Tape, weighted: Value) -> Value:
-    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", "8·T·t", EXPERTS)
-    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", "8·T·t", EXPERTS))
-    made = _picked(tape, weighted, ("experts: weighted outputs in the order of tokens", "T·t·h"), inverse, EXPERTS)
-    tape.release(weighted)
-    tape.drop(inverse)
-    return made
-
-
 def _summed(tape: Tape, unsorted: Value) -> Value:
     made = op.tensor(tape, "output of the experts", unsorted.dtype, "T·h", EXPERTS)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(unsorted, op.gradient(tape, unsorted, "gradient of the output, for each expert of a token", EXPERTS))]
-
+    backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
     tape.add("sum over a token's experts", (made,), (), backward)
     return made

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Kind
 from zeroplan.transformer.families.norms import NormNames
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Backward, Store, Tape, Value
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
 
@@ -35,6 +35,16 @@ def through(value: Value, passed: Store) -> tuple[Value, Store]:
     return value, passed
 
 
+def passes(*values: Value) -> Backward:
+    """The backward that hands its gradient on as it is, to each of ``values``."""
+    return lambda _tape, taken: [through(value, taken[0]) for value in values]
+
+
+def makes(reason: str, source: str, *values: Value) -> Backward:
+    """The backward that makes a gradient of each of ``values``, and nothing beside them."""
+    return lambda tape, _taken: [(value, gradient(tape, value, reason, source)) for value in values]
+
+
 def cast(tape: Tape, value: Value, dtype: str, site: Site) -> Value:
     """``Tensor.to``: the same tensor where it has that dtype already, else a copy. The name for ``value`` stays."""
     if tape.is_wide(value.dtype) == tape.is_wide(dtype):
@@ -43,10 +53,7 @@ def cast(tape: Tape, value: Value, dtype: str, site: Site) -> Value:
     suffix = {"4": " in fp32", "e": ", cast"}.get(dtype, "")
     made = tensor(tape, f"{site.name}{suffix}", dtype, value.shape, site.source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, f"gradient through the {site.name}", site.source))]
-
-    tape.add(f"{site.name}: cast", (made,), (), backward)
+    tape.add(f"{site.name}: cast", (made,), (), makes(f"gradient through the {site.name}", site.source, value))
     return made
 
 
@@ -164,10 +171,7 @@ def _scale(tape: Tape, wide: Value, rows: str, site: Site) -> Value:
     tape.add(site.name, (square,), (wide.store,), power)
     root = tensor(tape, f"{site.name}: reciprocal root mean square", "4", rows, site.source)
 
-    def mean(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(square, gradient(tape, square, "gradient of the squared input", site.source))]
-
-    tape.add(site.name, (root,), (root.store,), mean)
+    tape.add(site.name, (root,), (root.store,), makes("gradient of the squared input", site.source, square))
     tape.release(square)
     return root
 
@@ -242,11 +246,7 @@ def slices(tape: Tape, whole: Value, shapes: tuple[str, ...], site: Site) -> tup
     """``x[..., a:b]`` for each shape: views, whose gradients are each put into zeros of the whole's size."""
     views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
     for view in views:
-
-        def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-            return [(whole, gradient(tape, whole, f"gradient of the {site.name}", site.source))]
-
-        tape.add(site.name, (view,), (), backward)
+        tape.add(site.name, (view,), (), makes(f"gradient of the {site.name}", site.source, whole))
     return views
 
 
@@ -254,10 +254,7 @@ def chunk(tape: Tape, whole: Value, shapes: tuple[str, ...], site: Site) -> tupl
     """``x.chunk(n, dim=-1)``: views, whose gradients are joined."""
     views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(whole, gradient(tape, whole, f"gradients of the {site.name}, joined", site.source))]
-
-    tape.add(site.name, views, (), backward)
+    tape.add(site.name, views, (), makes(f"gradients of the {site.name}, joined", site.source, whole))
     return views
 
 
@@ -265,9 +262,7 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
     """An activation in one operator: SiLU and GELU save their input, ReLU its result."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, f"gradient of the input of {site.name}", site.source))]
-
+    backward = makes(f"gradient of the input of {site.name}", site.source, value)
     tape.add(site.name, (made,), (made.store if saves_result else value.store,), backward)
     return made
 
@@ -278,17 +273,14 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
     followed = [value for value in (first, second) if value not in tape.constants]
     saved = (first.store, second.store) if len(followed) == 2 else ((second if followed == [first] else first).store,)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, f"gradient of a factor of the {site.name}", site.source)) for value in followed]
-
-    tape.add(site.name, (made,), saved, backward)
+    tape.add(site.name, (made,), saved, makes(f"gradient of a factor of the {site.name}", site.source, *followed))
     return made
 
 
 def raised(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Add a number. The name for ``value`` stays; the gradient passes as it is."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
-    tape.add(site.name, (made,), (), lambda _tape, taken: [through(value, taken[0])])
+    tape.add(site.name, (made,), (), passes(value))
     return made
 
 
@@ -296,9 +288,6 @@ def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Multiply by a number; the name goes over to the product."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, "gradient of the scores", site.source))]
-
-    tape.add(site.name, (made,), (), backward)
+    tape.add(site.name, (made,), (), makes("gradient of the scores", site.source, value))
     tape.release(value)
     return made

@@ -58,7 +58,7 @@ def _scales(tape: Tape, name: str, matrix: str, quantize: Quantize, *, copies: i
 
 def _cloned(tape: Tape, value: Value, name: str) -> Value:
     made = op.tensor(tape, f"output of the {name}, copied", value.dtype, value.shape, CLONE)
-    tape.add(f"{name}: copy", (made,), (), lambda _tape, taken: [op.through(value, taken[0])])
+    tape.add(f"{name}: copy", (made,), (), op.passes(value))
     tape.release(value)
     return made
 

@@ -177,7 +177,7 @@ def _norm(tape: Tape, given: Value, name: str, *, split: bool = True) -> Value:
     if not split:
         return op.rms_norm(tape, given, name, NORM)
     share = Value(tape.hold(given.store), given.dtype, given.shape)
-    tape.add(name, (share,), (), lambda _tape, taken: [op.through(given, taken[0])])
+    tape.add(name, (share,), (), op.passes(given))
     tape.summed_anew.add(share)
     made = op.rms_norm(tape, share, name, NORM, rows="T/p")
     tape.release(share)

@@ -1,0 +1,56 @@
+"""Operators on pairs of a token and one of its experts: sorted for grouped matrix multiplication, and put back in order."""
+
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.moe import EXPERTS
+from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+
+
+def sorted_experts(tape: Tape) -> tuple[Store, Store]:
+    """The expert of each pair, sorted, and the order that sorts them."""
+    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", "8·T·t", EXPERTS)
+    return experts, tape.make(op.TENSOR, "order of the sorted pairs, int64", "8·T·t", EXPERTS)
+
+
+def picked(
+    tape: Tape, value: Value, made_as: tuple[str, str], by: Store, source: str, *, first: bool = False
+) -> Value:  # fmt: skip
+    """Elements or rows of a tensor by their indices, which are saved; the gradient is put into zeros of the whole's size.
+
+    ``first`` of what a module does with its weights: when its backward is done gradients that wait come to them.
+    """
+    reason, shape = made_as
+    made = op.tensor(tape, reason, value.dtype, shape, source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        if first:
+            tape.waiting.clear()
+        return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
+
+    tape.add(reason, (made,), (by,), backward)
+    return made
+
+
+def grouped_product(tape: Tape, value: Value, site: tuple[str, str, str], ends: Store, *, experts: str) -> Value:
+    """``grouped_mm``, which autocast leaves alone; the gradient of the weights of so many experts is made first.
+
+    Weights of a rank's own experts, ``x``, come through operators that ran before others.
+    """
+    name, reads, width = site
+    made = op.tensor(tape, f"{name}: output", "r", f"T·t·{width}", EXPERTS)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.weight_gradient(f"{experts}·{reads}·{width}", waits=experts == "x")
+        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
+
+    tape.add(name, (made,), (value.store, ends), backward)
+    return made
+
+
+def back_in_order(tape: Tape, value: Value, reason: str) -> Value:
+    """The pairs in the order in which they came, to whose result the name goes over."""
+    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", "8·T·t", EXPERTS)
+    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", "8·T·t", EXPERTS))
+    made = picked(tape, value, (reason, "T·t·h"), inverse, EXPERTS)
+    tape.drop(inverse)
+    tape.release(value)
+    return made
