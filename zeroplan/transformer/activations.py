@@ -100,10 +100,10 @@ def _by_formulas(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *,
     is_masked = beyond_the_window(model, x)
     if is_masked is False:
         return block(model, x)
-    from zeroplan.transformer.families.traced import either, masked_block  # noqa: PLC0415  as above
+    from zeroplan.transformer.families.traced import by_mask, masked_block  # noqa: PLC0415  as above
 
-    masked = masked_block(model, x, "full" if recomputed else compute.recompute)
-    return masked if is_masked is True else either(is_masked, masked, block(model, x))
+    again = "full" if recomputed else compute.recompute
+    return by_mask(is_masked, lambda masked: masked_block(model, x, again) if masked else block(model, x))
 
 
 def _is_beside_frozen(model: ModelSpec, kind: str, compute: Compute) -> bool:

@@ -68,46 +68,46 @@ class Structure(NamedTuple):
 
 def adapted_block(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> BlockPass:
     """One block with adapters; ``kind`` is ``first`` where no other block is before it."""
-    structure, is_masked = _structure(model, compute, x, first=kind == "first"), beyond_the_window(model, x)
-    if is_masked is False:
-        return _pass(model, structure, x)
-    masked = _pass(model, structure._replace(block=structure.block._replace(masked=True)), x)
-    return masked if is_masked is True else traced.either(is_masked, masked, _pass(model, structure, x))
+    adapter, tracked = model.adapter, kind != "first" or compute.recompute != "none"
+    assert adapter is not None  # noqa: S101  block_pass comes here with adapters only
+    structure = structure_of(model, compute, x, tracked=tracked)._replace(adapted=adapter.layers, quantize=adapter.quantize)
+    return by_structure(model, structure, x, recompute=compute.recompute)
 
 
-def _pass(model: ModelSpec, structure: Structure, x: Widths) -> BlockPass:
+def by_structure(model: ModelSpec, structure: Structure, x: Widths, *, recompute: Recompute) -> BlockPass:
+    """One block, whose attention is given a mask where a sequence reaches beyond its window."""
+    return traced.by_mask(beyond_the_window(model, x), lambda masked: _pass(model, structure, x, recompute, masked=masked))
+
+
+def _pass(model: ModelSpec, structure: Structure, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
     values = quantities(x, model.intermediate_size)
     if is_quantised(model):
         values |= blocks_of_weights(x, model.intermediate_size)
-    plan = _plan(structure)
-    return traced.pass_of(plan, traced.Sizes(plan, values), autocast=structure.block.autocast, recompute=structure.recompute)
+    plan = _plan(structure._replace(block=structure.block._replace(masked=masked)))
+    return traced.pass_of(plan, traced.Sizes(plan, values), autocast=structure.block.autocast, recompute=recompute)
 
 
 def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
     """The frozen norm before the head."""
     plan = _final_plan(wide=x.element == 4, wide_residual=x.residual == 4)
-    sizes = traced.Sizes(plan, quantities(x, model.intermediate_size))
-    return FinalNorm(sizes.lines(plan.saved), tuple([sizes.point(moment) for moment in plan.points]))
+    return traced.Sizes(plan, quantities(x, model.intermediate_size)).norm(plan)
 
 
-def _structure(model: ModelSpec, compute: Compute, x: Widths, *, first: bool) -> Structure:
-    if model.adapter is None:
-        raise TypeError("the model has no adapters")
-    bias, wide = model.attention_bias, x.element == 4
-    grouped, one_key = x.key != x.query, x.key == x.head_dim
+def structure_of(model: ModelSpec, compute: Compute, x: Widths, *, tracked: bool) -> Structure:
+    """What a block's program branches on, but for what is adapted or frozen of it."""
+    bias, grouped, one_key = model.attention_bias, x.key != x.query, x.key == x.head_dim
     attention = traced.Structure(
-        model.family, wide, compute.autocast, x.attention, False, grouped, one_key, bias, x.kernels
+        model.family, x.element == 4, compute.autocast, x.attention, False, grouped, one_key, bias, x.kernels
     )  # fmt: skip
     return Structure(
         attention,
-        model.adapter.layers,
-        not first or compute.recompute != "none",
+        (),
+        tracked,
         compute.keeps_inputs,
         compute.recompute,
         has_head_norms(model),
         bias and model.family != "qwen2",
         model.mlp_bias,
-        model.adapter.quantize,
     )
 
 
@@ -130,11 +130,6 @@ def _plan(structure: Structure) -> traced.Plan:
     )
     stores, weights = tuple(index.stores), tuple(index.weights)
     return traced.Plan(stores, weights, saved, forward, again, points, casts, selective, places, LAYER, {})
-
-
-def plan_of(structure: Structure) -> traced.Plan:
-    """What a structure's runs came to."""
-    return _plan(structure)
 
 
 def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, ...]:
@@ -170,11 +165,7 @@ def _run(
     """Run the block forward, over an input that another run has had, or over one of its own."""
     dtypes = {"wide": structure.block.wide, "autocast": structure.block.autocast, "frozen": not structure.wide_residual}
     tape = Tape(saving=saving, keeping=keeping, **dtypes)
-    store = given or tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", LAYER)
-    if given is not None:
-        store.holds = 1
-        tape.alive[store] = None
-    value = Value(store, "r", "T·h")
+    value = traced.block_input(tape, given, ("r", "T·h"), LAYER)
     if not structure.tracked:
         tape.constants.add(value)
     return tape, value, _layer(tape, value, structure)
@@ -182,14 +173,10 @@ def _run(
 
 @lru_cache(maxsize=8)
 def _final_plan(*, wide: bool, wide_residual: bool) -> traced.Plan:
-    tape, index = Tape(wide=wide, autocast=wide_residual, saving=True), traced.Index()
-    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "r·T·h", LAYER), "r", "T·h")
-    made = op.rms_norm(tape, given, "final norm", NORM, frozen=True)
-    tape.release(made, given)
-    saved = index.of(tape.saved)
-    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "r·T·h", LAYER))
-    points = index.moments(highest(tape.moments, wide=wide, autocast=wide_residual))
-    return traced.Plan(tuple(index.stores), tuple(index.weights), saved, (), {}, points, (), (), (), LAYER, {})
+    tape = Tape(wide=wide, autocast=wide_residual, saving=True)
+    return traced.norm_plan(
+        tape, ("r", "T·h"), lambda tape, given: op.rms_norm(tape, given, "final norm", NORM, frozen=True), LAYER
+    )
 
 
 # --- the program -------------------------------------------------------------------------------------------------------

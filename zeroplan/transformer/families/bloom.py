@@ -2,7 +2,7 @@
 
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, in_order_of_tokens, masked, softmax
-from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_FINAL, LAYER_NORM
+from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
@@ -30,11 +30,6 @@ def bloom(tape: Tape, given: Value, _block: Block) -> Value:
     if weights is not None:
         tape.release(weights)
     return made
-
-
-def final_norm(tape: Tape, given: Value) -> Value:
-    """The norm before the head."""
-    return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
 
 
 def _attention(tape: Tape, normal: Value, given: Value) -> Attended:

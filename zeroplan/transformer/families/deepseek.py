@@ -51,11 +51,10 @@ def deepseek_moe(model: ModelSpec, x: Widths) -> BlockPass:
         + total_bytes(shared.saved if x.autocast else shared.saved[1:])
         + (x.element * shared.casts if x.autocast else 0)
     )
-    above = Line(TEMPORARY, maximum(0, early - late), ATTENTION_EXCESS, source=MOE)
     recompute = experts_recompute(x, moe, router)
     logits = Line(SAVED, router.scores * x.tokens * moe.num_experts, "output of the router", _ROUTED[router.scores], SELECTIVE)
     later = (logits, *_named(gated_outputs(x, moe.num_shared_experts * moe.moe_intermediate_size)))
-    return _block(model, x, mla, experts, forward=(*end, above), recompute=recompute, later=later)
+    return _block(model, x, mla, experts, forward=(*end, _excess(early - late)), recompute=recompute, later=later)
 
 
 _ROUTED = {2: "e·T·E", 4: "4·T·E"}

@@ -20,23 +20,18 @@ QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDeco
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
 DISPATCH = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._dispatch_tokens"
 COMBINE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._combine_tokens"
+NORM = NormAs(one_plus=False, source=MIXTRAL)
+QWEN3_NORM = NormAs(one_plus=False, source=QWEN3)
 
 
 def mixtral(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer of Mixtral."""
-    norm = NormAs(one_plus=False, source=MIXTRAL)
-    return two_branches(tape, given, block, Branches(norm, _attention, _routed, MIXTRAL))
+    return two_branches(tape, given, block, Branches(NORM, _attention, _routed, MIXTRAL))
 
 
 def qwen3_moe(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer of Qwen3-MoE."""
-    norm = NormAs(one_plus=False, source=QWEN3)
-    return two_branches(tape, given, block, Branches(norm, _attention_with_norms, _narrowly_routed, QWEN3))
-
-
-def final_norm(tape: Tape, given: Value) -> Value:
-    """The norm before the head."""
-    return op.rms_norm(tape, given, "final norm", NormAs(one_plus=False, source=MIXTRAL))
+    return two_branches(tape, given, block, Branches(QWEN3_NORM, _attention_with_norms, _narrowly_routed, QWEN3))
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -44,7 +39,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _attention_with_norms(tape: Tape, normal: Value, block: Block) -> Attended:
-    return three_projections(tape, normal, block, QWEN3, NormAs(one_plus=False, source=QWEN3))
+    return three_projections(tape, normal, block, QWEN3, QWEN3_NORM)
 
 
 def _routed(tape: Tape, normal: Value) -> Value:

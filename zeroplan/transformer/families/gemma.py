@@ -31,8 +31,3 @@ def gemma(tape: Tape, given: Value, block: Block) -> Value:
     if weights is not None:
         tape.release(weights)
     return made
-
-
-def final_norm(tape: Tape, given: Value) -> Value:
-    """The norm before the head."""
-    return op.rms_norm(tape, given, "final norm", NORM)

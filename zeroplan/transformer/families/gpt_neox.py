@@ -2,7 +2,7 @@
 
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_FINAL, LAYER_NORM
+from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
@@ -45,11 +45,6 @@ def _one_after_the_other(tape: Tape, given: Value, attended: Value, block: Block
     made = op.add(tape, branch, middle, "block output", addition)
     tape.release(branch, middle)
     return made
-
-
-def final_norm(tape: Tape, given: Value) -> Value:
-    """The norm before the head."""
-    return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:

@@ -35,11 +35,6 @@ def gpt_oss(tape: Tape, given: Value, block: Block) -> Value:
     return made
 
 
-def final_norm(tape: Tape, given: Value) -> Value:
-    """The norm before the head."""
-    return op.rms_norm(tape, given, "final norm", NORM)
-
-
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     bias = block.attention_bias
     names = (("q", "q projection"), ("k", "k projection"), ("v", "v projection"))

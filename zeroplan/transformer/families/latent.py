@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from zeroplan.ledger import Line, total_bytes
-from zeroplan.numeric import Int, ceil_div, maximum
+from zeroplan.numeric import Int, maximum, round_up
 from zeroplan.spec.model import MlaSpec
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
@@ -151,11 +151,12 @@ def projected_outputs(x: Widths, mla: MlaSpec, *, bias: bool) -> tuple[Line, ...
 
 def kernel_outputs(x: Widths) -> tuple[Line, ...]:
     """What the memory-efficient kernel makes: its output, and a log-sum-exp per row in rows of 32."""
-    rows = ceil_div(x.seq_len, _ROWS) * _ROWS * x.micro_batch * x.heads
-    return (
-        Line(SAVED, x.element * x.tokens * x.context, "attention output", "e·T·c", EFFICIENT),
-        Line(SAVED, 4 * rows, "log-sum-exp of the scores, fp32", "128·a·b·ceil(s/32)", EFFICIENT),
-    )
+    return Line(SAVED, x.element * x.tokens * x.context, "attention output", "e·T·c", EFFICIENT), _row_sums(x)
+
+
+def _row_sums(x: Widths) -> Line:
+    rows = round_up(x.seq_len, _ROWS) * x.micro_batch * x.heads
+    return Line(SAVED, 4 * rows, "log-sum-exp of the scores, fp32", "128·a·b·ceil(s/32)", EFFICIENT)
 
 
 def _output(x: Widths) -> Line:
@@ -165,13 +166,12 @@ def _output(x: Widths) -> Line:
 
 def _efficient(x: Widths, rank: Ranks, before: tuple[Line, ...]) -> _Inside:
     e, tokens = x.element, x.tokens
-    rows = ceil_div(x.seq_len, _ROWS) * _ROWS * x.micro_batch * x.heads
     kept = (
         Line(SAVED, e * tokens * x.query, "queries", "e·T·q", EFFICIENT),
         Line(SAVED, e * tokens * rank.joint, "values, one tensor with the keys' first part", "e·T·(q - a·o + c)", EFFICIENT),
         Line(SAVED, e * tokens * x.query, "keys", "e·T·q", EFFICIENT),
         _output(x),
-        Line(SAVED, 4 * rows, "log-sum-exp of the scores, fp32", "128·a·b·ceil(s/32)", EFFICIENT),
+        _row_sums(x),
     )
     alive = (
         *before,
@@ -231,33 +231,35 @@ def _late_points(x: Widths, rank: Ranks, w: _Weights, before: tuple[Line, ...]) 
         Line(GRADIENT, e * tokens * rank.joint, "gradient of values and keys, joined", "e·T·(q - a·o + c)", LATENT),
         Line(GRADIENT, e * tokens * (rank.latent + rank.rotary), "gradients of latent and rotary key", "e·T·(w+o)", LATENT),
     )
-    made, norm = before[:1], before[1:-4]
     summed = Line(GRADIENT, x.residual * tokens * x.hidden, "gradient of the norm's output, summed", "r·T·h", LATENT)
-    upto = w.outward + w.joint
     points = _made(
         x, "projection of the latent", (*before, *joint), w.outward, w.joint, w.casts - x.context * x.hidden,
         matrix=(w.joint, "e·w·(q - a·o + c)"),
     )  # fmt: skip
-    rest = upto + rank.latent + w.latent
-    if not rank.queries:
-        through = Line(GRADIENT, e * tokens * x.hidden, "gradient through the q projection", "e·T·h", LATENT)
-        return (
-            *points,
-            *_made(x, "q projection", (*made, summed, queries, through), rest, w.first, w.first, matrix=(w.first, "e·h·q")),
-        )
-    compressed = Line(GRADIENT, e * tokens * rank.queries, "gradient of the compressed queries", "e·T·u", LATENT)
-    second = (*made, *norm, summed, queries, compressed)
-    wide = Line(TEMPORARY, 20 * tokens * rank.queries, "derivative of pow and the gradient beside it, fp32", "20·T·u", LATENT)
-    first = (
-        *made, summed, compressed,
-        Line(GRADIENT, e * tokens * x.hidden, "gradient through the first projection of the queries", "e·T·h", LATENT),
-    )  # fmt: skip
-    normed = rest + w.queries + rank.queries
+    made = w.outward + w.joint + rank.latent + w.latent
+    if rank.queries:
+        return (*points, *_two_query_projections(x, rank, w, before[:-4], (summed, queries), made))
+    through = Line(GRADIENT, e * tokens * x.hidden, "gradient through the q projection", "e·T·h", LATENT)
+    alive = (before[0], summed, queries, through)
+    return (*points, *_made(x, "q projection", alive, made, w.first, w.first, matrix=(w.first, "e·h·q")))
+
+
+def _two_query_projections(
+    x: Widths, rank: Ranks, w: _Weights, kept: tuple[Line, ...], gradients: tuple[Line, Line], made: int
+) -> tuple[BackwardPoint, ...]:
+    """The second projection of the queries, the norm before it and the first; ``kept`` is what these have saved."""
+    (given, *norm), (summed, queries) = kept, gradients
+    compressed = Line(GRADIENT, x.element * x.tokens * rank.queries, "gradient of the compressed queries", "e·T·u", LATENT)
+    wide = Line(TEMPORARY, 20 * x.tokens * rank.queries, "derivative of pow and the gradient beside it, fp32", "20·T·u", LATENT)
+    through = Line(
+        GRADIENT, x.element * x.tokens * x.hidden, "gradient through the first projection of the queries", "e·T·h", LATENT
+    )
+    second, first = (given, *norm, summed, queries, compressed), (given, summed, compressed, through)
+    normed = made + w.queries + rank.queries
     casts = x.hidden * rank.queries if x.autocast else 0
     return (
-        *points,
-        *_made(x, "second projection of the queries", second, rest, w.queries, casts + w.queries, matrix=(w.queries, "e·u·q")),
-        BackwardPoint("norm of the compressed queries", (*made, norm[0], summed, wide), normed, 0, casts),
+        *_made(x, "second projection of the queries", second, made, w.queries, casts + w.queries, matrix=(w.queries, "e·u·q")),
+        BackwardPoint("norm of the compressed queries", (given, norm[0], summed, wide), normed, 0, casts),
         *_made(x, "first projection of the queries", first, normed, w.first, casts, matrix=(casts, "e·h·u")),
     )
 

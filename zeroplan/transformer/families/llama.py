@@ -3,11 +3,11 @@
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass
+from zeroplan.transformer.blocks import BlockPass
 from zeroplan.transformer.families import written_out
 from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, grouped_query_attention, inputs
 from zeroplan.transformer.families.mlp import LLAMA, gated_mlp
-from zeroplan.transformer.families.norms import AFTER_ATTENTION, AFTER_MLP, BEFORE_ATTENTION, BEFORE_MLP, rms_norm
+from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
 from zeroplan.transformer.families.parts import LAYER, SAVED, TEMPORARY, Part, assemble
 from zeroplan.transformer.families.widths import Widths
 
@@ -20,11 +20,7 @@ SELECTIVE = "torchtitan, distributed/activation_checkpoint.py, per-operation sel
 def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
     """One dense decoder layer: norm, attention, norm, gated MLP."""
     mlp = gated_mlp(x, model.intermediate_size, bias=model.mlp_bias)
-    attended = attention(model, x)
-    if model.family in {"gemma2", "gemma3_text"}:
-        attended, mlp = _then_norm(attended, rms_norm(x, AFTER_ATTENTION)), _then_norm(mlp, rms_norm(x, AFTER_MLP))
-    parts = (rms_norm(x, BEFORE_ATTENTION), attended, rms_norm(x, BEFORE_MLP), mlp)
-    copied = x.residual != 4
+    parts = (rms_norm(x, BEFORE_ATTENTION), attention(model, x), rms_norm(x, BEFORE_MLP), mlp)
     forward = dense_forward(x)
     recompute = gated_recompute(model, x)
     if x.attention == "eager":
@@ -33,16 +29,8 @@ def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
     recompute = (*recompute, attention_excess(x, recompute, x.context * x.hidden + mlp.casts))
     recompute = (*recompute, *written_out.recompute_excess(x, total_bytes(recompute)))
     return assemble(
-        x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=not copied
-    )  # fmt: skip
-
-
-def _then_norm(part: Part, norm: Part) -> Part:
-    """Put a norm behind a part, inside its residual branch: the norm goes first in the backward."""
-    point = norm.points[0]
-    at_norm = BackwardPoint(point.name, part.saved + point.lines, point.gradients, point.current_gradient, part.casts)
-    later = [place._replace(gradients=place.gradients + norm.weights) for place in part.points]
-    return Part(part.saved + norm.saved, (at_norm, *later), part.weights + norm.weights, part.casts)
+        x, parts, forward=forward, recompute=recompute, selective=_selective(model, x), input_is_saved=x.residual == 4
+    )
 
 
 def attention(model: ModelSpec, x: Widths) -> Part:

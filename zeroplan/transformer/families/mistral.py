@@ -1,6 +1,5 @@
 """Blocks of Mistral where sequences reach beyond its sliding window, so that attention is given a mask."""
 
-from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended
 from zeroplan.transformer.families.gated import Branches, gated_mlp, three_projections, two_branches
 from zeroplan.transformer.families.operators import NormAs
@@ -16,11 +15,6 @@ NORM = NormAs(one_plus=False, source="transformers 5.23, models/mistral/modeling
 def mistral(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer."""
     return two_branches(tape, given, block, _PARTS)
-
-
-def final_norm(tape: Tape, given: Value) -> Value:
-    """The norm before the head."""
-    return op.rms_norm(tape, given, "final norm", NORM)
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:

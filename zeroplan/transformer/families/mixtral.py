@@ -33,7 +33,6 @@ def mixtral_block(model: ModelSpec, x: Widths) -> BlockPass:
         rms_norm(x, BEFORE_MLP),
         routed_experts(x, model.moe, router),
     )
-    copied = x.residual != 4
     forward, recompute = _forward(x, model.moe, router), experts_recompute(x, model.moe, router)
     if x.attention == "eager":
         forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
@@ -42,8 +41,8 @@ def mixtral_block(model: ModelSpec, x: Widths) -> BlockPass:
     recompute = (*recompute, attention_excess(x, recompute, later_casts))
     recompute = (*recompute, *written_out.recompute_excess(x, total_bytes(recompute)))
     return assemble(
-        x, parts, forward=forward, recompute=recompute, selective=_selective(x, model.moe), input_is_saved=not copied
-    )  # fmt: skip
+        x, parts, forward=forward, recompute=recompute, selective=_selective(x, model.moe), input_is_saved=x.residual == 4
+    )
 
 
 def _forward(x: Widths, moe: MoeSpec, router: Router) -> tuple[Line, ...]:

@@ -31,44 +31,21 @@ class FinalNorm(NamedTuple):
     points: tuple[BackwardPoint, ...]
 
 
-BEFORE_ATTENTION = NormNames(
-    "norm before attention",
-    "norm before attention: its input in fp32",
-    "norm before attention: reciprocal root mean square",
-    "norm before attention: normalised input",
-)
-BEFORE_MLP = NormNames(
-    "norm before the MLP",
-    "norm before the MLP: its input in fp32",
-    "norm before the MLP: reciprocal root mean square",
-    "norm before the MLP: normalised input",
-)
-FINAL = NormNames(
-    "final norm",
-    "final norm: its input in fp32",
-    "final norm: reciprocal root mean square",
-    "final norm: normalised input",
-)
-AFTER_ATTENTION = NormNames(
-    "norm after attention",
-    "norm after attention: its input in fp32",
-    "norm after attention: reciprocal root mean square",
-    "norm after attention: normalised input",
-)
-AFTER_MLP = NormNames(
-    "norm after the MLP",
-    "norm after the MLP: its input in fp32",
-    "norm after the MLP: reciprocal root mean square",
-    "norm after the MLP: normalised input",
-)
-LAYER_BEFORE_ATTENTION = NormNames(
-    "norm before attention", "norm before attention: its input", f"norm before attention: {STATISTICS}", ""
-)
-LAYER_BEFORE_MLP = NormNames("norm before the MLP", "norm before the MLP: its input", f"norm before the MLP: {STATISTICS}", "")
-LAYER_AFTER_EMBEDDING = NormNames(
-    "norm after the embedding", "norm after the embedding: its input", f"norm after the embedding: {STATISTICS}", ""
-)
-LAYER_FINAL = NormNames("final norm", "final norm: its input", f"final norm: {STATISTICS}", "")
+def _of_rms_norm(name: str) -> NormNames:
+    return NormNames(name, f"{name}: its input in fp32", f"{name}: reciprocal root mean square", f"{name}: normalised input")
+
+
+def _of_layer_norm(name: str) -> NormNames:
+    return NormNames(name, f"{name}: its input", f"{name}: {STATISTICS}", "")
+
+
+BEFORE_ATTENTION = _of_rms_norm("norm before attention")
+BEFORE_MLP = _of_rms_norm("norm before the MLP")
+FINAL = _of_rms_norm("final norm")
+LAYER_BEFORE_ATTENTION = _of_layer_norm("norm before attention")
+LAYER_BEFORE_MLP = _of_layer_norm("norm before the MLP")
+LAYER_AFTER_EMBEDDING = _of_layer_norm("norm after the embedding")
+LAYER_FINAL = _of_layer_norm("final norm")
 
 
 def rms_norm(x: Widths, names: NormNames) -> Part:

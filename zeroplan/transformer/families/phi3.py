@@ -18,11 +18,6 @@ def phi3(tape: Tape, given: Value, block: Block) -> Value:
     return two_branches(tape, given, block, _PARTS)
 
 
-def final_norm(tape: Tape, given: Value) -> Value:
-    """The norm before the head."""
-    return op.rms_norm(tape, given, "final norm", NORM)
-
-
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION))
     query, key, value = op.slices(tape, joint, ("T·q", "T·k", "T·v"), Site("slices of q, k and v", ATTENTION))

@@ -31,7 +31,6 @@ ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.f
 MLP = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
 GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single"
 SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
-FROM_LOCAL = "torch 2.13, torch/distributed/tensor/parallel/style.py, SequenceParallel"
 NORM = NormAs(one_plus=False, source="transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward")
 
 
@@ -52,7 +51,8 @@ class Structure(NamedTuple):
 
 def split_block(model: ModelSpec, compute: Compute, x: Widths) -> BlockPass:
     """One block on one of ``compute.tp`` ranks."""
-    structure, plan = _structure(model, compute, x), _plan(_structure(model, compute, x))
+    structure = _structure(model, compute, x)
+    plan = _plan(structure)
     sizes = traced.Sizes(plan, local_quantities(model, x, compute.tp))
     return traced.pass_of(plan, sizes, autocast=False, recompute=structure.recompute)
 
@@ -60,8 +60,7 @@ def split_block(model: ModelSpec, compute: Compute, x: Widths) -> BlockPass:
 def split_norm(model: ModelSpec, x: Widths, ranks: int) -> FinalNorm:
     """The final norm over a rank's share of the sequence."""
     plan = _final_plan(wide=x.element == 4)
-    sizes = traced.Sizes(plan, local_quantities(model, x, ranks))
-    return FinalNorm(sizes.lines(plan.saved), tuple([sizes.point(moment) for moment in plan.points]))
+    return traced.Sizes(plan, local_quantities(model, x, ranks)).norm(plan)
 
 
 def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
@@ -106,8 +105,9 @@ def _plan(structure: Structure) -> traced.Plan:
     checkpointed = traced.checkpointed(
         index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
     )
-    stores, weights = _of_a_rank(index) if structure.split else (tuple(index.stores), tuple(index.weights))
-    return traced.Plan(stores, weights, saved, forward, checkpointed, points, (), selective, places, LAYER, again)
+    stores, weights = tuple(index.stores), tuple(index.weights)
+    plan = traced.Plan(stores, weights, saved, forward, checkpointed, points, (), selective, places, LAYER, again)
+    return _of_a_rank(plan) if structure.split else plan
 
 
 def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:
@@ -121,24 +121,18 @@ def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[A
 
 @lru_cache(maxsize=4)
 def _final_plan(*, wide: bool) -> traced.Plan:
-    tape, index = Tape(wide=wide, autocast=False, saving=True), traced.Index()
-    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "e·T/p·h", LAYER), "e", "T/p·h")
-    made = _norm(tape, given, "final norm")
-    tape.release(made, given)
-    saved = index.of(tape.saved)
-    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "e·T/p·h", LAYER))
-    points = index.moments(highest(tape.moments, wide=wide, autocast=False))
-    return traced.Plan(*_of_a_rank(index), saved, (), {}, points, (), (), (), LAYER, {})
+    tape = Tape(wide=wide, autocast=False, saving=True)
+    return _of_a_rank(traced.norm_plan(tape, ("e", "T/p·h"), lambda tape, given: _norm(tape, given, "final norm"), LAYER))
 
 
 _SHARED = re.compile(r"\b([aqkvcf])\b(?!/p)")
 
 
-def _of_a_rank(index: traced.Index) -> tuple[tuple[Store, ...], tuple[str, ...]]:
+def _of_a_rank(plan: traced.Plan) -> traced.Plan:
     """Every tensor and weight, the widths that are split written as shares."""
-    for store in index.stores:
+    for store in plan.stores:
         store.formula = _SHARED.sub(r"\1/p", store.formula)
-    return tuple(index.stores), tuple(_SHARED.sub(r"\1/p", formula) for formula in index.weights)
+    return plan._replace(weights=tuple(_SHARED.sub(r"\1/p", formula) for formula in plan.weights))
 
 
 def _run(
@@ -146,11 +140,7 @@ def _run(
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the block forward, over an input that another run has had, or over one of its own."""
     tape = Tape(wide=structure.block.wide, autocast=False, saving=saving, keeping=keeping)
-    store = given or tape.make(Kind.ACTIVATIONS, "block input", f"e·{structure.rows}·h", LAYER)
-    if given is not None:
-        store.holds = 1
-        tape.alive[store] = None
-    value = Value(store, "e", f"{structure.rows}·h")
+    value = traced.block_input(tape, given, ("e", f"{structure.rows}·h"), LAYER)
     return tape, value, _layer(tape, value, structure)
 
 

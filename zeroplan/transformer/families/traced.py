@@ -10,6 +10,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Kernels, Recompute
 from zeroplan.transformer.blocks import RUN_AGAIN, BackwardPoint, BlockPass
 from zeroplan.transformer.families import bloom, dispatched, gemma, gpt_neox, gpt_oss, mistral, opt, phi3
+from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import (
     Attention,
     capped_eager,
@@ -22,7 +23,8 @@ from zeroplan.transformer.families.attend import (
 )
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
-from zeroplan.transformer.families.norms import FinalNorm
+from zeroplan.transformer.families.norms import LAYER_FINAL, LAYER_NORM, FinalNorm
+from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.ring import ring_attention
 from zeroplan.transformer.families.sizes import quantities, worked_out
@@ -31,24 +33,25 @@ from zeroplan.transformer.families.widths import Widths, beyond_the_window
 
 
 class Program(NamedTuple):
-    """A family's block and final norm, and the source of what they are."""
+    """A family's block, and the source of what it is."""
 
     block: Callable[[Tape, Value, Block], Value]
-    final: Callable[[Tape, Value], Value]
     source: str
+    norm: NormAs | None = None
+    """How its RMSNorms are written; None: they are LayerNorms."""
 
 
 PROGRAMS: dict[str, Program] = {
-    "mistral": Program(mistral.mistral, mistral.final_norm, mistral.LAYER),
-    "phi3": Program(phi3.phi3, phi3.final_norm, phi3.LAYER),
-    "gpt_neox": Program(gpt_neox.gpt_neox, gpt_neox.final_norm, gpt_neox.LAYER),
-    "gpt_oss": Program(gpt_oss.gpt_oss, gpt_oss.final_norm, gpt_oss.LAYER),
-    "opt": Program(opt.opt, opt.final_norm, opt.LAYER),
-    "bloom": Program(bloom.bloom, bloom.final_norm, bloom.LAYER),
-    "gemma2": Program(gemma.gemma, gemma.final_norm, gemma.LAYER),
-    "gemma3_text": Program(gemma.gemma, gemma.final_norm, gemma.LAYER),
-    "mixtral": Program(dispatched.mixtral, dispatched.final_norm, dispatched.MIXTRAL),
-    "qwen3_moe": Program(dispatched.qwen3_moe, dispatched.final_norm, dispatched.QWEN3),
+    "mistral": Program(mistral.mistral, mistral.LAYER, mistral.NORM),
+    "phi3": Program(phi3.phi3, phi3.LAYER, phi3.NORM),
+    "gpt_neox": Program(gpt_neox.gpt_neox, gpt_neox.LAYER),
+    "gpt_oss": Program(gpt_oss.gpt_oss, gpt_oss.LAYER, gpt_oss.NORM),
+    "opt": Program(opt.opt, opt.LAYER),
+    "bloom": Program(bloom.bloom, bloom.LAYER),
+    "gemma2": Program(gemma.gemma, gemma.LAYER, gemma.NORM),
+    "gemma3_text": Program(gemma.gemma, gemma.LAYER, gemma.NORM),
+    "mixtral": Program(dispatched.mixtral, dispatched.MIXTRAL, dispatched.NORM),
+    "qwen3_moe": Program(dispatched.qwen3_moe, dispatched.QWEN3, dispatched.QWEN3_NORM),
 }
 
 
@@ -152,10 +155,7 @@ def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False, recompu
 
     A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
     """
-    is_masked = windowed and beyond_the_window(model, x)
-    if isinstance(is_masked, bool):
-        return _of(model, x, recompute, masked=is_masked)
-    return either(is_masked, _of(model, x, recompute, masked=True), _of(model, x, recompute, masked=False))
+    return by_mask(windowed and beyond_the_window(model, x), lambda masked: _of(model, x, recompute, masked=masked))
 
 
 def dispatched_block(model: ModelSpec, x: Widths, recompute: Recompute, *, ring: int = 1) -> BlockPass:
@@ -190,7 +190,12 @@ def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, ring
     return pass_of(plan, sizes, autocast=x.autocast, recompute=recompute)
 
 
-def either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
+def by_mask(is_masked: Bool, one: Callable[[bool], BlockPass]) -> BlockPass:
+    """A block whose attention is given a mask, or none; of a column of batches some one and some the other."""
+    return one(is_masked) if isinstance(is_masked, bool) else _either(is_masked, one(True), one(False))
+
+
+def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
     """One pass for a column of batches, some of which are of one kind and some of the other: lines of both, those of one nought."""
 
     def lines(first: tuple[Line, ...], second: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -222,20 +227,32 @@ def either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
 def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
     """The final norm of a family that is written as a program; its gradients count the norm's own weight only."""
     plan = _final_plan(model.family, wide=x.element == 4, autocast=x.autocast)
-    sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
-    return FinalNorm(sizes.lines(plan.saved), tuple([sizes.point(moment) for moment in plan.points]))
+    return Sizes(plan, quantities(x, model.intermediate_size, model.moe)).norm(plan)
 
 
 @lru_cache(maxsize=64)
 def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
-    tape, program, index = Tape(wide=wide, autocast=autocast, saving=True), PROGRAMS[family], Index()
-    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", "r·T·h", program.source), "r", "T·h")
-    made = program.final(tape, given)
+    program = PROGRAMS[family]
+    return norm_plan(
+        Tape(wide=wide, autocast=autocast, saving=True), ("r", "T·h"), partial(_final, norm=program.norm), program.source
+    )
+
+
+def _final(tape: Tape, given: Value, *, norm: NormAs | None) -> Value:
+    """The norm before the head."""
+    return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM) if norm is None else op.rms_norm(tape, given, "final norm", norm)
+
+
+def norm_plan(tape: Tape, read: tuple[str, str], norm: Callable[[Tape, Value], Value], source: str) -> Plan:
+    """Run a norm outside the blocks forward and backward over what it has to read, a dtype and a shape."""
+    index, (dtype, shape) = Index(), read
+    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", f"{dtype}·{shape}", source), dtype, shape)
+    made = norm(tape, given)
     tape.release(made, given)
     saved = index.of(tape.saved)
-    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", "r·T·h", program.source))
-    points = index.moments(highest(tape.moments, wide=wide, autocast=autocast))
-    return Plan(tuple(index.stores), tuple(index.weights), saved, (), {}, points, (), (), (), program.source, {})
+    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", f"{dtype}·{shape}", source))
+    points = index.moments(highest(tape.moments, wide=tape.wide, autocast=tape.autocast))
+    return Plan(tuple(index.stores), tuple(index.weights), saved, (), {}, points, (), (), (), source, {})
 
 
 @lru_cache(maxsize=256)
@@ -307,13 +324,19 @@ def _run(structure: Structure, *, saving: bool, given: Store | None = None, keep
     tape = Tape(
         wide=structure.wide, autocast=structure.autocast, saving=saving, keeping=keeping, again=structure.again
     )  # fmt: skip
-    store = given or tape.make(Kind.ACTIVATIONS, "block input", "r·T·h", program.source)
-    if given is not None:
-        store.holds = 1
-        tape.alive[store] = None
-    value = Value(store, "r", "T·h")
+    value = block_input(tape, given, ("r", "T·h"), program.source)
     program.block(tape, value, _block(structure))
     return tape, value
+
+
+def block_input(tape: Tape, given: Store | None, read: tuple[str, str], source: str) -> Value:
+    """What a block reads, a dtype and a shape: what another run has had, or a tensor of its own."""
+    dtype, shape = read
+    if given is None:
+        return Value(tape.make(Kind.ACTIVATIONS, "block input", f"{dtype}·{shape}", source), dtype, shape)
+    given.holds = 1
+    tape.alive[given] = None
+    return Value(given, dtype, shape)
 
 
 def _block(structure: Structure) -> Block:
@@ -367,6 +390,10 @@ class Sizes:
     def elements(self, places: Places) -> int:
         """Add up elements of weights, which do not depend on the batch."""
         return sum(map(self._weights.__getitem__, places))
+
+    def norm(self, plan: Plan) -> FinalNorm:
+        """Write the plan of a norm outside the blocks."""
+        return FinalNorm(self.lines(plan.saved), tuple(map(self.point, plan.points)))
 
     def point(self, moment: Placed) -> BackwardPoint:
         """Write a moment of the backward."""
