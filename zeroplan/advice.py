@@ -12,6 +12,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, account_of, estimate
 from zeroplan.remedies import Change, single_changes
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import SMALL_BUCKET
 from zeroplan.steptime import step_time
 
 #: What frees less than this share of the peak is none, and what slows by less costs nothing: neither is known any better.
@@ -137,13 +138,9 @@ def _smaller_buffers(job: JobSpec) -> _Other:
         flags = "--set fsdp2.reduce_dtype=param"
         yield from _tried("reduce gradients in bf16", flags, job, "fsdp2", reduce_dtype="param")
     size = recipe.deepspeed.reduce_bucket_size
-    if recipe.engine == "deepspeed" and size > _SMALL_BUCKET:
-        flags = f"--set deepspeed.reduce_bucket_size={_SMALL_BUCKET}"
-        yield from _tried("reduce gradients in smaller buckets", flags, job, "deepspeed", reduce_bucket_size=_SMALL_BUCKET)
-
-
-#: A tenth of DeepSpeed's default. [elements]
-_SMALL_BUCKET = 50_000_000
+    if recipe.engine == "deepspeed" and size > SMALL_BUCKET:
+        flags = f"--set deepspeed.reduce_bucket_size={SMALL_BUCKET}"
+        yield from _tried("reduce gradients in smaller buckets", flags, job, "deepspeed", reduce_bucket_size=SMALL_BUCKET)
 
 
 def _tried(change: str, flags: str, job: JobSpec, group: str, **said: object) -> _Other:

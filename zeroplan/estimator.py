@@ -7,11 +7,12 @@ from typing import Literal, NamedTuple, Protocol, cast
 
 from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Symbol
 from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_line
-from zeroplan.engines.optimizers import implementation
+from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.hardware import node_size
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -40,16 +41,10 @@ def engine_module(engine: Engine) -> EngineModule:
 def step_implementation(recipe: RecipeSpec) -> OptimizerImpl | None:
     """How the optimizer steps under this recipe: what was asked for, or the engine's default; None on paper.
 
-    >>> step_implementation(RecipeSpec()), step_implementation(RecipeSpec(engine="deepspeed"))
-    ('foreach', 'fused')
+    >>> step_implementation(RecipeSpec()), step_implementation(RecipeSpec(engine="paper"))
+    ('foreach', None)
     """
-    if recipe.engine in ON_PAPER:
-        return None
-    if recipe.engine == "deepspeed":
-        from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  see engine_module
-
-        return optimizer_impl(recipe)
-    return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload)
+    return None if recipe.engine in ON_PAPER else implementation_of(recipe)
 
 
 #: The model states of the ZeRO paper (arXiv:1910.02054, section 3.1), in its order; an engine may hold buffers beside them.
@@ -156,8 +151,7 @@ class Estimate:
     @property
     def ranks_per_node(self) -> int | None:
         """GPUs of this job that share a node, where the cluster or its GPU says how many there are."""
-        cluster = self.job.cluster
-        known = cluster.gpus_per_node or (None if cluster.gpu is None else cluster.gpu.gpus_per_node)
+        known = node_size(self.job.cluster)
         return None if known is None else min(known, self.job.mesh.world_size)
 
     @property

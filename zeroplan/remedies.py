@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.spec.job import JobSpec, engine_at
-from zeroplan.spec.recipe import DdpOptions, RecipeSpec, Stage
+from zeroplan.spec.recipe import ADAM, DdpOptions, RecipeSpec, Stage
 
 MOST_GPUS = 4096
 _SHORTEST = 512
@@ -85,9 +85,7 @@ def _first(tried: Iterator[Remedy | None]) -> Remedy | None:
 def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
     """The changes as a remedy, if the job fits after them."""
     try:
-        for one in changes:
-            job = one.applied_to(job)
-        answer = estimate(job)
+        answer = estimate(_all_applied(job, changes))
     except SpecError:  # an optimizer or a size that the engine does not offer: no remedy
         return None
     if not answer.fits:
@@ -157,7 +155,7 @@ def _all_applied(job: JobSpec, changes: Sequence[_Candidate]) -> JobSpec:
 
 
 def _free_changes(recipe: RecipeSpec) -> Iterator[_Candidate]:
-    if recipe.optimizer in ("adamw", "adam") and step_implementation(recipe) not in ("fused", None):
+    if recipe.optimizer in ADAM and step_implementation(recipe) not in ("fused", None):
         yield _with_recipe("use the fused optimizer step", "--optimizer-impl fused", optimizer_impl="fused")
     if recipe.engine == "ddp" and not recipe.ddp.gradient_as_bucket_view:
         view, flags = DdpOptions(gradient_as_bucket_view=True), "--set ddp.gradient_as_bucket_view=true"
@@ -286,7 +284,7 @@ def _on_gpus(gpus: int, sharded: _Candidate | None) -> _Candidate:
 
 
 def _smaller_state(job: JobSpec) -> Iterator[_Candidate]:
-    if job.recipe.optimizer in ("adamw", "adam") and job.recipe.engine != "deepspeed":
+    if job.recipe.optimizer in ADAM and job.recipe.engine != "deepspeed":
         flags = "--optimizer adamw-8bit" + ("" if job.recipe.optimizer_impl is None else " --optimizer-impl fused")
         impl = None if job.recipe.optimizer_impl is None else "fused"
         yield _with_recipe("keep the optimizer state in 8 bits", flags, optimizer="adamw-8bit", optimizer_impl=impl)

@@ -20,7 +20,7 @@ from zeroplan.spec.adapter import AdapterSpec, Quantize
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
-from zeroplan.spec.hardware import ClusterSpec, GpuSpec, SharesSpec
+from zeroplan.spec.hardware import ClusterSpec, GpuSpec, SharesSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -493,7 +493,7 @@ def cluster_of(request: Request, extra: Path | None) -> ClusterSpec:
 
 def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec) -> RecipeSpec:
     """Tell DeepSpeed's quantized gradients, which alone ask, how many GPUs share a node."""
-    known = cluster.gpus_per_node or (None if cluster.gpu is None else cluster.gpu.gpus_per_node)
+    known = node_size(cluster)
     if known is None or not recipe.deepspeed.zero_quantized_gradients:
         return recipe
     return replace(recipe, deepspeed=replace(recipe.deepspeed, gpus_per_node=known))

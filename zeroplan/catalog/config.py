@@ -23,7 +23,7 @@ from zeroplan.catalog.config_keys import (
 )
 from zeroplan.catalog.text import one_line, read_text, shown
 from zeroplan.errors import SpecError, unknown_name
-from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, MlaSpec, ModelSpec, MoeSpec
 
 Config: TypeAlias = Mapping[str, object]
 _LARGEST = 10**7
@@ -321,7 +321,7 @@ def _some_layers_have_it(source: _Source) -> bool:
 def _moe(source: _Source) -> MoeSpec | None:
     if source.family not in MOE_FAMILIES:
         return None
-    width = "intermediate_size" if source.family in ("mixtral", "gpt_oss") else "moe_intermediate_size"
+    width = "intermediate_size" if source.family in ONE_WIDTH_FAMILIES else "moe_intermediate_size"
     return MoeSpec(
         num_experts=source.integer("num_experts"),
         num_experts_per_tok=source.integer("num_experts_per_tok"),

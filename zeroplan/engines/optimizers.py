@@ -16,7 +16,7 @@ from zeroplan.engines.formulas import times
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
-from zeroplan.spec.recipe import Optimizer, OptimizerImpl
+from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 
 
 class LocalTensor(NamedTuple):
@@ -143,6 +143,21 @@ def implementation(optimizer: Optimizer, impl: OptimizerImpl | None, *, on_host:
     if impl not in offered:
         raise SpecError(f"optimizer {optimizer!r} has no {impl} implementation; use {' or '.join(offered)}")
     return impl
+
+
+def implementation_of(recipe: RecipeSpec) -> OptimizerImpl:
+    """How the optimizer steps under this recipe: what was asked for, or the engine's default.
+
+    >>> implementation_of(RecipeSpec()), implementation_of(RecipeSpec(engine="deepspeed"))
+    ('foreach', 'fused')
+    """
+    if recipe.engine == "megatron":
+        return "fused"
+    if recipe.engine == "deepspeed":
+        from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  the others' answers need not wait for it
+
+        return optimizer_impl(recipe)
+    return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.offloads_states)
 
 
 def bytes_per_parameter(optimizer: Optimizer, element_bytes: int) -> str:

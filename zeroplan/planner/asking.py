@@ -19,7 +19,7 @@ from zeroplan.planner.questions import (
 )
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid
-from zeroplan.planner.space import Fixed
+from zeroplan.planner.space import Fixed, gpu_of
 from zeroplan.resolve import Request, Resolved, mesh_of, resolve, with_setup
 from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
@@ -113,8 +113,7 @@ def _base(request: Request, extra: Path | None) -> Resolved:
     """The job that is searched around: what the search decides is left out of it."""
     base, notes = resolve(replace(request, **dict.fromkeys((*_SEARCHED, *_OPTIONS))), extra=extra)
     options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
-    if base.cluster.gpu is None:
-        raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
+    gpu_of(base)  # is named, or the plan refused
     return Resolved(replace(base, recipe=replace(base.recipe, **options)), notes)
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of, estimate
 from zeroplan.planner.degrees import degrees
@@ -16,7 +15,7 @@ from zeroplan.planner.partly import partly_recomputed
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Rival
 from zeroplan.planner.rules import Fallen, Rule
 from zeroplan.planner.search import Found, Unsaid, job_at, search
-from zeroplan.planner.space import Column, Fixed, check_batch
+from zeroplan.planner.space import Column, Fixed, check_batch, gpu_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.units import GB
@@ -82,9 +81,7 @@ def plan(
 
     Raises :class:`~zeroplan.errors.SpecError` where what is asked for contradicts itself, or no engine takes it.
     """
-    gpu = base.cluster.gpu
-    if gpu is None:
-        raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
+    gpu = gpu_of(base)
     if base.model.profile is not None:
         raise SpecError("a plan needs to know a model's operations, which a profile does not tell; use --model or --config")
     check_batch(base, fixed, sorted({base.mesh.world_size // one.model_ranks for one in degrees(base, fixed)}, reverse=True))
@@ -124,8 +121,7 @@ def _best(answers: _Field) -> Best:
 
 def time_of(job: JobSpec, *, mfu: float | None = None) -> StepTime:
     """The time of one job's step, part by part. [s]"""
-    account: Account = account_of(job, job.batch)
-    return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
+    return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
 
 
 def _nothing_starts(fallen: Sequence[Fallen]) -> str:

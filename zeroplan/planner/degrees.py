@@ -12,7 +12,7 @@ from itertools import product
 from zeroplan.planner.space import WHOLE, Degrees, Fixed, gpus_per_node
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule
-from zeroplan.spec.recipe import Engine, RecipeSpec
+from zeroplan.spec.recipe import Engine, RecipeSpec, ways_of_resharding
 
 #: Engines that split a model over ranks.
 SPLITTING: tuple[Engine, ...] = ("fsdp2", "megatron")
@@ -90,7 +90,7 @@ def _plain(recipe: RecipeSpec, fixed: Fixed) -> bool:
     return (
         (recipe.optimizer_impl != "foreach" or fixed.optimizer_impl is not None)
         and (recipe.loss == "full" or fixed.loss is not None)
-        and (type(recipe.fsdp2.reshard_after_forward) is not int or fixed.fsdp2 is not None)
+        and (ways_of_resharding(recipe.fsdp2) is None or fixed.fsdp2 is not None)
     )
 
 

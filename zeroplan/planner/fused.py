@@ -13,7 +13,7 @@ from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.planner.columns import Highest, highest
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.steptime import StepTime, stepped
 from zeroplan.timeline import pool_of
 from zeroplan.transformer.params import trained_layout
@@ -38,7 +38,7 @@ def lists_of(recipe: RecipeSpec) -> RecipeSpec | None:
     Not where the optimizer's way of stepping decides which rank has most, as with ZeroRedundancyOptimizer, or where the CPU steps.
     """
     alike = (recipe.engine, recipe.zero_stage) in (("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)) and not recipe.offloads
-    if not alike or recipe.optimizer not in ("adamw", "adam") or recipe.optimizer_impl != "fused":
+    if not alike or recipe.optimizer not in ADAM or recipe.optimizer_impl != "fused":
         return None
     return replace(recipe, optimizer_impl="foreach")
 

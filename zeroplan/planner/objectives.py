@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.planner.search import Found
-from zeroplan.planner.space import ENGINES, SMALL_BUCKET, Column
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.planner.space import ENGINES, Column
+from zeroplan.spec.recipe import SMALL_BUCKET, RecipeSpec, ways_of_resharding
 
 Objective = Literal["throughput", "headroom", "cost"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -75,7 +75,7 @@ def complexity(recipe: RecipeSpec) -> int:
         4 * (recipe.optimizer == "adamw-8bit"),
         4 * (recipe.precision == "bf16"),
         3 * (recipe.loss != "full"),
-        2 * (type(recipe.fsdp2.reshard_after_forward) is int),
+        2 * (ways_of_resharding(recipe.fsdp2) is not None),
         2 * (recipe.engine == "deepspeed" and recipe.deepspeed.zero_hpz_partition_size > 1),
         recipe.engine == "deepspeed" and recipe.deepspeed.reduce_bucket_size == SMALL_BUCKET,
         recipe.engine == "deepspeed" and recipe.deepspeed.stage3_prefetch_bucket_size == 0,

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from zeroplan.errors import SpecError
 from zeroplan.planner.objectives import TIE, tokens
-from zeroplan.planner.search import Found, Unsaid, evaluated
-from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid
+from zeroplan.planner.search import Found, Unsaid, evaluated, job_at
+from zeroplan.planner.space import WHOLE, Column, Fixed, Grid, room_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -44,7 +44,7 @@ def partly_recomputed(
     """
     if fixed.recompute is not None or fixed.recompute_layers is not None or base.cluster.gpu is None:
         return ()
-    room = int(base.cluster.gpu.memory_bytes.value)
+    room = room_of(base)
     need = _needed(found, room)
     quickest = max((float(rates[need(one) <= room].max(initial=0.0)) for one, rates in _rated(found)), default=0.0)
     chances = sorted(_chances(base, found, need, room), key=lambda one: -one.tokens_per_s)
@@ -83,9 +83,9 @@ def _with(recipe: RecipeSpec, layers: int) -> RecipeSpec:
 
 def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> Iterator[_Chance]:
     layers = base.model.num_hidden_layers
-    none = {(one.recipe, _degrees(one.grid)): one for one in found if one.recipe.recompute == "none"}
+    none = {(one.recipe, one.grid.degrees): one for one in found if one.recipe.recompute == "none"}
     for every in found:
-        other = none.get((replace(every.recipe, recompute="none"), _degrees(every.grid)))
+        other = none.get((replace(every.recipe, recompute="none"), every.grid.degrees))
         if every is other or other is None or not _is_modelled(base, every):
             continue
         much, little = need(other), need(every)
@@ -97,23 +97,15 @@ def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> I
             yield _Chance(every.recipe, _only(every.grid, int(at)), enough, float(1 / seconds))
 
 
-def _degrees(grid: Grid) -> Degrees:
-    return Degrees(grid.tp, grid.cp, grid.pp, grid.ep)
-
-
 def _is_modelled(base: JobSpec, every: Found) -> bool:
     """Whether a job may recompute some blocks alone, with this engine and these ways of splitting the model."""
     if not every.grid.layouts or base.model.num_hidden_layers == 1:
         return False
     try:
-        _job(base, every.recipe, every.grid, 1)
+        job_at(base, _with(every.recipe, 1), every.grid, 0)
     except SpecError:
         return False
     return True
-
-
-def _job(base: JobSpec, recipe: RecipeSpec, grid: Grid, layers: int) -> JobSpec:
-    return replace(base, recipe=_with(recipe, layers), mesh=grid.mesh_at(0), batch=grid.batch_at(0, base.batch))
 
 
 def _only(grid: Grid, at: int) -> Grid:

@@ -12,10 +12,10 @@ from zeroplan.planner.degrees import degrees_of
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid, evaluated, weights_alone_are_too_large
-from zeroplan.planner.space import MOST_TOKENS, Column, Degrees, Fixed, gpus_per_node, grid_of, structures
+from zeroplan.planner.space import MOST_TOKENS, Column, Degrees, Fixed, gpus_per_node, grid_of, room_of, structures
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import ADAM, RecipeSpec, ways_of_resharding
 
 #: Nobody asks for more GPUs, sequences or tokens than this.
 _MOST_GPUS, _MOST_SEQUENCES, _MOST_TOKENS = 4096, 4096, 1 << 20
@@ -109,11 +109,10 @@ def largest_model(at: Callable[[int], JobSpec], fixed: Fixed, unsaid: Unsaid | N
     little less, where another published one lends its depth, the next few above are tried, too.
     """
     base = at(LEAST_PARAMETERS)
-    gpu = base.cluster.gpu
     fixed = replace(fixed, recompute=fixed.recompute or "full")
-    if base.recipe.optimizer in ("adam", "adamw") and not fixed.search_optimizer:
+    if base.recipe.optimizer in ADAM and not fixed.search_optimizer:
         fixed = replace(fixed, optimizer_impl=fixed.optimizer_impl or "fused")
-    counts = _two_digits((0 if gpu is None else int(gpu.memory_bytes.value)) * base.mesh.world_size)
+    counts = _two_digits(room_of(base) * base.mesh.world_size)
     below, above = -1, len(counts)
     while above - below > 1:
         middle = (below + above) // 2
@@ -131,8 +130,7 @@ def _two_digits(most: int) -> list[int]:
 
 def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
     """Whether any structure fits comfortably, with the batch that is asked for, or one sequence."""
-    gpus, gpu, size = base.mesh.world_size, base.cluster.gpu, fixed.micro_batch_size or 1
-    room = 0 if gpu is None else int(gpu.memory_bytes.value)
+    gpus, room, size = base.mesh.world_size, room_of(base), fixed.micro_batch_size or 1
     one = np.ones(1, dtype=np.int64)
     for recipe, split in _wholly_sharded(base, fixed, unsaid):
         if weights_alone_are_too_large(base, recipe, split):
@@ -158,8 +156,7 @@ def _fits(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> bool:
 def _wholly_sharded(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None) -> Iterator[tuple[RecipeSpec, Degrees]]:
     """Every structure that takes as little as it can: no smaller shards between forward and backward, no offload unless asked."""
     for recipe in structures(base, fixed, offload=False):
-        ways = recipe.fsdp2.reshard_after_forward
-        if recipe.engine == "fsdp2" and type(ways) is int:
+        if recipe.engine == "fsdp2" and ways_of_resharding(recipe.fsdp2) is not None:
             continue
         for split in degrees_of(recipe, base, fixed):
             if unsaid is None or not unsaid(recipe, split):
@@ -172,8 +169,7 @@ LEAST_PARAMETERS, _BEYOND = 50_000_000, 3
 
 def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: Unsaid | None) -> int:
     """The largest of these values with which any structure fits comfortably; whole shards, no replicas, no offload unless asked."""
-    gpus, gpu = base.mesh.world_size, base.cluster.gpu
-    room = 0 if gpu is None else int(gpu.memory_bytes.value)
+    gpus, room = base.mesh.world_size, room_of(base)
     ones = np.ones(len(values), dtype=np.int64)
     longest = replace(base, batch=replace(base.batch, seq_len=int(values.max()))) if tokens and len(values) else base
     most = 0

@@ -19,10 +19,10 @@ from zeroplan.planner.columns import Highest, highest
 from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.fused import Told, lists_of, of_fused, of_lists
 from zeroplan.planner.rules import Rule, Tally
-from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers, structures
+from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers, room_of, structures
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import shards_of_experts_are_even
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.transformer.params import parameter_count
@@ -41,8 +41,7 @@ class Found(NamedTuple):
 
     def fits(self, base: JobSpec) -> NDArray[np.bool_]:
         """Which layouts fit the GPU, comfortably or not."""
-        gpu = base.cluster.gpu
-        return self.least_bytes <= (0 if gpu is None else int(gpu.memory_bytes.value))
+        return self.least_bytes <= room_of(base)
 
 
 class Searched(NamedTuple):
@@ -185,8 +184,8 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
 
 def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
     """Whether ``reshard_after_forward`` as a number makes sense: a true factor of the ranks that shard."""
-    ways = recipe.fsdp2.reshard_after_forward
-    if recipe.engine != "fsdp2" or ways is None or isinstance(ways, bool):
+    ways = ways_of_resharding(recipe.fsdp2)
+    if recipe.engine != "fsdp2" or ways is None:
         return np.ones_like(grid.dp_shard, dtype=np.bool_)
     return np.asarray((grid.dp_shard % ways == 0) & (grid.dp_shard > ways), dtype=np.bool_)
 
@@ -202,7 +201,7 @@ def evaluated(
     """
     if grid.pp > 1 and recipe.engine != "megatron":
         return _one_by_one(base, recipe, grid, mfu=mfu, account_of_rank=account_of_rank or _ranks())
-    _checked(base, recipe, grid)
+    job_at(base, recipe, grid, 0)  # is asked what a single job is asked
     card, gpu = outside_column(grid, base.cluster.gpu), base.cluster.gpu
     if grid.pp > 1:
         needs, time = _of_megatron(base, recipe, grid, mfu)
@@ -210,9 +209,8 @@ def evaluated(
         found, time = _told(base, recipe, grid, card, mfu, {} if known is None else known)
         needs = _needed(found, recipe, gpu)
     least = grid.row(needs.least_bytes + card)
-    room = 0 if gpu is None else int(gpu.memory_bytes.value)
     # Where nothing fits, nobody asks how comfortably.
-    comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room else least
+    comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room_of(base) else least
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
 
 
@@ -220,7 +218,7 @@ def _told(
     base: JobSpec, recipe: RecipeSpec, grid: Grid, card: Column, mfu: float | None, known: Known
 ) -> tuple[Highest, StepTime]:  # fmt: skip
     """Highest moments and time; of a fused Adam from what the one in lists has told."""
-    split, lists = Degrees(grid.tp, grid.cp, grid.pp, grid.ep), lists_of(recipe)
+    split, lists = grid.degrees, lists_of(recipe)
     before = None if lists is None else known.pop((lists, split), None)
     if before is not None:
         return of_fused(before, base.model, recipe, base.cluster)
@@ -266,11 +264,6 @@ def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | N
         time = step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
         seconds[at] = float(time.seconds)
     return Found(recipe, grid, least, comfortable, seconds)
-
-
-def _checked(base: JobSpec, recipe: RecipeSpec, grid: Grid) -> None:
-    """Ask what a single job is asked, with the first of the grid."""
-    job_at(base, recipe, grid, 0)
 
 
 def job_at(base: JobSpec, recipe: RecipeSpec, grid: Grid, at: int) -> JobSpec:

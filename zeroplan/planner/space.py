@@ -16,10 +16,13 @@ from zeroplan.errors import SpecError
 from zeroplan.numeric import Float, Int
 from zeroplan.spec.base import Count, Spec
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.hardware import GpuSpec, node_size
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.pipeline import PipelineSchedule
 from zeroplan.spec.recipe import (
+    ADAM,
+    SMALL_BUCKET,
     DdpOptions,
     DeepSpeedOptions,
     Engine,
@@ -42,9 +45,6 @@ _IMPLEMENTATIONS: tuple[OptimizerImpl, ...] = ("foreach", "fused")
 #: Micro-batches that are tried where no global batch is asked for.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 
-#: What users set ``reduce_bucket_size`` to where the default's buffers are too large. [elements]
-SMALL_BUCKET = 50_000_000
-_WHOLE = 3
 #: More tokens than any GPU holds at once, and more sequences per GPU than any step has.
 MOST_TOKENS, _MOST_OF_A_GPU = 1 << 24, 1 << 19
 
@@ -126,6 +126,11 @@ class Grid(NamedTuple):
         """How many there are."""
         arrangements, batches = self.shape
         return arrangements * batches
+
+    @property
+    def degrees(self) -> Degrees:
+        """How the model is split in all of them."""
+        return Degrees(self.tp, self.cp, self.pp, self.ep)
 
     def row(self, value: Int) -> Column:
         """Stand a figure of each layout in one row; one that all share, or all of an arrangement or batch, as often as it holds."""
@@ -217,7 +222,7 @@ def _of_engines(base: JobSpec, fixed: Fixed) -> Iterator[RecipeSpec]:
 def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[RecipeSpec]:
     recipe = base.recipe
     losses: tuple[Loss, ...] = ("full", "chunked") if engine == "fsdp2" and not recipe.keep_logits else ("full",)
-    both = recipe.optimizer in ("adamw", "adam") and engine not in _OWN_STEP
+    both = recipe.optimizer in ADAM and engine not in _OWN_STEP
     steps: tuple[OptimizerImpl | None, ...] = _IMPLEMENTATIONS if both else (None,)
     again = _RECOMPUTE if fixed.recompute_layers is None else _RECOMPUTE[1:]
     for recompute in again if fixed.recompute is None else (fixed.recompute,):
@@ -287,19 +292,31 @@ def _unsaid_of_deepspeed(base: JobSpec, stage: Stage) -> Iterator[DeepSpeedOptio
     if stage in (1, 2):
         options = replace(options, overlap_comm=True)
     nodes = base.mesh.world_size // per_node
-    copies = (1, per_node) if stage == _WHOLE and nodes > 1 and base.mesh.world_size % per_node == 0 else (1,)
+    copies = (1, per_node) if stage == 3 and nodes > 1 and base.mesh.world_size % per_node == 0 else (1,)
     for copy in copies:
         for bucket in (options.reduce_bucket_size, SMALL_BUCKET) if stage else (options.reduce_bucket_size,):
             yield replace(options, reduce_bucket_size=bucket, zero_hpz_partition_size=copy)
-        if stage == _WHOLE:
+        if stage == 3:
             smaller = replace(options, reduce_bucket_size=SMALL_BUCKET, stage3_prefetch_bucket_size=0)
             yield replace(smaller, zero_hpz_partition_size=copy)
 
 
 def gpus_per_node(base: JobSpec) -> int:
-    """GPUs that share a node: as said, or as in the GPU's usual server."""
+    """GPUs that share a node; eight where it is not known."""
+    return node_size(base.cluster) or 8
+
+
+def gpu_of(base: JobSpec) -> GpuSpec:
+    """The GPU that a plan is for; raises SpecError where none is named."""
+    if base.cluster.gpu is None:
+        raise SpecError("a plan needs a GPU to fit; add --gpu NAME (`zeroplan gpus` lists them)")
+    return base.cluster.gpu
+
+
+def room_of(base: JobSpec) -> int:
+    """What the GPU has; 0 where none is named. [bytes]"""
     gpu = base.cluster.gpu
-    return base.cluster.gpus_per_node or (8 if gpu is None else gpu.gpus_per_node)
+    return 0 if gpu is None else int(gpu.memory_bytes.value)
 
 
 def _sensible(optimizer: OffloadDevice, weights: OffloadDevice, stage: Stage, fixed: Fixed) -> bool:

@@ -124,3 +124,12 @@ class ClusterSpec(Spec):
     """How many share a node; None for the accelerator's usual server."""
     shares: SharesSpec | None = None
     """What a step measured there reached of its rates; None for the fitted shares."""
+
+
+def node_size(cluster: ClusterSpec) -> int | None:
+    """How many GPUs share a node: as said, or as in the GPU's usual server; None where neither is known.
+
+    >>> node_size(ClusterSpec()), node_size(ClusterSpec(gpus_per_node=4))
+    (None, 4)
+    """
+    return cluster.gpus_per_node or (None if cluster.gpu is None else cluster.gpu.gpus_per_node)

@@ -10,7 +10,7 @@ from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule
-from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage
+from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.split import (
     check_context_parallel,
     check_tensor_parallel,
@@ -128,7 +128,7 @@ class JobSpec(Spec):
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
             (self.mesh.tp > 1 and f"tp={self.mesh.tp} (torchtitan then splits experts of its own)", "tp=1, or a cp"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
-            (type(recipe.fsdp2.reshard_after_forward) is int and "a number for reshard_after_forward", "true or false"),
+            (ways_of_resharding(recipe.fsdp2) is not None and "a number for reshard_after_forward", "true or false"),
         ):
             if asked:
                 raise SpecError(f"ep={ep} (experts on several ranks) with {asked} is not modelled; use {instead}")
@@ -163,10 +163,7 @@ class JobSpec(Spec):
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
             (recipe.keep_logits == "fp32" and "keep_logits 'fp32'", "no keep_logits"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
-            (
-                self.recipe.fsdp2.reshard_after_forward not in (None, True, False) and "reshard_after_forward as a number",
-                "a stage",
-            ),
+            (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "a stage"),
         ):
             if asked:
                 raise SpecError(f"pipeline parallelism with {asked} is not modelled; use {instead}")
@@ -255,8 +252,8 @@ class JobSpec(Spec):
 
     def _check_resharding(self) -> None:
         """Refuse what ``fully_shard`` refuses (torch 2.13 _fsdp_init.py, ``_get_post_forward_mesh_info``)."""
-        ways, ranks = self.recipe.fsdp2.reshard_after_forward, self.mesh.dp_shard
-        if self.recipe.engine == "fsdp2" and ways is not None and not isinstance(ways, bool) and ranks % ways:
+        ways, ranks = ways_of_resharding(self.recipe.fsdp2), self.mesh.dp_shard
+        if self.recipe.engine == "fsdp2" and ways is not None and ranks % ways:
             raise SpecError(
                 f"reshard_after_forward={ways} does not divide the {ranks:,} ranks that shard; give a factor of them"
             )

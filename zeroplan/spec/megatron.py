@@ -8,13 +8,12 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import stages_per_rank
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import ADAM, RecipeSpec
 
 #: Families that Megatron-LM has arguments for and whose layers have a closed form here.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
 #: Precisions that have a line in Megatron-LM's table of bytes per parameter.
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
-OPTIMIZERS = ("adamw", "adam")
 SCHEDULES = (None, "1f1b", "interleaved-1f1b")
 
 
@@ -53,7 +52,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield model.adapter is not None and "LoRA", "engine 'fsdp2'"
     yield model.frozen is not None and "frozen parameters", "engine 'fsdp2'"
     yield recipe.precision not in PRECISIONS and f"precision {recipe.precision!r}", f"one of {', '.join(PRECISIONS)}"
-    yield recipe.optimizer not in OPTIMIZERS and f"optimizer {recipe.optimizer!r}", "adamw or adam"
+    yield recipe.optimizer not in ADAM and f"optimizer {recipe.optimizer!r}", "adamw or adam"
     yield recipe.optimizer_impl is not None and f"optimizer_impl {recipe.optimizer_impl!r}", "its own"
     yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
     yield bool(recipe.keep_logits) and "keep_logits", "no keep_logits"

@@ -20,7 +20,7 @@ WINDOWED_FAMILIES: tuple[str, ...] = ("mistral", "phi3", "gemma2", "gemma3_text"
 #: Families whose embedding of a token has that of its position added.
 LEARNED_POSITIONS = ("gpt2", "opt")
 #: Families of experts whose configuration has one width, ``intermediate_size``.
-_ONE_WIDTH = ("mixtral", "gpt_oss")
+ONE_WIDTH_FAMILIES = ("mixtral", "gpt_oss")
 #: The families whose blocks have experts.
 MOE_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 #: Those of which it is known what blocks keep where experts are on several ranks.
@@ -153,7 +153,6 @@ class ModelSpec(Spec):
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )
-
         if self.frozen is not None:
             self._check_frozen(self.frozen)
 
@@ -195,7 +194,11 @@ class ModelSpec(Spec):
             raise SpecError(f"family={self.family!r} has no shared experts; only deepseek_v3 has")
         if self.moe is not None and self.moe.num_dense_layers and self.family not in ("deepseek_v3", "qwen3_moe"):
             raise SpecError(f"family={self.family!r} has no dense layers; only deepseek_v3 and qwen3_moe have")
-        if self.moe is not None and self.family in _ONE_WIDTH and self.moe.moe_intermediate_size != self.intermediate_size:
+        if (
+            self.moe is not None
+            and self.family in ONE_WIDTH_FAMILIES
+            and self.moe.moe_intermediate_size != self.intermediate_size
+        ):
             raise SpecError(
                 f"a {self.family} model has one width for its experts: intermediate_size={self.intermediate_size} and "
                 f"moe_intermediate_size={self.moe.moe_intermediate_size} must be the same"

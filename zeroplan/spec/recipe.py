@@ -14,6 +14,8 @@ ON_PAPER: tuple[Engine, ...] = ("paper", "megatron")
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["bf16-mixed", "fp16-mixed", "bf16", "fp32"]
 Optimizer = Literal["adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor", "lion", "muon", "adamw-8bit"]
+#: Adam in both its forms, which step alike.
+ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 OptimizerImpl = Literal["foreach", "fused", "forloop"]
 Recompute = Literal["none", "selective", "full"]
 Attention = Literal["sdpa", "flash", "eager"]
@@ -43,6 +45,16 @@ class Fsdp2Options(Spec):
     there."""
 
 
+def ways_of_resharding(options: Fsdp2Options) -> int | None:
+    """How many ways of sharding are kept between forward and backward, where ``reshard_after_forward`` is a number.
+
+    >>> ways_of_resharding(Fsdp2Options(reshard_after_forward=8)), ways_of_resharding(Fsdp2Options(reshard_after_forward=True))
+    (8, None)
+    """
+    ways = options.reshard_after_forward
+    return None if isinstance(ways, bool) else ways
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions(Spec):
     """What Megatron-LM lets go on beside computing: it changes time alone. Names and defaults of its arguments (2026-08)."""
@@ -58,6 +70,10 @@ class MegatronOptions(Spec):
         """Refuse what Megatron-LM refuses (megatron/training/arguments.py, validate_args)."""
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise SpecError("megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither")
+
+
+#: What users set ``reduce_bucket_size`` to where the default's buffers are too large: a tenth of it. [elements]
+SMALL_BUCKET = 50_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 
 #: Families whose blocks are split as torchtitan splits them.
 SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -37,7 +37,7 @@ def check_tensor_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec
     ):
         if number % ranks:
             raise SpecError(f"tp={ranks} does not divide {name}={number:,}; use a factor of it")
-    if type(recipe.fsdp2.reshard_after_forward) is int:  # torch 2.13, _fsdp_param.py, FSDPParam.to_sharded_post_forward
+    if ways_of_resharding(recipe.fsdp2) is not None:  # torch 2.13, _fsdp_param.py, FSDPParam.to_sharded_post_forward
         raise SpecError(f"tp={ranks} with reshard_after_forward as a number is what FSDP2 refuses; use true or false for it")
     for asked, instead in _not_modelled(model, recipe, batch):
         if asked:
@@ -65,7 +65,7 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
         (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         (in_32_bits and "precision 'fp32', for which no kernel takes grouped heads,", "bf16-mixed"),
         (recipe.fsdp2.cpu_offload and "offload to host memory", "no offload"),
-        (type(recipe.fsdp2.reshard_after_forward) is int and "reshard_after_forward as a number", "true or false for it"),
+        (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false for it"),
         *_of_model_and_batch(model, recipe, batch),
     ):
         if asked:

@@ -13,13 +13,13 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, bytes_by_kind
 from zeroplan.numeric import Float, Int, longest
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing, computing, peak_flops_per_s, stepping
 from zeroplan.steptime.efficiency import PCIE_SOURCE, Efficiency, efficiency, pcie_bytes_per_s, shares_of
-from zeroplan.steptime.links import links
+from zeroplan.steptime.links import Links, links
 from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.sending import exposed
 from zeroplan.steptime.work import work
@@ -52,7 +52,7 @@ def step_time(
 
         return megatron_time(model, recipe, mesh, batch, here, gpu, share, mfu)
     if account.pipeline:
-        return _on_a_pipeline(account, model, recipe, mesh, batch, cluster, mfu=mfu, share=share)
+        return _on_a_pipeline(account, model, recipe, mesh, batch, here, gpu, mfu=mfu, share=share)
     tp, cp = (int(mesh.tp), int(mesh.cp)) if recipe.engine == "fsdp2" else (1, 1)
     asked = work(model, recipe, batch, tp=tp, cp=cp, expert_ranks=int(mesh.ep))
     busy = computing(asked, model, recipe, batch, gpu, share, mfu)
@@ -61,7 +61,7 @@ def step_time(
     copies = _copies(account, recipe, batch, busy, gpu.architecture) if recipe.offloads else ()
     parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / (tp * cp)
-    flops = batch.grad_accum_steps * 3.0 * (asked.blocks_flops + asked.head_flops + asked.attention_flops)
+    flops = batch.grad_accum_steps * 3.0 * asked.flops
     return StepTime(parts, flops, tokens, peak_flops_per_s(gpu, recipe))
 
 
@@ -76,20 +76,17 @@ def stepped(time: StepTime, states: tuple[Line, ...], recipe: RecipeSpec, cluste
 
 
 def _on_a_pipeline(
-    account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, cluster: ClusterSpec,
+    account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, here: Links, gpu: GpuSpec,
     *, mfu: float | None, share: Efficiency,
 ) -> StepTime:  # fmt: skip
     """The slowest rank's parts; each rank has its part of the operations, and all of them work on the same tokens."""
     from zeroplan.steptime.pipeline import pipeline_parts  # noqa: PLC0415  the others' answers need not wait for it
 
-    gpu, here = cluster.gpu, links(cluster)
-    assert gpu is not None  # noqa: S101  refused before
-    assert here is not None  # noqa: S101  likewise
     parts = pipeline_parts(account, model, recipe, mesh, batch, here, gpu, share, mfu)
     step = stepping(account, recipe, gpu, share, on_host=False, ranks_per_node=here.per_node)
     tp, cp, ep = int(mesh.tp), int(mesh.cp), int(mesh.ep)
     asked, passes = work(model, recipe, batch, tp=tp, cp=cp, expert_ranks=ep), batch.grad_accum_steps / (1.0 * mesh.pp)
-    flops = passes * 3.0 * (asked.blocks_flops + asked.head_flops + asked.attention_flops)
+    flops = passes * 3.0 * asked.flops
     tokens: Float = 1.0 * batch.micro_batch_size * batch.seq_len * passes / (tp * cp)
     return StepTime((*parts, step), flops, tokens, peak_flops_per_s(gpu, recipe))
 

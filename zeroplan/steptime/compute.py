@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.optimizers import implementation
+from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, bytes_by_kind
@@ -11,7 +11,7 @@ from zeroplan.numeric import Float, Int, longest
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
+from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, Efficiency
 from zeroplan.steptime.parts import Part
 from zeroplan.steptime.work import ATTENTION_BACKWARD, MATRIX_BACKWARD, SAVED_BACKWARD, SAVED_FORWARD, Work
@@ -20,7 +20,6 @@ from zeroplan.steptime.work import ATTENTION_BACKWARD, MATRIX_BACKWARD, SAVED_BA
 #: in lists every operator goes through memory (torch 2.13, optim/adamw.py, _multi_tensor_adamw: decay 2, lerp 3, mul 2,
 #: addcmul 3, sqrt 2, div 2, add 2, addcdiv 4).
 _FUSED_ACCESSES, _UNFUSED_ACCESSES = 7.0, 20.0
-_ADAM: tuple[Optimizer, ...] = ("adamw", "adam")
 _STEP_SOURCE = "torch 2.13, torch/optim/adamw.py, _multi_tensor_adamw and _fused_adamw"
 _PASSES = "a saved tensor is written and read in forward, read with two gradients beside it in backward"
 
@@ -154,8 +153,6 @@ _WHAT_AGAIN = {
     "selective": "all but matrix multiplications and attention once more",
     "full": "the forward of every block once more",
 }
-
-
 _FIRST = "the forward of the first {} of {} blocks once more"
 
 
@@ -174,21 +171,11 @@ def stepping(
     sizes = bytes_by_kind(lines)
     states = sizes.get(Kind.OPTIMIZER_STATE, 0) + sizes.get(Kind.PARAMETERS, 0)
     once = 2.0 * states + sizes.get(Kind.GRADIENTS, 0)
-    impl = _implementation(recipe, on_host=on_host)
-    times = 1.0 if impl == "fused" or recipe.optimizer not in _ADAM else _UNFUSED_ACCESSES / _FUSED_ACCESSES
+    impl = implementation_of(recipe)
+    times = 1.0 if impl == "fused" or recipe.optimizer not in ADAM else _UNFUSED_ACCESSES / _FUSED_ACCESSES
     if on_host:
         rate, where, source = HOST_BYTES_PER_S / ranks_per_node, "on the CPU, bound by the host's memory", HOST_SOURCE
     else:
         reached = share.bandwidth if share.stepping is None else share.stepping
         rate, where, source = reached * gpu.memory_bandwidth_bytes_per_s.value, "bound by memory", _STEP_SOURCE
     return _part("optimizer step", times * once / rate, f"{recipe.optimizer} ({impl}), {where}", source)
-
-
-def _implementation(recipe: RecipeSpec, *, on_host: bool) -> OptimizerImpl:
-    if recipe.engine == "megatron":
-        return "fused"
-    if recipe.engine == "deepspeed":
-        from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  the others' answers need not wait for it
-
-        return optimizer_impl(recipe)
-    return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=on_host)

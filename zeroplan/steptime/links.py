@@ -10,11 +10,12 @@ from typing import NamedTuple
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Float, Int, ceil_div, for_each_value, longest, maximum, minimum, shortest, where
 from zeroplan.spec.hardware import ClusterSpec
-from zeroplan.steptime.efficiency import LINK_SHARE
+from zeroplan.steptime.efficiency import LINK_SHARE, LINK_SOURCE
 
 #: NCCL's own figures for its ring with the Simple protocol (2.14, src/graph/tuning.cc, ``baseLat`` and ``hwLat``). [s]
 _BASE_S, _NVLINK_HOP_S, _PCIE_HOP_S, _NETWORK_HOP_S = 8.4e-6, 3.4e-6, 5.7e-6, 9.6e-6
-LATENCY_SOURCE = "NCCL 2.14, src/graph/tuning.cc, ncclTopoTuneModel (ring and tree, Simple)"
+_LATENCY_SOURCE = "NCCL 2.14, src/graph/tuning.cc, ncclTopoTuneModel (ring and tree, Simple)"
+SOURCE = f"{LINK_SOURCE}; {_LATENCY_SOURCE}"
 #: Of its tree with the same protocol, per hop on any link. [s]
 _TREE_HOP_S = 28e-6
 
@@ -112,8 +113,7 @@ def rate(group: Group, here: Links) -> Float:
     if here.network_bytes_per_s is None:
         return inside
     across = LINK_SHARE * here.network_bytes_per_s * group.members
-    slower = across + inside - longest(across, inside)
-    return inside + crosses(group) * (slower - inside)
+    return inside + crosses(group) * (shortest(across, inside) - inside)
 
 
 def crosses(group: Group) -> Int:

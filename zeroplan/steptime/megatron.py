@@ -22,8 +22,8 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import FUSED, WRITTEN_OUT, Kernel, computing, peak_flops_per_s, stepping
-from zeroplan.steptime.efficiency import LINK_SOURCE, Efficiency
-from zeroplan.steptime.links import LATENCY_SOURCE, Group, Links, neighbours, seconds, strided
+from zeroplan.steptime.efficiency import Efficiency
+from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
 from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
 from zeroplan.steptime.work import Work
@@ -31,7 +31,6 @@ from zeroplan.transformer.flops import attention_widths, block_matrices, matmul_
 from zeroplan.transformer.megatron import scores_line, whole_layer_lines
 from zeroplan.transformer.params import layout
 
-_SOURCE = f"{LINK_SOURCE}; {LATENCY_SOURCE}"
 _BESIDE = (
     "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication.backward"
 )
@@ -248,7 +247,7 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
         beside = time * (_BESIDE_PER_LAYER / per_layer) if call.when == "backward" else 0.0 * time
         waits = waits + (time - beside) + longest(beside - columns, 0.0 * time)
     reason = "the next matrix waits for activations; in backward a half goes on beside multiplications"
-    return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {_SOURCE}")
+    return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}")
 
 
 def _around_the_ring(calls: tuple[Collective, ...], case: _Case, machine: _Machine, attention: Float) -> Part:
@@ -264,13 +263,13 @@ def _around_the_ring(calls: tuple[Collective, ...], case: _Case, machine: _Machi
         time = seconds(call._replace(group=2), apart, machine.here)
         takes = takes + time
         waits = waits + longest(time - beside[call.when] * (cp - 1) / cp, 0.0 * time)
-    return Part("waiting for the context ring", waits, takes - waits, "sent on while attention computes", _SOURCE)
+    return Part("waiting for the context ring", waits, takes - waits, "sent on while attention computes", SOURCE)
 
 
 def _to_experts(calls: tuple[Collective, ...], machine: _Machine) -> Part:
     exchanges = (call for call in calls if call.operation == "all_to_all")
     takes = together(seconds(call, neighbours(call.group, machine.here.per_node), machine.here) for call in exchanges)
-    return Part("waiting for tokens of experts", takes, 0.0 * takes, "experts wait for their tokens", _SOURCE)
+    return Part("waiting for tokens of experts", takes, 0.0 * takes, "experts wait for their tokens", SOURCE)
 
 
 def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Float:
@@ -296,7 +295,7 @@ def _after(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple
     waits = longest(reduced - beside.backward_s * own.overlap_grad_reduce, 0.0 * reduced)
     waits = waits + longest(gathered - beside.forward_s * own.overlap_param_gather, 0.0 * gathered)
     reason = "gradients when the last backward is over, weights after the step; beside a micro-batch where asked for"
-    sent = Part("collectives around the optimizer step", waits, reduced + gathered - waits, reason, f"{_AFTER}; {_SOURCE}")
+    sent = Part("collectives around the optimizer step", waits, reduced + gathered - waits, reason, f"{_AFTER}; {SOURCE}")
     states = Account(tuple(states_of(rank, case.recipe, mesh)), (), ())
     step = stepping(states, case.recipe, machine.gpu, machine.share, on_host=False, ranks_per_node=per_node)
     return sent, step

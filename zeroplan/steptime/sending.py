@@ -4,15 +4,14 @@ from typing import NamedTuple
 
 from zeroplan.engines.fsdp2.traffic import EXPERTS, KEYS, REPLICAS, ROOT
 from zeroplan.ledger import Collective
-from zeroplan.numeric import Float, Int, longest
+from zeroplan.numeric import Float, Int, longest, shortest
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing
-from zeroplan.steptime.efficiency import LINK_SOURCE
 from zeroplan.steptime.links import (
-    LATENCY_SOURCE,
+    SOURCE,
     Group,
     Links,
     crosses,
@@ -22,8 +21,6 @@ from zeroplan.steptime.links import (
     to_the_next,
 )
 from zeroplan.steptime.parts import Part
-
-_SOURCE = f"{LINK_SOURCE}; {LATENCY_SOURCE}"
 
 
 class _Sent(NamedTuple):
@@ -77,13 +74,9 @@ _NAMES = {
 
 def _part(name: str, sent: _Sent, beside: Float) -> Part:
     takes = sent.takes
-    waits = longest(takes - beside, _least(sent.bare, takes))
+    waits = longest(takes - beside, shortest(sent.bare, takes))
     title, reason = _NAMES[name]
-    return Part(title, waits, takes - waits, reason, _SOURCE)
-
-
-def _least(a: Float, b: Float) -> Float:
-    return a + b - longest(a, b)
+    return Part(title, waits, takes - waits, reason, SOURCE)
 
 
 def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
@@ -110,7 +103,7 @@ def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, 
 
 
 def _placed(call: Collective, recipe: RecipeSpec) -> tuple[str, str]:
-    """In which window of the step a collective is, and how much of it hides: ``all``, ``none``, or all but the ``first`` call."""
+    """The window of the step a collective is in, and what of it hides: ``none``, all but the ``first`` call or a ``bucket``."""
     when = call.when
     if "step" in when:
         return "step", "none"
@@ -120,7 +113,7 @@ def _placed(call: Collective, recipe: RecipeSpec) -> tuple[str, str]:
     if recipe.engine == "fsdp2" and call.near:
         return window, "none"  # the next matrix waits for it
     if recipe.engine == "fsdp2":
-        return window, "none" if ROOT in call.what and window in _ROOT_WINDOWS else "first"
+        return window, "none" if ROOT in call.what else "first"
     if recipe.engine == "ddp":
         return (window, "bucket") if window == "backward" else (window, "none")
     return window, "first" if _hides(call, recipe) else "none"
@@ -134,24 +127,18 @@ def _hides(call: Collective, recipe: RecipeSpec) -> bool:
     """
     options = recipe.deepspeed
     if call.operation == "all_gather":
-        return options.stage3_prefetch_bucket_size > 0 or options.stage3_allgather_sequential or recipe.zero_stage < _WHOLE
-    return recipe.zero_stage == _WHOLE if options.overlap_comm is None else options.overlap_comm
-
-
-_WHOLE = 3
-
-
-_ROOT_WINDOWS = ("forward", "backward")
-#: The last of DDP's buckets is reduced when the backward is over.
-_BUCKET_BYTES = 25 * 2**20
+        return options.stage3_prefetch_bucket_size > 0 or options.stage3_allgather_sequential or recipe.zero_stage < 3
+    return recipe.zero_stage == 3 if options.overlap_comm is None else options.overlap_comm
 
 
 def _uncovered(time: Float, call: Collective, bare: str, passes: Int) -> Float:
     """Of a collective's time what nothing can hide."""
     if bare == "none":
         return time
-    if bare == "bucket":
-        return time * (1.0 * _BUCKET_BYTES / longest(1.0 * call.n_bytes, 1.0 * _BUCKET_BYTES))
+    if bare == "bucket":  # the last, which is reduced when the backward is over
+        from zeroplan.engines.ddp import BUCKET_BYTES  # noqa: PLC0415  the others' answers need not wait for it
+
+        return time * (1.0 * BUCKET_BYTES / longest(1.0 * call.n_bytes, 1.0 * BUCKET_BYTES))
     return time * (passes / longest(1.0 * call.calls, 1.0 * passes))
 
 

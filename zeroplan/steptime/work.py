@@ -40,6 +40,11 @@ class Work(NamedTuple):
     core_bytes: Float = 0.0
     """Of what autograd saves in the blocks, what selective recomputation of attention alone writes once more."""
 
+    @property
+    def flops(self) -> Float:
+        """Everything that is multiplied. [FLOPs]"""
+        return self.blocks_flops + self.head_flops + self.attention_flops
+
 
 def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp: int = 1, expert_ranks: int = 1) -> Work:
     """Count one micro-batch on one of ``tp`` ranks that split it, or of ``cp`` that share its sequences. [FLOPs, bytes]

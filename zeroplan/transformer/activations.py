@@ -49,8 +49,7 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
     flash kernel; fp32 on CUDA has none, and falls back to kernels that keep more. Takes an MLP at least as wide as the
     hidden state, and attention at most about twice as wide.
 
-    Gemma 2 and BLOOM, which transformers does not run through ``scaled_dot_product_attention``, write attention out instead.
-    GPT-NeoX has its parallel residual and GELU in one operator, as Pythia does.
+    Families that transformers does not run through ``scaled_dot_product_attention`` write attention out instead.
 
     Leaves out: dropout (off, as in pre-training); padding, which brings an explicit mask and repeated keys; compiled graphs and
     fused kernels, which change every number.

@@ -3,11 +3,11 @@
 An engine combines these with its own states and buffers; nothing here knows about ranks.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from zeroplan.ledger import Line
 from zeroplan.numeric import Int
-from zeroplan.spec.recipe import Kernels, Recompute
+from zeroplan.spec.recipe import Attention, Kernels, Recompute
 
 
 class Compute(NamedTuple):
@@ -17,7 +17,7 @@ class Compute(NamedTuple):
     """Bytes of an activation in the compute dtype: 2 for bf16 and fp16, 4 for fp32."""
     autocast: bool
     """The weights are fp32 and each matrix multiplication casts its operands (DDP under ``torch.autocast``)."""
-    attention: Literal["sdpa", "flash", "eager"]
+    attention: Attention
     kernels: Kernels = "cuda"
     """Whose attention kernels: a CPU's flash kernel takes what CUDA's refuses, but writes heads of two sizes out."""
     recompute: Recompute = "none"

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
-
-Parameters = tuple[Parameter, ...]
+from zeroplan.transformer.params_modules import Parameters
 
 
 def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:

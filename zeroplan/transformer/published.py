@@ -4,16 +4,14 @@ Independent of the tensor-by-tensor account in ``activations``: 16-bit activatio
 an ungated MLP of four times the hidden width, and embeddings, final norm and logits left out.
 """
 
-from typing import Literal
-
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Recompute
 
 KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198"
-Recompute = Literal["none", "selective", "full"]
 
 
 def layer_activation_bytes(*, micro_batch: Int, seq_len: Int, hidden: Int, heads: Int) -> Int:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.block_runs import run_pass
-from zeroplan.engines.ddp.step import Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
+from zeroplan.engines.ddp.step import Lines, Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.optimizers import LocalTensor, counted, implementation, state_lines, step_temporary_lines
 from zeroplan.engines.precisions import compute_of, widths
@@ -30,8 +30,6 @@ from zeroplan.transformer.buffers import buffer_bytes
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
 
-Lines = tuple[Line, ...]
-
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
 _ALL_REDUCE = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::all_reduce_bucket"
 _BROADCAST = "torch 2.13, torch/distributed/optim/zero_redundancy_optimizer.py, _sync_params"
@@ -40,7 +38,7 @@ _REDUCER_OF = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataPara
 _SCALER = "torch 2.13, torch/amp/grad_scaler.py, GradScaler._lazy_init_scale_growth_tracker"
 
 _FIRST_BUCKET_BYTES = 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultFirstBucketBytes
-_BUCKET_BYTES = 25 * 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultBucketBytesCap
+BUCKET_BYTES = 25 * 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultBucketBytesCap
 
 
 def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Account:
@@ -273,7 +271,7 @@ def _bucket_count(sizes: Iterable[int]) -> int:
     for size in sizes:
         filled += size
         if filled >= limit:
-            closed, filled, limit = closed + 1, 0, _BUCKET_BYTES
+            closed, filled, limit = closed + 1, 0, BUCKET_BYTES
     return closed + (filled > 0)
 
 

@@ -20,7 +20,7 @@ from zeroplan.engines.pinned import taken_bytes
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, for_each_value, round_up
-from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+from zeroplan.spec.recipe import ADAM, DeepSpeedOptions, RecipeSpec
 
 _SWAP = "DeepSpeed 0.19.8, runtime/swap_tensor"
 _BUFFERS = f"{_SWAP}/utils.py, SwapBufferManager"
@@ -54,7 +54,7 @@ def refuse_swapping(recipe: RecipeSpec) -> None:
         return
     if recipe.zero_stage != 3:
         raise SpecError(f"offload_optimizer 'nvme' needs ZeRO stage 3; use 'cpu' at stage {recipe.zero_stage}")
-    if recipe.optimizer not in ("adam", "adamw"):
+    if recipe.optimizer not in ADAM:
         raise SpecError(f"offload_optimizer 'nvme' with optimizer {recipe.optimizer!r} is not modelled; use 'adamw' or 'adam'")
     needed, options = _WITH_GRADIENT, recipe.deepspeed
     if options.offload_optimizer_buffer_count < needed:

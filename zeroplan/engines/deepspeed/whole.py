@@ -18,7 +18,7 @@ from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.spec.recipe import ADAM, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.params import layout
 
 _FUSED = "DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py, FP16_Optimizer"
@@ -120,7 +120,7 @@ def _tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
 
 def _takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
     """DeepSpeed lays weights and gradients flat only for its own ``FusedAdam``."""
-    return impl == "fused" and recipe.optimizer in ("adam", "adamw")
+    return impl == "fused" and recipe.optimizer in ADAM
 
 
 def _all(job: Job, kind: Kind, width: int, reason: str, source: str) -> Line:

@@ -15,21 +15,21 @@ from zeroplan.transformer.blocks import RECOMPUTED, BlockPass, Compute
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families import traced
 from zeroplan.transformer.families.attend import Heads
+from zeroplan.transformer.families.attention import LLAMA as ATTENTION
+from zeroplan.transformer.families.gated import LLAMA_NORM as NORM
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import has_head_norms
+from zeroplan.transformer.families.mlp import LLAMA as MLP
 from zeroplan.transformer.families.norms import FinalNorm
-from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.operators import Site
+from zeroplan.transformer.families.parts import LAYER
 from zeroplan.transformer.families.quantised import blocks_of_weights, quantised_linear
 from zeroplan.transformer.families.sizes import quantities
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, is_quantised
 
-LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
-ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
-MLP = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
 AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 LORA = "peft 0.21, tuners/lora/layer.py, Linear.forward"
-NORM = NormAs(one_plus=False, source="transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward")
 
 _NAMES = {
     "q_proj": "q projection", "k_proj": "k projection", "v_proj": "v projection", "o_proj": "output projection",

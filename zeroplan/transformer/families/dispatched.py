@@ -10,6 +10,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended
 from zeroplan.transformer.families.gated import Branches, three_projections, two_branches
 from zeroplan.transformer.families.moe import EXPERTS
+from zeroplan.transformer.families.moe import MIXTRAL as ROUTER
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts
 from zeroplan.transformer.families.program import Block
@@ -17,7 +18,6 @@ from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 
 MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
 QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
-ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
 DISPATCH = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._dispatch_tokens"
 COMBINE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._combine_tokens"
 NORM = NormAs(one_plus=False, source=MIXTRAL)

@@ -5,9 +5,13 @@ from typing import NamedTuple
 
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.norms import RMS_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
+
+#: How Llama writes RMSNorm, and those that follow it.
+LLAMA_NORM = NormAs(one_plus=False, source=RMS_NORM)
 
 
 class Branches(NamedTuple):

@@ -8,13 +8,11 @@ from zeroplan.spec.model import MlaSpec
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
+from zeroplan.transformer.families.written_out import CHOICE as EFFICIENT
+from zeroplan.transformer.families.written_out import MATH, ROWS
 
 LATENT = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3Attention.forward"
 EAGER = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, eager_attention_forward"
-EFFICIENT = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention"
-MATH = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math"
-_ROWS = 32
-"""The memory-efficient kernel's rows of log-sum-exp come in multiples of so many."""
 
 
 class Ranks(NamedTuple):
@@ -155,7 +153,7 @@ def kernel_outputs(x: Widths) -> tuple[Line, ...]:
 
 
 def _row_sums(x: Widths) -> Line:
-    rows = round_up(x.seq_len, _ROWS) * x.micro_batch * x.heads
+    rows = round_up(x.seq_len, ROWS) * x.micro_batch * x.heads
     return Line(SAVED, 4 * rows, "log-sum-exp of the scores, fp32", "128·a·b·ceil(s/32)", EFFICIENT)
 
 

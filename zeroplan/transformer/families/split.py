@@ -18,20 +18,20 @@ from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families import traced
 from zeroplan.transformer.families.attend import Heads
+from zeroplan.transformer.families.attention import LLAMA as ATTENTION
+from zeroplan.transformer.families.gated import LLAMA_NORM as NORM
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import has_head_norms
+from zeroplan.transformer.families.mlp import LLAMA as MLP
 from zeroplan.transformer.families.norms import FinalNorm
-from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.operators import Site
+from zeroplan.transformer.families.parts import LAYER
 from zeroplan.transformer.families.sizes import quantities
 from zeroplan.transformer.families.tape import Alive, Arriving, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window
 
-LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
-ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
-MLP = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
 GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single"
 SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
-NORM = NormAs(one_plus=False, source="transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward")
 
 
 class Structure(NamedTuple):

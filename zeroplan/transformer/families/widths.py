@@ -1,11 +1,11 @@
 """The numbers every part of a block is computed from, under the symbols of the formulas."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec, MoeSpec
-from zeroplan.spec.recipe import Kernels
+from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.blocks import Compute
 
 #: Families whose attention is treated as GPT-2's.
@@ -42,7 +42,7 @@ class Widths(NamedTuple):
     element: int  # e
     residual: int  # r, bytes of an element of the residual stream: fp32 under autocast, else e
     autocast: bool
-    attention: Literal["sdpa", "flash", "eager"]
+    attention: Attention
     fused_projection: bool
     """One matrix makes q, k and v, as in GPT-2."""
     kernels: Kernels

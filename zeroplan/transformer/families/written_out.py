@@ -23,7 +23,7 @@ TWICE_ON_CPU = "twice on a CPU"
 """The end of the reason of attention's output where a CPU's kernel leaves it in another order than CUDA's, and it is copied."""
 EXCESS = "attention written out, beyond the later peak, on CUDA"
 """The reason of lines that say how far its softmax is above the later moment that the other lines describe."""
-_ROWS = 32
+ROWS = 32
 """The memory-efficient kernel's rows of log-sum-exp come in multiples of so many."""
 
 
@@ -42,7 +42,7 @@ def saved(x: Widths) -> tuple[Line, ...]:
     if not in_32_bits(x):
         return ()
     if not is_written_out(x):
-        padding = 4 * x.heads * x.micro_batch * (ceil_div(x.seq_len, _ROWS) * _ROWS - x.seq_len)
+        padding = 4 * x.heads * x.micro_batch * (ceil_div(x.seq_len, ROWS) * ROWS - x.seq_len)
         return (Line(SAVED, padding, "rows that fill up log-sum-exp, on CUDA", "4·a·b·(32·ceil(s/32) - s)", CHOICE),)
     repeated = x.element * x.tokens * (2 * x.query - x.key - x.value)
     return (
