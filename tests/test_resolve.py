@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroplan import ModelSpec, SpecError
-from zeroplan.resolve import Request, infer_model, resolve
+from zeroplan.resolve import Request, resolve
+from zeroplan.resolve.inferred import infer_model
 from zeroplan.transformer.params import parameter_count
 
 sizes = st.one_of(st.integers(10**5, 10**15), st.floats(5, 15).map(lambda exponent: int(10**exponent)))

@@ -1,12 +1,11 @@
 """A job as a file: TOML or JSON, with the keys of the flags, or the complete ``job`` of an answer's JSON."""
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zeroplan.catalog.text import one_line, read_text, shown
+from zeroplan.catalog.text import each_key_once, one_line, read_text, strict_json
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, request_of
 from zeroplan.spec.base import read
@@ -40,26 +39,18 @@ def _beside(path: Path, named: str | None) -> str | None:
 
 
 def _parsed(path: Path, text: str) -> object:
+    where = f"job file {str(path)!r}"
+    if path.suffix.lower() == ".json":
+        return strict_json(text, where)
     try:
-        return json.loads(text, object_pairs_hook=_each_key_once) if path.suffix.lower() == ".json" else tomllib.loads(text)
+        return tomllib.loads(text)
     except RecursionError:
-        raise SpecError(f"job file {str(path)!r} is nested too deep; write it flat") from None
-    except SpecError:
-        raise
+        raise SpecError(f"{where} is nested too deep; write it flat") from None
     except ValueError as error:
-        kind = "JSON" if path.suffix.lower() == ".json" else "TOML (a JSON job file ends in .json)"
-        raise SpecError(f"job file {str(path)!r} is not {kind}: {one_line(str(error))}") from None
-
-
-def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuse a key that stands twice: JSON would take the last, TOML refuses it too."""
-    together = dict(pairs)
-    if len(together) < len(pairs):
-        twice = next(key for key in together if sum(key == other for other, _ in pairs) > 1)
-        raise SpecError(f"the job file has {shown(twice)} twice; keep one")
-    return together
+        raise SpecError(f"{where} is not TOML (a JSON job file ends in .json): {one_line(str(error))}") from None
 
 
 def _keys_of_flags(data: Mapping[str, object]) -> dict[str, object]:
     """Accept keys as flags write them: ``seq-len`` for ``seq_len``."""
-    return _each_key_once([("from_file" if key == "from" else key.replace("-", "_"), value) for key, value in data.items()])
+    pairs = (("from_file" if key == "from" else key.replace("-", "_"), value) for key, value in data.items())
+    return each_key_once(pairs, "the job file")

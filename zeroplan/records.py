@@ -1,9 +1,8 @@
 """Records of measurements as files, read without torch: a record, or one line that says why it is none."""
 
-import json
 from pathlib import Path
 
-from zeroplan.catalog.text import one_line, read_text, shown
+from zeroplan.catalog.text import shown, written_json
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.measurement import SCHEMA_VERSION, Measurement
 from zeroplan.spec.base import read
@@ -25,7 +24,7 @@ def read_record(path: Path) -> Measurement:
     Raises :class:`~zeroplan.errors.SpecError`, in one line, for everything that is
     no record: no file, a folder, not UTF-8, a JSON cut short, another JSON, a record of a newer zeroplan, figures out of range.
     """
-    data = _parsed(path, read_text(path, what="record"))
+    data = written_json(path, what="record")
     if not isinstance(data, dict) or "schema_version" not in data or "steps" not in data:
         raise SpecError(
             f"record {str(path)!r} is JSON, but not a record of `zeroplan verify`: it has no schema_version and steps"
@@ -40,12 +39,3 @@ def read_record(path: Path) -> Measurement:
         return read(Measurement, data, where=f"record {str(path)!r}")
     except MeasurementError as error:
         raise SpecError(f"record {str(path)!r}: {error}") from None
-
-
-def _parsed(path: Path, text: str) -> object:
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise SpecError(f"record {str(path)!r} is nested too deep to be a record") from None
-    except ValueError as error:
-        raise SpecError(f"record {str(path)!r} is not complete JSON: {one_line(str(error))}") from None

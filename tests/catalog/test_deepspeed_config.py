@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from zeroplan.catalog.deepspeed_config import Beside, read_deepspeed_config
+from zeroplan.catalog.deepspeed_config import Beside, config_of, parsed_config
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.spec.recipe import DeepSpeedOptions
@@ -314,7 +314,7 @@ def test_a_flag_that_offloads_less_than_the_file_is_refused(resolved: Callable[.
 
 def test_the_reader_alone(tmp_path: Path):
     (tmp_path / "ds.json").write_text('{"bf16": {"enabled": true}}')
-    config = read_deepspeed_config(tmp_path / "ds.json", Beside(hidden_size=8, ranks=2))
+    config = config_of(*parsed_config(tmp_path / "ds.json"), Beside(hidden_size=8, ranks=2))
     assert {name: stated.value for name, stated in config.flags.items()} == {
         "engine": "deepspeed", "stage": 0, "precision": "bf16-mixed",
     }  # fmt: skip

@@ -5,13 +5,12 @@ refused; what changes none is left alone; a key that is not known here is named 
 Trainer does (transformers 5.23, integrations/deepspeed.py), by the flags beside the file, or by DeepSpeed's default.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-from zeroplan.catalog.text import one_line, read_text, shown
+from zeroplan.catalog.text import read_text, shown, strict_json
 from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import DeepSpeedOptions, OffloadDevice, Stage
 
@@ -52,47 +51,21 @@ class DeepSpeedConfig(NamedTuple):
     notes: tuple[str, ...]
 
 
-def read_deepspeed_config(path: Path, beside: Beside) -> DeepSpeedConfig:
-    """Read a DeepSpeed configuration; raises SpecError in one line for what is none, or is not modelled.
-
-    Left out: what DeepSpeed itself would refuse beyond what is looked at here.
-    """
-    data, where = parsed_config(path)
-    return config_of(data, where, beside)
-
-
 def parsed_config(path: Path) -> tuple[dict[str, object], str]:
-    """The keys and values of a file, and what it is called in an error."""
+    """The keys and values of a file, and what it is called in an error; raises SpecError in one line where it has none."""
     where = f"DeepSpeed configuration {str(path)!r}"
-    return _parsed(read_text(path, what="DeepSpeed configuration"), where), where
+    data = strict_json(read_text(path, what="DeepSpeed configuration"), where)
+    if not isinstance(data, dict):
+        raise SpecError(f"{where} holds {shown(data)}, not a JSON object")
+    return data, where
 
 
 def config_of(data: Mapping[str, object], where: str, beside: Beside) -> DeepSpeedConfig:
-    """Read what is parsed already: a file of its own, or a section of another program's."""
+    """Read what is parsed already: a file of its own, or a section of another program's.
+
+    Raises SpecError in one line for what is not modelled. Left out: what DeepSpeed itself would refuse beyond what is looked at.
+    """
     return _Reader(data, where, beside).read()
-
-
-def _parsed(text: str, where: str) -> dict[str, object]:
-    try:
-        data = json.loads(text, object_pairs_hook=lambda pairs: _each_key_once(pairs, where))
-    except RecursionError:
-        raise SpecError(f"{where} is nested too deep") from None
-    except SpecError:
-        raise
-    except ValueError as error:
-        raise SpecError(f"{where} is not JSON: {one_line(str(error))}") from None
-    if not isinstance(data, dict):
-        raise SpecError(f"{where} holds {shown(data)}, not a JSON object")
-    return data
-
-
-def _each_key_once(pairs: list[tuple[str, object]], where: str) -> dict[str, object]:
-    """Refuse a key that stands twice, as DeepSpeed does."""
-    together = dict(pairs)
-    if len(together) < len(pairs):
-        names = [key for key, _ in pairs]
-        raise SpecError(f"{where} has {shown(next(key for key in names if names.count(key) > 1))} twice; keep one")
-    return together
 
 
 class _Reader:

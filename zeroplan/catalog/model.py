@@ -17,6 +17,8 @@ from zeroplan.spec.base import Range, Spec, read
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec
 
+#: Flags that name a model, of which a job has one.
+WAYS_TO_NAME = ("model", "params", "config", "profile")
 _WHAT = "model entry"
 _FOLDER = Path(__file__).parent / "models"
 

@@ -1,9 +1,8 @@
 """Reading the file that ``zeroplan profile`` writes; needs no torch."""
 
-import json
 from pathlib import Path
 
-from zeroplan.catalog.text import one_line, read_text, shown
+from zeroplan.catalog.text import shown, written_json
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import read
 from zeroplan.spec.model import ModelSpec
@@ -18,8 +17,7 @@ def read_profile(named: str) -> ModelSpec:
     """
     if not named:
         raise SpecError("--profile '' names no file; give the path of what `zeroplan profile` wrote")
-    path = Path(named)
-    data = _parsed(path, read_text(path, what="profile"))
+    data = written_json(Path(named), what="profile")
     if not isinstance(data, dict) or "schema_version" not in data or "variants" not in data:
         raise SpecError(f"profile {named!r} is JSON, but not of `zeroplan profile`: it has no schema_version and variants")
     if data["schema_version"] != SCHEMA_VERSION:
@@ -28,12 +26,3 @@ def read_profile(named: str) -> ModelSpec:
             "make it anew"
         )
     return model_of(read(Profile, data, where=f"profile {named!r}"))
-
-
-def _parsed(path: Path, text: str) -> object:
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise SpecError(f"profile {str(path)!r} is nested too deep to be a profile") from None
-    except ValueError as error:
-        raise SpecError(f"profile {str(path)!r} is not complete JSON: {one_line(str(error))}") from None

@@ -1,6 +1,9 @@
 """How a user's file is read, and how what stands in it is shown in one line."""
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from zeroplan.errors import SpecError
 from zeroplan.units import MIB
@@ -8,6 +11,8 @@ from zeroplan.units import MIB
 #: No config.json comes near it; whatever is larger is something else.
 LARGEST_FILE_BYTES = 16 * MIB
 _SHOWN = 60
+
+Key = TypeVar("Key")
 
 
 def read_text(path: Path, *, what: str) -> str:
@@ -33,6 +38,39 @@ def _fault(path: Path, what: str) -> str | None:
     if path.stat().st_size > LARGEST_FILE_BYTES:
         return f"is larger than {LARGEST_FILE_BYTES // MIB} MiB; that is no {what}"
     return None
+
+
+def strict_json(text: str, where: str) -> object:
+    """What a JSON file holds, with each key once; ``where`` is what the file is called in an error."""
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
+    except RecursionError:
+        raise SpecError(f"{where} is nested too deep") from None
+    except SpecError:
+        raise
+    except ValueError as error:
+        raise SpecError(f"{where} is not JSON: {one_line(str(error))}") from None
+
+
+def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, object]:
+    """Keys and values as a table; refuses a key that stands twice, of which JSON would take the last."""
+    together: dict[Key, object] = {}
+    for key, value in pairs:
+        if key in together:
+            raise SpecError(f"{where} has {shown(key)} twice; keep one")
+        together[key] = value
+    return together
+
+
+def written_json(path: Path, *, what: str) -> object:
+    """What a file holds that zeroplan writes itself, a ``what``."""
+    text = read_text(path, what=what)
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise SpecError(f"{what} {str(path)!r} is nested too deep to be a {what}") from None
+    except ValueError as error:
+        raise SpecError(f"{what} {str(path)!r} is not complete JSON: {one_line(str(error))}") from None
 
 
 def shown(value: object) -> str:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.errors import SpecError
 from zeroplan.planner.choose import plan
 from zeroplan.planner.objectives import Objective
@@ -132,7 +133,7 @@ def _refuse(request: Request, question: Question) -> None:
         raise SpecError(
             "--min-gpus, --max-seq, --max-batch, --max-params and --objective cost are five questions; ask one at a time"
         )
-    named = next((name for name in ("model", "params", "config", "profile") if getattr(request, name) is not None), "")
+    named = next((name for name in WAYS_TO_NAME if getattr(request, name) is not None), "")
     for flag, said, instead in (
         ("--engine paper", request.engine == "paper", "nobody runs the paper; use ddp, fsdp2 or deepspeed"),
         ("--deepspeed-config", request.deepspeed_config is not None, "it decides already; ask `zeroplan estimate`"),

@@ -7,7 +7,7 @@ optimizer and model are the training script's. FSDP1 is not modelled.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.told import DeepSpeedPart, Setup, Table, Told, own_tensor_parallelism
+from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, own_tensor_parallelism
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -40,21 +40,9 @@ _PARALLEL_KNOWN = (
 )  # fmt: skip
 
 
-class _Reading:
-    """One file, read once."""
-
-    def __init__(self, table: Table, folder: Path) -> None:
-        self.table, self.folder = table, folder
-        self.flags: dict[str, Told] = {}
-        self.options: dict[str, Told] = {}
-        self.asks: dict[str, str] = {}
-        self.notes: list[str] = []
-        self.deepspeed: DeepSpeedPart | None = None
-
-
 def accelerate_setup(table: Table, folder: Path) -> Setup:
     """Read the file's keys; raises SpecError where it is not for GPUs of one's own, or says what is not modelled."""
-    reading = _Reading(table, folder)
+    reading = Reading(table, folder)
     if table.text("compute_environment") not in (None, "LOCAL_MACHINE"):
         raise SpecError(f"{table.where}: compute_environment={shown(table.data['compute_environment'])} is not modelled")
     if table.switch("use_cpu"):
@@ -67,24 +55,23 @@ def accelerate_setup(table: Table, folder: Path) -> Setup:
     readers[kind](reading)
     _others(reading)
     table.leave(_KNOWN)
-    notes = (*reading.notes, *table.unknown())
-    return Setup("accelerate", reading.flags, reading.options, reading.asks, notes, reading.deepspeed)
+    return reading.setup("accelerate")
 
 
-def _ranks(reading: _Reading, *, alone: bool) -> None:
+def _ranks(reading: Reading, *, alone: bool) -> None:
     table = reading.table
     ranks, nodes = table.count("num_processes", least=-1), table.count("num_machines")
     if alone:
-        reading.flags["gpus"] = Told("distributed_type NO", 1)
+        reading.tell("gpus", "distributed_type NO", 1)
     elif ranks is not None and ranks > 0:
-        reading.flags["gpus"] = Told("num_processes", ranks)
+        reading.tell("gpus", "num_processes", ranks)
         if nodes is not None and nodes > 1:
             if ranks % nodes:
                 raise SpecError(f"{table.where}: num_processes={ranks} is not divisible by num_machines={nodes}")
-            reading.flags["gpus_per_node"] = Told("num_processes / num_machines", ranks // nodes)
+            reading.tell("gpus_per_node", "num_processes / num_machines", ranks // nodes)
 
 
-def _precision(reading: _Reading) -> str:
+def _precision(reading: Reading) -> str:
     said = reading.table.get("mixed_precision")
     word = "no" if said in (None, False) else str(said).lower()
     if said is None and reading.table.switch("fp16"):
@@ -92,19 +79,20 @@ def _precision(reading: _Reading) -> str:
     if word not in _PRECISION:
         raise reading.table.refused("mixed_precision", "use bf16, fp16 or no")
     also = {"bf16": ("bf16",), "no": ("bf16",)}.get(word, ())  # a script may have made its weights bf16 itself
-    reading.flags["precision"] = Told("mixed_precision", _PRECISION[word], also=also)
+    reading.tell("precision", "mixed_precision", _PRECISION[word], also=also)
     if word != "no":
-        reading.flags["keep_logits"] = Told("mixed_precision", "fp32", filled=True, note=_KEPT)
+        reading.tell("keep_logits", "mixed_precision", "fp32", filled=True, note=_KEPT)
     return word
 
 
-def _ddp(reading: _Reading) -> None:
+def _ddp(reading: Reading) -> None:
     _precision(reading)
-    reading.flags["engine"], reading.flags["stage"] = Told("distributed_type", "ddp"), Told("distributed_type", 0)
-    reading.flags["sync_every_micro_batch"] = Told("accumulate()", value=False, filled=True)
+    reading.tell("engine", "distributed_type", "ddp")
+    reading.tell("stage", "distributed_type", 0)
+    reading.tell("sync_every_micro_batch", "accumulate()", value=False, filled=True)
 
 
-def _fsdp(reading: _Reading) -> None:
+def _fsdp(reading: Reading) -> None:
     table = reading.table.table("fsdp_config")
     word = _precision(reading)
     version = table.count("fsdp_version") or 1
@@ -116,13 +104,13 @@ def _fsdp(reading: _Reading) -> None:
         )
         reading.flags["stage"] = _fsdp1_stage(table)
     else:
-        reading.flags["engine"] = Told("distributed_type and fsdp_version", "fsdp2")
+        reading.tell("engine", "distributed_type and fsdp_version", "fsdp2")
         keeps = table.switch("fsdp_reshard_after_forward") is False
-        reading.flags["stage"] = Told("fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
+        reading.tell("stage", "fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
         reading.notes.append(_UNITS)
     if word == "bf16":  # set_mixed_precision reduces in the dtype it computes in
         reading.options["fsdp2.reduce_dtype"] = Told("mixed_precision", "param")
-    reading.flags["sync_every_micro_batch"] = Told("accumulate()", value=False, filled=True)
+    reading.tell("sync_every_micro_batch", "accumulate()", value=False, filled=True)
     _fsdp_memory(reading, table)
     _replicas(reading)
     table.leave(_FSDP_KNOWN)
@@ -138,7 +126,7 @@ def _fsdp1_stage(table: Table) -> Told:
     return Told(f"fsdp_config.{key or 'fsdp_sharding_strategy'}", words[word])
 
 
-def _fsdp_memory(reading: _Reading, table: Table) -> None:
+def _fsdp_memory(reading: Reading, table: Table) -> None:
     policy = str(table.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
     if policy != "TRANSFORMER_BASED_WRAP":
         raise SpecError(
@@ -146,20 +134,18 @@ def _fsdp_memory(reading: _Reading, table: Table) -> None:
             "TRANSFORMER_BASED_WRAP"
         )
     if table.switch("fsdp_offload_params"):
-        for name in ("offload_optimizer", "offload_param"):
-            reading.flags[name] = Told("fsdp_config.fsdp_offload_params", "cpu")
+        reading.tell_offload("fsdp_config.fsdp_offload_params")
     recomputes = bool(table.switch("fsdp_activation_checkpointing"))
-    reading.flags["recompute"] = Told(
-        "fsdp_config.fsdp_activation_checkpointing", "full" if recomputes else "none", filled=not recomputes
-    )
+    key = "fsdp_config.fsdp_activation_checkpointing"
+    reading.tell("recompute", key, "full" if recomputes else "none", filled=not recomputes)
     if table.switch("fsdp_activation_checkpointing_offload"):
-        reading.flags["offload_activations"] = Told("fsdp_config.fsdp_activation_checkpointing_offload", value=True)
+        reading.tell("offload_activations", "fsdp_config.fsdp_activation_checkpointing_offload", value=True)
     if table.switch("fsdp_forward_prefetch"):
         raise table.refused("fsdp_forward_prefetch", "FSDP2 has no such switch; leave it out")
     table.refuse({"fsdp_ignored_modules": ()})
 
 
-def _replicas(reading: _Reading) -> None:
+def _replicas(reading: Reading) -> None:
     """``parallelism_config``; its keys carry its name, and are accepted without it."""
     table = reading.table.table("parallelism_config")
     degrees = {}
@@ -171,7 +157,7 @@ def _replicas(reading: _Reading) -> None:
         reading.asks["tensor_parallel"] = own_tensor_parallelism("parallelism_config_tp_size", degrees["tp_size"])
     for short, flag in (("dp_replicate_size", "replicas"), ("cp_size", "context_parallel")):
         if degrees[short] > 1:
-            reading.flags[flag] = Told(f"parallelism_config_{short}", degrees[short])
+            reading.tell(flag, f"parallelism_config_{short}", degrees[short])
     if degrees["cp_size"] > 1:
         table.refuse({"parallelism_config_cp_comm_strategy": ("allgather",), "cp_comm_strategy": ("allgather",)})
     if degrees["sp_size"] > 1:
@@ -186,7 +172,7 @@ def _replicas(reading: _Reading) -> None:
     reading.notes += table.unknown()
 
 
-def _deepspeed(reading: _Reading) -> None:
+def _deepspeed(reading: Reading) -> None:
     table = reading.table.table("deepspeed_config")
     named = table.text("deepspeed_config_file")
     if named is not None:
@@ -202,7 +188,7 @@ def _deepspeed(reading: _Reading) -> None:
     reading.table.leave(("mixed_precision",))
 
 
-def _inline(reading: _Reading, table: Table) -> DeepSpeedPart:
+def _inline(reading: Reading, table: Table) -> DeepSpeedPart:
     """What accelerate makes of its own keys (utils/dataclasses.py, DeepSpeedPlugin)."""
     stage = table.count("zero_stage", least=0)
     steps, word = table.get("gradient_accumulation_steps"), str(reading.table.get("mixed_precision") or "no").lower()
@@ -224,7 +210,7 @@ def _inline(reading: _Reading, table: Table) -> DeepSpeedPart:
     return DeepSpeedPart(data, f"{reading.table.where}: deepspeed_config")
 
 
-def _others(reading: _Reading) -> None:
+def _others(reading: Reading) -> None:
     table = reading.table
     dynamo = table.table("dynamo_config")
     backend = dynamo.get("dynamo_backend")

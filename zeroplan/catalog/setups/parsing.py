@@ -1,11 +1,10 @@
 """A stranger's file as data: JSON, TOML or YAML by what stands in it, each key once, nothing executed, nothing expanded."""
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from zeroplan.catalog.text import one_line, shown
+from zeroplan.catalog.text import each_key_once, one_line, shown, strict_json
 from zeroplan.errors import SpecError
 
 #: Python's reader of YAML takes a second per MB, and no set-up comes near it. [characters]
@@ -31,30 +30,13 @@ def parsed(text: str, path: Path, where: str) -> dict[str, object]:
 
 def _data(text: str, suffix: str, where: str) -> object:
     if suffix == ".json" or text.lstrip().startswith("{"):
-        return _json(text, where)
+        return strict_json(text, where)
     try:
         return tomllib.loads(text)
     except ValueError as error:
         if suffix == ".toml":
             raise SpecError(f"{where} is not TOML: {one_line(str(error))}") from None
     return _yaml(text, where)
-
-
-def _json(text: str, where: str) -> object:
-    try:
-        return json.loads(text, object_pairs_hook=lambda pairs: _each_key_once(pairs, where))
-    except SpecError:
-        raise
-    except ValueError as error:
-        raise SpecError(f"{where} is not JSON: {one_line(str(error))}") from None
-
-
-def _each_key_once(pairs: list[tuple[Any, object]], where: str) -> dict[str, object]:
-    together = dict(pairs)
-    if len(together) < len(pairs):
-        names = [key for key, _ in pairs]
-        raise SpecError(f"{where} has {shown(next(key for key in names if names.count(key) > 1))} twice; keep one")
-    return together
 
 
 def _yaml(text: str, where: str) -> object:
@@ -74,8 +56,7 @@ def _yaml(text: str, where: str) -> object:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:  # noqa: ANN401, FBT001, FBT002
             made: dict[Any, Any] = super().construct_mapping(node, deep=deep)
             if len(made) < len(node.value):
-                names = [key.value for key, _ in node.value]
-                raise SpecError(f"{where} has {shown(next(name for name in names if names.count(name) > 1))} twice; keep one")
+                each_key_once(((key.value, None) for key, _ in node.value), where)
             return made
 
     try:

@@ -1,8 +1,10 @@
 """What a file says of a job, key by key, and how that meets what is said beside it."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Literal, NamedTuple
 
+from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -51,7 +53,6 @@ class Taken(NamedTuple):
     notes: tuple[str, ...]
 
 
-_MODEL = ("model", "params", "config", "profile")
 #: A default of one of these makes no sense beside a choice of the other.
 _TOGETHER = ("engine", "stage")
 
@@ -63,7 +64,7 @@ def taken(setup: Setup, said: Mapping[str, object], where: str) -> Taken:
     filled: dict[str, object] = {}
     chosen = any(name in said for name in _TOGETHER)
     for name, told in setup.flags.items():
-        if name in _MODEL:
+        if name in WAYS_TO_NAME:
             notes += _model(name, told, said, flags)
         elif name not in said:
             if not (told.filled and name in _TOGETHER and chosen):
@@ -83,7 +84,7 @@ def _asked(setup: Setup, said: Mapping[str, object], where: str) -> Iterator[str
 
 def _model(name: str, told: Told, said: Mapping[str, object], flags: dict[str, object]) -> Iterator[str]:
     """A model beside the file takes the place of the file's."""
-    mine = next((key for key in _MODEL if key in said), None)
+    mine = next((key for key in WAYS_TO_NAME if key in said), None)
     if mine is None:
         flags[name] = told.value
     elif said[mine] != told.value:
@@ -191,3 +192,30 @@ class Table:
         """A note on every key that nobody has read."""
         for key in sorted(self.data.keys() - self._read, key=str):
             yield f"{shown(self.name(str(key)))} is not known here and left out"
+
+
+class Reading:
+    """One file, read once: what it has told so far. ``folder`` is where files that it names are looked for."""
+
+    def __init__(self, table: Table, folder: Path = Path()) -> None:
+        self.table, self.folder = table, folder
+        self.flags: dict[str, Told] = {}
+        self.options: dict[str, Told] = {}
+        self.asks: dict[str, str] = {}
+        self.notes: list[str] = []
+        self.deepspeed: DeepSpeedPart | None = None
+
+    def tell(
+        self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = (), note: str = ""
+    ) -> None:  # fmt: skip
+        """Say a flag."""
+        self.flags[flag] = Told(key, value, filled, also, note)
+
+    def tell_offload(self, key: str) -> None:
+        """Say that parameters, gradients and the optimizer are in host memory."""
+        for name in ("offload_optimizer", "offload_param"):
+            self.tell(name, key, "cpu")
+
+    def setup(self, kind: Kind) -> Setup:
+        """All that was told, and a note on every key that nobody has read."""
+        return Setup(kind, self.flags, self.options, self.asks, (*self.notes, *self.table.unknown()), self.deepspeed)

@@ -5,7 +5,7 @@ Up to 0.2 it is a TOML file (config/job_config.py); since 0.3 a Python function,
 read, with torchtitan's defaults where a key is left out. Its modules are its own: they are counted as transformers' are.
 """
 
-from zeroplan.catalog.setups.told import Setup, Table, Told
+from zeroplan.catalog.setups.told import Reading, Setup, Table
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -53,20 +53,14 @@ _CUT: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-class _Reading:
-    """One file, read once."""
+class _Reading(Reading):
+    """One file, table by table, and how many GPUs are asked for beside it."""
 
     def __init__(self, whole: Table, gpus: int | None) -> None:
-        self.whole, self.gpus = whole, gpus
+        super().__init__(whole)
+        self.gpus = gpus
         self.tables = {name: whole.table(name) for name in _KNOWN if name != "activation_checkpoint"}
-        self.flags: dict[str, Told] = {}
-        self.options: dict[str, Told] = {}
-        self.asks: dict[str, str] = {}
-        self.notes: list[str] = [_OWN_MODULES]
-
-    def tell(self, flag: str, key: str, value: object, *, filled: bool = False) -> None:
-        """Say a flag."""
-        self.flags[flag] = Told(key, value, filled)
+        self.notes.append(_OWN_MODULES)
 
 
 def torchtitan_setup(whole: Table, gpus: int | None) -> Setup:
@@ -81,13 +75,12 @@ def torchtitan_setup(whole: Table, gpus: int | None) -> Setup:
         table.leave(_KNOWN[name])
         reading.notes += table.unknown()
     whole.leave(_KNOWN_TABLES)
-    reading.notes += whole.unknown()
-    return Setup("torchtitan", reading.flags, reading.options, reading.asks, tuple(reading.notes))
+    return reading.setup("torchtitan")
 
 
 def _refuse(reading: _Reading) -> None:
     """What changes memory and has no words in a job."""
-    whole, model = reading.whole, reading.tables["model"]
+    whole, model = reading.table, reading.tables["model"]
     if reading.tables["compile"].switch("enable"):
         raise reading.tables["compile"].refused("enable", "torch.compile is not modelled; use false")
     model.refuse({"converters": ()})
@@ -140,7 +133,7 @@ def _left_over(reading: _Reading, others: int) -> int:
         return 1
     if reading.gpus % others:
         raise SpecError(
-            f"{reading.whole.where}: --gpus {reading.gpus} is not divisible by its other degrees, {others} together"
+            f"{reading.table.where}: --gpus {reading.gpus} is not divisible by its other degrees, {others} together"
         )
     return reading.gpus // others
 
@@ -162,8 +155,7 @@ def _engine(reading: _Reading, replicas: int, *, sharded: bool, pipelined: bool)
     if replicas > 1:
         reading.tell("replicas", "parallelism.data_parallel_replicate_degree", replicas)
     if reading.tables["training"].switch("enable_cpu_offload"):
-        for name in ("offload_optimizer", "offload_param"):
-            reading.tell(name, "training.enable_cpu_offload", "cpu")
+        reading.tell_offload("training.enable_cpu_offload")
 
 
 def _precision(reading: _Reading) -> None:
@@ -182,9 +174,9 @@ def _precision(reading: _Reading) -> None:
 
 
 def _recomputation(reading: _Reading) -> None:
-    value, key = reading.whole.get("activation_checkpoint"), "activation_checkpoint"
-    told_none = key in reading.whole.data and value is None
-    table = reading.whole.table(key)
+    value, key = reading.table.get("activation_checkpoint"), "activation_checkpoint"
+    told_none = key in reading.table.data and value is None
+    table = reading.table.table(key)
     mode = table.text("mode") or ("none" if told_none else _mode_of(table))
     reading.tables[key] = table
     option = table.get("selective_ac_option")
@@ -224,7 +216,7 @@ def _optimizer(reading: _Reading) -> None:
         name = names.pop()
     words = {"AdamW": "adamw", "Adam": "adam"}
     if (name or "AdamW") not in words:
-        raise SpecError(f"{reading.whole.where}: optimizer {shown(name)} is not modelled; Adam and AdamW are")
+        raise SpecError(f"{reading.table.where}: optimizer {shown(name)} is not modelled; Adam and AdamW are")
     reading.tell("optimizer", "optimizer.name", words[name or "AdamW"], filled=name is None)
     impls = {"fused": "fused", "foreach": "foreach", "for-loop": "forloop"}
     impl = table.text("implementation") or ("fused" if table.switch("fused") in (None, True) else "foreach")
@@ -235,7 +227,7 @@ def _optimizer(reading: _Reading) -> None:
 
 def _loss(reading: _Reading) -> None:
     """Since 0.3 the loss may be taken in chunks (components/loss.py, ChunkedLossWrapper); torchtitan lets go of its logits."""
-    table = reading.whole.table("loss")
+    table = reading.table.table("loss")
     chunked = "loss_fn" in table.data
     reading.tell("loss", "loss", "chunked" if chunked else "full", filled=not table.data)
     if chunked and (chunks := table.count("num_chunks")) not in (None, 8):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
-from zeroplan.catalog.setups.told import DeepSpeedPart, Setup, Table, Told, own_tensor_parallelism
+from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, own_tensor_parallelism
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 
@@ -66,34 +66,17 @@ _FSDP_KNOWN = frozenset(_FSDP_WORDS.split())
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length", "cutoff_len")
 
 
-class _Reading:
-    """One file, read once."""
-
-    def __init__(self, table: Table, folder: Path) -> None:
-        self.table, self.folder = table, folder
-        self.flags: dict[str, Told] = {}
-        self.options: dict[str, Told] = {}
-        self.asks: dict[str, str] = {}
-        self.notes: list[str] = []
-        self.deepspeed: DeepSpeedPart | None = None
-
-    def tell(self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = ()) -> None:
-        """Say a flag."""
-        self.flags[flag] = Told(key, value, filled, also)
-
-
 def trainer_setup(table: Table, folder: Path) -> Setup:
     """Read the file's keys; raises SpecError where it says what is not modelled."""
-    reading = _Reading(table, folder)
+    reading = Reading(table, folder)
     table.refuse(_REFUSED)
     for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _optimizer, _model, _adapter, _accelerators):
         read(reading)
     table.leave(_KNOWN)
-    notes = (*reading.notes, *table.unknown())
-    return Setup("trainer", reading.flags, reading.options, reading.asks, notes, reading.deepspeed)
+    return reading.setup("trainer")
 
 
-def _deepspeed(reading: _Reading) -> None:
+def _deepspeed(reading: Reading) -> None:
     value = reading.table.get("deepspeed")
     if isinstance(value, dict):
         reading.deepspeed = DeepSpeedPart(value, f"{reading.table.where}: deepspeed")
@@ -102,7 +85,7 @@ def _deepspeed(reading: _Reading) -> None:
         reading.deepspeed = deepspeed_beside(named, reading.folder, reading.table.where)
 
 
-def _engine(reading: _Reading) -> None:
+def _engine(reading: Reading) -> None:
     said = reading.table.get("fsdp")
     items = said.split() if isinstance(said, str) else list(said) if isinstance(said, (list, tuple)) else []
     config = _fsdp_config(reading)
@@ -116,7 +99,7 @@ def _engine(reading: _Reading) -> None:
     _fsdp(reading, config, [str(item).lower() for item in items])
 
 
-def _fsdp_config(reading: _Reading) -> Table:
+def _fsdp_config(reading: Reading) -> Table:
     """The table, or the JSON file that is named; keys without ``fsdp_`` before them."""
     value, where = reading.table.get("fsdp_config"), reading.table.where
     if isinstance(value, str) and value:
@@ -130,7 +113,7 @@ def _fsdp_config(reading: _Reading) -> Table:
     return Table({str(key).removeprefix("fsdp_"): one for key, one in value.items()}, where, "fsdp_config.")
 
 
-def _fsdp(reading: _Reading, config: Table, items: list[str]) -> None:
+def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
     """FSDP as ``_process_fsdp_args`` has it: version 2 where none is given."""
     words = [item for item in items if item not in ("true", "offload", "auto_wrap")]
     unknown = [
@@ -151,8 +134,7 @@ def _fsdp(reading: _Reading, config: Table, items: list[str]) -> None:
         reading.notes.append("fsdp_config has no version: FSDP2 is taken, as transformers 5 does; earlier ones take FSDP1")
     _fsdp_stage(reading, config, words)
     if config.switch("cpu_offload") or "offload" in items:
-        for name in ("offload_optimizer", "offload_param"):
-            reading.tell(name, "fsdp_config.cpu_offload", "cpu")
+        reading.tell_offload("fsdp_config.cpu_offload")
     if config.switch("activation_checkpointing"):
         reading.tell("recompute", "fsdp_config.activation_checkpointing", "full")
     if str(config.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP":
@@ -162,7 +144,7 @@ def _fsdp(reading: _Reading, config: Table, items: list[str]) -> None:
     reading.notes += config.unknown()
 
 
-def _fsdp_stage(reading: _Reading, config: Table, words: list[str]) -> None:
+def _fsdp_stage(reading: Reading, config: Table, words: list[str]) -> None:
     value = config.get("reshard_after_forward")
     strategies = {"full_shard": True, "shard_grad_op": False, "true": True, "false": False}
     if isinstance(value, str):
@@ -178,7 +160,7 @@ def _fsdp_stage(reading: _Reading, config: Table, words: list[str]) -> None:
     )
 
 
-def _precision(reading: _Reading) -> None:
+def _precision(reading: Reading) -> None:
     on = [name for name in ("bf16", "fp16") if reading.table.switch(name)]
     if len(on) > 1:
         raise SpecError(f"{reading.table.where} has both bf16 and fp16; the Trainer takes one of them")
@@ -201,7 +183,7 @@ def _precision(reading: _Reading) -> None:
         )
 
 
-def _batch(reading: _Reading) -> None:
+def _batch(reading: Reading) -> None:
     table = reading.table
     key = (
         "per_gpu_train_batch_size" if table.data.get("per_gpu_train_batch_size") is not None else "per_device_train_batch_size"
@@ -209,7 +191,7 @@ def _batch(reading: _Reading) -> None:
     size, steps = table.count(key), table.count("gradient_accumulation_steps")
     table.leave(("per_gpu_train_batch_size", "per_device_train_batch_size"))
     left_out = f"{key} is left out, which is {_DEFAULT_BATCH} to transformers" if size is None else ""
-    reading.flags["micro_batch"] = Told(key, size or _DEFAULT_BATCH, filled=size is None, note=left_out)
+    reading.tell("micro_batch", key, size or _DEFAULT_BATCH, filled=size is None, note=left_out)
     reading.tell("grad_accum", "gradient_accumulation_steps", steps or 1, filled=steps is None)
     if table.switch("auto_find_batch_size"):
         reading.notes.append("auto_find_batch_size makes batches smaller until they fit; the one that is asked for is counted")
@@ -221,7 +203,7 @@ def _batch(reading: _Reading) -> None:
         reading.tell("seq_len", name, value)
 
 
-def _recomputation(reading: _Reading) -> None:
+def _recomputation(reading: Reading) -> None:
     keys = ("gradient_checkpointing", "activation_checkpointing")
     said = [key for key in keys if reading.table.switch(key) is not None]
     on = [key for key in said if reading.table.switch(key)]
@@ -233,7 +215,7 @@ def _recomputation(reading: _Reading) -> None:
         reading.tell("recompute", said[0] if said else keys[0], "none", filled=not said)
 
 
-def _optimizer(reading: _Reading) -> None:
+def _optimizer(reading: Reading) -> None:
     name = reading.table.text("optim")
     if (name or _DEFAULT_OPTIM) not in _OPTIMIZERS:
         raise reading.table.refused("optim", f"use one of {', '.join(_OPTIMIZERS)}")
@@ -249,7 +231,7 @@ def _optimizer(reading: _Reading) -> None:
         reading.tell("optimizer_impl", "optim", impl, filled=filled)
 
 
-def _model(reading: _Reading) -> None:
+def _model(reading: Reading) -> None:
     name = reading.table.text("model_name_or_path")
     config = reading.table.text("config_name")
     reading.table.leave(("config_overrides",) if not reading.table.data.get("config_overrides") else ())
@@ -275,7 +257,7 @@ def _holds_a_config(path: Path) -> bool:
         return False
 
 
-def _adapter(reading: _Reading) -> None:
+def _adapter(reading: Reading) -> None:
     """The names of TRL's ModelConfig."""
     table = reading.table
     uses, rank, targets = table.switch("use_peft"), table.count("lora_r"), table.get("lora_target_modules")
@@ -300,7 +282,7 @@ def _adapter(reading: _Reading) -> None:
         reading.tell("quantize", "load_in_4bit", "nf4-double" if double else "nf4")
 
 
-def _accelerators(reading: _Reading) -> None:
+def _accelerators(reading: Reading) -> None:
     """``accelerator_config`` and ``parallelism_config``."""
     value = reading.table.get("accelerator_config")
     config = Table(value if isinstance(value, dict) else {}, reading.table.where, "accelerator_config.")

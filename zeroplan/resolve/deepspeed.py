@@ -1,0 +1,53 @@
+"""What does DeepSpeed's own configuration say of a job, and does it agree with what is said beside it?"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from zeroplan.catalog.deepspeed_config import Beside, DeepSpeedConfig, Stated, config_of, parsed_config
+from zeroplan.catalog.text import shown
+from zeroplan.errors import SpecError
+from zeroplan.resolve.request import Request, SetupRead
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import DeepSpeedOptions
+
+
+def config_beside(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
+    """Add what the configuration says, and what is to be known of it; raises SpecError where it contradicts what is said."""
+    request, full = found.request, found.complete
+    data, where = found.deepspeed or parsed_config(Path(request.deepspeed_config or ""))
+    beside = Beside(model.hidden_size, request.gpus or 1, full.precision, full.micro_batch, full.grad_accum)
+    config, asked = config_of(data, where, beside), _asked(request.deepspeed or DeepSpeedOptions(), chosen)
+    _refuse_contradictions(request, asked, config, where)
+    taken = {name: stated for name, stated in config.options.items() if name not in asked}
+    said: dict[str, object] = {name: stated.value for name, stated in config.flags.items()}
+    said["deepspeed"] = DeepSpeedOptions(**asked, **{name: stated.value for name, stated in taken.items()})  # type: ignore[arg-type]
+    filled_in = [f"{stated}, filled in for auto" for stated in taken.values() if stated.auto]
+    file = shown(Path(request.deepspeed_config or full.from_file or _quoted(where)).name)
+    notes = tuple(f"{file}: {note}" for note in (*config.notes, *filled_in))
+    return found._replace(request=replace(request, **said)).complete, notes  # type: ignore[arg-type]  # Request checks every field
+
+
+def _refuse_contradictions(request: Request, asked: Mapping[str, object], config: DeepSpeedConfig, where: str) -> None:
+    for name, stated in config.flags.items():
+        if getattr(request, name) not in (None, stated.value):
+            raise SpecError(_contradiction(f"--{name.replace('_', '-')} {getattr(request, name)}", where, stated))
+    for name, value in asked.items():
+        stated = config.options.get(name, Stated("", value))
+        if stated.value != value and not stated.auto:
+            raise SpecError(_contradiction(f"deepspeed.{name}={value}", where, stated))
+
+
+def _contradiction(mine: str, where: str, stated: Stated) -> str:
+    return f"{mine} contradicts {where}, where {stated}; leave one of them out"
+
+
+def _asked(options: DeepSpeedOptions, chosen: Sequence[str]) -> dict[str, object]:
+    """The options that were asked for beside the file: one by one, or visibly, since they are not the default."""
+    default, names = DeepSpeedOptions(), [field.name for field in fields(DeepSpeedOptions)]
+    return {name: mine for name in names if (mine := getattr(options, name)) != getattr(default, name) or name in chosen}
+
+
+def _quoted(where: str) -> str:
+    """The file in what a configuration is called in an error."""
+    return where.partition("'")[2].partition("'")[0]

@@ -1,0 +1,82 @@
+"""From a number of parameters to a shape that has exactly so many."""
+
+import math
+from dataclasses import replace
+
+from zeroplan.catalog.model import model as find_model
+from zeroplan.errors import SpecError
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.params import parameter_count
+
+#: Shapes a bare parameter count is measured against: dense, decoder-only, each the published one nearest to its size.
+REFERENCE_MODELS = (
+    "smollm2-135m", "smollm2-360m", "tinyllama-1.1b", "smollm2-1.7b", "llama-3.2-3b", "llama-2-7b", "llama-2-13b",
+    "mistral-small-24b", "yi-34b", "llama-2-70b", "mistral-large-123b", "llama-3.1-405b",
+)  # fmt: skip
+#: Beyond this ratio of sizes a reference shape is scaled in depth and width too, not only in the width of its MLP.
+_NEAR = 1.5
+_MOST_PARAMETERS = 10**15
+
+
+def infer_model(parameters: int) -> tuple[ModelSpec, str]:
+    """Return a shape with exactly this many parameters, and a sentence on where it comes from.
+
+    The published shape nearest in size lends depth, width, heads and vocabulary; its MLP is widened or narrowed to meet the
+    count, and what no whole width can meet is one vector beside the embeddings. Where no published shape is near, depth and
+    width are scaled by the cube root of the ratio first.
+    """
+    if parameters > _MOST_PARAMETERS:
+        raise SpecError(f"--params {parameters:,} is beyond {_MOST_PARAMETERS:,}; no transformer of that size can be inferred")
+    near = min((find_model(name) for name in REFERENCE_MODELS), key=lambda one: _distance(parameter_count(one), parameters))
+    ratio = parameters / parameter_count(near)
+    shape = near if 1 / _NEAR <= ratio <= _NEAR else _scaled(near, ratio, parameters)
+    shape = _with_mlp_for(shape, parameters)
+    changed = [
+        f"{words} {after:,} instead of {before:,}"
+        for words, before, after in (
+            ("layers", near.num_hidden_layers, shape.num_hidden_layers),
+            ("hidden size", near.hidden_size, shape.hidden_size),
+            ("attention heads", near.num_attention_heads, shape.num_attention_heads),
+            ("key/value heads", near.num_key_value_heads, shape.num_key_value_heads),
+            ("vocabulary", near.vocab_size, shape.vocab_size),
+            ("MLP width", near.intermediate_size, shape.intermediate_size),
+        )
+        if before != after
+    ]
+    if shape.unplaced_parameters:
+        changed.append(f"{shape.unplaced_parameters:,} parameters left over in one vector")
+    return shape, f"shape inferred from {near.name}: {', '.join(changed) or 'unchanged'}, to meet {parameters:,} parameters"
+
+
+def _distance(a: int, b: int) -> float:
+    return abs(math.log(a / b))
+
+
+def _scaled(near: ModelSpec, ratio: float, parameters: int) -> ModelSpec:
+    side = ratio ** (1 / 3)
+    wanted, groups = near.num_attention_heads * side, near.num_key_value_heads
+    heads = groups * round(wanted / groups) if wanted >= groups else max(1, round(wanted))
+    hidden = heads * near.head_dim
+    return replace(
+        near,
+        num_hidden_layers=max(1, round(near.num_hidden_layers * side)),
+        num_attention_heads=heads,
+        num_key_value_heads=math.gcd(heads, groups),
+        hidden_size=hidden,
+        intermediate_size=max(1, round(near.intermediate_size * side)),
+        vocab_size=max(1, min(near.vocab_size, parameters // (8 * hidden))),
+    )
+
+
+def _with_mlp_for(shape: ModelSpec, parameters: int) -> ModelSpec:
+    """Widen or narrow the MLP so that the count is met from below, and put what is left into one vector."""
+    narrow = replace(shape, name="", intermediate_size=1)
+    without = parameter_count(narrow)
+    per_unit = parameter_count(replace(narrow, intermediate_size=2)) - without
+    width = 1 + (parameters - without) // per_unit
+    if width < shape.hidden_size:
+        raise SpecError(
+            f"--params {parameters:,} is too small for a transformer to be inferred; describe its shape with --config"
+        )
+    left = parameters - without - (width - 1) * per_unit
+    return replace(narrow, name=f"{parameters:,} parameters", intermediate_size=width, unplaced_parameters=left)
