@@ -187,6 +187,13 @@ def test_offload_puts_the_step_on_the_host():
     assert any(one.name.startswith("copies") for one in away.parts)
 
 
+def test_offloaded_activations_take_copies_and_leave_the_step_where_it_is():
+    here, away = timed(job(**SAID, recompute="full")), timed(job(**SAID, recompute="full", offload_activations=True))
+    assert part(away, "optimizer step") == part(here, "optimizer step")
+    assert away.seconds == pytest.approx(here.seconds + part(away, "copies of activations"))
+    assert part(away, "copies of activations") > 0
+
+
 def test_frozen_weights_take_no_gradients_and_four_bits_multiply_alike():
     """Forward and backward of adapters take two thirds of the multiplications of everything, give or take the adapters' own."""
     whole, adapted, packed = (

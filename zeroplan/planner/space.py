@@ -195,7 +195,7 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[Recipe
     elif not offload:
         fixed = replace(fixed, offload_optimizer="none", offload_param="none")
     for recipe in _structures(base, fixed):
-        if recipe.offloads or not offload:
+        if recipe.offloads_states or not offload:
             yield recipe
 
 

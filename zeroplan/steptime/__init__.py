@@ -8,6 +8,8 @@ the computing, and what has nothing to hide behind: of tensor-parallel ranks, wh
 Left out: data loading, launch of small kernels, stragglers, congestion, checkpoints.
 """
 
+from collections.abc import Iterator
+
 from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, bytes_by_kind
@@ -23,6 +25,7 @@ from zeroplan.steptime.links import Links, links
 from zeroplan.steptime.parts import Part, StepTime
 from zeroplan.steptime.sending import exposed
 from zeroplan.steptime.work import work
+from zeroplan.transformer.offloaded import SAVED_ON_CPU
 
 __all__ = ["Efficiency", "Part", "StepTime", "efficiency", "shares_of", "step_time", "stepped"]
 
@@ -58,7 +61,7 @@ def step_time(
     busy = computing(asked, model, recipe, batch, gpu, share, mfu)
     on_host = _steps_on_host(recipe)
     step = stepping(account, recipe, gpu, share, on_host=on_host, ranks_per_node=here.per_node)
-    copies = _copies(account, recipe, batch, busy, gpu.architecture) if recipe.offloads else ()
+    copies = _copies(account, recipe, batch, busy, gpu.architecture)
     parts = (*busy.parts, *exposed(account.collectives, model, recipe, mesh, batch, here, busy), *copies, step)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps / (tp * cp)
     flops = batch.grad_accum_steps * 3.0 * asked.flops
@@ -94,11 +97,27 @@ def _on_a_pipeline(
 def _steps_on_host(recipe: RecipeSpec) -> bool:
     if recipe.engine == "deepspeed":
         return recipe.deepspeed.offload_optimizer != "none"
-    return recipe.offloads
+    return recipe.offloads_states
 
 
-def _copies(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> tuple[Part, ...]:
-    """Copies over PCIe: gradients down after every backward, weights up, for every pass where they live on the host.
+def _copies(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> Iterator[Part]:
+    """Copies over PCIe of what is in host memory."""
+    if recipe.offload_activations:
+        yield _copies_of_activations(account, batch, architecture)
+    if recipe.offloads_states:
+        yield _copies_of_states(account, recipe, batch, busy, architecture)
+
+
+def _copies_of_activations(account: Account, batch: Batch, architecture: str) -> Part:
+    """Down in every forward and up in every backward, on the stream that computes, which waits for them."""
+    kept = bytes_by_kind(account.host).get(Kind.ACTIVATIONS, 0)
+    takes: Float = 2.0 * batch.grad_accum_steps * kept / pcie_bytes_per_s(architecture)
+    reason = "inputs of blocks to the host in forward and back in backward, on the stream that computes"
+    return Part("copies of activations", takes, 0.0 * takes, reason, f"{PCIE_SOURCE}; {SAVED_ON_CPU}")
+
+
+def _copies_of_states(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> Part:
+    """Gradients down after every backward, weights up, for every pass where they live on the host.
 
     They go on beside forward and backward as far as those last.
     """
@@ -113,7 +132,7 @@ def _copies(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing,
     beside = busy.forward_s + busy.backward_s
     left = longest(takes - beside, 0.0 * takes)
     reason = "gradients to the host, weights back, beside forward and backward as far as those last"
-    return (Part("copies to and from the host", left, takes - left, reason, PCIE_SOURCE),)
+    return Part("copies to and from the host", left, takes - left, reason, PCIE_SOURCE)
 
 
 #: Bytes on the host per parameter under Adam: weight and both moments, in the optimizer's width.
