@@ -15,7 +15,8 @@ from zeroplan.engines.activations_away import NOTE, NOTHING, Away, away
 from zeroplan.engines.fsdp2.backward import after_the_loss, backward, end_of_backward
 from zeroplan.engines.fsdp2.buffers import smaller_shard
 from zeroplan.engines.fsdp2.forward import forward, loss_forward
-from zeroplan.engines.fsdp2.plan import Group, Plan, make_plan
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
 from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.engines.pinned import beyond, beyond_symbol, rounding

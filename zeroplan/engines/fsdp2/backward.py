@@ -22,7 +22,8 @@ from zeroplan.engines.fsdp2.buffers import (
     unsharded,
 )
 from zeroplan.engines.fsdp2.forward import left_by_earlier
-from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan, shards_formula
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.plan import REDUCE, Plan, shards_formula
 from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import ACCUMULATE, INPUT_BUFFER
 from zeroplan.ledger import Kind, Line, Moment, Phase

@@ -3,7 +3,8 @@
 from functools import lru_cache
 
 from zeroplan.engines.formulas import blocks_sum
-from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.fsdp2.plan import REDUCE, Apart, Group, Plan
+from zeroplan.engines.fsdp2.groups import Apart, Group
+from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -55,7 +56,7 @@ def _is_expert(parameter: Parameter) -> bool:
     return parameter.active_share != (1, 1)
 
 
-def chunk(parameter: Parameter, repeat: int, n: Int, ep: int, *, in_block: bool) -> LocalTensor:
+def chunk(parameter: Parameter, repeat: int, *, n: Int, ep: int, in_block: bool) -> LocalTensor:
     """This rank's chunk: of experts along dim 1 where all ranks are more than experts are, else along dim 0."""
     rows, *rest = parameter.shape
     if not _is_expert(parameter):
@@ -75,13 +76,13 @@ def block_group(run: BlockRun, n: Int, ep: int) -> Group:
     theirs = tuple(parameter for parameter in run.parameters if _is_expert(parameter))
     shard: Int = 0
     for parameter in run.parameters:
-        shard = shard + chunk(parameter, 1, n, ep, in_block=True).numel
+        shard = shard + chunk(parameter, 1, n=n, ep=ep, in_block=True).numel
     numel = sum(parameter.numel for parameter in run.parameters)
     if not theirs:
         return Group(shard, shard * n, numel, run.kind)
     apart: Int = 0
     for parameter in theirs:
-        apart = apart + chunk(parameter, 1, n, ep, in_block=True).numel
+        apart = apart + chunk(parameter, 1, n=n, ep=ep, in_block=True).numel
     ranks = n // ep
     experts = Apart(
         ranks, apart, apart * ranks, sum(parameter.numel for parameter in theirs),

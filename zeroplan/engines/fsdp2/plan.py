@@ -5,78 +5,23 @@ from typing import NamedTuple
 
 from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
+from zeroplan.engines.fsdp2.groups import Group, cut_of, local_tensors, on_host, parameter_lines
 from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines
 from zeroplan.engines.outside import outside
 from zeroplan.engines.positions import Position, corners
 from zeroplan.engines.precisions import Widths, compute_of, widths
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int, ceil_div, maximum, where
+from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec, Recompute
 from zeroplan.transformer.blocks import AtEmbedding, BlockPass, Compute, HeadPass
-from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
-from zeroplan.transformer.params import has_frozen, trained_layout
-from zeroplan.transformer.params_split import split_layout
-from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
+from zeroplan.transformer.recomputed import first_recomputed
 
-SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param"
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
-OFFLOAD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffloadPolicy"
 ACCUMULATE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_accumulated_grad_if_needed"
-
-
-class Apart(NamedTuple):
-    """The experts of a block, which are sharded among fewer ranks than the rest of it. [elements]"""
-
-    ranks: Int
-    """Ranks that have the same experts."""
-    shard: Int
-    padded: Int
-    numel: int
-    by_the_way: int
-    """What casting them one after the other takes beside all of them, where nothing is gathered."""
-    last: int
-    """Of the last."""
-    narrow: Int
-    """1 where they are sharded along dim 1, else 0."""
-    gathers: Int
-    """1 where another rank has the same experts, else 0."""
-
-
-class Group(NamedTuple):
-    """One ``fully_shard`` unit. [elements]"""
-
-    shard: Int
-    """This rank's chunks, each parameter's dim 0 padded to a multiple of the ranks."""
-    padded: Int
-    """All ranks' chunks together: the size of an all-gather or reduce-scatter buffer."""
-    numel: int
-    """Without padding: what autograd's gradients measure."""
-    symbol: str
-    experts: Apart | None = None
-    """With expert parallelism: of a block with experts those that this rank has; the other fields count them too."""
-
-    @property
-    def whole(self) -> str:
-        """What formulas call ``padded``."""
-        return f"P_{self.symbol}" if self.experts is None else f"(D_{self.symbol} + X_{self.symbol})"
-
-    @property
-    def of_experts(self) -> "Group":
-        """Its experts, as a group."""
-        one = self.experts
-        return self if one is None else Group(one.shard, one.padded, one.numel, self.symbol)
-
-    @property
-    def beside_experts(self) -> "Group":
-        """What is not its experts, as a group."""
-        one = self.experts
-        if one is None:
-            return self
-        return Group(self.shard - one.shard, self.padded - one.padded, self.numel - one.numel, self.symbol)
 
 
 class Plan(NamedTuple):
@@ -178,10 +123,7 @@ class Plan(NamedTuple):
 
     def shards(self, layers: tuple[int, ...], *, root: bool = False) -> Int:
         """This rank's chunks of so many layers of each run, and of the root group. [elements]"""
-        elements: Int = self.root.shard if root else 0
-        for count, group in zip(layers, self.blocks, strict=True):
-            elements = elements + count * group.shard
-        return elements
+        return _shards(self.root, self.blocks, layers, root=root)
 
     @property
     def trained_symbol(self) -> str:
@@ -195,10 +137,7 @@ class Plan(NamedTuple):
 
     def trained_shards(self, layers: tuple[int, ...], *, root: bool = False) -> Int:
         """This rank's chunks of what gets gradients. [elements]"""
-        elements: Int = self.trained_root.shard if root else 0
-        for count, group in zip(layers, self.trained_blocks, strict=True):
-            elements = elements + count * group.shard
-        return elements
+        return _shards(self.trained_root, self.trained_blocks, layers, root=root)
 
     def gradient_shards(self, layers: tuple[int, ...], when: str, *, root: bool = False) -> Line:
         """This rank's chunk of the gradients of these layers; of all, where earlier micro-batches have left theirs."""
@@ -241,6 +180,13 @@ class Plan(NamedTuple):
         return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
 
 
+def _shards(outside: Group, blocks: tuple[Group, ...], layers: tuple[int, ...], *, root: bool) -> Int:
+    elements: Int = outside.shard if root else 0
+    for count, group in zip(layers, blocks, strict=True):
+        elements = elements + count * group.shard
+    return elements
+
+
 def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, part: Layout | None = None) -> Plan:
     """Size the groups and collect what every moment needs; ``batch`` is one rank's.
 
@@ -249,22 +195,15 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     tp, ep, cp = int(mesh.tp), int(mesh.ep), int(mesh.cp)  # one number in a grid too
     width, n = widths(recipe.precision), mesh.dp_shard * cp
     first = first_recomputed(model, recipe)
-    tree, beside = (part, ()) if part is not None else _parameters(model, width, first=first, tp=tp, ep=ep)
-    learning = trained_layout(model) if part is None and has_frozen(model) else tree
-    compute = compute_of(recipe, tp=tp, ep=ep, cp=cp)
+    cut, compute = cut_of(model, width, n, part=part, first=first, tp=tp, ep=ep), compute_of(recipe, tp=tp, ep=ep, cp=cp)
+    tree, learning = cut.tree, cut.learning
     passes = tuple(run_pass(model, run, compute, batch) for run in tree.runs)
     recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
-    impl, tensors = (
-        implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload),
-        _local_tensors(learning, n, ep),
-    )
-    root = _group((*tree.embeddings, *tree.tail), n, "root")
-    blocks = _block_groups(tree, n, ep)
-    trained_root, trained_blocks = (root, blocks) if learning is tree else _trained_groups(learning, n)
-    whole, trained = (root, *blocks), (trained_root, *trained_blocks)
-    parameters, symbol = _parameter_lines(tree, whole, trained, width, frozen=width.stored if model.frozen else width.compute)
+    impl = implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload)
+    tensors = local_tensors(learning, n, ep)
+    parameters, symbol = parameter_lines(cut, width, frozen=width.stored if model.frozen else width.compute)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
-    persistent = (*parameters, *beside, *optimizer, *tree.buffers)
+    persistent = (*parameters, *cut.beside, *optimizer, *tree.buffers)
     in_the_loop = () if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
@@ -284,12 +223,12 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         corners=corners(model, first),
         parameters=_every_parameter(tree),
         local_tensors=tensors,
-        root=root,
-        blocks=blocks,
-        trained_root=trained_root,
-        trained_blocks=trained_blocks,
+        root=cut.root,
+        blocks=cut.blocks,
+        trained_root=cut.trained_root,
+        trained_blocks=cut.trained_blocks,
         cast_too=model.adapter is None,
-        trained_kinds=tuple(group.symbol for group in trained_blocks),
+        trained_kinds=tuple(group.symbol for group in cut.trained_blocks),
         tail_elements=sum(parameter.numel for parameter in learning.tail),
         tied_head_elements=0 if learning.tied_head is None else learning.tied_head.numel,
         embedding_elements=max((parameter.numel for parameter in learning.embeddings if len(parameter.shape) > 1), default=0),
@@ -305,30 +244,6 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     )
 
 
-def _parameters(
-    model: ModelSpec, width: Widths, *, first: int | None, tp: int, ep: int
-) -> tuple[Layout, tuple[Line, ...]]:  # fmt: skip
-    """What a rank's groups are made of: tensors as they are split, packed or shared out; and what lies beside packed ones."""
-    if is_quantised(model):
-        from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
-
-        return packed_layout(model, width.compute), scales_of(model)
-    if ep != 1:
-        return _local_layout(model, ep), ()
-    return (layout_by_recomputation(model, first) if tp == 1 else split_layout(model, tp)), ()
-
-
-def _parameter_lines(
-    tree: Layout, groups: tuple[Group, ...], trained: tuple[Group, ...], width: Widths, *, frozen: int
-) -> tuple[tuple[Line, ...], str]:
-    """This rank's chunks, and the symbol of those that are trained; ``frozen`` is the width of what is not. [bytes]"""
-    if trained[0] is groups[0]:  # nothing is frozen
-        return (_parameter_line(tree, groups[0], groups[1:], width.stored),), "P/N"
-    symbol = "P_trained/N"
-    learning = _parameter_line(tree, trained[0], trained[1:], width.stored, what="trained", symbol=symbol)
-    return (_frozen_line(tree, groups, trained, frozen), learning), symbol
-
-
 def _whole_sequences(batch: Batch, ranks: int) -> Line:
     from zeroplan.transformer.context import whole_sequences  # noqa: PLC0415  the others' answers need not wait for it
 
@@ -341,50 +256,6 @@ def _at_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbeddi
     return at_the_embedding(model, compute, batch)
 
 
-def _trained_groups(learning: Layout, n: Int) -> tuple[Group, tuple[Group, ...]]:
-    """What is trained of the root group and of each kind of block, where weights are frozen."""
-    root = _group((*learning.embeddings, *learning.tail), n, "trained_root")
-    return root, tuple(_group(run.parameters, n, f"trained_{run.kind}") for run in learning.runs)
-
-
-def on_host(line: Line) -> Line:
-    """The line as the GPU has it where its memory is the host's: nothing."""
-    return Line(line.kind, 0, f"{line.reason}, in host memory", "0", OFFLOAD)
-
-
-def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
-    shard: Int = 0
-    numel = 0
-    for rows, width in _widths_by_rows(parameters):
-        shard = shard + ceil_div(rows, n) * width
-        numel += rows * width
-    return Group(shard, shard * n, numel, symbol)
-
-
-@lru_cache(maxsize=256)
-def _widths_by_rows(parameters: tuple[Parameter, ...]) -> tuple[tuple[int, int], ...]:
-    """How many rows parameters have, which is what is cut into chunks, and how wide all of so many rows are together."""
-    widths: dict[int, int] = {}
-    for parameter in parameters:
-        rows = parameter.shape[0]
-        widths[rows] = widths.get(rows, 0) + parameter.numel // rows
-    return tuple(widths.items())
-
-
-def _block_groups(tree: Layout, n: Int, ep: int) -> tuple[Group, ...]:
-    if ep == 1:
-        return tuple(_group(run.parameters, n, run.name) for run in tree.runs)
-    from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  the others' answers need not wait for it
-
-    return tuple(block_group(run, n, ep) for run in tree.runs)
-
-
-def _local_layout(model: ModelSpec, ep: int) -> Layout:
-    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  as above
-
-    return local_layout(model, ep)
-
-
 def _reshard(recipe: RecipeSpec) -> bool | int:
     chosen = recipe.fsdp2.reshard_after_forward
     return recipe.zero_stage == 3 if chosen is None else chosen
@@ -394,46 +265,6 @@ def _reshard(recipe: RecipeSpec) -> bool | int:
 def _every_parameter(tree: Layout) -> tuple[Parameter, ...]:
     blocks = tuple(parameter for run in tree.runs for parameter in run.parameters)
     return (*tree.embeddings, *blocks, *tree.tail)
-
-
-def _local_tensors(tree: Layout, n: Int, ep: int) -> tuple[LocalTensor, ...]:
-    if ep != 1:
-        return _local_tensors_with_experts(tree, n, ep)
-
-    def chunk(parameter: Parameter, repeat: int, *, in_block: bool) -> LocalTensor:
-        return LocalTensor((ceil_div(parameter.shape[0], n), *parameter.shape[1:]), repeat, in_block)
-
-    return (
-        *(chunk(parameter, 1, in_block=False) for parameter in tree.embeddings),
-        *(chunk(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters),
-        *(chunk(parameter, 1, in_block=False) for parameter in tree.tail),
-    )
-
-
-def _local_tensors_with_experts(tree: Layout, n: Int, ep: int) -> tuple[LocalTensor, ...]:
-    from zeroplan.engines.fsdp2.experts import chunk  # noqa: PLC0415  as above
-
-    return (
-        *(chunk(parameter, 1, n, ep, in_block=False) for parameter in tree.embeddings),
-        *(chunk(parameter, run.layers, n, ep, in_block=True) for run in tree.runs for parameter in run.parameters),
-        *(chunk(parameter, 1, n, ep, in_block=False) for parameter in tree.tail),
-    )
-
-
-def _parameter_line(
-    tree: Layout, root: Group, blocks: tuple[Group, ...], stored: int, *, what: str = "", symbol: str = "P/N"
-) -> Line:  # fmt: skip
-    elements: Int = root.shard
-    for run, group in zip(tree.runs, blocks, strict=True):
-        elements = elements + run.layers * group.shard
-    every = f"every {what} parameter" if what else "every parameter"
-    return Line(Kind.PARAMETERS, stored * elements, f"this rank's chunk of {every}", f"{stored}·{symbol}", SHARD)
-
-
-def _frozen_line(tree: Layout, groups: tuple[Group, ...], trained: tuple[Group, ...], width: int) -> Line:
-    """What is not trained of the root group and of each kind of block."""
-    root, *blocks = (group._replace(shard=group.shard - one.shard) for group, one in zip(groups, trained, strict=True))
-    return _parameter_line(tree, root, tuple(blocks), width, what="frozen", symbol="(P - P_trained)/N")
 
 
 @lru_cache(maxsize=4096)

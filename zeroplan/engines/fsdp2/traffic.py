@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.fsdp2.buffers import GATHER
-from zeroplan.engines.fsdp2.plan import REDUCE, Group, Plan
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2 import experts
 from zeroplan.engines.fsdp2.buffers import last_gathered, reduce_input, reduce_output_bytes, reduce_output_width
-from zeroplan.engines.fsdp2.plan import REDUCE, Apart, Group, Plan
+from zeroplan.engines.fsdp2.groups import Apart, Group
+from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum

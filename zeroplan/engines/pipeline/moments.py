@@ -11,7 +11,8 @@ from typing import NamedTuple
 from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2 import buffers
 from zeroplan.engines.fsdp2.buffers import kept, reduce_output_bytes
-from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Group, Plan
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Plan
 from zeroplan.engines.pipeline.stage import POSITIONS, StagePlan
 from zeroplan.engines.pipeline.tensor import (
     after_the_forward,

@@ -6,7 +6,8 @@ every pass but those that follow a backward, which leaves its stage unsharded.
 
 from collections.abc import Iterator
 
-from zeroplan.engines.fsdp2.plan import Group, Plan
+from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.traffic import EXPERTS, REPLICAS, ROOT, gather, over_replicas, reduce_scatter
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import Gathers

@@ -1,0 +1,195 @@
+"""How are parameters put into the groups of ``fully_shard``, and cut into chunks?"""
+
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from zeroplan.engines.optimizers import LocalTensor
+from zeroplan.engines.precisions import Widths
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import Int, ceil_div
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families.widths import is_quantised
+from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.params import has_frozen, trained_layout
+from zeroplan.transformer.params_split import split_layout
+from zeroplan.transformer.recomputed import layout_by_recomputation
+
+SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam._init_sharded_param"
+OFFLOAD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffloadPolicy"
+
+
+class Apart(NamedTuple):
+    """The experts of a block, which are sharded among fewer ranks than the rest of it. [elements]"""
+
+    ranks: Int
+    """Ranks that have the same experts."""
+    shard: Int
+    padded: Int
+    numel: int
+    by_the_way: int
+    """What casting them one after the other takes beside all of them, where nothing is gathered."""
+    last: int
+    """Of the last."""
+    narrow: Int
+    """1 where they are sharded along dim 1, else 0."""
+    gathers: Int
+    """1 where another rank has the same experts, else 0."""
+
+
+class Group(NamedTuple):
+    """One ``fully_shard`` unit. [elements]"""
+
+    shard: Int
+    """This rank's chunks, each parameter's dim 0 padded to a multiple of the ranks."""
+    padded: Int
+    """All ranks' chunks together: the size of an all-gather or reduce-scatter buffer."""
+    numel: int
+    """Without padding: what autograd's gradients measure."""
+    symbol: str
+    experts: Apart | None = None
+    """With expert parallelism: of a block with experts those that this rank has; the other fields count them too."""
+
+    @property
+    def whole(self) -> str:
+        """What formulas call ``padded``."""
+        return f"P_{self.symbol}" if self.experts is None else f"(D_{self.symbol} + X_{self.symbol})"
+
+    @property
+    def of_experts(self) -> "Group":
+        """Its experts, as a group."""
+        one = self.experts
+        return self if one is None else Group(one.shard, one.padded, one.numel, self.symbol)
+
+    @property
+    def beside_experts(self) -> "Group":
+        """What is not its experts, as a group."""
+        one = self.experts
+        if one is None:
+            return self
+        return Group(self.shard - one.shard, self.padded - one.padded, self.numel - one.numel, self.symbol)
+
+
+class Cut(NamedTuple):
+    """A model's parameters as a rank has them, and the groups that they are put into."""
+
+    tree: Layout
+    learning: Layout
+    """What of them gets gradients."""
+    beside: tuple[Line, ...]
+    """What lies beside those that are packed."""
+    root: Group
+    blocks: tuple[Group, ...]
+    trained_root: Group
+    trained_blocks: tuple[Group, ...]
+    """What of the groups gets gradients: all of them, unless weights are frozen."""
+
+
+def cut_of(model: ModelSpec, width: Widths, n: Int, *, part: Layout | None, first: int | None, tp: int, ep: int) -> Cut:
+    """Put the parameters of a model, or of a ``part`` of it, into groups and cut these into ``n`` ranks' chunks."""
+    tree, beside = (part, ()) if part is not None else _parameters(model, width, first=first, tp=tp, ep=ep)
+    learning = trained_layout(model) if part is None and has_frozen(model) else tree
+    root, blocks = _group((*tree.embeddings, *tree.tail), n, "root"), _block_groups(tree, n, ep)
+    if learning is tree:
+        return Cut(tree, learning, beside, root, blocks, root, blocks)
+    return Cut(tree, learning, beside, root, blocks, *_trained_groups(learning, n))
+
+
+def _parameters(
+    model: ModelSpec, width: Widths, *, first: int | None, tp: int, ep: int
+) -> tuple[Layout, tuple[Line, ...]]:  # fmt: skip
+    """What a rank's groups are made of: tensors as they are split, packed or shared out; and what lies beside packed ones."""
+    if is_quantised(model):
+        from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
+
+        return packed_layout(model, width.compute), scales_of(model)
+    if ep != 1:
+        return _local_layout(model, ep), ()
+    return (layout_by_recomputation(model, first) if tp == 1 else split_layout(model, tp)), ()
+
+
+def _block_groups(tree: Layout, n: Int, ep: int) -> tuple[Group, ...]:
+    if ep == 1:
+        return tuple(_group(run.parameters, n, run.name) for run in tree.runs)
+    from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  the others' answers need not wait for it
+
+    return tuple(block_group(run, n, ep) for run in tree.runs)
+
+
+def _local_layout(model: ModelSpec, ep: int) -> Layout:
+    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  as above
+
+    return local_layout(model, ep)
+
+
+def _trained_groups(learning: Layout, n: Int) -> tuple[Group, tuple[Group, ...]]:
+    """What is trained of the root group and of each kind of block, where weights are frozen."""
+    root = _group((*learning.embeddings, *learning.tail), n, "trained_root")
+    return root, tuple(_group(run.parameters, n, f"trained_{run.kind}") for run in learning.runs)
+
+
+def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
+    shard: Int = 0
+    numel = 0
+    for rows, width in _widths_by_rows(parameters):
+        shard = shard + ceil_div(rows, n) * width
+        numel += rows * width
+    return Group(shard, shard * n, numel, symbol)
+
+
+@lru_cache(maxsize=256)
+def _widths_by_rows(parameters: tuple[Parameter, ...]) -> tuple[tuple[int, int], ...]:
+    """How many rows parameters have, which is what is cut into chunks, and how wide all of so many rows are together."""
+    widths: dict[int, int] = {}
+    for parameter in parameters:
+        rows = parameter.shape[0]
+        widths[rows] = widths.get(rows, 0) + parameter.numel // rows
+    return tuple(widths.items())
+
+
+def local_tensors(tree: Layout, n: Int, ep: int) -> tuple[LocalTensor, ...]:
+    """This rank's chunks of the parameters of a layout, in its order."""
+    chunk = partial(_chunk, n=n)
+    if ep != 1:
+        from zeroplan.engines.fsdp2.experts import chunk as chunk_of_experts  # noqa: PLC0415  as above
+
+        chunk = partial(chunk_of_experts, n=n, ep=ep)
+    return (
+        *(chunk(parameter, 1, in_block=False) for parameter in tree.embeddings),
+        *(chunk(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters),
+        *(chunk(parameter, 1, in_block=False) for parameter in tree.tail),
+    )
+
+
+def _chunk(parameter: Parameter, repeat: int, *, n: Int, in_block: bool) -> LocalTensor:
+    return LocalTensor((ceil_div(parameter.shape[0], n), *parameter.shape[1:]), repeat, in_block)
+
+
+def parameter_lines(cut: Cut, width: Widths, *, frozen: int) -> tuple[tuple[Line, ...], str]:
+    """This rank's chunks, and the symbol of those that are trained; ``frozen`` is the width of what is not. [bytes]"""
+    if cut.trained_root is cut.root:  # nothing is frozen
+        return (_parameter_line(cut.tree, cut.root, cut.blocks, width.stored),), "P/N"
+    symbol = "P_trained/N"
+    learning = _parameter_line(cut.tree, cut.trained_root, cut.trained_blocks, width.stored, what="trained", symbol=symbol)
+    return (_frozen_line(cut, frozen), learning), symbol
+
+
+def _parameter_line(
+    tree: Layout, root: Group, blocks: tuple[Group, ...], stored: int, *, what: str = "", symbol: str = "P/N"
+) -> Line:  # fmt: skip
+    elements: Int = root.shard
+    for run, group in zip(tree.runs, blocks, strict=True):
+        elements = elements + run.layers * group.shard
+    every = f"every {what} parameter" if what else "every parameter"
+    return Line(Kind.PARAMETERS, stored * elements, f"this rank's chunk of {every}", f"{stored}·{symbol}", SHARD)
+
+
+def _frozen_line(cut: Cut, width: int) -> Line:
+    """What is not trained of the root group and of each kind of block."""
+    groups, trained = (cut.root, *cut.blocks), (cut.trained_root, *cut.trained_blocks)
+    root, *blocks = (group._replace(shard=group.shard - one.shard) for group, one in zip(groups, trained, strict=True))
+    return _parameter_line(cut.tree, root, tuple(blocks), width, what="frozen", symbol="(P - P_trained)/N")
+
+
+def on_host(line: Line) -> Line:
+    """The line as the GPU has it where its memory is the host's: nothing."""
+    return Line(line.kind, 0, f"{line.reason}, in host memory", "0", OFFLOAD)
