@@ -32,7 +32,10 @@ def ring_attention(tape: Tape, heads: Heads, ranks: int) -> Attended:
     tape.scratch.clear()
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        return _backward(tape, heads, ranks)
+        going = _Round(tape, heads, ranks)
+        for other in range(1, ranks):
+            going.turn(other)
+        return going.end()
 
     operands = heads.query, heads.key, heads.value
     tape.add("attention", (made,), (*(one.store for one in operands), made.store, sums), backward)
@@ -104,48 +107,73 @@ def _merged(tape: Tape, sums: Store, merged: Store) -> tuple[Store, Store]:
     return new_sums, new
 
 
-def _backward(tape: Tape, heads: Heads, ranks: int) -> Arriving:
-    def make(reason: str, formula: str) -> Store:
-        return tape.make(GRADIENT, reason, formula, BACKWARD)
+class _Round:
+    """What the rank holds while gradients of keys and values go round, from its own keys to the last rank's."""
 
-    def kernel(queries: str) -> tuple[Store, ...]:
+    def __init__(self, tape: Tape, heads: Heads, ranks: int) -> None:
+        """Begin with the rank's own keys."""
+        self.tape, self.heads, self.ranks = tape, heads, ranks
+        self.queries = self._made("gradient of the queries, fp32", "4·T·q")
+        self.own: tuple[Store, ...] = (
+            self._made("gradient of the keys, fp32", "4·T·k"), self._made("gradient of the values, fp32", "4·T·v")
+        )  # fmt: skip
+        self.copies, self.pair = _copies(tape, heads, BACKWARD), self._held("keys and values, to be sent", _PAIR)
+        self.whole = self._held("keys and values of all ranks", f"{ranks}·{_PAIR}")
+        self.parts = self._kernel("T")
+        flat = () if heads.one_key else (
+            self._made("gradient of the keys, flat", "4·T·k"), self._made("gradient of the values, flat", "4·T·v")
+        )  # fmt: skip
+        self.sent = self._sent()
+        tape.drop(*flat)
+        self.come = self._come()
+        self.half_sums: tuple[Store, ...] = ()
+
+    def turn(self, other: int) -> None:
+        """The keys of another rank, to which half of the queries belong."""
+        tape = self.tape
+        if other < self.ranks - 1:
+            another = self._held("keys and values, in vain", _PAIR)
+            tape.drop(self.pair)
+            self.pair = another
+        half = (self._held("half of the log-sum-exp", "4·T/2·a"),)
+        tape.drop(*self.half_sums, *(self.copies if other == 1 else ()))
+        self.half_sums = half
+        new = self._kernel("T/2")
+        tape.drop(*self.parts, self.sent, *self.own)
+        self.parts, self.own = new, (self.come,)
+        self.sent, self.come = self._sent(), self._come()
+        another = self._made("gradient of the queries, fp32", "4·T·q")
+        tape.drop(self.queries)
+        self.queries = another
+
+    def end(self) -> Arriving:
+        """What is handed on, in the dtype of what it is of."""
+        tape, heads = self.tape, self.heads
+        of_queries = gradient(tape, heads.query, "gradient of the queries", BACKWARD)
+        tape.drop(self.queries)
+        both = self._made("gradients of keys and values", _PAIR)
+        tape.hold(both)
+        tape.drop(self.sent, *self.own, self.pair, *self.parts, self.come, self.whole, *self.half_sums)
+        return [(heads.query, of_queries), (heads.key, both), (heads.value, both)]
+
+    def _made(self, reason: str, formula: str) -> Store:
+        return self.tape.make(GRADIENT, reason, formula, BACKWARD)
+
+    def _held(self, reason: str, formula: str) -> Store:
+        return self.tape.make(TEMPORARY, reason, formula, BACKWARD)
+
+    def _sent(self) -> Store:
+        return self._made("gradients of keys and values, to be sent, fp32", "4·T·(k+v)")
+
+    def _come(self) -> Store:
+        return self._made("gradients of keys and values that come, fp32", "4·T·(k+v)")
+
+    def _kernel(self, queries: str) -> tuple[Store, ...]:
         made = (
-            make("gradient of the queries from one rank's keys", f"e·{queries}·q"),
-            make("of its keys", "e·T·k"),
-            make("of its values", "e·T·v"),
+            self._made("gradient of the queries from one rank's keys", f"e·{queries}·q"),
+            self._made("of its keys", "e·T·k"),
+            self._made("of its values", "e·T·v"),
         )
-        tape.drop(tape.make(TEMPORARY, FLASH_SCRATCH, flash_scratch(grouped=heads.grouped), FLASH_BACKWARD))
+        scratch = flash_scratch(grouped=self.heads.grouped)
+        self.tape.drop(self.tape.make(TEMPORARY, FLASH_SCRATCH, scratch, FLASH_BACKWARD))
         return made
-
-    queries = make("gradient of the queries, fp32", "4·T·q")
-    own: tuple[Store, ...] = make("gradient of the keys, fp32", "4·T·k"), make("gradient of the values, fp32", "4·T·v")
-    copies, pair = _copies(tape, heads, BACKWARD), tape.make(TEMPORARY, "keys and values, to be sent", _PAIR, BACKWARD)
-    whole = tape.make(TEMPORARY, "keys and values of all ranks", f"{ranks}·{_PAIR}", BACKWARD)
-    parts = kernel("T")
-    flat = () if heads.one_key else (make("gradient of the keys, flat", "4·T·k"), make("gradient of the values, flat", "4·T·v"))
-    sent = make("gradients of keys and values, to be sent, fp32", "4·T·(k+v)")
-    tape.drop(*flat)
-    come = make("gradients of keys and values that come, fp32", "4·T·(k+v)")
-    half_sums: tuple[Store, ...] = ()
-    for other in range(1, ranks):
-        if other < ranks - 1:
-            another = tape.make(TEMPORARY, "keys and values, in vain", _PAIR, BACKWARD)
-            tape.drop(pair)
-            pair = another
-        half = (tape.make(TEMPORARY, "half of the log-sum-exp", "4·T/2·a", BACKWARD),)
-        tape.drop(*half_sums, *(copies if other == 1 else ()))
-        half_sums = half
-        new = kernel("T/2")
-        tape.drop(*parts, sent, *own)
-        parts, own = new, (come,)
-        sent = make("gradients of keys and values, to be sent, fp32", "4·T·(k+v)")
-        come = make("gradients of keys and values that come, fp32", "4·T·(k+v)")
-        another = make("gradient of the queries, fp32", "4·T·q")
-        tape.drop(queries)
-        queries = another
-    of_queries = gradient(tape, heads.query, "gradient of the queries", BACKWARD)
-    tape.drop(queries)
-    both = make("gradients of keys and values", _PAIR)
-    tape.hold(both)
-    tape.drop(sent, *own, pair, *parts, come, whole, *half_sums)
-    return [(heads.query, of_queries), (heads.key, both), (heads.value, both)]
