@@ -10,19 +10,11 @@ from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.engines.pipeline.moments import (
-    Rank,
-    accumulated,
-    as_made,
-    earlier_gradients,
-    in_elements,
-    kept_of_all,
-    root_names,
-    sizes_of_block,
-    taken_up,
-    unsharded_parameters,
-)
+from zeroplan.engines.pipeline.backward import root_names, sizes_of_block, taken_up
+from zeroplan.engines.pipeline.forward import earlier_gradients
+from zeroplan.engines.pipeline.lines import accumulated, as_made, in_elements, kept_of_all, unsharded_parameters
 from zeroplan.engines.pipeline.stage import StagePlan
+from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase

@@ -1,0 +1,145 @@
+"""What waits on a pipeline rank while a stage takes a pass: what micro-batches keep, what other stages hold, what is sent."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zeroplan.engines.formulas import several
+from zeroplan.engines.fsdp2.plan import REDUCE, Plan
+from zeroplan.engines.pipeline.lines import AT_ONCE, HALVES, accumulated, as_made, in_elements, unsharded_parameters
+from zeroplan.engines.pipeline.stage import StagePlan
+from zeroplan.engines.pipeline.walk import State
+from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.numeric import Int
+
+
+class Rank(NamedTuple):
+    """A pipeline rank: its stages in the order of their layers, and what is there at every moment."""
+
+    number: int
+    stages: tuple[StagePlan, ...]
+    standing: tuple[Line, ...]
+    """Shards, optimizer state, the step's token ids or labels, receive buffers."""
+    passing: tuple[Line, ...] = ()
+    """What is there as long as passes are taken, and not when the optimizer steps."""
+
+
+def most_waits(rank: Rank, states: tuple[State, ...]) -> list[tuple[State, tuple[Line, ...]]]:
+    """What a pass takes is the same each time, so that it is highest where most waits; of columns that cannot be said."""
+    sizes = tuple(map(_sizes, rank.stages))
+    if not all(isinstance(size, int) for one in sizes for size in one):
+        return [(state, waiting_lines(rank, state)) for state in states]
+    highest: dict[object, tuple[int, State]] = {}
+    for state in states:
+        n_bytes = int(_waiting_bytes(rank, state, sizes))
+        alike = (state.kind, state.chunk, state.whole[state.chunk], state.earlier[state.chunk], state.begins,
+                 state.fresh and state.fresh[state.chunk])  # fmt: skip
+        if alike not in highest or n_bytes > highest[alike][0]:
+            highest[alike] = (n_bytes, state)
+    return [(state, waiting_lines(rank, state)) for _, state in highest.values()]
+
+
+class _Sizes(NamedTuple):
+    """What a stage takes of each thing that waits. [bytes]"""
+
+    kept: Int
+    output: Int
+    hidden: Int
+    shards: Int
+    gradients: Int
+    between: Int
+    fresh: Int
+
+
+def _sizes(stage: StagePlan) -> _Sizes:
+    plan = stage.plan
+    shards = plan.width.stored * plan.shards(plan.every_layer, root=True)
+    gradients = accumulated(plan, plan.every_layer, root=True).n_bytes
+    fresh = plan.width.compute * plan.numel
+    return _Sizes(
+        stage.kept_bytes, stage.output_bytes, stage.hidden_bytes, shards, gradients, stage.between_bytes, fresh
+    )  # fmt: skip
+
+
+def _waiting_bytes(rank: Rank, state: State, sizes: tuple[_Sizes, ...]) -> Int:
+    """The sum of what :func:`waiting_lines` lists, but for what is there at every moment. [bytes]"""
+    n_bytes: Int = state.sent * sizes[0].hidden
+    for at, one in enumerate(sizes):
+        n_bytes = n_bytes + state.flying[at] * one.kept + state.outputs[at] * one.output
+        if at != state.chunk:
+            n_bytes = n_bytes + total_bytes(_parameters_of_another(rank.stages[at].plan, state, at))
+            n_bytes = n_bytes + (one.shards if state.reduced[at] else one.gradients * state.earlier[at])
+        if state.between:
+            left = at != state.chunk and not state.reduced[at]
+            n_bytes = n_bytes + state.between[at] * one.between + (one.fresh * state.fresh[at] if left else 0)
+    return n_bytes
+
+
+STAGE = "torch 2.13, torch/distributed/pipelining/stage.py, forward_one_chunk"
+BETWEEN = "kept by micro-batches between the halves of their backward, gradients among it"
+SENT = "torch 2.13, torch/distributed/pipelining/schedules.py, _batch_p2p"
+
+
+def waiting_lines(rank: Rank, state: State) -> tuple[Line, ...]:
+    """Everything that does not belong to the pass that is taken."""
+    flying = tuple((count, stage.kept_bytes) for count, stage in zip(state.flying, rank.stages, strict=True))
+    outputs = tuple((count, stage.output_bytes) for count, stage in zip(state.outputs, rank.stages, strict=True))
+    logits = tuple(one for one, stage in zip(outputs, rank.stages, strict=True) if stage.stage.is_last)
+    hidden = tuple(one for one, stage in zip(outputs, rank.stages, strict=True) if not stage.stage.is_last)
+    sent = ((state.sent, rank.stages[0].hidden_bytes),)
+    between = tuple((count, stage.between_bytes) for count, stage in zip(state.between, rank.stages, strict=False))
+    return (
+        *rank.standing,
+        *rank.passing,
+        _of_several(Kind.ACTIVATIONS, flying, "kept by the micro-batches in flight beside this one", STAGE),
+        *([_of_several(Kind.ACTIVATIONS, between, BETWEEN, HALVES)] if between else ()),
+        _of_several(Kind.ACTIVATIONS, hidden, "outputs of stages, until their backward or as long as a send holds them", STAGE),
+        _of_several(Kind.LOGITS, logits, "logits, until the backward of their micro-batch has ended", STAGE),
+        _of_several(Kind.ACTIVATION_GRADIENTS, sent, "gradients of inputs, as long as a send holds them", SENT),
+        *_other_stages(rank, state),
+    )
+
+
+def _of_several(kind: Kind, terms: tuple[tuple[int, Int], ...], reason: str, source: str) -> Line:
+    """So many of each size."""
+    n_bytes: Int = 0
+    for count, size in terms:
+        n_bytes = n_bytes + count * size
+    return Line(kind, n_bytes, reason, several(*terms), source)
+
+
+def _other_stages(rank: Rank, state: State) -> Iterator[Line]:
+    for at, stage in enumerate(rank.stages):
+        if at == state.chunk:
+            continue
+        plan = stage.plan
+        yield from _parameters_of_another(plan, state, at)
+        if state.reduced[at]:
+            shards = plan.width.stored * plan.shards(plan.every_layer, root=True)
+            line = Line(Kind.GRADIENTS, shards, "this rank's chunk of another stage's gradients", source=REDUCE)
+            yield in_elements(line, plan.width.stored)
+            continue
+        if state.earlier[at]:
+            yield accumulated(plan, plan.every_layer, root=True, whose="another stage's")
+        if state.fresh and state.fresh[at]:
+            yield as_made(plan, plan.every_layer, root=True, whose="another stage's")
+
+
+def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...]:
+    """Of a stage whose pass this is not: gathered before its first one, then unsharded, or at least what is outside its blocks."""
+    if state.reduced[at]:
+        return ()
+    if not state.has_begun(at):
+        n_bytes = plan.gathers * plan.width.compute * _gathered_elements(plan)
+        gathered = Line(Kind.GATHER, n_bytes, "another stage's parameters, gathered ahead", source=AT_ONCE)
+        return (in_elements(gathered, plan.width.compute),)
+    layers = plan.every_layer if state.whole[at] else tuple(0 for _ in plan.blocks)
+    return (unsharded_parameters(plan, layers, "another stage's parameters, unsharded"),)
+
+
+def _gathered_elements(plan: Plan) -> Int:
+    """All parameters of a stage that are gathered: experts that no other rank has are not."""
+    elements: Int = plan.root.padded
+    for count, group in zip(plan.every_layer, plan.blocks, strict=True):
+        alone = 0 if group.experts is None else (1 - group.experts.gathers) * group.experts.padded
+        elements = elements + count * (group.padded - alone)
+    return elements
