@@ -9,7 +9,7 @@ import pytest
 
 from tests.formulas import assert_explained
 from zeroplan.engines.pipeline import accounts, accounts_of, highest_of, ranks_in_question
-from zeroplan.engines.pipeline.split_walk import split_states
+from zeroplan.engines.pipeline.halves_walk import split_states
 from zeroplan.engines.pipeline.walk import Place, gathers, states
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate, needed

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from zeroplan.engines.pipeline.halves_order import zero_bubble
+from zeroplan.engines.pipeline.halves_walk import order_of
 from zeroplan.engines.pipeline.order import Action, interleaved
-from zeroplan.engines.pipeline.split_order import zero_bubble
-from zeroplan.engines.pipeline.split_walk import order_of
 from zeroplan.engines.pipeline.walk import Place
 from zeroplan.estimator import account_of, estimate
 from zeroplan.resolve import job

@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 import torch
 
 from zeroplan.comparison import compare_with_estimate
+from zeroplan.engines.pipeline.halves_order import v_shaped, zero_bubble
 from zeroplan.engines.pipeline.order import interleaved
-from zeroplan.engines.pipeline.split_order import v_shaped, zero_bubble
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.batch import BatchSpec

@@ -11,7 +11,7 @@ one link.
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.pipeline.split_walk import order_of
+from zeroplan.engines.pipeline.halves_walk import order_of
 from zeroplan.engines.pipeline.stage import layers_of
 from zeroplan.engines.pipeline.traffic import SEND
 from zeroplan.engines.pipeline.walk import Place

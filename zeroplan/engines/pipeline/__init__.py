@@ -14,8 +14,8 @@ from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Sym
 from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.optimizers import step_temporary_lines
+from zeroplan.engines.pipeline.halves_walk import left_over, split_states
 from zeroplan.engines.pipeline.moments import moments_of
-from zeroplan.engines.pipeline.split_walk import left_over, split_states
 from zeroplan.engines.pipeline.stage import StagePlan, stage_plans
 from zeroplan.engines.pipeline.traffic import collectives
 from zeroplan.engines.pipeline.waiting import Rank

@@ -21,7 +21,7 @@ def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Moment]:
     """Every moment of a step at which the rank's memory can be highest, its optimizer's step left out."""
     makers: dict[str, Maker] = {"forward": forward, "backward": backward, "reducing": reducing}
     if any(state.between for state in states):
-        from zeroplan.engines.pipeline.split import first_half, second_half  # noqa: PLC0415  the other schedules' answers need not wait
+        from zeroplan.engines.pipeline.halves import first_half, second_half  # noqa: PLC0415  the other schedules' answers need not wait
 
         makers |= {"input": first_half, "weights": second_half}
     for state, waiting in most_waits(rank, states):

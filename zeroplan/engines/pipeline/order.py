@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Pass = Literal["forward", "backward", "input", "weights"]
-"""The last two are the halves of a backward that is split (``split_order.py``)."""
+"""The last two are the halves of a backward that is split (``halves_order.py``)."""
 
 
 class Action(NamedTuple):

@@ -36,7 +36,7 @@ class State(NamedTuple):
     begins: bool = False
     """It is the stage's first pass of the step, before which all of it was sharded."""
     between: tuple[int, ...] = ()
-    """Of schedules that split backwards (``split_walk.py``): micro-batches between the two halves of their backward."""
+    """Of schedules that split backwards (``halves_walk.py``): micro-batches between the two halves of their backward."""
     fresh: tuple[int, ...] = ()
     """Of the same: 1 where gradients of weights are as they were made, and not taken up yet."""
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal
 
+from zeroplan.engines.pipeline.halves_order import v_shaped, zero_bubble
 from zeroplan.engines.pipeline.order import Action, Pass
-from zeroplan.engines.pipeline.split_order import v_shaped, zero_bubble
 from zeroplan.engines.pipeline.walk import Place, State, highest
 
 
