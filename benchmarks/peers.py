@@ -37,7 +37,7 @@ def zeroplan_estimate() -> Answer:
 def zeroplan_verify() -> Answer:
     """The engine itself, simulated."""
     from zeroplan import job
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     ready = job(model="llama-2-7b", gpus=GPUS, stage=3, engine="fsdp2", seq_len=TOKENS, optimizer_impl="forloop")
     return lambda: simulate(ready, rank=0, steps=2).steady.peak.peak_bytes

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from tests.causal_models import causal_model  # noqa: E402
 from tests.verify.unwatched import plain_kernels  # noqa: E402
-from zeroplan.verify.allocations import Timeline, mark, recorded  # noqa: E402
+from zeroplan.verify.watching.allocations import Timeline, mark, recorded  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

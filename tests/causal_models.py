@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from zeroplan.verify.workload import config  # noqa: E402
+from zeroplan.verify.training.workload import config  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -83,7 +83,7 @@ def causal_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None
 
 def adapted_model(spec: ModelSpec, compute: Compute, *, layers: int | None = None) -> PreTrainedModel:
     pytest.importorskip("peft")
-    from zeroplan.verify.adapters import with_adapters
+    from zeroplan.verify.training.adapters import with_adapters
 
     model = causal_model(replace(spec, adapter=None), compute._replace(autocast=False), layers=layers)
     recipe = RecipeSpec(engine="ddp", zero_stage=0, precision="bf16-mixed" if compute.autocast else "bf16")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zeroplan.verify.cycles import collected_when_told
+from zeroplan.verify.watching.cycles import collected_when_told
 
 
 @pytest.hookimpl(tryfirst=True)

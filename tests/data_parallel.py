@@ -16,7 +16,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.verify.allocations import Timeline, mark, recorded
+from zeroplan.verify.watching.allocations import Timeline, mark, recorded
 
 STEPS = 3
 

@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import causal_model  # noqa: E402
-from zeroplan.verify.card import CARD, install  # noqa: E402
-from zeroplan.verify.run import fake_tensors  # noqa: E402
-from zeroplan.verify.timeline import Timeline  # noqa: E402
-from zeroplan.verify.tracker import Tracker  # noqa: E402
+from zeroplan.verify.pretended.card import CARD, install  # noqa: E402
+from zeroplan.verify.training.run import fake_tensors  # noqa: E402
+from zeroplan.verify.watching.timeline import Timeline  # noqa: E402
+from zeroplan.verify.watching.tracker import Tracker  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -187,9 +187,9 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the one rank of a task do in this process what it does in one of its own."""
     import torch.distributed as dist
 
-    from zeroplan.verify import launch
     from zeroplan.verify.failures import text_of, whose
-    from zeroplan.verify.rank import measure
+    from zeroplan.verify.processes import launch
+    from zeroplan.verify.processes.rank import measure
     from zeroplan.verify.task import Task
 
     def done_here(task: Task, *, keep: Callable[[Measurement], None], say: Callable[[str], None]) -> None:
@@ -442,7 +442,7 @@ def test_records_are_kept_of_the_ranks_that_finished(here: Path):
     from tests.measured_twins import twin
     from zeroplan.errors import MeasurementError
     from zeroplan.spec.mesh import MeshSpec
-    from zeroplan.verify.launch import Listener, Started, listen
+    from zeroplan.verify.processes.launch import Listener, Started, listen
     from zeroplan.verify.record import write_record
     from zeroplan.verify.task import Task
 

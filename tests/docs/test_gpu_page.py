@@ -9,7 +9,7 @@ import pytest
 
 from tests.docs.pages import ROOT, blocks
 from zeroplan.errors import MeasurementError
-from zeroplan.verify.matrix import read_matrix, shipped
+from zeroplan.verify.cases.matrix import read_matrix, shipped
 
 PAGE = ROOT / "docs" / "verify-on-gpus.md"
 LINES = [line for block in blocks(PAGE, "bash") for line in block.replace("\\\n", " ").splitlines()]

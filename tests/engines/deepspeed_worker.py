@@ -27,7 +27,7 @@ from zeroplan.export.deepspeed import configuration
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.verify.allocations import Timeline, mark, recorded
+from zeroplan.verify.watching.allocations import Timeline, mark, recorded
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.causal_models import causal_model
 from zeroplan.transformer.blocks import Compute
-from zeroplan.verify.allocations import Timeline, mark, recorded
+from zeroplan.verify.watching.allocations import Timeline, mark, recorded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

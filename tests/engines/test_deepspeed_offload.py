@@ -117,7 +117,7 @@ def test_every_line_is_explained(name: str, grad_accum: int):
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_on_cpu_tensors_offload_cannot_be_told_apart(engine: str):
     pytest.importorskip("torch")
-    from zeroplan.verify.cpu import measured
+    from zeroplan.verify.backends.cpu import measured
 
     away = job(model="gpt2", gpus=2, stage=3, engine=engine, offload_optimizer="cpu", offload_param="cpu")
     with pytest.raises(MeasurementError, match="use --backend simulate"):

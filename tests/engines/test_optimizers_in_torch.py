@@ -13,7 +13,7 @@ from zeroplan.spec.recipe import Optimizer, OptimizerImpl
 
 torch = pytest.importorskip("torch")
 
-from zeroplan.verify.allocations import mark, recorded  # noqa: E402  it imports torch
+from zeroplan.verify.watching.allocations import mark, recorded  # noqa: E402  it imports torch
 
 pytestmark = pytest.mark.torch
 

@@ -42,9 +42,9 @@ def test_a_split_model_trains_on_shared_sequences(
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed import device_mesh
 
-    from zeroplan.verify.card import install
-    from zeroplan.verify.run import _real_meshes, fake_ranks, fake_tensors
-    from zeroplan.verify.tracker import Tracker
+    from zeroplan.verify.pretended.card import install
+    from zeroplan.verify.training.run import _real_meshes, fake_ranks, fake_tensors
+    from zeroplan.verify.watching.tracker import Tracker
 
     text = script(tmp_path, gpus=8, replicas=2, recompute="full", grad_accum=2, tensor_parallel=2, context_parallel=2)
     for there, instead in SAID.items():

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
 
 #: Imported once; every case begins as a copy of that process. Not DeepSpeed, which patches torch.
-_READY = ["zeroplan.verify.simulate", "transformers.models.auto.modeling_auto"]
+_READY = ["zeroplan.verify.backends.simulate", "transformers.models.auto.modeling_auto"]
 
 
 def main() -> None:
@@ -138,7 +138,7 @@ def _measure(job: JobSpec, answer: Connection) -> None:
 def _simulated(job: JobSpec) -> Measurement:
     import torch
 
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     torch.set_num_threads(1)
     began = time.process_time()

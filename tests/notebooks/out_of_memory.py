@@ -16,16 +16,16 @@ from tests.notebooks.executed import FOLDER
 from zeroplan import Phase, estimate, job
 from zeroplan.allocator import CachingAllocator, Chunk
 from zeroplan.engines.device import workspace
-from zeroplan.verify.card import CARD, install
-from zeroplan.verify.recording import LIFTED, STILL_HELD, Block
-from zeroplan.verify.run import run
-from zeroplan.verify.tracker import Tracker
+from zeroplan.verify.pretended.card import CARD, install
+from zeroplan.verify.training.run import run
+from zeroplan.verify.watching.recording import LIFTED, STILL_HELD, Block
+from zeroplan.verify.watching.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from zeroplan.spec.job import JobSpec
-    from zeroplan.verify.tracker import _Watch
+    from zeroplan.verify.watching.tracker import _Watch
 
 SNAPSHOT = FOLDER / "out-of-memory.pickle.xz"
 JOB = {"model": "llama-3.2-1b", "gpus": 1, "gpu": "rtx-4090-24gb", "seq_len": 4096, "optimizer_impl": "fused"}

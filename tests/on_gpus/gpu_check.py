@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from zeroplan.measurement import Measurement
-    from zeroplan.verify.results import Result
+    from zeroplan.verify.cases.results import Result
 
 _PRIVATE = {
     "a path": re.compile(r"(?:^|[\s'\"(=:])(?:/(?:home|Users|root|mnt|data|tmp|var|opt|scratch|work|lustre|gpfs|nfs|srv|private|"

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.estimator import estimate
 from zeroplan.records import read_record
+from zeroplan.verify.cases.results import Result, read_results
+from zeroplan.verify.cases.verdicts import Judged, judged
 from zeroplan.verify.record import run_name
-from zeroplan.verify.results import Result, read_results
 from zeroplan.verify.task import Task
-from zeroplan.verify.verdicts import Judged, judged
 
 if TYPE_CHECKING:
     from zeroplan.ledger import Band

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroplan.verify.matrix import read_matrix
+from zeroplan.verify.cases.matrix import read_matrix
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "card.sh"

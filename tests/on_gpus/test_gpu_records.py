@@ -15,8 +15,8 @@ from tests.on_gpus import calibrate, gpu_check, gpu_page, gpu_records
 from zeroplan import estimate
 from zeroplan.engines.device_figures import figures
 from zeroplan.measurement import AllocatorMeasured, AttentionMeasured, BlocksMeasured, CardMeasured, Environment, Measurement
+from zeroplan.verify.cases.results import Result, opened
 from zeroplan.verify.record import write_record
-from zeroplan.verify.results import Result, opened
 from zeroplan.verify.task import Task
 
 GB = 10**9

@@ -58,9 +58,9 @@ def test_modules_are_imported_by_name_in_few_places():
         "cli/plotting.py",
         "cli/quick.py",
         "estimator.py",
-        "verify/deepspeed.py",
-        "verify/warm.py",
-        "verify/workload.py",
+        "verify/processes/warm.py",
+        "verify/training/deepspeed.py",
+        "verify/training/workload.py",
     ]
 
 

@@ -17,7 +17,7 @@ from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
 from zeroplan.transformer.families.widths import WITHOUT_SDPA
 from zeroplan.transformer.head import head_pass
-from zeroplan.verify.allocations import Allocation
+from zeroplan.verify.watching.allocations import Allocation
 
 pytestmark = pytest.mark.torch
 

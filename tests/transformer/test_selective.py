@@ -18,7 +18,7 @@ from zeroplan.comparison import cpu_bytes  # noqa: E402
 from zeroplan.spec.batch import BatchSpec  # noqa: E402
 from zeroplan.transformer.activations import block_pass  # noqa: E402
 from zeroplan.transformer.blocks import Compute  # noqa: E402
-from zeroplan.verify.allocations import mark, recorded  # noqa: E402
+from zeroplan.verify.watching.allocations import mark, recorded  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

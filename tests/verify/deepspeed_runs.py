@@ -27,12 +27,12 @@ import torch
 from tests.verify.unwatched import Peaks, tracked_peaks, unwatched_peaks, watched
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
-from zeroplan.verify.cycles import collected_when_told
-from zeroplan.verify.engines import stored_dtype
-from zeroplan.verify.workload import Workload, workload
+from zeroplan.verify.training.engines import stored_dtype
+from zeroplan.verify.training.workload import Workload, workload
+from zeroplan.verify.watching.cycles import collected_when_told
 
 if TYPE_CHECKING:
-    from zeroplan.verify.tracker import Tracker
+    from zeroplan.verify.watching.tracker import Tracker
 
 STEPS = 3
 
@@ -72,7 +72,7 @@ def calls(tracker: Tracker) -> list[str]:
 
 def simulated(job: JobSpec, rank: int) -> dict[str, object]:
     """The record that ``zeroplan verify`` leaves."""
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     return asdict(simulate(job, rank=rank, steps=STEPS, all_layers=False))
 

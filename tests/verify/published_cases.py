@@ -20,17 +20,17 @@ from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.recomputation import checkpoint_options
-from zeroplan.verify.replay import replay
-from zeroplan.verify.run import fake_ranks, fake_tensors, run
-from zeroplan.verify.tracker import Tracker
-from zeroplan.verify.workload import Workload
+from zeroplan.verify.training.recomputation import checkpoint_options
+from zeroplan.verify.training.run import fake_ranks, fake_tensors, run
+from zeroplan.verify.training.workload import Workload
+from zeroplan.verify.watching.replay import replay
+from zeroplan.verify.watching.tracker import Tracker
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from zeroplan.spec.recipe import Recompute
-    from zeroplan.verify.recording import Recording
+    from zeroplan.verify.watching.recording import Recording
 
 
 def shown_peaks(recording: Recording, *, workspace_bytes: int) -> dict[tuple[int, Phase], int]:

@@ -29,12 +29,12 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import MIB
-from zeroplan.verify.replay import replay
-from zeroplan.verify.run import answered, fake_ranks, fake_tensors
-from zeroplan.verify.tracker import Tracker
+from zeroplan.verify.training.run import answered, fake_ranks, fake_tensors
+from zeroplan.verify.watching.replay import replay
+from zeroplan.verify.watching.tracker import Tracker
 
 if TYPE_CHECKING:
-    from zeroplan.verify.recording import Recording
+    from zeroplan.verify.watching.recording import Recording
 
 WIDTH, LAYERS, HEADS, VOCAB, SEQUENCE, RANKS, STEPS = 4096, 32, 32, 50000, 512, 4, 2
 

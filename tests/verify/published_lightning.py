@@ -20,15 +20,15 @@ from zeroplan.catalog.model import model
 from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.verify.engines import _reduced_at_once
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.run import fake_ranks, fake_tensors
-from zeroplan.verify.tracker import Tracker
+from zeroplan.verify.training.engines import _reduced_at_once
+from zeroplan.verify.training.run import fake_ranks, fake_tensors
+from zeroplan.verify.watching.tracker import Tracker
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from zeroplan.verify.recording import Recording
+    from zeroplan.verify.watching.recording import Recording
 
 WIDTH, LAYERS, VOCAB, BLOCK = 1024, 32, 33278, 35
 

@@ -72,10 +72,10 @@ def main(folder: Path) -> None:
     import torch._dynamo  # optimizers ask for it in their first step
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import zeroplan.verify.cpu
+    import zeroplan.verify.backends.cpu
 
     if find_spec("deepspeed"):
-        import zeroplan.verify.deepspeed  # noqa: F401
+        import zeroplan.verify.training.deepspeed  # noqa: F401
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
@@ -103,8 +103,8 @@ def _child(folder: Path, transport: str, ranks: int, rank: int) -> int:
 def _answer(transport: Any, ranks: int, rank: int, store: Path) -> dict[str, object]:
     from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
-    from zeroplan.verify.cycles import collected_when_told
-    from zeroplan.verify.group import join
+    from zeroplan.verify.watching.cycles import collected_when_told
+    from zeroplan.verify.watching.group import join
 
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), **meeting)
@@ -116,7 +116,7 @@ def _answer(transport: Any, ranks: int, rank: int, store: Path) -> dict[str, obj
 
 
 def _measured(name: str, ranks: int, rank: int, transport: Any, log: Any) -> Measurement:
-    from zeroplan.verify.cpu import measured
+    from zeroplan.verify.backends.cpu import measured
 
     log.calls.clear()
     job = on(name, ranks)
@@ -135,7 +135,7 @@ def _split(job: JobSpec) -> Any:
     """The job's own model, which is split by the names of its parts."""
     import torch
 
-    from zeroplan.verify.workload import with_weights, workload
+    from zeroplan.verify.training.workload import with_weights, workload
 
     return with_weights(workload(job, dtype=torch.float32))
 
@@ -157,7 +157,7 @@ def _work() -> Any:
                 x = x + layer(x)
             return x.float().pow(2).mean()
 
-    from zeroplan.verify.workload import Workload
+    from zeroplan.verify.training.workload import Workload
 
     torch.manual_seed(0)
     module = Net()

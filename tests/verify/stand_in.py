@@ -31,9 +31,9 @@ def measure(task, **_):
 
 def warm():
     import tests.measured_twins  # noqa: F401  for every copy
-    from zeroplan.verify import warm
+    from zeroplan.verify.processes import warm
 
-    played = ModuleType("zeroplan.verify.rank")
+    played = ModuleType("zeroplan.verify.processes.rank")
     played.measure = measure
     sys.modules[played.__name__] = played
     warm._NEEDED = {"fake": ()}
@@ -42,7 +42,7 @@ def warm():
 
 def program():
     from zeroplan.cli import app, verify_bulk
-    from zeroplan.verify import bulk
+    from zeroplan.verify.cases import bulk
 
     verify_bulk.require = lambda _job: None
     bulk._WARM = [sys.executable, __file__, "warm"]

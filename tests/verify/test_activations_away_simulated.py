@@ -10,7 +10,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import Engine, Fsdp2Options, RecipeSpec, Recompute, Stage
-from zeroplan.verify.simulate import simulate
+from zeroplan.verify.backends.simulate import simulate
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -17,16 +17,16 @@ from zeroplan.cli.app import main
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.estimator import estimate
 from zeroplan.measurement import PhaseMeasured
-from zeroplan.verify import needs
-from zeroplan.verify.bulk import Runner
+from zeroplan.verify.cases import needs
+from zeroplan.verify.cases.bulk import Runner
+from zeroplan.verify.cases.matrix import Case, find_matrix, read_matrix, shipped
+from zeroplan.verify.cases.needs import needed_bytes
+from zeroplan.verify.cases.results import Result, opened
+from zeroplan.verify.cases.verdicts import BAND, judged
 from zeroplan.verify.failures import NotHereError
-from zeroplan.verify.launch import Listener
-from zeroplan.verify.matrix import Case, find_matrix, read_matrix, shipped
-from zeroplan.verify.needs import needed_bytes
+from zeroplan.verify.processes.launch import Listener
 from zeroplan.verify.record import write_record
-from zeroplan.verify.results import Result, opened
 from zeroplan.verify.task import Card, Task
-from zeroplan.verify.verdicts import BAND, judged
 
 ROOT = Path(__file__).parents[2]
 TINY = {

@@ -23,11 +23,11 @@ OTHER_KERNELS = {
 
 
 def peaks(name: str, device: str) -> dict[tuple[int, Phase], int]:
-    from zeroplan.verify.card import install
-    from zeroplan.verify.recording import Recording
-    from zeroplan.verify.run import run
-    from zeroplan.verify.timeline import Timeline
-    from zeroplan.verify.tracker import Tracker
+    from zeroplan.verify.pretended.card import install
+    from zeroplan.verify.training.run import run
+    from zeroplan.verify.watching.recording import Recording
+    from zeroplan.verify.watching.timeline import Timeline
+    from zeroplan.verify.watching.tracker import Tracker
 
     install()
     tracker = Tracker(device=device)
@@ -61,7 +61,7 @@ def test_a_layer_norm_keeps_its_statistics_in_fp32():
 def test_attention_takes_the_kernel_that_cuda_takes(
     dtype: str, heads: tuple[int, int], sizes: tuple[int, int], mask: bool, chosen: str
 ):
-    from zeroplan.verify.card import kernel
+    from zeroplan.verify.pretended.card import kernel
 
     query, key, value = (
         torch.empty(1, count, 16, size, dtype=getattr(torch, dtype), device="meta")
@@ -73,7 +73,7 @@ def test_attention_takes_the_kernel_that_cuda_takes(
 def test_heads_are_padded_to_eight_and_given_back():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from zeroplan.verify.card import decisions, install
+    from zeroplan.verify.pretended.card import decisions, install
 
     install()
     with decisions(), FakeTensorMode():

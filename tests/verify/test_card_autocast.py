@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch
     ("LOWER_PRECISION_FP", "IN_16_BITS"), ("FP32", "IN_32_BITS"), ("FP32_SET_OPT_DTYPE", "INTO_32_BITS"), ("PROMOTE", "WIDEST"),
 ])  # fmt: skip
 def test_the_lists_are_those_of_torch(macro: str, ours: str):
-    from zeroplan.verify import card_autocast
+    from zeroplan.verify.pretended import card_autocast
 
     header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
     lines = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*\n)", header)
@@ -37,8 +37,8 @@ def test_the_lists_are_those_of_torch(macro: str, ours: str):
 def test_each_list_does_what_it_says():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from zeroplan.verify.card import CARD, install
-    from zeroplan.verify.card_autocast import cuda_lists
+    from zeroplan.verify.pretended.card import CARD, install
+    from zeroplan.verify.pretended.card_autocast import cuda_lists
 
     install()
     with cuda_lists(), FakeTensorMode(), torch.device(CARD):
@@ -55,9 +55,9 @@ def test_each_list_does_what_it_says():
 def test_a_weight_is_cast_once():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from zeroplan.verify.card import CARD, install
-    from zeroplan.verify.card_autocast import cuda_lists
-    from zeroplan.verify.tracker import Tracker
+    from zeroplan.verify.pretended.card import CARD, install
+    from zeroplan.verify.pretended.card_autocast import cuda_lists
+    from zeroplan.verify.watching.tracker import Tracker
 
     install()
     tracker = Tracker(device=CARD)
@@ -75,7 +75,7 @@ def test_a_weight_is_cast_once():
     ("llama", "none"), ("llama", "full"), ("gpt2", "none"), ("gemma3_text", "none"), ("mixtral", "none"),
 ])  # fmt: skip
 def test_a_run_takes_what_is_estimated(family: str, recompute: Recompute):
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     job = JobSpec(
         model=replace(model_from_config(tiny_config(family)), num_hidden_layers=2),

@@ -20,10 +20,10 @@ def courses(step: StepMeasured) -> dict[str, CourseMeasured]:
 @pytest.mark.parametrize("name", ["llama, sgd", "gpt2, recomputed", "mixtral", "ddp, accumulation", "zero-1"])
 def test_the_profiler_and_the_tracker_see_the_same_in_every_block(name: str):
     from tests.verify.unwatched import watched
-    from zeroplan.verify.log import Log
-    from zeroplan.verify.profiled import Ledger, Profiled
-    from zeroplan.verify.run import run
-    from zeroplan.verify.timeline import Timeline, steps_measured
+    from zeroplan.verify.training.run import run
+    from zeroplan.verify.watching.log import Log
+    from zeroplan.verify.watching.profiled import Ledger, Profiled
+    from zeroplan.verify.watching.timeline import Timeline, steps_measured
 
     asked, steps = (FSDP2 | DDP)[name], 3 if name in DDP else 2
     tracked = steps_measured(Timeline(watched(asked, fake=False, steps=steps).recording))
@@ -45,7 +45,7 @@ def test_the_profiler_and_the_tracker_see_the_same_in_every_block(name: str):
 def test_nothing_of_the_watching_stays_behind():
     from torch.nn.modules import module
 
-    from zeroplan.verify.places import Places
+    from zeroplan.verify.watching.places import Places
 
     before = len(module._global_forward_pre_hooks), len(module._global_forward_hooks)
     places = Places(lambda _: None)

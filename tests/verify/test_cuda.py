@@ -55,8 +55,8 @@ def measured() -> Measurement:
     import torch.distributed as dist
     from torch.distributed import HashStore
 
-    from zeroplan.verify.cuda import measured_on_gpu
-    from zeroplan.verify.group import join
+    from zeroplan.verify.backends.cuda import measured_on_gpu
+    from zeroplan.verify.watching.group import join
 
     case = job(batch=replace(job().batch, grad_accum_steps=2))
     log = join("fake", HashStore(), rank=0, ranks=case.mesh.world_size, timeout_s=60)
@@ -95,8 +95,8 @@ def test_the_kernels_of_attention_are_named_and_the_day(measured: Measurement):
 
 
 def test_what_libraries_take_is_told_by_who_asked_and_when_it_goes():
-    from zeroplan.verify.allocations import Allocation, Timeline
-    from zeroplan.verify.libraries import attention_of, kept_by_products
+    from zeroplan.verify.watching.allocations import Allocation, Timeline
+    from zeroplan.verify.watching.libraries import attention_of, kept_by_products
 
     backward = ("autograd", "aten::_scaled_dot_product_cudnn_attention_backward")
     seen = Timeline()
@@ -144,8 +144,8 @@ def test_a_module_without_memory_gets_this_ranks_share_with_tied_weights_tied():
     from torch.distributed.tensor import DTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from zeroplan.verify.cuda import model_for
-    from zeroplan.verify.engines import Fsdp2
+    from zeroplan.verify.backends.cuda import model_for
+    from zeroplan.verify.training.engines import Fsdp2
 
     case = job(tied=True)
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
@@ -170,8 +170,8 @@ ENTRY = {
 
 
 def test_what_the_flight_recorder_kept_becomes_collectives():
-    from zeroplan.verify.log import Log
-    from zeroplan.verify.nccl import calls_of
+    from zeroplan.verify.watching.log import Log
+    from zeroplan.verify.watching.nccl import calls_of
 
     log = Log()
     log._since += [(1_000, "3:forward"), (3_000, "3:backward")]
@@ -187,7 +187,7 @@ def test_what_the_flight_recorder_kept_becomes_collectives():
 
 
 def test_the_allocators_settings_are_read_from_its_configuration():
-    from zeroplan.verify.gpu import settings_of
+    from zeroplan.verify.backends.gpu import settings_of
 
     assert [settings_of(one) for one in ("", "expandable_segments:True", "a:1,expandable_segments: true")] == [
         "default", "expandable_segments", "expandable_segments",
@@ -206,7 +206,7 @@ def test_a_record_of_a_gpu_is_read_back():
 
 @pytest.mark.parametrize("engine", ["ddp"])
 def test_other_engines_are_built_on_the_device_with_numbers_in_their_weights(engine: str):
-    from zeroplan.verify.cuda import model_for
+    from zeroplan.verify.backends.cuda import model_for
 
     case = replace(job(), recipe=RecipeSpec(engine=engine, zero_stage=0), mesh=MeshSpec(dp_shard=2))  # type: ignore[arg-type]
     weights = list(model_for(case, "cpu").module.parameters())
@@ -214,7 +214,7 @@ def test_other_engines_are_built_on_the_device_with_numbers_in_their_weights(eng
 
 
 def test_a_snapshot_is_written_however_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from zeroplan.verify.gpu import Gpu
+    from zeroplan.verify.backends.gpu import Gpu
 
     said: list[tuple[object, ...]] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: said.append(tuple(options.items())))
@@ -232,7 +232,7 @@ def test_selective_recomputation_keeps_the_output_of_whichever_kernel_attention_
 
     from torch.utils.checkpoint import CheckpointPolicy
 
-    from zeroplan.verify.recomputation import every_second_product
+    from zeroplan.verify.training.recomputation import every_second_product
 
     policy, now = every_second_product(), SimpleNamespace(is_recompute=False)
     for kernel in ("flash", "efficient", "cudnn"):

@@ -19,7 +19,7 @@ _NUMBERS = 1_600
 
 @pytest.mark.parametrize("name", JOBS)
 def test_estimate_is_what_the_run_takes(name: str) -> None:
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     compared = compare_with_estimate(simulate(JOBS[name]))
     assert abs(compared.peak.difference) < _NUMBERS, compared.peak
@@ -33,7 +33,7 @@ def test_fake_tensors_take_what_real_ones_take(monkeypatch: pytest.MonkeyPatch) 
     from transformers.distributed import expert_parallel
     from transformers.models.mixtral import modeling_mixtral
 
-    from zeroplan.verify import experts
+    from zeroplan.verify.training import experts
 
     job = expert_job(model=expert_model(layers=2), batch=(1, 32, 1))
     fake = _peaks(job, fake=True)
@@ -66,9 +66,9 @@ class _Instead:
 
 def _peaks(job: JobSpec, *, fake: bool) -> list[int]:
     """Every phase's peak. A real collective's result is wrapped until it is waited for: of its size, and without memory."""
-    from zeroplan.verify.run import run
-    from zeroplan.verify.timeline import Timeline
-    from zeroplan.verify.tracker import Tracker
+    from zeroplan.verify.training.run import run
+    from zeroplan.verify.watching.timeline import Timeline
+    from zeroplan.verify.watching.tracker import Tracker
 
     tracker = Tracker()
     run(job, tracker, fake=fake)
@@ -79,8 +79,8 @@ def _peaks(job: JobSpec, *, fake: bool) -> list[int]:
 
 
 def test_real_tensors_are_refused() -> None:
-    from zeroplan.verify.run import run
-    from zeroplan.verify.tracker import Tracker
+    from zeroplan.verify.training.run import run
+    from zeroplan.verify.watching.tracker import Tracker
 
     with pytest.raises(MeasurementError, match="use --backend simulate"):
         run(expert_job(), Tracker(), fake=False)

@@ -21,10 +21,10 @@ import zeroplan
 from tests.verify import stand_in
 from zeroplan.cli.verify import say
 from zeroplan.errors import MeasurementError
+from zeroplan.verify.cases.results import opened
 from zeroplan.verify.failures import NotHereError, text_of, whose
-from zeroplan.verify.log import Log
-from zeroplan.verify.results import opened
-from zeroplan.verify.scratch import scratch, swept
+from zeroplan.verify.processes.scratch import scratch, swept
+from zeroplan.verify.watching.log import Log
 
 FOREVER_S = 60
 CASES = "[[case]]\nmodel = 'gpt2'\ngpus = 4\nengine = 'ddp'\nstage = 1\nseq_len = [128, 256, 384]"
@@ -234,7 +234,7 @@ def test_only_what_nobody_holds_is_removed_and_only_what_a_run_made(tmp_path: Pa
 # The clock
 
 #: By the clock of the system, and why: torch's profiler goes by it; ranks on several nodes share no other; a date.
-BY_THE_SYSTEMS_CLOCK = {"verify/log.py", "verify/slurm.py", "verify/environment.py"}
+BY_THE_SYSTEMS_CLOCK = {"verify/watching/log.py", "verify/processes/slurm.py", "verify/environment.py"}
 
 
 def test_no_time_is_measured_with_a_clock_that_can_be_set():

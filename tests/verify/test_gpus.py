@@ -16,17 +16,17 @@ from tests.measured_twins import twin
 from zeroplan.errors import MeasurementError
 from zeroplan.estimator import estimate
 from zeroplan.resolve import job
-from zeroplan.verify import gpus
+from zeroplan.verify.backends import gpu_ready
+from zeroplan.verify.backends.gpu_ready import Holder, Memory, ready
 from zeroplan.verify.failures import NotHereError, text_of, whose
-from zeroplan.verify.gpus import Holder, Memory, ready
-from zeroplan.verify.rank import _await_all, measure
+from zeroplan.verify.processes.rank import _await_all, measure
 from zeroplan.verify.task import Task
 
 pytestmark = pytest.mark.torch
 GB = 10**9
 TASK = Task(job=job(model="llama-3.2-1b", gpus=8, stage=3, gpu="h100"), transport="fake", tensors="cuda")
 NEEDED = estimate(TASK.job).least_bytes
-MEMORY_OF = gpus.memory_of
+MEMORY_OF = gpu_ready.memory_of
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("built_for_gpus", lambda: True), ("count", lambda: 1), ("why_none", lambda: ""), ("name_of", lambda _: "NVIDIA H100"),
         ("memory_of", lambda _: Memory(79 * GB, 80 * GB)), ("holders", lambda _: []),
     ):  # fmt: skip
-        monkeypatch.setattr(gpus, name, found)
+        monkeypatch.setattr(gpu_ready, name, found)
     return monkeypatch
 
 
@@ -62,9 +62,9 @@ NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have a
 ])  # fmt: skip
 def test_what_is_wrong_is_one_line(card: pytest.MonkeyPatch, names: dict[str, Any], transport: Any, said: str):
     for name, found in names.items():
-        card.setattr(gpus, name, found)
+        card.setattr(gpu_ready, name, found)
     card.setenv("LOCAL_WORLD_SIZE", "8")
-    card.setattr(gpus, "_LEAVES_S", 0.1)
+    card.setattr(gpu_ready, "_LEAVES_S", 0.1)
     with pytest.raises(NotHereError) as refused:
         ready(replace(TASK, transport=transport))
     assert said in str(refused.value)
@@ -76,13 +76,13 @@ def test_what_is_wrong_is_one_line(card: pytest.MonkeyPatch, names: dict[str, An
     Memory(NEEDED - GB // 2 - 1, NEEDED - 1),  # too small for the job, but all its own: it runs out of memory, which is a result
 ])  # fmt: skip
 def test_a_card_is_not_busy_where_others_do_not_matter(card: pytest.MonkeyPatch, memory: Memory):
-    card.setattr(gpus, "memory_of", lambda _: memory)
+    card.setattr(gpu_ready, "memory_of", lambda _: memory)
     assert ready(TASK)[1] == memory.total
 
 
 def test_who_has_just_ended_is_given_a_moment_to_leave(card: pytest.MonkeyPatch):
     seen = iter([Memory(GB, 80 * GB), Memory(79 * GB, 80 * GB)])
-    card.setattr(gpus, "memory_of", lambda _: next(seen))
+    card.setattr(gpu_ready, "memory_of", lambda _: next(seen))
     assert ready(TASK)[1] == 80 * GB
 
 
@@ -90,7 +90,7 @@ def test_a_driver_that_is_too_old_is_told_though_nvml_counted_gpus(card: pytest.
     def set_device(_: int) -> None:
         raise RuntimeError(TOO_OLD)
 
-    card.setattr(gpus, "memory_of", MEMORY_OF)
+    card.setattr(gpu_ready, "memory_of", MEMORY_OF)
     card.setattr(torch.cuda, "set_device", set_device)
     with pytest.raises(
         NotHereError, match=r"^the NVIDIA driver is too old: it speaks CUDA 11\.4, and this torch was built for"
@@ -102,7 +102,7 @@ def test_a_card_that_fails_is_told_in_its_drivers_words(card: pytest.MonkeyPatch
     def set_device(_: int) -> None:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be reported later")
 
-    card.setattr(gpus, "memory_of", MEMORY_OF)
+    card.setattr(gpu_ready, "memory_of", MEMORY_OF)
     card.setattr(torch.cuda, "set_device", set_device)
     with pytest.raises(NotHereError, match=r"^GPU 0 cannot be used: CUDA error: uncorrectable ECC error encountered$"):
         ready(TASK)
@@ -113,7 +113,7 @@ def test_the_drivers_reason_is_its_first_sentence(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError(NO_DRIVER)
 
     monkeypatch.setattr(torch.cuda, "init", init)
-    assert gpus.why_none() == "Found no NVIDIA driver on your system"
+    assert gpu_ready.why_none() == "Found no NVIDIA driver on your system"
 
 
 def test_a_rank_that_never_joins_is_named():
@@ -126,17 +126,17 @@ def test_a_rank_that_never_joins_is_named():
 def test_a_gpus_rank_is_measured_by_the_module_for_it(card: pytest.MonkeyPatch):
     """The way there: which arguments, which environment, the card's name; the module itself needs a GPU."""
     asked: dict[str, Any] = {}
-    played = ModuleType("zeroplan.verify.cuda")
+    played = ModuleType("zeroplan.verify.backends.cuda")
 
     def measured_on_gpu(job: Any, make: Any, **others: Any) -> Any:
         asked.update(others, job=job, make=make)
         return twin()
 
     played.measured_on_gpu = measured_on_gpu  # type: ignore[attr-defined]
-    card.setitem(sys.modules, "zeroplan.verify.cuda", played)
-    card.setattr("zeroplan.verify.group.join", lambda *_, **__: "log")
+    card.setitem(sys.modules, "zeroplan.verify.backends.cuda", played)
+    card.setattr("zeroplan.verify.watching.group.join", lambda *_, **__: "log")
     outside = iter([500, 600])  # when the context is made, and when the group is there
-    card.setattr("zeroplan.verify.gpu.outside_bytes", lambda: next(outside))
+    card.setattr("zeroplan.verify.backends.gpu.outside_bytes", lambda: next(outside))
     card.setattr(torch.cuda, "init", lambda: None)
     card.setattr(torch.cuda, "synchronize", lambda: None)
     card.setattr(torch.distributed, "destroy_process_group", lambda: None)

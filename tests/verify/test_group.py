@@ -14,9 +14,9 @@ def test_after_a_collective_every_release_is_this_threads_own():
     from torch._C._distributed_c10d import ProcessGroupGloo
     from torch.distributed import AllreduceOptions, HashStore
 
-    from zeroplan.verify.allocations import recorded
-    from zeroplan.verify.group import TRANSPORT, WatchedGroup
-    from zeroplan.verify.log import Log
+    from zeroplan.verify.watching.allocations import recorded
+    from zeroplan.verify.watching.group import TRANSPORT, WatchedGroup
+    from zeroplan.verify.watching.log import Log
 
     calls, log = 500, Log()
     group = WatchedGroup(ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60)), (0, 1), log)
@@ -30,8 +30,8 @@ def test_after_a_collective_every_release_is_this_threads_own():
 
 def test_a_collective_ends_when_the_last_thread_has_let_go_of_the_tensors_object():
     """Gloo's thread counts as no holder of the tensor any more when it still waits for Python's lock to give up the object."""
-    from zeroplan.verify.group import WatchedGroup, _ended
-    from zeroplan.verify.log import Log
+    from zeroplan.verify.watching.group import WatchedGroup, _ended
+    from zeroplan.verify.watching.log import Log
 
     let_go = threading.Event()
 
@@ -55,9 +55,9 @@ def test_a_tracker_does_not_see_what_the_transport_requests():
     from torch._C._distributed_c10d import ProcessGroupGloo
     from torch.distributed import HashStore, ReduceScatterOptions
 
-    from zeroplan.verify.group import WatchedGroup
-    from zeroplan.verify.log import Log
-    from zeroplan.verify.tracker import Tracker
+    from zeroplan.verify.watching.group import WatchedGroup
+    from zeroplan.verify.watching.log import Log
+    from zeroplan.verify.watching.tracker import Tracker
 
     group = WatchedGroup(ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60)), (0, 1), Log())
     with Tracker() as tracker:

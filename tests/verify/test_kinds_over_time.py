@@ -1,8 +1,8 @@
 """What a recording says of each kind adds up to all that is alive, at every moment."""
 
 from zeroplan.ledger import Kind, Phase
-from zeroplan.verify.recording import Block, Recording, Span
-from zeroplan.verify.timeline import Timeline
+from zeroplan.verify.watching.recording import Block, Recording, Span
+from zeroplan.verify.watching.timeline import Timeline
 
 
 def block(n_bytes: int, born: int, died: int | None, kind: Kind) -> Block:

@@ -11,8 +11,8 @@ import pytest
 from tests.measured_twins import twin
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
-from zeroplan.verify import launch
-from zeroplan.verify.launch import Listener, Message, Started, listen
+from zeroplan.verify.processes import launch
+from zeroplan.verify.processes.launch import Listener, Message, Started, listen
 from zeroplan.verify.record import write_record
 from zeroplan.verify.task import Task
 

@@ -2,7 +2,7 @@
 
 What torch keeps to itself comes and goes with its versions, and the tests run on one of them. So each such name that a module
 of ``zeroplan.verify`` imports at its beginning stands here, by the module of torch 2.11.0 where it was looked up. A name that
-2.11 lacks is asked for where it is needed, and refused in one line where it is not there (``zeroplan/verify/experts.py``).
+2.11 lacks is asked for where it is needed, and refused in one line where it is not there (``zeroplan/verify/training/experts.py``).
 Needs no torch.
 """
 
@@ -43,7 +43,14 @@ IN_TORCH_2_11 = {
 
 VERIFY = Path(zeroplan.__file__).parent / "verify"
 #: What a process imports before it knows which job it is to run; the rest is imported where a job needs it.
-FIRST = ("worker", "warm", "rank", "workload", "gpus", "cuda", "cpu", "simulate", "deepspeed", "group")
+FIRST = (
+    "worker", "processes.worker", "processes.warm", "processes.rank", "training.workload",
+    "backends.gpu_ready", "backends.cuda", "backends.cpu", "backends.simulate", "training.deepspeed", "watching.group",
+)  # fmt: skip
+
+
+def file_of(name: str) -> Path:
+    return VERIFY / f"{name.replace('.', '/')}.py"
 
 
 def imports_of(path: Path) -> list[ast.ImportFrom]:
@@ -54,17 +61,17 @@ def imports_of(path: Path) -> list[ast.ImportFrom]:
 def imported_first() -> list[Path]:
     """The files of ``zeroplan.verify`` that every run imports."""
     found, pending = set[str](), list(FIRST)
+    assert all(file_of(name).exists() for name in FIRST)
     while pending:
         name = pending.pop()
-        if name in found or not (VERIFY / f"{name}.py").exists():
+        if name in found or not file_of(name).exists():
             continue
         found.add(name)
-        for node in imports_of(VERIFY / f"{name}.py"):
-            if node.module == "zeroplan.verify":
-                pending += [alias.name for alias in node.names]
-            elif node.module and node.module.startswith("zeroplan.verify."):
-                pending.append(node.module.rpartition(".")[2])
-    return [VERIFY / f"{name}.py" for name in sorted(found)]
+        for node in imports_of(file_of(name)):
+            within, _, inside = (node.module or "").partition("zeroplan.verify.")
+            if not within and inside:  # a module, or a folder of which modules are imported
+                pending += [inside, *(f"{inside}.{alias.name}" for alias in node.names)]
+    return [file_of(name) for name in sorted(found)]
 
 
 def imported() -> Iterator[tuple[str, str, str]]:

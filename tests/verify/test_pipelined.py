@@ -77,7 +77,7 @@ def _names(case: Case) -> str:
 @pytest.mark.parametrize("case", _CASES, ids=_names)
 def test_a_rank_takes_what_the_estimate_says(case: Case) -> None:
     """Every phase to the byte but for what no estimate has: rotary frequencies, position ids of one pass, single numbers."""
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     torch.set_num_threads(1)
     seen = compare_with_estimate(simulate(_job(case), rank=2 * case.rank))
@@ -90,7 +90,7 @@ def test_a_rank_takes_what_the_estimate_says(case: Case) -> None:
 @pytest.mark.parametrize("case", _SPLIT, ids=_names)
 def test_a_rank_of_stages_that_others_split_takes_what_the_estimate_says(case: Case) -> None:
     """DTensor inside every stage; hidden states are sent as shares of the sequence, the embedding's gradient adds up whole."""
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     torch.set_num_threads(1)
     seen = compare_with_estimate(simulate(_job(case, tp=2), rank=4 * case.rank))
@@ -109,7 +109,7 @@ _SHARED = [
 @pytest.mark.parametrize("case", _SHARED, ids=_names)
 def test_a_rank_of_stages_whose_sequences_others_share_takes_what_the_estimate_says(case: Case) -> None:
     """Torch's ring inside every stage; all sequences of a step are cut at once, and the labels come shifted."""
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     torch.set_num_threads(1)
     seen = compare_with_estimate(simulate(_job(case, cp=2), rank=4 * case.rank))
@@ -128,7 +128,7 @@ _EXPERTS = [
 @pytest.mark.parametrize(("shards", "case"), _EXPERTS)
 def test_a_rank_of_stages_with_some_of_the_experts_takes_what_the_estimate_says(shards: int, case: Case) -> None:
     """Transformers' dispatch inside every stage; under a schedule what is not the experts' is reduced before them."""
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     torch.set_num_threads(1)
     moe = MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=160)
@@ -188,7 +188,7 @@ _LETTERS = {"forward": "F", "input": "I", "weights": "W"}
 
 def test_ranks_that_really_send_take_and_send_what_the_estimate_says() -> None:
     """Two processes over gloo, two stages on each."""
-    from zeroplan.verify.launch import launch
+    from zeroplan.verify.processes.launch import launch
     from zeroplan.verify.task import Task
 
     job = replace(_job(_CASES[4]), mesh=MeshSpec(pp=2))
@@ -202,7 +202,7 @@ def test_ranks_that_really_send_take_and_send_what_the_estimate_says() -> None:
 
 
 def test_a_workload_is_not_cut() -> None:
-    from zeroplan.verify.rank import measure
+    from zeroplan.verify.processes.rank import measure
     from zeroplan.verify.task import Task
 
     task = Task(job=_job(_CASES[0]), transport="fake", tensors="fake", workload="package.module:function")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroplan.spec.profile import Amount
-from zeroplan.verify.polynomials import OF_MORE, OF_ONE, Fit, Shape, covers, padded, value
+from zeroplan.verify.profiling.polynomials import OF_MORE, OF_ONE, Fit, Shape, covers, padded, value
 
 SHAPES = [Shape(count, length) for count in (2, 3) for length in (128, 256, 640)]
 coefficients = st.integers(-3000, 3000)

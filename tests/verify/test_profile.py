@@ -34,10 +34,10 @@ from zeroplan.transformer.families.attention import FLASH_SCRATCH
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
-from zeroplan.verify.polynomials import Shape
-from zeroplan.verify.profile import Wanted, profile
-from zeroplan.verify.subject import of_config, of_workload
-from zeroplan.verify.workload import config, user_workload
+from zeroplan.verify.profiling.polynomials import Shape
+from zeroplan.verify.profiling.profile import Wanted, profile
+from zeroplan.verify.profiling.subject import of_config, of_workload
+from zeroplan.verify.training.workload import config, user_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -198,7 +198,7 @@ def test_kinds_of_blocks_are_found_and_what_is_alike_stands_together(odd: Profil
     ids=lambda recipe: f"{recipe.engine}-{recipe.recompute}",
 )
 def test_the_engine_takes_what_the_profile_says(odd: Profile, odd_under_ddp: Profile, recipe: RecipeSpec) -> None:
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     batch = BatchSpec(micro_batch_size=3, seq_len=300)
     job = JobSpec(

@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_quantised_model_takes_what_is_estimated(name: str):
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     compared = compare_with_estimate(simulate(CASES[name], steps=3))
     assert abs(compared.peak.error) < 0.001, compared.peak
@@ -56,7 +56,7 @@ def test_real_layers_hold_the_bytes_that_are_counted():
     from tests.causal_models import adapted_model, tiny_spec
     from zeroplan.engines.quantised import quantised_lines
     from zeroplan.transformer.blocks import Compute
-    from zeroplan.verify.adapters import beside_parameters
+    from zeroplan.verify.training.adapters import beside_parameters
 
     bare = tiny_spec("qwen2", heads=5, kv_heads=1, head_dim=10, ffn=99, vocab=96)
     spec = replace(bare, adapter=NESTED)

@@ -88,7 +88,7 @@ ABOVE = {"mixtral, selective": 0.01}
 @pytest.mark.parametrize("name", FSDP2)
 def test_backward_and_peak_are_what_is_estimated(name: str):
     """Beside the peak of a small job stand numbers and batches of some hundred bytes that the estimate leaves out."""
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     compared = compare(estimate(FSDP2[name]), simulate(FSDP2[name]))
     backward = next(row for row in compared.phases if row.what == Phase.BACKWARD)
@@ -133,7 +133,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_keeps_what_is_estimated_under_selective_recomputation(name: str):
-    from zeroplan.verify.simulate import _recorded  # what is alive at any moment, not only at peaks
+    from zeroplan.verify.backends.simulate import _recorded  # what is alive at any moment, not only at peaks
 
     asked, block = BLOCKS[name]
     recording = _recorded(asked, 0, 1)
@@ -148,7 +148,7 @@ def test_a_block_keeps_what_is_estimated_under_selective_recomputation(name: str
 
 
 def test_an_optimizer_that_reads_values_is_refused_in_one_line():
-    from zeroplan.verify.simulate import simulate
+    from zeroplan.verify.backends.simulate import simulate
 
     with pytest.raises(MeasurementError, match=r"'adafactor' .* reads values") as refused:
         simulate(job(optimizer="adafactor"))
@@ -161,7 +161,7 @@ def test_an_optimizer_that_reads_values_is_refused_in_one_line():
     ({"attention": "flash"}, "GPUs only"),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_refused_in_one_line(recipe: dict[str, object], says: str):
-    from zeroplan.verify.workload import workload
+    from zeroplan.verify.training.workload import workload
 
     with pytest.raises(MeasurementError, match=says):
         workload(job(**recipe), dtype=torch.float32, device="meta")

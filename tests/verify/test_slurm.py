@@ -10,8 +10,8 @@ from tests.measured_twins import twin
 from zeroplan.errors import SpecError
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError
+from zeroplan.verify.processes.slurm import Submitted, _collected, _layout, taken_up
 from zeroplan.verify.record import write_record
-from zeroplan.verify.slurm import Submitted, _collected, _layout, taken_up
 from zeroplan.verify.task import Task
 
 TASK = Task(job=replace(twin().job, mesh=MeshSpec(dp_shard=2)), transport="gloo")

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from zeroplan.cli.app import main
 from zeroplan.records import read_record
-from zeroplan.verify.torchrun import main as as_a_program
+from zeroplan.verify.processes.torchrun import main as as_a_program
 
 pytestmark = pytest.mark.torch
 

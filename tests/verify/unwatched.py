@@ -16,10 +16,10 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zeroplan.ledger import Phase
-from zeroplan.verify.recording import STILL_HELD
-from zeroplan.verify.run import run
-from zeroplan.verify.timeline import Timeline
-from zeroplan.verify.tracker import Tracker
+from zeroplan.verify.training.run import run
+from zeroplan.verify.watching.recording import STILL_HELD
+from zeroplan.verify.watching.timeline import Timeline
+from zeroplan.verify.watching.tracker import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from zeroplan.ledger import Kind
     from zeroplan.spec.job import JobSpec
-    from zeroplan.verify.workload import Workload
+    from zeroplan.verify.training.workload import Workload
 
 #: CPU operators that take memory inside their kernel, and why.
 KERNEL_INNER = {

@@ -38,7 +38,7 @@ def compare_command(
 def _records(path: Path) -> "list[Measurement]":
     """The records that a path stands for: those of a folder, of a matrix's results, or the file itself."""
     if path.suffix == ".jsonl" and not path.is_dir():
-        from zeroplan.verify.results import read_results  # noqa: PLC0415
+        from zeroplan.verify.cases.results import read_results  # noqa: PLC0415
 
         return [one.record for one in read_results(path) if one.record is not None]
     from zeroplan.records import read_record, record_paths  # noqa: PLC0415

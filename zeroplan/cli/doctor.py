@@ -17,6 +17,6 @@ def doctor_command(*, as_json: Annotated[bool, typer.Option("--json", help="As J
 
 def _no_gpu() -> str:
     """Why no GPU can be used, in a line; empty where one can."""
-    from zeroplan.verify.gpus import why_not  # noqa: PLC0415  torch takes seconds to import
+    from zeroplan.verify.backends.gpu_ready import why_not  # noqa: PLC0415  torch takes seconds to import
 
     return why_not()

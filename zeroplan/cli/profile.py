@@ -90,8 +90,8 @@ def _traced(
     import warnings  # noqa: PLC0415  only a trace pays for these
 
     from zeroplan.verify.failures import text_of, whose, workload_raised  # noqa: PLC0415
-    from zeroplan.verify.profile import Wanted, profile  # noqa: PLC0415
-    from zeroplan.verify.subject import of_config, of_workload  # noqa: PLC0415
+    from zeroplan.verify.profiling.profile import Wanted, profile  # noqa: PLC0415
+    from zeroplan.verify.profiling.subject import of_config, of_workload  # noqa: PLC0415
 
     wanted = Wanted(engines, precisions, recompute, shortest)  # type: ignore[arg-type]  # each is one of those above
     with warnings.catch_warnings():

@@ -204,7 +204,7 @@ def say(text: str) -> None:
 def _run(task: "Task", folder: Path | None) -> "list[Measurement]":
     """Run in processes of their own: torch is patched there, printed to, killed, and nothing of it is left here."""
     from zeroplan.verify.failures import OutOfMemoryError  # noqa: PLC0415  only a run pays for it
-    from zeroplan.verify.launch import launch  # noqa: PLC0415
+    from zeroplan.verify.processes.launch import launch  # noqa: PLC0415
 
     if task.tensors == "fake":
         say(f"simulating rank {task.rank} of {task.job.mesh.world_size:,}")

@@ -16,13 +16,13 @@ from zeroplan.cli.compare import DISAGREES
 from zeroplan.cli.verify import require, say
 from zeroplan.errors import MeasurementError
 from zeroplan.units import format_size
-from zeroplan.verify.bulk import run_cases
-from zeroplan.verify.matrix import Case, Tensors, find_matrix, read_matrix
-from zeroplan.verify.needs import card_bytes
-from zeroplan.verify.results import SETTLED, Result, Results, opened
-from zeroplan.verify.scratch import swept
+from zeroplan.verify.cases.bulk import run_cases
+from zeroplan.verify.cases.matrix import Case, Tensors, find_matrix, read_matrix
+from zeroplan.verify.cases.needs import card_bytes
+from zeroplan.verify.cases.results import SETTLED, Result, Results, opened
+from zeroplan.verify.cases.verdicts import BAND, Judged, judged
+from zeroplan.verify.processes.scratch import swept
 from zeroplan.verify.task import Task
-from zeroplan.verify.verdicts import BAND, Judged, judged
 
 _TENSORS: dict[str, Tensors] = {"simulate": "fake", "cpu": "cpu", "cuda": "cuda"}
 SCHEMA_VERSION = 1

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zeroplan.cli.verify import answer, say
 from zeroplan.errors import SpecError
 from zeroplan.units import parse_count
-from zeroplan.verify.slurm import Submitted, Wanted, submit, taken_up, wait
+from zeroplan.verify.processes.slurm import Submitted, Wanted, submit, taken_up, wait
 from zeroplan.verify.task import Task
 
 

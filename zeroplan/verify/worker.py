@@ -1,63 +1,12 @@
-"""One rank, as a process: takes a task or a job, measures, leaves a record.
+"""One rank of a job under torchrun, ``torchrun ... -m zeroplan.verify.worker JOB`` (:mod:`zeroplan.verify.processes.torchrun`)."""
 
-``python -m zeroplan.verify.worker --task FILE`` is started by :mod:`zeroplan.verify.launch`, itself or through torch elastic.
-``torchrun ... -m zeroplan.verify.worker JOB`` is a program like any other under torchrun (:mod:`zeroplan.verify.torchrun`).
-"""
-
-import json
 import os
 import sys
-import traceback
-import warnings
-from pathlib import Path
 
-from zeroplan.spec.base import read
-from zeroplan.verify.failures import text_of, whose
-from zeroplan.verify.messages import Teller, leave_with_the_parent
-from zeroplan.verify.task import Task
-
-
-def main() -> None:
-    """Do the task, or the job, that the arguments name, as rank ``RANK``."""
-    if sys.argv[1:2] != ["--task"]:
-        from zeroplan.verify.torchrun import main as as_a_program  # noqa: PLC0415  a task has no need of it
-
-        code = as_a_program(sys.argv[1:])
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
-    leave_with_the_parent()
-    act(Path(sys.argv[2]))
-
-
-def act(order: Path) -> None:
-    """Do a task as rank ``RANK``, tell what comes of it, and end this process."""
-    teller = Teller(order, int(os.environ["RANK"]))
-    teller.keep_standard_output()
-    warnings.filterwarnings("ignore")
-    try:
-        task = read(Task, json.loads(order.read_text(encoding="utf-8")), where="task")
-        teller.tell(record=str(_record(task, teller)))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, the parent is told
-        traceback.print_exc()
-        teller.tell(failed=whose(error), text=text_of(error))
-        sys.stderr.flush()
-        os._exit(1)  # threads of a broken collective must not hold the process
-    sys.stderr.flush()
-    os._exit(0)  # a destroyed group's threads have nothing more to do
-
-
-def _record(task: Task, teller: Teller) -> Path:
-    teller.say("starting")
-    from zeroplan.verify.rank import measure  # noqa: PLC0415  what goes wrong here is told like everything else
-    from zeroplan.verify.record import write_record  # noqa: PLC0415
-
-    def tell_card(name: str, total_bytes: int) -> None:
-        teller.tell(card=name, total_bytes=str(total_bytes))
-
-    found = measure(task, rank=int(os.environ["RANK"]), say=teller.say, card=tell_card)
-    return write_record(found, Path(task.folder))
-
+from zeroplan.verify.processes.torchrun import main
 
 if __name__ == "__main__":
-    main()
+    code = main(sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)  # threads of a broken collective must not hold the process

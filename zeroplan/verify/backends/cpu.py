@@ -1,0 +1,64 @@
+"""One rank on real CPU tensors, in a process group that is there: steps are taken under torch's profiler and made a record."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from zeroplan.errors import MeasurementError
+from zeroplan.ledger import Kind
+from zeroplan.measurement import Measurement
+from zeroplan.spec.job import JobSpec
+from zeroplan.verify.environment import environment
+from zeroplan.verify.training.run import answered, mesh_of, observe
+from zeroplan.verify.training.workload import Workload
+from zeroplan.verify.watching.collected import collectives_of_step, only_one_process
+from zeroplan.verify.watching.group import Transport
+from zeroplan.verify.watching.log import Log
+from zeroplan.verify.watching.profiled import Ledger, Profiled
+from zeroplan.verify.watching.sizes import sizes_of_one_kind
+
+_REMARKS = (
+    ("bytes are requests to torch's CPU allocator, which are those a GPU's would get; left out are the transport's own, copies "
+    "that only the CPU's kernels make (inside _chunk_cat and mixed-dtype additions), and oneDNN's scratch"),
+    ("kinds are by owner where a parameter, gradient or state owns a block, and by the function that asked elsewhere; what "
+    "neither tells is counted as temporaries or, if it outlives a forward pass, activations"),
+)  # fmt: skip
+
+
+def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport: Transport, log: Log, steps: int,
+             say: Callable[[str], None]) -> Measurement:  # fmt: skip
+    """Take ``steps`` optimizer steps and return what they took on this rank."""
+    _refuse_what_has_no_cpu_form(job)
+    if transport == "fake" and rank and job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
+        raise MeasurementError(
+            f"rank {rank} of a fake group finds what nobody wrote in what DeepSpeed's stage 3 gathers, and would skip its steps; "
+            "use --rank 0, --nproc, or --backend simulate"
+        )
+    began = time.monotonic()
+    seen = Profiled(log, say)
+    with answered(job.recipe) if transport == "fake" else nullcontext():
+        observe(job, seen, mesh_of(job), steps=steps, make=make)
+    log.require_a_steady_clock()
+    ledger = Ledger(seen, sizes=sizes_of_one_kind(job), standing=Kind.REDUCE if job.recipe.engine == "ddp" else Kind.TEMPORARY)
+    return Measurement(
+        job=job,
+        backend="cpu",
+        tensors="cpu",
+        process_group=transport,
+        rank=rank,
+        environment=environment(device="CPU tensors, one thread"),
+        initialisation=ledger.initialisation(),
+        steps=ledger.steps(),
+        collectives=collectives_of_step(log, steps - 1),
+        remarks=(*_REMARKS, *only_one_process(transport)),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _refuse_what_has_no_cpu_form(job: JobSpec) -> None:
+    if job.recipe.precision == "fp16-mixed":
+        raise MeasurementError("fp16-mixed needs CUDA's kernels and scaler; on CPU tensors verify it as bf16-mixed")
+    if job.recipe.offloads:
+        raise MeasurementError(
+            "on CPU tensors, what is offloaded to host memory is where everything else is; use --backend simulate"
+        )

@@ -1,0 +1,208 @@
+"""One rank on a real GPU: what CUDA's caching allocator counts, what it was for, and how long it took.
+
+The steps are watched by torch's profiler, which tells what every block was for. One more step follows that nobody watches: its
+peaks, as ``torch.cuda.memory_stats`` counts them, and its times are the ones that stand in the record as the steady state.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+
+from zeroplan.errors import MeasurementError
+from zeroplan.ledger import Kind, Phase
+from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, BlocksMeasured, Measurement, PhaseMeasured, StepMeasured
+from zeroplan.spec.job import JobSpec
+from zeroplan.verify.backends.gpu import Gpu
+from zeroplan.verify.environment import environment
+from zeroplan.verify.training.engines import weights_dtype
+from zeroplan.verify.training.run import answered, mesh_of, observe
+from zeroplan.verify.training.workload import Workload, with_weights, workload
+from zeroplan.verify.watching.collected import collectives_of_step, only_one_process
+from zeroplan.verify.watching.group import Transport
+from zeroplan.verify.watching.libraries import attention_of, kept_by_products
+from zeroplan.verify.watching.log import Log
+from zeroplan.verify.watching.nccl import calls_of, flown
+from zeroplan.verify.watching.profiled import Ledger, Profiled
+from zeroplan.verify.watching.sizes import sizes_of_one_kind
+
+_REMARKS = (
+    ("the last step ran unwatched, and its peaks and times are the allocator's and the clock's own; what was held at its peaks, "
+     "and how memory went block by block, is told from the step before, which torch's profiler watched"),
+    ("kinds are by owner where a parameter, gradient or state owns a block, and by the function that asked elsewhere; what "
+     "neither tells is counted as temporaries or, if it outlives a forward pass, activations"),
+)  # fmt: skip
+_MANY = 4096
+"""A difference between a watched step and one that is not, beyond which it is told. [bytes]"""
+
+
+def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: int, transport: Transport, log: Log, steps: int,
+                    say: Callable[[str], None], gpu: Gpu, snapshot: Path | None = None) -> Measurement:  # fmt: skip
+    """Take ``steps`` optimizer steps that are watched and one that is not, and return what they took on this rank.
+
+    ``make`` builds another workload than the job's own model. The process group is there already. ``snapshot`` is where to write
+    what the allocator remembers of the run, also of one that fails. Raises ``torch.OutOfMemoryError`` where the GPU has not got
+    what the job takes.
+    """
+    began = time.monotonic()
+    seen = OnGpu(log, say, gpu, watched=steps)
+    build = (lambda: on_device(make, gpu.device)) if make is not None else lambda: model_for(job, gpu.device)
+    answers = answered(job.recipe, gpu.device) if transport == "fake" else nullcontext()
+    with answers, nullcontext() if snapshot is None else gpu.remembered(snapshot):
+        observe(job, seen, mesh_of(job, gpu.device), steps=steps + 1, make=build)
+    log.require_a_steady_clock()
+    if transport == "nccl":
+        log.calls += calls_of(flown(), log)
+    ledger = Ledger(seen, sizes=sizes_of_one_kind(job), standing=Kind.REDUCE if job.recipe.engine == "ddp" else Kind.TEMPORARY)
+    taken = seen.with_counts(ledger.steps())
+    return Measurement(
+        job=job,
+        backend="cuda",
+        tensors="cuda",
+        kernels="cuda",
+        process_group=transport,
+        rank=rank,
+        environment=environment(device=gpu.words()),
+        initialisation=ledger.initialisation(),
+        steps=taken,
+        collectives=collectives_of_step(log, steps - 1 if transport == "fake" else steps),
+        allocator=(allocator_of(taken[-1], gpu.settings(), workspace_bytes=seen.workspace_bytes()),),
+        card=gpu.taken(),
+        attention=attention_of(seen.timeline),
+        remarks=(*_REMARKS, *only_one_process(transport), *seen.remarks(ledger.steps())),
+        seconds=time.monotonic() - began,
+    )
+
+
+def model_for(job: JobSpec, device: str) -> Workload:
+    """The job's model with numbers in its weights, on the device; for FSDP2 without memory yet, which comes when it is sharded."""
+    where = "meta" if job.recipe.engine == "fsdp2" else device
+    made = workload(job, dtype=weights_dtype(job), device=where, batch_device=device)
+    return made if where == "meta" else with_weights(made)
+
+
+def on_device(make: Callable[[], Workload], device: str) -> Workload:
+    """A user's workload, module and batch moved to the device where it made them elsewhere."""
+    with torch.device(device):
+        work = make()
+    work.module.to(device)
+    return work._replace(batch={name: tensor.to(device) for name, tensor in work.batch.items()})
+
+
+class _Entered(NamedTuple):
+    """A phase of a step: what was counted, and what was held when it ended."""
+
+    step: int
+    phase: Phase
+    blocks: BlocksMeasured
+    held_bytes: int
+
+
+class OnGpu(Profiled):
+    """Watches the first ``watched`` steps, and lets those after them run alone; counts blocks and seconds in all of them."""
+
+    def __init__(self, log: Log, say: Callable[[str], None], gpu: Gpu, *, watched: int) -> None:
+        super().__init__(log, say, device=gpu.device)
+        self.counted: list[_Entered] = []
+        self._gpu, self._watched = gpu, watched
+        self._watching = True
+        self._now: tuple[int, Phase] = (-1, Phase.INIT)
+        self._since = 0.0
+
+    def __enter__(self) -> Self:
+        """Begin to record."""
+        super().__enter__()
+        self._begin(-1, Phase.INIT)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the recording, where it has not ended."""
+        if self._watching:
+            self._watching = False
+            super().__exit__(kind, error, trace)
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Begin a phase of a step, when the GPU is done with the one before."""
+        self._end()
+        if self._watching:
+            super().enter(phase, step)
+        else:
+            gc.collect()
+            self._log.phase = f"{step}:{phase.value}"
+        if step == self._watched and phase is Phase.FORWARD and self._watching:
+            self._say("the last step, unwatched")
+            self.__exit__(None, None, None)
+        self._begin(step, phase)
+
+    def _end(self) -> None:
+        self._gpu.synchronize()
+        seconds = time.perf_counter() - self._since
+        blocks, held = self._gpu.counted(seconds)
+        self.counted.append(_Entered(*self._now, blocks, held))
+
+    def _begin(self, step: int, phase: Phase) -> None:
+        self._gpu.forget_peaks()
+        self._now, self._since = (step, phase), time.perf_counter()
+
+    def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Note whose memory stands at these addresses now, where anybody is watching."""
+        if self._watching:
+            super().claim(kind, tensors)
+
+    def with_counts(self, watched: tuple[StepMeasured, ...]) -> tuple[StepMeasured, ...]:
+        """The watched steps and the unwatched ones, by the allocator's own counts; kinds are those of the step that has some."""
+        steps = sorted({one.step for one in self.counted if one.step >= 0 and one.phase is not Phase.INIT})
+        return tuple(self._step(step, watched[min(step, len(watched) - 1)]) for step in steps)
+
+    def _step(self, step: int, like: StepMeasured) -> StepMeasured:
+        of_step = [one for one in self.counted if one.step == step and one.phase is not Phase.INIT]
+        phases = tuple(
+            _phase(phase, [one.blocks for one in of_step if one.phase.value == phase.phase]) for phase in like.phases
+        )
+        return replace(like, phases=phases, held_bytes=of_step[-1].held_bytes)
+
+    def workspace_bytes(self) -> int:
+        """What libraries took for their products and kept, when the last watched step was over."""
+        *_, last = self.spans()
+        owned = frozenset[int]().union(*(claim.addresses for claim in self.claims))
+        return kept_by_products(self.timeline.alive(self.timeline.marks[last.end]), owned)
+
+    def remarks(self, watched: tuple[StepMeasured, ...]) -> tuple[str, ...]:
+        """What else must be known: where the step that nobody watched peaked elsewhere than the one before it."""
+        alone = self._step(self._watched, watched[-1]).peak.peak_bytes
+        before = self._step(self._watched - 1, watched[-1]).peak.peak_bytes
+        if abs(alone - before) <= _MANY:
+            return ()
+        return (f"the unwatched step peaked {alone - before:+,} bytes from the one before it",)
+
+
+def _phase(like: PhaseMeasured, passes: list[BlocksMeasured]) -> PhaseMeasured:
+    """A phase as it was counted, over all micro-batches of the step: the highest of each count, and all the time."""
+    if not passes:
+        raise MeasurementError(f"no {like.phase} was counted in a step that should have one")
+    blocks = BlocksMeasured(
+        allocated_bytes=max(one.allocated_bytes for one in passes),
+        requested_bytes=max(one.requested_bytes for one in passes),
+        active_bytes=max(one.active_bytes for one in passes),
+        reserved_bytes=max(one.reserved_bytes for one in passes),
+        seconds=sum(one.seconds for one in passes),
+    )
+    return replace(like, peak_bytes=blocks.allocated_bytes, counted_bytes=blocks.allocated_bytes, blocks=blocks)
+
+
+def allocator_of(step: StepMeasured, settings: AllocatorSettings, *, workspace_bytes: int) -> AllocatorMeasured:
+    """What the allocator showed in a step, as records of other backends have it by a model of it."""
+    counts = [phase.blocks for phase in step.phases if phase.blocks is not None]
+    return AllocatorMeasured(
+        settings=settings,
+        allocated_bytes=max(one.allocated_bytes for one in counts),
+        reserved_bytes=max(one.reserved_bytes for one in counts),
+        workspace_bytes=workspace_bytes,
+        modelled=False,
+    )

@@ -1,0 +1,168 @@
+"""Runs many cases one after the other, each in a process of its own, and says what came of each."""
+
+import json
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
+from zeroplan.measurement import Measurement
+from zeroplan.verify.cases.matrix import Case
+from zeroplan.verify.cases.results import Outcome, Result
+from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError
+from zeroplan.verify.processes.launch import Listener, Message, Started, command_of, environment_of, listen, ordered, running
+from zeroplan.verify.task import Card, Task
+
+_WARM = [sys.executable, "-m", "zeroplan.verify.processes.warm"]
+_REAPED_S = 10.0
+"""How long a copy of the warm process may take to be gone when it has said what it had to say. [s]"""
+
+
+_Kind = tuple[str, str]
+
+
+def _kind(task: Task) -> _Kind:
+    """What a process that has imported all it needs can be copied for: tensors, and the engine where it patches torch."""
+    return task.tensors, "deepspeed" if task.job.recipe.engine == "deepspeed" else "torch"
+
+
+class Runner:
+    """Runs cases, those of one process as copies of a warm one. To be entered; no process is left when it is."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._stack = ExitStack()
+        self._cold: set[_Kind] = set()
+        self._warm: tuple[_Kind, Started] | None = None
+
+    def __enter__(self) -> Self:
+        """Begin; the warm process is started when the first case needs it."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the warm process and whatever it runs."""
+        self._stop()
+
+    def run(self, case: Case) -> Result:
+        """Run one case to its result.
+
+        Raises :class:`~zeroplan.verify.failures.NotHereError` where nothing can be run here, whatever the case.
+        """
+        began = time.monotonic()
+        records: list[Measurement] = []
+        cards: list[Card] = []
+        outcome, says = self._outcome(case.task, Listener(records.append, self._say, card=cards.append))
+        fullest = max(records, key=lambda one: one.steady.peak.peak_bytes, default=None)
+        return Result(
+            name=case.name,
+            task=case.task,
+            outcome=outcome,
+            says=says,
+            card=cards[0].name if cards else "",
+            card_bytes=cards[0].total_bytes if cards else None,
+            record=fullest if outcome == "measured" else None,
+            ranks=max(1, len(records)),
+            seconds=round(time.monotonic() - began, 2),
+        )
+
+    def _outcome(self, task: Task, to: Listener) -> tuple[Outcome, str]:
+        try:
+            self._run(task, to)
+        except NotHereError:
+            if task.tensors != "cuda" or not self._may_be_copied(task):
+                raise
+            self._stop()  # a library may have touched CUDA before the copy was made: once more, in a process of its own
+            self._cold.add(_kind(task))
+            return self._outcome(task, to)
+        except OutOfMemoryError as error:
+            return "out of memory", str(error)
+        except FailedError as error:
+            return "failed", str(error)
+        except (SpecError, MeasurementError) as error:
+            return "refused", str(error)
+        return "measured", ""
+
+    def _run(self, task: Task, to: Listener) -> None:
+        with ordered(task) as order:
+            if not self._may_be_copied(task):
+                self._stop()  # what is warm holds memory, and no other process may be on the card
+                with running(command_of(task, order), task, order) as started:
+                    listen(task, started, to)
+                return
+            started = self._warm_for(task)
+            self._order(started, task, order)
+            try:
+                listen(task, started._replace(folder=order.parent), to)
+            except ZeroplanError:
+                self._reap(started)
+                raise
+            except BaseException:
+                self._stop()
+                raise
+            self._reap(started)
+
+    def _warm_for(self, task: Task) -> Started:
+        """The process to copy; another one where other tensors are wanted, or the last one is gone."""
+        if self._warm is not None and self._warm[0] == _kind(task) and self._warm[1].process.poll() is None:
+            return self._warm[1]
+        self._stop()
+        started = self._stack.enter_context(_warm(task))
+        self._warm = _kind(task), started
+        return started
+
+    def _may_be_copied(self, task: Task) -> bool:
+        """Real ranks are elastic's to start; and a kind that failed once as a copy is started anew each time."""
+        return task.transport == "fake" and _kind(task) not in self._cold
+
+    def _order(self, started: Started, task: Task, order: Path) -> None:
+        mine = {name: value for name, value in environment_of(task).items() if os.environ.get(name) != value}
+        assert started.process.stdin is not None  # noqa: S101  it was started with a pipe
+        try:
+            started.process.stdin.write(json.dumps({"task": str(order), **mine}) + "\n")
+            started.process.stdin.flush()
+        except OSError:
+            self._stop()
+            raise MeasurementError("the process that cases are copied from died before this one") from None
+
+    def _reap(self, started: Started) -> None:
+        """Wait until the copy is gone and what it held of the card is free; where it will not go, start anew for the next."""
+        until = time.monotonic() + _REAPED_S
+        message: Message | None = {} if started.process.poll() is None else None
+        while message is not None and "ended" not in message:
+            try:
+                message = started.messages.get(timeout=max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                message = None
+        if message is None:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._warm = None
+        self._stack.close()
+
+
+@contextmanager
+def _warm(task: Task) -> Iterator[Started]:
+    with ordered(task) as order, running([*_WARM, *_kind(task)], task, order) as started:
+        yield started
+
+
+def run_cases(
+    cases: tuple[Case, ...],
+    *,
+    timeout_s: float,
+    say: Callable[[str], None],
+    begin: Callable[[Case], None] = lambda _case: None,
+) -> Iterator[Result]:
+    """Run cases in their order; ``begin`` is told of each, and each result is handed out when it is there."""
+    with Runner(say) as runner:
+        for case in cases:
+            begin(case)
+            yield runner.run(case._replace(task=replace(case.task, timeout_s=timeout_s)))

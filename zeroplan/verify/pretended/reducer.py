@@ -1,0 +1,84 @@
+"""What ``DistributedDataParallel``'s reducer needs among fake tensors: numbers that it can read.
+
+Its C++ writes down the shapes of the parameters and which gradient goes into which bucket in integer tensors, sends them to the
+other ranks and reads what has come. These few are real, here; parameters, gradients and buckets stay fake. They are left out of
+the record: four bytes or eight per parameter tensor or dimension, partly in host memory, gone before the next bucket is made.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch._C._distributed_c10d import Reducer
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.parallel import distributed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroplan.verify.replaced import replaced
+from zeroplan.verify.watching.collectives import COLLECTIVES
+from zeroplan.verify.watching.watcher import Watcher
+
+#: Functions that write and read such tensors (torch 2.13): the check of the constructor, and the rebuild in the second forward.
+_THEY_READ: tuple[tuple[object, str], ...] = (
+    (distributed, "_verify_param_shape_across_processes"),
+    (Reducer, "_rebuild_buckets"),
+)
+_WRITTEN_IN = (torch.int32, torch.int64)
+
+
+@contextmanager
+def readable_bookkeeping(watcher: Watcher) -> Iterator[None]:
+    """Let the reducer keep its books in real tensors as long as this is open; the watcher sees only that they are sent."""
+    with ExitStack() as patches:
+        for owner, name in _THEY_READ:
+            patches.enter_context(_on_real_integers(owner, name, watcher))
+        yield
+
+
+def _on_real_integers(owner: object, name: str, watcher: Watcher) -> AbstractContextManager[None]:
+    original: Callable[..., object] = getattr(owner, name)
+
+    def reading(*args: object) -> object:
+        with _RealIntegers(watcher):
+            return original(*args)
+
+    return replaced(owner, name, reading)
+
+
+class _RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+    """Makes integer tensors real, and works for real with what is real; all else goes its way."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watcher = watcher
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        options = kwargs or {}
+        if not _is_real(args, options):
+            return func(*args, **options)
+        if "device" in options:
+            options = {**options, "device": torch.device("cpu")}  # the reducer's device may be a pretended one
+        with unset_fake_temporarily(), nullcontext() if func in COLLECTIVES else self._watcher.looking_away():
+            return func(*args, **options)
+
+
+def _is_real(args: tuple[object, ...], options: Mapping[str, object]) -> bool:
+    tensors = list(_tensors((*args, *options.values())))
+    if not tensors:
+        return options.get("dtype") in _WRITTEN_IN
+    return not any(isinstance(one, FakeTensor) for one in tensors)
+
+
+def _tensors(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors(argument)

@@ -1,0 +1,281 @@
+"""Starts the ranks of a task, listens to them, and sees to it that all are gone when it returns, whatever happens.
+
+One process is started here: the rank itself, where one stands for all, or torch elastic's agent
+(:mod:`zeroplan.verify.processes.elastic`), which starts one per rank. torch is imported there and not here.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
+from zeroplan.measurement import Measurement
+from zeroplan.records import read_record
+from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError, of_a_transport, workload_raised
+from zeroplan.verify.processes.scratch import ORDER, no_place, scratch
+from zeroplan.verify.task import Card, Task
+
+_GRACE_S = 2.0
+_TAIL_LINES = 15
+_PROGRESS_AFTER_S = 3.0
+#: What the process that is started here writes before a rank has a file of its own.
+STARTED_STDERR = "started.stderr"
+Message = dict[str, str]
+
+
+class Listener(NamedTuple):
+    """Who is told: of each record as it comes, of progress and of what went wrong, and of the card that a rank found."""
+
+    keep: Callable[[Measurement], None]
+    say: Callable[[str], None]
+    progress: Callable[[str], None] = lambda _text: None
+    card: Callable[[Card], None] = lambda _card: None
+
+
+class Started(NamedTuple):
+    """A process, what it says (None when it has hung up), and the folder where the ranks' standard error goes."""
+
+    process: "subprocess.Popen[str]"
+    messages: "queue.SimpleQueue[Message | None]"
+    folder: Path
+
+
+def launch(task: Task, *, keep: Callable[[Measurement], None], say: Callable[[str], None]) -> None:
+    """Run a task: every rank over gloo or NCCL, or the one rank under the fake group. ``keep`` is given each record as it comes.
+
+    Raises SpecError where the workload is not there, and MeasurementError where a rank fails, dies, or is silent for the
+    task's ``timeout_s``; the tail of what the failing rank wrote has gone to ``say`` by then. All processes are gone on return.
+    """
+    with ordered(task) as order, running(command_of(task, order), task, order) as started:
+        listen(task, started, Listener(keep, say, progress=say))
+
+
+@contextmanager
+def ordered(task: Task) -> Iterator[Path]:
+    """The task as a file in a folder of its own, where ranks meet and leave what they have; gone afterwards."""
+    with scratch() as folder:
+        order = folder / ORDER
+        mine = replace(task, store=str(folder / "store"), folder=str(folder))
+        try:
+            order.write_text(json.dumps(asdict(mine)), encoding="utf-8")
+        except OSError as error:
+            raise no_place(error) from None
+        yield order
+
+
+def command_of(task: Task, order: Path) -> list[str]:
+    """The process to start for a task."""
+    if task.transport == "fake":
+        return [sys.executable, "-m", "zeroplan.verify.processes.worker", str(order)]
+    return [sys.executable, "-m", "zeroplan.verify.processes.elastic", str(order)]
+
+
+def listen(task: Task, started: Started, to: Listener) -> None:
+    """Hear a task's ranks until each has left its record."""
+    began = time.monotonic()
+    waiting = set(range(task.job.mesh.world_size)) if task.transport != "fake" else {task.rank or 0}
+    while waiting:
+        try:
+            # A collective that hangs fails in its own rank after timeout_s; silence is judged a little later, to hear of that.
+            message = started.messages.get(timeout=task.timeout_s + 2 * _GRACE_S)
+        except queue.Empty:
+            raise _silent(task, waiting, started, to.say) from None
+        if message is not None and int(message.get("rank", -1)) not in waiting:
+            continue
+        _heed(message, waiting, started, to)
+        if message is not None and "say" in message and time.monotonic() - began > _PROGRESS_AFTER_S:
+            to.progress(f"rank {message['rank']}: {message['say']}")
+
+
+def _silent(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
+    for rank in sorted(waiting):
+        _show_tail(rank, started, say)
+    names = ", ".join(map(str, sorted(waiting)))
+    return FailedError(f"no rank made progress for {task.timeout_s:g} s (waiting for rank {names}); ended")
+
+
+def _heed(message: Message | None, waiting: set[int], started: Started, to: Listener) -> None:
+    if message is None:
+        raise _died(min(waiting), how_ended(started.process.wait()), started, to.say)
+    if "record" in message:
+        waiting.discard(int(message["rank"]))
+        to.keep(read_record(Path(message["record"])))
+    if "card" in message:
+        to.card(Card(name=message["card"], total_bytes=int(message["total_bytes"])))
+    if "ended" in message:
+        started.messages.put(message)  # for who waits for that
+        raise _died(int(message["rank"]), message["ended"], started, to.say)
+    if "died" in message:
+        raise _died(int(message["rank"]), message["died"], started, to.say)
+    if "failed" in message:
+        raise _failure(message, started, to.say)
+
+
+def _died(rank: int, how: str, started: Started, say: Callable[[str], None]) -> FailedError:
+    _show_tail(rank, started, say)
+    errors = started.folder / f"rank{rank}.stderr"
+    why = of_a_transport(errors.read_text(encoding="utf-8", errors="replace")) if errors.exists() else ""
+    return FailedError(
+        f"rank {rank} died ({how}{'; ' + why if why else ''}) before it left a record; the other ranks were ended"
+    )
+
+
+def _failure(message: Message, started: Started, say: Callable[[str], None]) -> ZeroplanError:
+    rank, text = int(message["rank"]), message["text"]
+    match message["failed"]:
+        case "memory":
+            return OutOfMemoryError(f"rank {rank} ran out of memory: {text}")
+        case "workload":
+            return workload_raised(text, rank=rank, say=say)
+        case whose if whose in _ONE_LINE:
+            return _ONE_LINE[whose](text)
+    if (lost := _lost_before(rank, started)) is not None:
+        return _died(int(lost["rank"]), lost["died"], started, say)
+    _show_tail(rank, started, say)
+    return FailedError(f"rank {rank} failed: {text.splitlines()[0] if text else 'it did not say why'}")
+
+
+_ONE_LINE: dict[str, type[ZeroplanError]] = {"input": SpecError, "machine": NotHereError, "here": MeasurementError}
+
+
+def _lost_before(failed: int, started: Started) -> Message | None:
+    """Of a rank that died and took the collective of one that failed with it, the agent hears a moment later."""
+    told, until = {failed}, time.monotonic() + _GRACE_S
+    with suppress(queue.Empty):
+        while (message := started.messages.get(timeout=max(0.0, until - time.monotonic()))) is not None:
+            if "failed" in message:
+                told.add(int(message["rank"]))
+            if "died" in message and int(message["rank"]) not in told:
+                return message
+    return None
+
+
+def how_ended(code: int) -> str:
+    """An exit code in words.
+
+    >>> how_ended(-9)
+    'killed by SIGKILL'
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def _show_tail(rank: int, started: Started, say: Callable[[str], None]) -> None:
+    for name in (f"rank{rank}.stderr", STARTED_STDERR):
+        path = started.folder / name
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:] if path.exists() else []
+        if lines:
+            say("\n".join((f"--- last lines of rank {rank}'s standard error ---", *lines, "--- end ---")))
+            return
+
+
+def _read(process: "subprocess.Popen[str]", messages: "queue.SimpleQueue[Message | None]") -> None:
+    assert process.stdout is not None  # noqa: S101  it was started with a pipe
+    for line in process.stdout:
+        with suppress(ValueError):
+            messages.put(json.loads(line))
+    messages.put(None)
+
+
+@contextmanager
+def running(command: list[str], task: Task, order: Path) -> Iterator[Started]:
+    """The process for a task, in a session of its own; neither it nor a rank of its is left afterwards."""
+    process = _started(command, task, order)
+    try:
+        messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(process, messages), daemon=True).start()
+        yield Started(process, messages, order.parent)
+    finally:
+        _end(process)
+
+
+def _started(command: list[str], task: Task, order: Path) -> "subprocess.Popen[str]":
+    try:
+        with (order.parent / STARTED_STDERR).open("wb") as sink:
+            return subprocess.Popen(  # noqa: S603  our own interpreter and module
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+                start_new_session=True,
+                env=environment_of(task),
+            )
+    except OSError as error:
+        raise NotHereError(f"no process can be started here: {error.strerror}") from None
+
+
+def environment_of(task: Task) -> dict[str, str]:
+    """What a launcher sets; elastic's agent sets each rank's own over it. gloo talks over the loopback."""
+    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[3])) if part)
+    ranks = str(task.job.mesh.world_size)
+    return {
+        **os.environ,
+        "RANK": str(task.rank or 0),
+        "LOCAL_RANK": "0" if task.tensors == "cuda" else str(task.rank or 0),
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        "PYTHONPATH": path,
+    }
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """Ask the processes to go, and after a moment make them; an interrupt meanwhile cannot stop this, and is heard afterwards.
+
+    Closing standard input is what every rank, whoever started it, takes for its parent's end.
+    """
+    with _interrupts_later():
+        _close(process.stdin)
+        _until(lambda: process.poll() is not None)
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, sign)
+            _until(lambda: process.poll() is not None)
+        process.wait()
+        _close(process.stdout)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Hold back an interrupt until the block ends; elsewhere than in the main thread there are none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if heard:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _until(done: Callable[[], bool]) -> None:
+    until = time.monotonic() + _GRACE_S
+    while time.monotonic() < until and not done():
+        time.sleep(0.02)
+
+
+def _close(pipe: object) -> None:
+    if pipe is not None:
+        with suppress(OSError, ValueError):
+            pipe.close()  # type: ignore[attr-defined]  # a text stream

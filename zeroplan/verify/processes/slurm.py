@@ -1,0 +1,250 @@
+"""A task as a job of Slurm's: submitted through submitit, awaited, taken up again by whoever has the folder.
+
+Everything of a job lies in one folder, which all nodes must see: its records, and in ``slurm/`` which job it is and what it runs
+(``job.json``), why a rank has no record (``failed/``), submitit's files and what ranks printed.
+"""
+
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
+from zeroplan.measurement import Measurement
+from zeroplan.records import read_record, record_paths
+from zeroplan.spec.base import Count, Spec, read
+from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError, text_of, whose
+from zeroplan.verify.task import Task
+
+_OUTPUT = "slurm"
+_STATE, _FAILED = f"{_OUTPUT}/job.json", f"{_OUTPUT}/failed"
+_POLL_S = 2.0
+_GATHER_S = 60.0
+"""How long files may take to be seen from here when the job has ended: network file systems keep what they knew. [s]"""
+_PER_NODE = 8
+_NEVER = ("down", "drained", "inactive", "unavail", "limit", "invalid", "notallowed", "badconstraints", "held")
+"""What the reason of a pending job holds, in lower case, where waiting for other jobs will not start it."""
+_OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted(Spec):
+    """What is asked of Slurm; ``options`` are sbatch's, by their long names."""
+
+    partition: str = ""
+    account: str = ""
+    minutes: Count = 30
+    options: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted(Spec):
+    """A job that Slurm has taken."""
+
+    schema_version: int = 1
+    job_id: str
+    task: Task
+
+
+def submit(task: Task, wanted: Wanted, folder: Path) -> Submitted:
+    """Hand a task to Slurm, one of its tasks per rank, and note it in the folder.
+
+    Raises MeasurementError where Slurm or submitit is not here, or in Slurm's own words where it refuses.
+    """
+    _refuse_where_there_is_none()
+    if (folder / _STATE).exists():
+        raise SpecError(f"{str(folder)!r} holds a Slurm job already: take it up with --resume, or name another folder")
+    import submitit  # noqa: PLC0415  an extra, and asked for above
+
+    nodes, per_node = _layout(task)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        executor = submitit.SlurmExecutor(folder=folder.absolute() / _OUTPUT)
+        executor.update_parameters(
+            job_name="zeroplan",
+            nodes=nodes,
+            ntasks_per_node=per_node,
+            time=wanted.minutes,
+            srun_args=["--kill-on-bad-exit=1"],
+            **({"gpus_per_node": per_node} if task.tensors == "cuda" else {}),
+            **({"partition": wanted.partition} if wanted.partition else {}),
+            **({"account": wanted.account} if wanted.account else {}),
+            **({"additional_parameters": wanted.options} if wanted.options else {}),
+        )
+        with redirect_stderr(io.StringIO()):  # on which submitit repeats what sbatch said
+            job = executor.submit(as_rank, json.dumps(asdict(task)), str(folder.absolute()))
+    except submitit.core.utils.FailedJobError as error:
+        raise NotHereError(f"Slurm refuses the job: {_refusal(str(error))}") from None
+    except OSError as error:
+        raise MeasurementError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
+    submitted = Submitted(job_id=str(job.job_id), task=task)
+    _note(folder / _STATE, asdict(submitted))
+    return submitted
+
+
+def _refuse_where_there_is_none() -> None:
+    if find_spec("submitit") is None:
+        raise MeasurementError("submitit is not installed, and --slurm needs it: pip install 'zeroplan[slurm]'")
+    if shutil.which("sbatch") is None:
+        raise NotHereError("there is no Slurm here: sbatch is not on the path; run this where jobs are submitted")
+
+
+def _layout(task: Task) -> tuple[int, int]:
+    """Nodes, and ranks on each."""
+    ranks, cluster = task.job.mesh.world_size, task.job.cluster
+    known = cluster.gpus_per_node or (None if cluster.gpu is None else cluster.gpu.gpus_per_node)
+    per_node = min(ranks, known or _PER_NODE)
+    if ranks % per_node:
+        raise SpecError(f"{ranks:,} ranks do not fill nodes of {per_node} alike; say how many share one with --gpus-per-node")
+    return math.ceil(ranks / per_node), per_node
+
+
+def _refusal(said: str) -> str:
+    r"""The first of what one of Slurm's programs said, which names what is wrong, without its own name.
+
+    >>> _refusal("sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition")
+    'invalid partition specified: x'
+    """
+    lines = [line.partition("error: ")[2] for line in said.splitlines() if "error: " in line]
+    first = (lines or said.strip().splitlines() or ["it does not say why"])[0]
+    return first.removeprefix("Batch job submission failed: ").strip()
+
+
+def _note(path: Path, data: object) -> None:
+    """Write a file whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished.write_text(json.dumps(data), encoding="utf-8")
+    unfinished.replace(path)
+
+
+# On the nodes
+
+
+def as_rank(task: str, folder: str) -> None:
+    """Be the rank that Slurm says; leave a record in the folder, or why there is none and a bad exit, which ends the others."""
+    import submitit  # noqa: PLC0415  who runs this has it
+
+    from zeroplan.verify.processes.torchrun import measured_as_rank, meeting  # noqa: PLC0415  on the node only
+
+    submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+    try:
+        mine = read(Task, json.loads(task), where="task")
+        measured_as_rank(mine, store=meeting(mine), folder=Path(folder))
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, who waits is told
+        rank = int(os.environ["RANK"])
+        why = {"rank": rank, "whose": whose(error), "text": text_of(error), "at": time.time()}
+        _note(Path(folder) / _FAILED / f"rank{rank}.json", why)
+        os._exit(1)
+
+
+# Where it is awaited
+
+
+def taken_up(folder: Path) -> Submitted:
+    """The job that a folder holds. Raises SpecError where it holds none."""
+    path = folder / _STATE
+    if not path.is_file():
+        raise SpecError(f"{str(folder)!r} holds no job of --slurm: it has no {_STATE}; name the --record-dir of one")
+    try:
+        return read(Submitted, json.loads(path.read_text(encoding="utf-8")), where=str(path))
+    except ValueError as error:
+        raise error if isinstance(error, SpecError) else SpecError(f"{str(path)!r} is not complete JSON") from None
+
+
+def wait(submitted: Submitted, folder: Path, *, say: Callable[[str], None]) -> list[Measurement]:
+    """Wait for a job to end, telling how it stands, and return the records of all its ranks.
+
+    Raises :class:`~zeroplan.verify.failures.NotHereError` where Slurm says that it will not start (the job is then taken back), and
+    what a rank failed of, or how the job ended, where there are fewer records than ranks.
+    """
+    told, hopeless = "", 0
+    while True:
+        state, reason = _state(submitted.job_id)
+        if state in _OVER or not state:
+            return _collected(submitted, folder, state)
+        now = f"{state.lower()} ({reason})" if reason not in ("", "None") else state.lower()
+        if now != told:
+            say(f"Slurm job {submitted.job_id}: {now}")
+        told, hopeless = now, hopeless + 1 if state == "PENDING" and _will_not_start(reason) else 0
+        if hopeless > 1:
+            _asked("scancel", submitted.job_id)
+            raise NotHereError(f"Slurm cannot start job {submitted.job_id}: {reason}; it was taken back")
+        time.sleep(_POLL_S)
+
+
+def _state(job_id: str) -> tuple[str, str]:
+    """The state of a job and its reason; no state where Slurm has forgotten it, as it does a while after its end."""
+    said = _asked("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T|%r")
+    state, _, reason = said.strip().partition("|")
+    return state, reason
+
+
+def _will_not_start(reason: str) -> bool:
+    """Whether a pending job waits for something else than its turn.
+
+    >>> [_will_not_start(reason) for reason in ("Resources", "Priority", "ReqNodeNotAvail, UnavailableNodes:n1", "PartitionDown")]
+    [False, False, True, True]
+    """
+    return any(word in reason.lower().replace(" ", "") for word in _NEVER)
+
+
+def _asked(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603  Slurm's own programs
+    except FileNotFoundError:
+        raise NotHereError(f"there is no Slurm here: {command[0]} is not on the path") from None
+    except subprocess.TimeoutExpired:
+        raise MeasurementError(f"Slurm does not answer: {command[0]} took more than a minute") from None
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise MeasurementError(f"Slurm does not answer: {_refusal(done.stderr)}")
+    return done.stdout
+
+
+def _collected(submitted: Submitted, folder: Path, state: str) -> list[Measurement]:
+    """The records of a job that has ended."""
+    ranks, until = submitted.task.job.mesh.world_size, time.monotonic() + (_GATHER_S if state == "COMPLETED" else 0)
+    while len(found := _records(folder)) < ranks and not _failures(folder) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    if len(found) >= ranks:
+        return found
+    raise _why(submitted, folder, state, len(found))
+
+
+def _records(folder: Path) -> list[Measurement]:
+    return [read_record(path) for path in record_paths(folder)] if any(folder.glob("*.json")) else []
+
+
+def _failures(folder: Path) -> list[dict[str, str]]:
+    """Why ranks have no record, the first to fail first."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / _FAILED).glob("rank*.json")]
+    return sorted(found, key=lambda one: float(one["at"]))
+
+
+def _why(submitted: Submitted, folder: Path, state: str, found: int) -> ZeroplanError:
+    failures = _failures(folder)
+    if not failures:
+        ended = f"ended {state.lower().replace('_', ' ')}" if state else "is not known to Slurm any more"
+        return FailedError(
+            f"Slurm job {submitted.job_id} {ended} with {found} of {submitted.task.job.mesh.world_size:,} records; what its ranks "
+            f"printed is in {str(folder / _OUTPUT)!r}"
+        )
+    rank, text = failures[0]["rank"], failures[0]["text"].strip()
+    match failures[0]["whose"]:
+        case "input":
+            return SpecError(text)
+        case "machine" | "here":
+            return NotHereError(f"rank {rank} of Slurm job {submitted.job_id}: {text}")
+        case "memory":
+            return OutOfMemoryError(f"rank {rank} ran out of memory: {text}")
+    return FailedError(
+        f"rank {rank} of Slurm job {submitted.job_id} failed: {text.splitlines()[-1] if text else 'it did not say why'}"
+    )

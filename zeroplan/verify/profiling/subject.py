@@ -1,0 +1,152 @@
+"""What is profiled: a module of the user's own or a class of transformers, in a batch of any shape."""
+
+import json
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from zeroplan.catalog.text import one_line, read_text
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.spec.recipe import Attention
+from zeroplan.verify.profiling.polynomials import Shape
+from zeroplan.verify.training.workload import (
+    Workload,
+    as_workload,
+    causal_model,
+    find_blocks,
+    loss_of_output,
+    named_function,
+    shapes_of,
+    takes_a_batch,
+    user_function,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_FEWEST_LAYERS = 3
+"""A first, a last, and one between that stands for all."""
+
+
+class Subject(NamedTuple):
+    """A module in a batch of any shape.
+
+    ``whole`` builds it with all its layers; ``make`` with as few as have every kind in ``layer_kinds``, which tells apart layers
+    that look alike; ``longest`` is how long sequences may be, where it says.
+    """
+
+    name: str
+    source: str
+    whole: Callable[[], Workload]
+    make: Callable[[Shape], Workload]
+    layer_kinds: tuple[str, ...] | None = None
+    longest: int | None = None
+    attention: Attention = "sdpa"
+
+
+def of_workload(where: str) -> Subject:
+    """The module, batch and loss of ``package.module:function``.
+
+    A function with parameters ``micro_batch`` and ``seq_len`` makes the batch; else its own is made larger and smaller: the first
+    dimension of every tensor is of sequences, the second, where it is as long as the first tensor's, of tokens.
+    """
+    function = user_function(where)
+    if takes_a_batch(named_function(where)):
+        return Subject(where, f"workload {where}", lambda: function(1, 128), lambda shape: function(*shape))
+    return Subject(where, f"workload {where}", lambda: function(1, 1), lambda shape: _resized(function(1, 1), shape))
+
+
+def _resized(work: Workload, shape: Shape) -> Workload:
+    sizes = [tensor.shape for tensor in work.batch.values()]
+    if not sizes or any(not size or size[0] != sizes[0][0] for size in sizes):
+        raise MeasurementError(
+            "the workload's tensors do not begin with one dimension of sequences; give it micro_batch and seq_len"
+        )
+    length = next((size[1] for size in sizes if len(size) > 1), None)
+    return work._replace(batch={name: _like(tensor, length, shape) for name, tensor in work.batch.items()})
+
+
+def _like(tensor: torch.Tensor, length: int | None, shape: Shape) -> torch.Tensor:
+    _, *others = tensor.shape
+    if shape.length and others and others[0] == length:
+        others[0] = shape.length
+    return tensor.new_zeros((shape.sequences, *others))
+
+
+def of_config(named: str, attention: Attention) -> Subject:
+    """The causal language model that transformers builds for a ``config.json``, or for the folder that holds one."""
+    path = Path(named) / "config.json" if Path(named).is_dir() else Path(named)
+    said = _mapping(path)
+    made = _configuration(said, path)
+    kinds = _kinds(made)
+    few = _shortened(made, _enough(made, kinds, attention))
+    return Subject(
+        name=path.resolve().parent.name if path.name == "config.json" else path.stem,
+        source=f"transformers' {said['model_type']}",
+        whole=lambda: _in_a_batch(made, attention, Shape(1, 8)),
+        make=lambda shape: _in_a_batch(few, attention, shape),
+        layer_kinds=kinds,
+        longest=getattr(made, "max_position_embeddings", None),
+        attention=attention,
+    )
+
+
+def _mapping(path: Path) -> dict[str, object]:
+    try:
+        said = json.loads(read_text(path, what="configuration"))
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"configuration {str(path)!r} is not JSON: {one_line(str(error))}") from None
+    if not isinstance(said, dict) or not isinstance(said.get("model_type"), str):
+        raise SpecError(f"configuration {str(path)!r} names no model_type; it is not of transformers")
+    return said
+
+
+def _configuration(said: Mapping[str, object], path: Path) -> "PreTrainedConfig":
+    """The configuration as transformers reads it, without dropout, cache and padding, as formulas have it."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  takes seconds
+
+    try:
+        made: PreTrainedConfig = AutoConfig.for_model(**said)  # type: ignore[arg-type]  # each family has its own keys
+    except Exception as error:
+        raise SpecError(f"configuration {str(path)!r}: {one_line(str(error))[:300]}") from error
+    if type(made) not in AutoModelForCausalLM._model_mapping:
+        raise SpecError(
+            f"configuration {str(path)!r}: transformers has no causal language model of type {said['model_type']!r}"
+        )
+    for key in [key for key in vars(made) if "dropout" in key or key.endswith("pdrop") or key == "layerdrop"]:
+        setattr(made, key, 0.0)
+    made.use_cache, made.pad_token_id = False, None
+    if any(getattr(made, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+        made._experts_implementation = "grouped_mm"
+    return made
+
+
+def _kinds(made: "PreTrainedConfig") -> tuple[str, ...]:
+    """What the configuration says of each layer's attention, where it says so."""
+    count, types = int(made.num_hidden_layers), getattr(made, "layer_types", None)
+    return tuple(map(str, types)) if isinstance(types, (list, tuple)) and len(types) == count else ("",) * count
+
+
+def _enough(made: "PreTrainedConfig", kinds: tuple[str, ...], attention: Attention) -> int:
+    """So many layers that every kind is among them and none of them only the last."""
+    blocks = find_blocks(causal_model(made, attention=attention, dtype=torch.float32, device="meta"))
+    keys = [(shapes_of(block), kind) for block, kind in zip(blocks, kinds, strict=False)]
+    return min(len(keys), max(_FEWEST_LAYERS, max(keys.index(key) for key in keys) + 2))
+
+
+def _shortened(made: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
+    few = deepcopy(made)
+    if isinstance(types := vars(few).get("layer_types"), list):
+        few.layer_types = types[:layers]
+    few.num_hidden_layers = layers
+    return few
+
+
+def _in_a_batch(made: "PreTrainedConfig", attention: Attention, shape: Shape) -> Workload:
+    device = torch.get_default_device().type
+    module = causal_model(deepcopy(made), attention=attention, dtype=torch.float32, device=device)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    return as_workload((module, {"input_ids": ids, "labels": ids}, loss_of_output), "transformers")

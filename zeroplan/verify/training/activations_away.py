@@ -1,0 +1,49 @@
+"""Activation offload as torch has it: ``offload_wrapper`` around blocks, told which device's memory is to be pinned for.
+
+The wrapper asks for CUDA by name. Its function is called with the run's own device in CUDA's place, and what it brings back is
+named; everything else is torch's.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper, offload_wrapper
+
+from zeroplan.ledger import Kind
+from zeroplan.verify.replaced import replaced
+from zeroplan.verify.watching.watcher import Watcher
+
+
+def offload_blocks(module: nn.Module, blocks: Collection[nn.Module]) -> None:
+    """Put ``offload_wrapper`` around each block, in its place in the module."""
+    wrapped = {id(block): offload_wrapper(block) for block in blocks}
+    for parent in [part for part in module.modules() if not isinstance(part, OffloadWrapper)]:
+        for name, child in parent.named_children():
+            if id(child) in wrapped:
+                setattr(parent, name, wrapped[id(child)])
+
+
+@contextmanager
+def moving_from(device: str, watcher: Watcher) -> Iterator[None]:
+    """Let the wrapper move from and to this device, as long as this is open."""
+
+    def saving(*, pin_memory: bool) -> save_on_cpu:
+        hooks = save_on_cpu(pin_memory=pin_memory, device_type=device)
+        hooks.unpack_hook = _claimed(hooks.unpack_hook, watcher)
+        return hooks
+
+    with replaced(checkpoint_wrapper, "save_on_cpu", saving):
+        yield
+
+
+def _claimed(unpack: Callable[[object], torch.Tensor], watcher: Watcher) -> Callable[[object], torch.Tensor]:
+    def claimed(packed: object) -> torch.Tensor:
+        tensor = unpack(packed)
+        watcher.claim(Kind.ACTIVATIONS, (tensor,))
+        return tensor
+
+    return claimed

@@ -1,0 +1,65 @@
+"""Low-rank adapters as peft puts them into a model."""
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+
+def with_adapters(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec, *, device: str = "cpu") -> nn.Module:
+    """Freeze a transformers model and put adapters beside its linear layers, quantised on the ``device`` where it says so.
+
+    peft makes adapters of 16-bit weights fp32 where that is what is trained. DeepSpeed casts the whole module to 16 bits, and is
+    handed it so.
+    """
+    with warnings.catch_warnings(), torch.device(device):
+        warnings.simplefilter("ignore")  # peft calls what transformers is about to rename
+        return _adapted(model, adapter, recipe)
+
+
+def _adapted(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> nn.Module:
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  takes seconds
+
+    if adapter.quantize != "none":
+        _quantise(model, adapter, recipe)
+    wanted = LoraConfig(r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=list(adapter.layers), task_type="CAUSAL_LM")
+    wide = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed"
+    adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)
+    if adapter.quantize != "none" and recipe.precision == "bf16":
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:  # peft makes adapters of quantised weights fp32; trainers cast them
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return adapted.train()
+
+
+def _quantise(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> None:
+    """Four bits as transformers loads them; under mixed precision everything else in fp32, as peft prepares it for autocast.
+
+    FSDP2 shards and casts packed weights like others, so that they are stored as numbers of the compute dtype.
+    """
+    from peft import prepare_model_for_kbit_training  # noqa: PLC0415
+
+    from zeroplan.verify.training.quantised import quantise  # noqa: PLC0415
+
+    dtype, sharded = next(model.parameters()).dtype, recipe.engine == "fsdp2"
+    quantise(model, adapter, dtype, storage=dtype if sharded else torch.uint8)
+    if recipe.precision.endswith("mixed") and not sharded:
+        prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The transformers model inside peft's wrapper, whose parts have the names that they have without it."""
+    inside = getattr(module, "get_base_model", None)
+    return module if inside is None else inside()
+
+
+def beside_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    """What quantised weights need beside themselves, and no module has for a parameter or buffer."""
+    if getattr(unwrapped(module), "is_loaded_in_4bit", False):
+        from zeroplan.verify.training.quantised import states_of  # noqa: PLC0415
+
+        yield from states_of(unwrapped(module))

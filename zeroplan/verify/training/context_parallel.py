@@ -1,0 +1,63 @@
+"""A causal language model trained on sequences that context-parallel ranks share, by torch's ``context_parallel``.
+
+Whoever trains so hands in positions and labels that are shifted already, cut like the ids. Attention is called as torch's own
+``scaled_dot_product_attention``, without a mask.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.job import JobSpec
+from zeroplan.verify.training.engines import Fsdp2
+from zeroplan.verify.training.experts import ExpertMeshes
+from zeroplan.verify.training.workload import Workload
+from zeroplan.verify.watching.watcher import Watcher
+
+#: The mesh dimension of the context-parallel ranks, which are neighbours.
+CONTEXT = "context"
+_BOTH = "shard and context"
+Context = Callable[[], AbstractContextManager[object]]
+
+
+class ContextParallel(Fsdp2):
+    """``fully_shard`` over all ranks that have other tokens, and ``context_parallel`` around every pass.
+
+    ``beside`` makes what else is around a pass; ``experts`` are the meshes of experts on several ranks.
+    """
+
+    def __init__(
+        self, work: Workload, job: JobSpec, mesh: DeviceMesh, *, beside: Context = nullcontext, experts: ExpertMeshes | None = None
+    ) -> None:  # fmt: skip
+        self._context, self._beside = mesh[CONTEXT], beside
+        self._cutting: Context = nullcontext
+        among = mesh["shard", CONTEXT]._flatten(_BOTH)
+        super().__init__(work, job.recipe, among if job.mesh.dp_replicate == 1 else mesh["replicate", _BOTH], experts=experts)
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass over this rank's share of every sequence."""
+        enter(Phase.FORWARD)
+        buffers = list(self._work.batch.values())
+        with ExitStack() as shared:
+            shared.enter_context(self._beside())
+            with self._cutting():
+                shared.enter_context(context_parallel(self._context, buffers=buffers, buffer_seq_dims=[1] * len(buffers)))
+            super().micro_step(enter, last=last)
+
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Tell what is made of the batch, too."""
+        self._cutting = partial(watcher.labelled, Kind.ACTIVATIONS)
+        return super().labels(watcher)
+
+
+def with_positions(work: Workload, *, seq_len: int) -> Workload:
+    """The batch with what a rank cannot tell from its share alone: positions, and each token's next one."""
+    ids = work.batch["input_ids"]
+    positions = torch.arange(seq_len, device=ids.device).unsqueeze(0)
+    labels = {"labels": ids.clone(), "shift_labels": ids.roll(-1, dims=1)}
+    return work._replace(batch={"input_ids": ids, **labels, "position_ids": positions})

@@ -1,0 +1,177 @@
+"""DeepSpeed behind the face of the other engines. It patches torch for good: only for a process that does nothing else."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib import import_module
+
+import deepspeed
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import nn
+
+from zeroplan.export import deepspeed as export
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.pretended import nvme
+from zeroplan.verify.replaced import replaced
+from zeroplan.verify.training.engines import make_optimizer, trained
+from zeroplan.verify.training.workload import Workload
+from zeroplan.verify.watching.watcher import Watcher
+
+_TRANSPORT = import_module("deepspeed.comm.torch")
+"""As an attribute of its package it is hidden behind the name of torch itself."""
+
+#: Attributes of DeepSpeed's optimizers (0.18, 0.19) whose tensors are of one kind.
+_HOLDS = (
+    ("bit16_groups_flat", Kind.PARAMETERS),
+    ("bf16_groups_flat", Kind.PARAMETERS),
+    ("fp16_partitioned_groups_flat", Kind.PARAMETERS),
+    ("averaged_gradients", Kind.GRADIENTS),
+    ("fp32_groups_gradients_flat", Kind.GRADIENTS),
+    ("grad_partitions_flat_buffer", Kind.GRADIENTS),
+    ("all_grad_tensors", Kind.GRADIENTS),
+    ("ipg_buckets", Kind.REDUCE),
+    ("temp_grad_buffer_for_gpu_offload", Kind.REDUCE),
+)
+
+
+def configuration(job: JobSpec) -> dict[str, object]:
+    """Return the DeepSpeed configuration that a job describes, with what a run for verification needs."""
+    disk = nvme.disk()
+    return {
+        **export.configuration(job, nvme_path=None if disk is None else disk.folder),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+
+
+class DeepSpeed:
+    """``deepspeed.initialize`` with torch's optimizer; fused it stands for DeepSpeed's own, which needs a GPU."""
+
+    kept: Kind | None = None
+
+    def __init__(self, work: Workload, job: JobSpec) -> None:
+        self.optimizer = make_optimizer(trained(work.module), _with_its_default(job.recipe))
+        if job.recipe.zero_stage == 0 and self.optimizer.defaults.get("fused"):
+            deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # so that its wrapper is taken
+        # Inference's all-reduce among CPUs, no part of a step: compiling it takes long, and a build that was killed leaves a lock
+        # (torch.utils.file_baton) on which every later process would wait for ever.
+        with replaced(_TRANSPORT, "build_shm_op", lambda: None):
+            self._engine, self._wrapper, *_ = deepspeed.initialize(
+                model=work.module, optimizer=self.optimizer, config=configuration(job)
+            )
+        self._work, self._recipe = work, job.recipe
+        self._watcher: Watcher | None = None
+        self.handed_on = Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS
+
+    @property
+    def module(self) -> nn.Module:
+        """The workload's module, as DeepSpeed holds it."""
+        module: nn.Module = self._engine.module
+        return module
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass, and let DeepSpeed count it; the last of a step is counted by the optimizer's."""
+        enter(Phase.FORWARD)
+        output = self._engine(**self._work.batch)
+        loss = self._work.loss(output)
+        if not self._recipe.keep_logits:
+            del output
+        enter(Phase.BACKWARD)
+        self._engine.backward(loss)
+        self._claim()
+        if not last:
+            self._engine.step()
+
+    def optimizer_step(self) -> None:
+        """Update this rank's share and gather the others'; gradients go with it."""
+        self._engine.step()
+        self._claim()
+
+    def zero_grad(self) -> None:
+        """Nothing: DeepSpeed's own step does it."""
+
+    @contextmanager
+    def labels(self, watcher: Watcher) -> Iterator[None]:
+        """Tell the watcher whose DeepSpeed's flat tensors are, whenever they may have changed."""
+        self._watcher = watcher
+        self._claim()
+        taken = self.optimizer.register_step_pre_hook(lambda *_: self._claim_taken())
+        with ExitStack() as stack:
+            stack.callback(taken.remove)
+            for owner, name, kind in _LABELS:
+                if hasattr(owner, name):
+                    stack.enter_context(replaced(owner, name, _labelled(watcher, getattr(owner, name), kind)))
+            yield
+        self._watcher = None
+
+    def _claim(self) -> None:
+        if self._watcher is None:
+            return
+        self._claim_taken()
+        for name, kind in _HOLDS:
+            self._watcher.claim(kind, tensors(getattr(self._wrapper, name, None)))
+        shares = (
+            getattr(parameter, "ds_tensor", None) for parameter in self.module.parameters()
+        )  # a frozen one's is in no group
+        self._watcher.claim(Kind.PARAMETERS, (share for share in shares if share is not None))
+        own = {id(parameter) for parameter in self.module.parameters()}  # stage 0 in fp32 updates the model itself
+        self._watcher.claim(_MASTERS, (master for master in self._masters() if id(master) not in own))
+        second = (getattr(parameter, "ds_secondary_tensor", None) for parameter in self.module.parameters())
+        self._watcher.claim(Kind.GATHER, second)
+
+    def _claim_taken(self) -> None:
+        """Say what the gradients are that the optimizer takes: within DeepSpeed's step they are copies."""
+        if self._watcher is not None:
+            self._watcher.claim(Kind.GRADIENTS, (master.grad for master in self._masters()))
+
+    def _masters(self) -> list[torch.Tensor]:
+        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        # Stage 3 lends them to the optimizer for a step.
+        return [*masters, *getattr(self._wrapper, "fp32_partitioned_groups_flat", [])]
+
+
+#: Functions of DeepSpeed (0.18, 0.19) and what they ask memory for.
+_LABELS: tuple[tuple[object, str, Kind], ...] = (
+    (PartitionedParameterCoordinator, "fetch_sub_module", Kind.GATHER),
+    (DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", Kind.REDUCE),
+    (DeepSpeedZeroOptimizer, "setup_buckets", Kind.REDUCE),
+    (DeepSpeedZeroOptimizer, "reduce_ipg_grads", Kind.REDUCE),
+    (DeepSpeedZeroOptimizer, "copy_grads_in_partition", Kind.GRADIENTS),
+    (DeepSpeedEngine, "allreduce_gradients", Kind.REDUCE),
+)
+
+
+def _labelled(watcher: Watcher, function: Callable[..., object], kind: Kind) -> Callable[..., object]:
+    def labelled(*args: object, **kwargs: object) -> object:
+        with watcher.labelled(kind):
+            return function(*args, **kwargs)
+
+    return labelled
+
+
+#: The copy of the weights that the optimizer updates, as the estimate counts it.
+_MASTERS = Kind.OPTIMIZER_STATE
+
+
+def _with_its_default(recipe: RecipeSpec) -> RecipeSpec:
+    return recipe if recipe.optimizer_impl else replace(recipe, optimizer_impl="fused")
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """Find the tensors in lists, dicts and DeepSpeed's buckets."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from tensors(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors(one)
+    elif hasattr(value, "buffer"):
+        yield from tensors(value.buffer)

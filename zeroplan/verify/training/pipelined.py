@@ -1,0 +1,351 @@
+"""One rank of a pipeline: its stages of transformers' module under FSDP2, driven by the schedules of torch's own pipelining.
+
+Stages are cut as torchtitan cuts transformers' models: what a stage does not have is an identity, and every stage makes its own
+rotary tables. Token ids are on the ranks with the first stage, labels on those with the last. Shapes of what is sent are given
+to the stages, so that no pass is run to learn them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import stage as stages
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.parallel import loss_parallel
+
+from zeroplan.errors import MeasurementError
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
+from zeroplan.verify.pretended.card import CARD
+from zeroplan.verify.replaced import replaced
+from zeroplan.verify.training.context_parallel import CONTEXT
+from zeroplan.verify.training.engines import (
+    COMPUTE,
+    fsdp2_labels,
+    give_memory,
+    labelled,
+    make_optimizer,
+    mixed_precision,
+    resharding,
+    stored_dtype,
+)
+from zeroplan.verify.training.experts import ExpertMeshes, dispatched, divide_by_nothing, placement
+from zeroplan.verify.training.tensor_parallel import TENSOR, split_module
+from zeroplan.verify.training.workload import causal_module, find_blocks
+from zeroplan.verify.watching.watcher import Watcher
+
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+_SCHEDULES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+}
+
+
+def pipeline_mesh(job: JobSpec, device: str) -> DeviceMesh:
+    """All ranks, pipeline stages outermost, as torchtitan arranges them."""
+    mesh = job.mesh
+    replicas = {"replicate": mesh.dp_replicate} if mesh.dp_replicate > 1 else {}
+    split = {name: ways for name, ways in ((CONTEXT, mesh.cp), (TENSOR, mesh.tp)) if ways > 1}
+    ways = {"pp": mesh.pp, **replicas, "shard": mesh.dp_shard, **split}
+    return init_device_mesh(device, tuple(ways.values()), mesh_dim_names=tuple(ways))
+
+
+def _sharded(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that share a stage's parameters out: those that have other tokens; with replicas in two dimensions."""
+    name = "shard"
+    if job.mesh.cp > 1:
+        name = "shard and context"
+        among = mesh["shard", CONTEXT]._flatten(name)
+    else:
+        among = mesh[name]
+    return among if job.mesh.dp_replicate == 1 else mesh["replicate", name]
+
+
+def _shared_sequences(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh | None:
+    """The ranks that share sequences, if there are any."""
+    if job.mesh.cp == 1:
+        return None
+    if mesh.device_type != CARD:  # of real positions, cut, transformers would make a mask, which the ring does not take
+        raise MeasurementError(f"cp={job.mesh.cp} is run on fake tensors alone; use --backend simulate")
+    return mesh[CONTEXT]
+
+
+class Pipelined:
+    """FSDP2 around every block of this rank's stages and around each stage, under a schedule of torch's pipelining."""
+
+    handed_on = Kind.UNSHARDED_GRADIENTS
+    kept: Kind | None = Kind.GRADIENTS
+
+    def __init__(self, job: JobSpec, mesh: DeviceMesh, watcher: Watcher) -> None:
+        self._job, self._watcher = job, watcher
+        rank = mesh["pp"].get_local_rank()
+        self._stages = _stages_of(job, rank)
+        self._context = _shared_sequences(job, mesh)
+        self._cutting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._positions = self._whole_positions(mesh.device_type)
+        parts = [_part(job, stage, self._positions) for stage in self._stages]
+        self.module = nn.ModuleList(parts)
+        watcher.name_modules(parts[0] if len(parts) == 1 else self.module)
+        within = _sharded(job, mesh)
+        for part in parts:
+            if job.mesh.tp > 1:
+                split_module(part, find_blocks(part), mesh[TENSOR])
+            _shard(part, job, within, dispatched(job, part, mesh, watcher))
+        give_memory(self.module, mesh.device_type)
+        watcher.claim(Kind.PARAMETERS, (*self.module.parameters(), *self.module.buffers()))
+        self._schedule = _schedule(job, self._stages, parts, mesh)
+        self._ids, self._labels = (self._tokens(mesh.device_type, which) for which in ("is_first", "is_last"))
+        self.optimizer = make_optimizer(self.module.parameters(), job.recipe)
+
+    def _tokens(self, device: str, which: str) -> torch.Tensor | None:
+        """Ids of all micro-batches of a step, where this rank has the stage that reads them."""
+        if not any(getattr(stage, which) for stage in self._stages):
+            return None
+        batch = self._job.batch
+        ids = torch.randint(
+            0, self._job.model.vocab_size, (batch.grad_accum_steps * batch.micro_batch_size, batch.seq_len), device=device
+        )
+        self._watcher.claim(Kind.ACTIVATIONS, (ids,))
+        return ids
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Take all micro-batches of a step."""
+        assert last  # noqa: S101  the schedule takes all of them in one call
+        inputs = () if self._ids is None else (self._ids,)
+        losses: list[torch.Tensor] | None = None if self._labels is None else []
+        split = loss_parallel() if self._job.mesh.tp > 1 else nullcontext()
+        enter(Phase.FORWARD)
+        with _phases(self._schedule_stages(), enter), split, self._shared():
+            self._schedule.step(*inputs, target=self._labels, losses=losses, return_outputs=False)
+
+    @contextmanager
+    def _shared(self) -> Iterator[None]:
+        """Cut all sequences of the step for the ranks that share them, positions like tokens, and restore them in the end.
+
+        Source: torchtitan, 2025-10, train.py, forward_backward_step: one context around the schedule's step.
+        """
+        if self._context is None:
+            yield
+            return
+        buffers = [one for one in (self._ids, self._labels, self._positions) if one is not None]
+        with ExitStack() as shared:
+            with self._cutting():
+                shared.enter_context(context_parallel(self._context, buffers=buffers, buffer_seq_dims=[1] * len(buffers)))
+            yield
+
+    def _whole_positions(self, device: str) -> torch.Tensor | None:
+        """Positions of a whole sequence, where ranks share it; all of the rank's stages read them."""
+        if self._context is None:
+            return None
+        positions = torch.arange(self._job.batch.seq_len, device=device).unsqueeze(0)
+        self._watcher.claim(Kind.ACTIVATIONS, (positions,))
+        return positions
+
+    def _schedule_stages(self) -> list[PipelineStage]:
+        schedule = self._schedule
+        stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+        return cast("list[PipelineStage]", stages)
+
+    def optimizer_step(self) -> None:
+        """Update this rank's chunks of its stages."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def labels(self, watcher: Watcher) -> Iterator[None]:
+        """Tell buffers apart by the function that asks for them; what is received counts among activations."""
+        self._cutting = partial(watcher.labelled, Kind.ACTIVATIONS)
+        faked = dist.get_backend().startswith("fake")
+        with ExitStack() as stack:
+            stack.enter_context(fsdp2_labels(watcher))
+            stack.enter_context(labelled(watcher, stages, "_make_tensor_from_meta", Kind.ACTIVATIONS))
+            if faked:
+                for answer in _unanswered():
+                    stack.enter_context(answer)
+            yield
+
+
+def _stages_of(job: JobSpec, rank: int) -> tuple[Stage, ...]:
+    schedule = job.recipe.pipeline_schedule or "1f1b"
+    each = stages_per_rank(schedule, job.recipe.pipeline_stages_per_rank)
+    stages = cut(job.model.num_hidden_layers, job.mesh.pp * each)
+    return tuple(stages[at] for at in indices_of_rank(schedule, rank=rank, pp=job.mesh.pp, stages=len(stages)))
+
+
+# --- a stage's part of the module ----------------------------------------------------------------------------------------
+
+
+def _part(job: JobSpec, stage: Stage, positions: torch.Tensor | None) -> nn.Module:
+    """Build the stage's part of the model without memory, and let it take and return plain tensors."""
+    whole = causal_module(job.model, job.recipe, stored_dtype(job.recipe), "meta")
+    decoder: nn.Module = whole.get_decoder()  # type: ignore[operator]  # a transformers model
+    stack = next(name for name, part in decoder.named_children() if isinstance(part, nn.ModuleList))
+    setattr(decoder, stack, nn.ModuleList(list(getattr(decoder, stack))[stage.start : stage.stop]))
+    if not stage.is_first:
+        decoder.set_input_embeddings(nn.Identity())  # type: ignore[operator]
+    if not stage.is_last:
+        whole.set_output_embeddings(nn.Identity())  # type: ignore[operator]
+        setattr(decoder, next(name for name in ("norm", "final_layer_norm") if hasattr(decoder, name)), nn.Identity())
+    whole.forward = _tensor_to_tensor(whole, decoder, stage, positions, tokens=job.batch.seq_len)
+    return whole
+
+
+def _tensor_to_tensor(
+    whole: nn.Module, decoder: nn.Module, stage: Stage, shared: torch.Tensor | None, *, tokens: int
+) -> Callable[[torch.Tensor], torch.Tensor]:  # fmt: skip
+    """Take and return plain tensors; positions are ``shared``, or made anew for all ``tokens`` in every pass."""
+    run: Callable[..., object] = whole.forward if stage.is_last else decoder
+
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(tokens, device=given.device).unsqueeze(0) if shared is None else shared
+        out = run(**{"input_ids" if stage.is_first else "inputs_embeds": given, "position_ids": positions})
+        tensor: torch.Tensor = out.logits if stage.is_last else out.last_hidden_state  # type: ignore[attr-defined]
+        return tensor
+
+    return forward
+
+
+def _shard(part: nn.Module, job: JobSpec, mesh: DeviceMesh, experts: ExpertMeshes | None) -> None:
+    policy, reshard = mixed_precision(job.recipe), resharding(job.recipe)
+    for block in find_blocks(part):
+        where = None if experts is None else placement(block, mesh, experts)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=where)
+    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if experts is not None:
+        divide_by_nothing(part)
+
+
+# --- the schedule --------------------------------------------------------------------------------------------------------
+
+
+def _schedule(job: JobSpec, mine: tuple[Stage, ...], parts: list[nn.Module], mesh: DeviceMesh) -> Schedule:
+    name = job.recipe.pipeline_schedule or "1f1b"
+    count = job.mesh.pp * len(mine)
+    stages = [
+        PipelineStage(
+            part, stage.number, count, torch.device(mesh.device_type), group=mesh["pp"].get_group(),
+            input_args=_given(job, stage), output_args=_returned(job, stage),
+        )
+        for stage, part in zip(mine, parts, strict=True)
+    ]  # fmt: skip
+    last = next((part for stage, part in zip(mine, parts, strict=True) if stage.is_last), None)
+    cls: Callable[..., Schedule] = _SCHEDULES[name]
+    return cls(
+        stages if len(mine) > 1 else stages[0], n_microbatches=job.batch.grad_accum_steps, scale_grads=False,
+        loss_fn=_loss_of(last, job.model.vocab_size, shifted=job.mesh.cp > 1),
+    )  # fmt: skip
+
+
+def _loss_of(last: nn.Module | None, vocab: int, *, shifted: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Transformers' own loss; where it is on another rank, the schedule only asks whether there is one.
+
+    ``shifted`` labels come as each token's next one, as a rank cannot tell from its share of a sequence.
+    """
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        said = {"labels": labels, "shift_labels": labels} if shifted else {"labels": labels}
+        return cast("torch.Tensor", last.loss_function(logits=logits, **said, vocab_size=vocab))  # type: ignore[union-attr, operator]
+
+    return loss
+
+
+def _given(job: JobSpec, stage: Stage) -> torch.Tensor:
+    shape = (job.batch.micro_batch_size, _tokens(job))
+    return torch.empty(shape, dtype=torch.int64, device="meta") if stage.is_first else _hidden(job)
+
+
+def _returned(job: JobSpec, stage: Stage) -> torch.Tensor:
+    return _of_each_token(job, job.model.vocab_size, tokens=_tokens(job)) if stage.is_last else _hidden(job)
+
+
+def _tokens(job: JobSpec) -> int:
+    """Of every sequence, this rank's share."""
+    return job.batch.seq_len // job.mesh.cp
+
+
+def _hidden(job: JobSpec) -> torch.Tensor:
+    """A rank's share of the hidden states: plain tensors between stages, as torchtitan's, along the sequence under TP."""
+    return _of_each_token(job, job.model.hidden_size, tokens=_tokens(job) // job.mesh.tp)
+
+
+def _of_each_token(job: JobSpec, width: int, *, tokens: int) -> torch.Tensor:
+    shape = (job.batch.micro_batch_size, tokens, width)
+    return torch.empty(shape, dtype=COMPUTE[job.recipe.precision], device="meta", requires_grad=True)
+
+
+@contextmanager
+def _phases(stages: list[PipelineStage], enter: Callable[[Phase], None]) -> Iterator[None]:
+    """Tell when a micro-batch goes forward and when backward; gradients are reduced as part of the backward."""
+    with ExitStack() as patches:
+        for stage in stages:
+            for name, phase in _PHASES:
+                patches.enter_context(replaced(stage, name, _in_phase(getattr(stage, name), enter, phase)))
+        yield
+
+
+_PHASES = (
+    ("forward_one_chunk", Phase.FORWARD), ("backward_one_chunk", Phase.BACKWARD), ("backward_weight_one_chunk", Phase.BACKWARD),
+    ("perform_reduce_grad", Phase.BACKWARD),
+)  # fmt: skip
+
+
+def _in_phase(run: Callable[..., object], enter: Callable[[Phase], None], phase: Phase) -> Callable[..., object]:
+    def entered(*args: object, **options: object) -> object:
+        enter(phase)
+        return run(*args, **options)
+
+    return entered
+
+
+# --- where there is no other rank ------------------------------------------------------------------------------------------
+
+
+class _Held:
+    """A send or receive that is over at once, and holds its tensor as NCCL's does.
+
+    In a batch until it is waited for, else as long as it is referred to. Source: torch 2.13, ``pointToPoint`` in
+    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (``work->outputs_``).
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], *, batched: bool) -> None:
+        self._tensors, self._batched = tensors, batched
+
+    def wait(self) -> bool:
+        """End a batch; it lets go of its tensors."""
+        if self._batched:
+            self._tensors = []
+        return True
+
+
+def _unanswered() -> Iterator[AbstractContextManager[None]]:
+    """Let stages agree that shapes are given, and let sends hold what they send, where no other rank answers."""
+    if not hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+        raise MeasurementError(f"pipelines are simulated with the schedules of torch 2.13, and this is {torch.__version__}")
+    original: Callable[..., object] = schedules._batch_p2p
+
+    def held(operations: list[dist.P2POp], desc: str | None = None) -> list[_Held]:
+        original(operations, desc)
+        batched = len({one.op for one in operations}) > 1
+        return [_Held([one.tensor for one in operations], batched=batched)] if operations else []
+
+    def agreed(_schedule: Schedule, stages: list[PipelineStage], *_: object) -> None:
+        for stage in stages:
+            stage._inference_mode = schedules.InferenceMode.STATIC  # type: ignore[attr-defined]
+
+    yield replaced(schedules, "_batch_p2p", held)
+    yield replaced(schedules._PipelineSchedule, "_warmup_p2p", agreed)

@@ -1,0 +1,147 @@
+"""Linear layers in four bits, as transformers and bitsandbytes put them into a model, and what their kernels take on CUDA."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import bitsandbytes
+import torch
+from bitsandbytes.functional import QuantState, quantize_4bit
+from bitsandbytes.nn import modules
+from bitsandbytes.nn.modules import Linear4bit, Params4bit
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from transformers import BitsAndBytesConfig
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers.quantizers.base import get_keys_to_not_convert
+
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.verify.replaced import replaced
+from zeroplan.verify.watching.inside import INSIDE
+
+
+def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, storage: torch.dtype = torch.uint8) -> None:
+    """Put bitsandbytes' layers in the place of linear ones, all but the head, and their weights into four bits.
+
+    ``dtype`` is what the weights were in, and what the layers compute in. One weight after the other is there whole, as when
+    transformers loads a checkpoint: what was made without memory gets some on torch's default device. ``storage`` is the dtype
+    that packed weights pretend to be of.
+    """
+    nested = adapter.quantize == "nf4-double"
+    before = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    asked = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=storage,
+    )
+    with unset_fake_temporarily():
+        replace_with_bnb_linear(model, get_keys_to_not_convert(model), asked)
+    with _table_of_scales(next(iter(before.values())).weight):
+        for name, module in model.named_modules():
+            if isinstance(module, Linear4bit):
+                _fill(module, before[name], nested=nested, storage=storage)
+        if nested:
+            vars(model)["table_of_scales"] = bitsandbytes.functional.name2qmap["dynamic"]
+    _give_memory(model)
+    vars(model)["is_loaded_in_4bit"] = True
+
+
+def _fill(module: Linear4bit, linear: nn.Linear, *, nested: bool, storage: torch.dtype) -> None:
+    """Quantise one layer's weight; its bias stays."""
+    weight = _with_memory(linear.weight)
+    packed, state = quantize_4bit(weight, compress_statistics=nested, quant_type="nf4", quant_storage=storage)
+    module.quant_state = state
+    module._parameters["weight"] = _parameter(packed, state, module)
+    module._parameters["bias"] = linear.bias
+
+
+def _parameter(packed: torch.Tensor, state: QuantState, module: Linear4bit) -> nn.Parameter:
+    """A parameter as bitsandbytes has it; a fake tensor cannot be one, and has what is asked of one."""
+    if not isinstance(packed, FakeTensor):
+        return Params4bit(
+            packed, quant_state=state, compress_statistics=state.nested, quant_type="nf4", module=module, bnb_quantized=True
+        )
+    parameter = nn.Parameter(packed, requires_grad=False)
+    vars(parameter).update(
+        quant_state=state, compress_statistics=state.nested, quant_type="nf4", quant_storage=packed.dtype, bnb_quantized=True
+    )
+    return parameter
+
+
+def _give_memory(model: nn.Module) -> None:
+    """Give memory to the parameters and buffers of a model that was made without."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.device.type == "meta":
+                setattr(module, name, nn.Parameter(_with_memory(parameter)))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            module._buffers[name] = _with_memory(buffer)
+    model.tie_weights()  # type: ignore[operator]
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device=torch.get_default_device()) if tensor.device.type == "meta" else tensor.data
+
+
+def _table_of_scales(weight: torch.Tensor) -> AbstractContextManager[None]:
+    """What a byte stands for among scales is made of Python's numbers, once for all models; a fake table serves one."""
+    if not isinstance(weight, FakeTensor):
+        return nullcontext()
+    return replaced(bitsandbytes.functional, "name2qmap", {"dynamic": torch.empty(256)})
+
+
+def states_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors beside the packed weights: scales, tables, and biases."""
+    if (table := vars(model).get("table_of_scales")) is not None:
+        yield table
+    for module in model.modules():
+        for tensor in _beside(module) if isinstance(module, Linear4bit) else ():
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
+def _beside(module: Linear4bit) -> tuple[object, ...]:
+    state: QuantState = module.quant_state  # type: ignore[assignment]  # None before it is filled
+    nested = vars(state.state2).values() if state.nested else ()
+    return (*vars(state).values(), *nested, module.bias)
+
+
+def _written_out(
+    given: torch.Tensor, _weight: torch.Tensor, shape: list[int], _scales: torch.Tensor, blocksize: int, _kind: str,
+    bias: torch.Tensor | None = None, scales_8bit: torch.Tensor | None = None, _table: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """What the product takes on CUDA: the weight in the compute dtype, from 1,537 tokens on, or where its rows are no whole blocks.
+
+    With fewer tokens it depends on the GPU whether a kernel does without; the larger is taken, except for up to four tokens.
+    Source: bitsandbytes 0.50, backends/cuda/ops.py, ``gemm_4bit`` and ``_dequant_linear_fallback``.
+    """
+    if given.numel() // given.shape[-1] <= _FEW_TOKENS and given.shape[-1] % blocksize == 0:
+        return given.new_empty((*given.shape[:-1], shape[0]))
+    wide = None if scales_8bit is None else torch.empty_like(scales_8bit, dtype=torch.float32)
+    added = None if wide is None or mean is None else wide + mean
+    whole = torch.empty(shape, dtype=given.dtype, device=given.device)
+    made = nn.functional.linear(given, whole, bias)
+    del wide, added  # alive until here, as there
+    return made
+
+
+_FEW_TOKENS = 4
+
+
+def _state_from_module(module: Linear4bit) -> None:
+    """Where an engine has put another tensor in a weight's place, its scales are the module's, as bitsandbytes has it.
+
+    bitsandbytes makes a parameter of its own class of that tensor, without memory of its own, which a fake one cannot be.
+    """
+    if not isinstance(module.weight, FakeTensor):
+        _from_module(module)
+    elif vars(module.weight).get("quant_state") is None:
+        vars(module.weight)["quant_state"] = module.quant_state
+
+
+_from_module = modules.fix_4bit_weight_quant_state_from_module
+modules.fix_4bit_weight_quant_state_from_module = _state_from_module  # type: ignore[assignment]
+
+INSIDE[torch.ops.bitsandbytes.gemm_4bit.default] = _written_out

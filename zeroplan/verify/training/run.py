@@ -1,0 +1,265 @@
+"""One training run under an engine, watched: on real or fake tensors, in a real process group or as one rank of a fake one."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, lru_cache
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import _meta_registrations
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
+from torch.distributed.tensor import _sharding_prop
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+
+from zeroplan.errors import MeasurementError
+from zeroplan.ledger import Kind
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.pretended.card import CARD, FakeCardMode, decisions
+from zeroplan.verify.pretended.card_autocast import cuda_lists
+from zeroplan.verify.pretended.fake_mode import QuickFakes
+from zeroplan.verify.pretended.reducer import readable_bookkeeping
+from zeroplan.verify.replaced import replaced
+from zeroplan.verify.training.activations_away import moving_from
+from zeroplan.verify.training.adapters import beside_parameters, unwrapped
+from zeroplan.verify.training.context_parallel import CONTEXT, ContextParallel, with_positions
+from zeroplan.verify.training.engines import Ddp, Engine, Fsdp2, train, weights_dtype
+from zeroplan.verify.training.experts import dispatched, evenly_visited
+from zeroplan.verify.training.tensor_parallel import TENSOR, TensorParallel, split
+from zeroplan.verify.training.workload import Workload, workload
+from zeroplan.verify.watching.watcher import Watcher
+
+
+def run(
+    job: JobSpec, watcher: Watcher, *, rank: int = 0, steps: int = 2, fake: bool = True, device: str = "cpu",
+    make: Callable[[], Workload] | None = None,
+) -> None:  # fmt: skip
+    """Train as one rank of a fake process group, on fake tensors or on real ones.
+
+    Fake ones may be on a pretended GPU (:mod:`zeroplan.verify.pretended.card`). ``make`` builds another workload than the job's own
+    model.
+    """
+    fakes = fake_tensors(watcher, device, strided=job.mesh.tp > 1) if fake else nullcontext()
+    visits = evenly_visited(job) if job.mesh.ep > 1 else nullcontext()
+    with fake_ranks(job, rank, device) as mesh, answered(job.recipe, device), fakes, visits:
+        observe(job, watcher, mesh, steps=steps, make=make)
+
+
+def observe(
+    job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps: int, make: Callable[[], Workload] | None = None
+) -> None:
+    """Build model and engine and train, in the process group that is there."""
+    with warnings.catch_warnings(), watcher, _real_meshes(watcher):
+        warnings.simplefilter("ignore")
+        if job.mesh.pp > 1:
+            _observe_pipeline(job, watcher, mesh, steps=steps)
+            return
+        work = make() if make is not None else workload(job, dtype=weights_dtype(job), device=mesh.device_type)
+        if job.mesh.tp > 1:
+            work = split(work, mesh, seq_len=job.batch.seq_len)
+        if job.mesh.cp > 1:
+            work = with_positions(work, seq_len=job.batch.seq_len)
+        watcher.name_modules(unwrapped(work.module))
+        watcher.claim(Kind.ACTIVATIONS, work.batch.values())
+        engine = _build(job, work, mesh, watcher)
+        watcher.claim(Kind.PARAMETERS, (*work.module.parameters(), *work.module.buffers(), *beside_parameters(work.module)))
+        with engine.labels(watcher), moving_from(mesh.device_type, watcher):
+            train(engine, watcher, module=work.module, steps=steps, accumulate=job.batch.grad_accum_steps)
+        watcher.claim(Kind.PARAMETERS, beside_parameters(work.module))  # biases are cast in the first forward
+
+
+def _observe_pipeline(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps: int) -> None:
+    """Let a schedule take all micro-batches of a step through this rank's stages."""
+    from zeroplan.verify.training.pipelined import Pipelined  # noqa: PLC0415  only a pipeline imports torch's pipelining
+
+    engine = Pipelined(job, mesh, watcher)
+    with engine.labels(watcher), moving_from(mesh.device_type, watcher):
+        train(engine, watcher, module=engine.module, steps=steps, accumulate=1)
+
+
+def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> Engine:
+    if job.recipe.engine == "fsdp2":
+        if job.mesh.cp > 1:
+            if mesh.device_type != CARD:  # of real positions, cut, transformers would make a mask, which the ring does not take
+                raise MeasurementError(f"cp={job.mesh.cp} is run on fake tensors alone; use --backend simulate")
+            beside, experts = nullcontext if job.mesh.tp == 1 else loss_parallel, dispatched(job, work.module, mesh, watcher)
+            return ContextParallel(work, job, mesh, beside=beside, experts=experts)
+        if job.mesh.tp > 1:
+            return TensorParallel(work, job, mesh)
+        return Fsdp2(work, job.recipe, mesh, experts=dispatched(job, work.module, mesh, watcher))
+    if job.recipe.engine == "ddp":
+        with watcher.labelled(Kind.REDUCE):  # the reducer's buckets are made in its constructor
+            engine = Ddp(work, job.recipe)
+        if dist.get_backend().startswith(_FAKE):
+            engine.hand_buckets_back()
+        return engine
+    if job.recipe.engine == "deepspeed":
+        from zeroplan.verify.training.deepspeed import DeepSpeed  # noqa: PLC0415  it patches torch for good
+
+        return DeepSpeed(work, job)
+    raise MeasurementError(f"engine {job.recipe.engine!r} cannot be run here; measured are fsdp2, ddp and deepspeed")
+
+
+_FAKE = "fake"
+
+
+@contextmanager
+def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
+    """One rank of the job's mesh under torch's fake process group, which moves nothing."""
+    dist.init_process_group(
+        _FAKE if device == "cpu" else _fake_group_on(device), rank=rank, world_size=job.mesh.world_size, store=FakeStore()
+    )
+    if job.mesh.tp > 1:
+        _forget_other_meshes(job.mesh, rank)
+    try:
+        yield mesh_of(job, device)
+    finally:
+        dist.destroy_process_group()
+
+
+@lru_cache(maxsize=1)
+def _forget_other_meshes(_: MeshSpec, __: int) -> None:
+    """Once when mesh or rank is another than before: DTensor keeps what it found out by ranks, groups that are gone among it."""
+    from torch.distributed.tensor import debug  # noqa: PLC0415  tensor parallelism alone needs it
+
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+@cache
+def _fake_group_on(device: str) -> str:
+    """Name a backend that is torch's fake one, for a device that torch's registration of it leaves out."""
+    name = f"{_FAKE}_on_{device}"
+    dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=["cpu", device])
+    return name
+
+
+def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
+    """The job's ranks as FSDP2 takes them: one dimension, or replicas of a sharded group; each a row where they share its work."""
+    replicas, shards = job.mesh.dp_replicate, job.mesh.dp_shard
+    if job.mesh.pp > 1:
+        from zeroplan.verify.training.pipelined import pipeline_mesh  # noqa: PLC0415  only a pipeline imports torch's pipelining
+
+        return pipeline_mesh(job, device)
+    split = {name: ways for name, ways in ((CONTEXT, job.mesh.cp), (TENSOR, job.mesh.tp)) if ways > 1}
+    if split:
+        return init_device_mesh(device, (replicas, shards, *split.values()), mesh_dim_names=("replicate", "shard", *split))
+    if replicas == 1:
+        return init_device_mesh(device, (shards,))
+    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+@contextmanager
+def answered(recipe: RecipeSpec, device: str = "cpu") -> Iterator[None]:
+    """Let an engine hear from a fake process group what it would hear from a real one, and decides by."""
+    if recipe.engine != "deepspeed":
+        yield
+        return
+    for name, said in _LAUNCHER_SAYS.items():
+        os.environ.setdefault(name, said)
+    from zeroplan.verify.pretended.deepspeed_answers import answers  # noqa: PLC0415  it patches torch for good
+    from zeroplan.verify.pretended.deepspeed_card import on_the_card  # noqa: PLC0415
+    from zeroplan.verify.pretended.nvme import stands_in  # noqa: PLC0415  it imports DeepSpeed
+
+    with on_the_card() if device == CARD else nullcontext(), answers(recipe.deepspeed), stands_in():
+        yield
+
+
+_LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
+
+
+# --- what fake tensors need ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fake_tensors(watcher: Watcher, device: str = "cpu", *, strided: bool = False) -> Iterator[None]:
+    """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes.
+
+    ``strided`` says that a dimension may be sharded over two dimensions of the mesh.
+    """
+    as_on_cuda = (decisions(), cuda_lists()) if device == CARD else ()
+    mode = FakeCardMode() if device == CARD else QuickFakes()
+    plain = () if strided else (_no_strided_shards(),)
+    as_real = _unpacked_rows(), _chunks_as_wanted(), *plain, _grouped_products(), readable_bookkeeping(watcher)
+    with ExitStack() as answers:
+        for answer in (*as_real, *as_on_cuda, mode):
+            answers.enter_context(answer)
+        yield
+
+
+def _unpacked_rows() -> AbstractContextManager[None]:
+    """Answer for fake tensors what transformers reads from real ones: each row of the batch is one sequence.
+
+    Of fake position ids it cannot tell, and would build a mask for packed sequences that no real run has.
+    """
+    from transformers import masking_utils  # noqa: PLC0415  takes seconds, and only a run needs it
+
+    original = masking_utils.find_packed_sequence_indices
+
+    def one_sequence_per_row(position_ids: torch.Tensor) -> None:
+        indices = original(position_ids)
+        if indices is not None:
+            (indices[:, -1] == 0).all()
+
+    return replaced(masking_utils, "find_packed_sequence_indices", one_sequence_per_row)
+
+
+class _Chunks:
+    """What ``torch.chunk`` gives, empty ones for what lacks, each made when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
+        self._tensor, self._dim, self._width = tensor, dim, -(-tensor.size(dim) // count)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self._width
+        width = min(self._width, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, width) if width > 0 else self._tensor.new_empty(0)
+
+
+def _chunks_as_wanted() -> AbstractContextManager[None]:
+    """Spare FSDP2 the views of a parameter that belong to other ranks: it takes one, and a thousand fake ones take time."""
+    return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
+
+
+def _no_strided_shards() -> AbstractContextManager[None]:
+    """Spare DTensor the search for dimensions that are sharded twice, where none is: lists of tensors take long."""
+    name = "_propagate_use_strided_shard_flag"  # since torch 2.13
+    return replaced(_sharding_prop, name, lambda *_: None) if hasattr(_sharding_prop, name) else nullcontext()
+
+
+def _grouped_products() -> AbstractContextManager[None]:
+    """Let fake experts compute in 32 bits, as real ones do: torch 2.13 refuses what its kernels take."""
+    original: Callable[..., object] = _meta_registrations._meta_grouped_mm_common
+    shaped: Callable[..., object] = _meta_registrations._create_grouped_mm_output_tensor
+
+    def product(mat_a: torch.Tensor, mat_b: torch.Tensor, **others: object) -> object:
+        if mat_a.dtype == mat_b.dtype == torch.float32:
+            return shaped(mat_a, mat_b, others["offs"], others["out_dtype"])
+        return original(mat_a, mat_b, **others)
+
+    return replaced(_meta_registrations, "_meta_grouped_mm_common", product)
+
+
+@contextmanager
+def _real_meshes(watcher: Watcher) -> Iterator[None]:
+    """Let FSDP2 and DTensor arrange ranks in real tensors, which they read, and keep them out of the record."""
+
+    def arranged(original: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
+            with unset_fake_temporarily(), watcher.looking_away():
+                return original(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as patches:
+        for owner, name in ((_fully_shard, "_get_post_forward_mesh_info"), (DeviceMesh, "__init__")):
+            patches.enter_context(replaced(owner, name, arranged(getattr(owner, name))))
+        mesh = cast("property", DeviceMesh.mesh)
+        patches.enter_context(replaced(DeviceMesh, "mesh", property(arranged(cast("Callable[..., object]", mesh.fget)))))
+        yield

@@ -1,0 +1,96 @@
+"""A causal language model of transformers split over tensor-parallel ranks, as torchtitan's backend for such models splits it.
+
+Matrices are split by heads and by the MLP's width, the embedding and the head by the vocabulary; what lies between them is split
+along the sequence. Source: torchtitan, 2026-04, experiments/transformers_modeling_backend/infra/parallelize.py,
+``apply_non_moe_tp``, whose plan this is; tied embeddings stay tied, as in torchtitan's own models.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from zeroplan.ledger import Phase
+from zeroplan.spec.job import JobSpec
+from zeroplan.verify.training.engines import Fsdp2
+from zeroplan.verify.training.workload import Workload
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: The mesh dimension of the tensor-parallel ranks, which are neighbours.
+TENSOR = "tensor"
+
+
+class TensorParallel(Fsdp2):
+    """``fully_shard`` over the ranks that hold the same part of a split model, whose loss is made where its logits are."""
+
+    def __init__(self, work: Workload, job: JobSpec, mesh: DeviceMesh) -> None:
+        among = mesh["shard"] if job.mesh.dp_replicate == 1 else mesh["replicate", "shard"]
+        super().__init__(work, job.recipe, among)
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass, the loss from logits that are split by the vocabulary."""
+        with loss_parallel():
+            super().micro_step(enter, last=last)
+
+
+def split(work: Workload, mesh: DeviceMesh, *, seq_len: int) -> Workload:
+    """Split the model of a workload over neighbours; positions are handed in, since between matrices no rank sees all tokens."""
+    mesh = mesh[TENSOR]
+    model = cast("PreTrainedModel", work.module)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tied = head.weight is embedding.weight
+    split_module(work.module, work.blocks, mesh)
+    if tied:
+        head.weight = embedding.weight
+    positions = torch.arange(seq_len, device=mesh.device_type).unsqueeze(0)
+    return work._replace(batch={**work.batch, "position_ids": positions})
+
+
+def split_module(module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Split a model, or a pipeline stage's part of one, in which what it does not have is an identity."""
+    there = {name: style for name, style in _ROOT.items() if not isinstance(module.get_submodule(name), nn.Identity)}
+    parallelize_module(module, mesh, there, src_data_rank=None)
+    for block in blocks:
+        parallelize_module(block, mesh, _plan(block), src_data_rank=None)
+
+
+_ROOT: dict[str, ParallelStyle] = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "model.norm": SequenceParallel(),
+    "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+}
+
+
+def _plan(block: nn.Module) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {
+        "input_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
+        ),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn.q_proj": ColwiseParallel(),
+        "self_attn.k_proj": ColwiseParallel(),
+        "self_attn.v_proj": ColwiseParallel(),
+        "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    if hasattr(block.self_attn, "q_norm"):
+        plan["self_attn.q_norm"] = plan["self_attn.k_norm"] = SequenceParallel(sequence_dim=2, use_local_output=True)
+    return plan

@@ -1,0 +1,204 @@
+"""A process group that hands every collective on and counts it: over gloo between real processes, or to torch's fake group.
+
+Gloo works on threads of its own, which hold the tensors of a collective a moment longer than the caller does, and whose
+releases no profiler of this thread sees. Here a collective has ended, and gloo has let go, before the call returns; so the
+memory of a rank is what this rank's own code holds, as it is with NCCL, where work runs on streams. Bytes and results are
+gloo's.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the last is in no stub
+    FakeProcessGroup,
+    ProcessGroupGloo,
+    Store,
+    Work,
+    _create_work_from_future,
+)
+from torch.profiler import record_function
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zeroplan.errors import MeasurementError
+from zeroplan.verify.watching import nccl
+from zeroplan.verify.watching.log import Call, Log
+
+Transport = Literal["gloo", "fake", "nccl"]
+
+#: Under these names the profiler shows what the transport itself requests, on this thread and on gloo's.
+TRANSPORT = ("zeroplan: transport", "gloo:")
+_LETTING_GO_S = 60.0
+
+
+class WatchedGroup(dist.ProcessGroup):
+    """A process group over another one, whose collectives end before they return."""
+
+    def __init__(self, inner: object, ranks: tuple[int, int], log: Log) -> None:
+        super().__init__(*ranks)  # type: ignore[call-arg, arg-type]  # the form for Python's own groups is in no stub
+        self._inner, self._ranks, self._log = inner, ranks[1], log
+
+    def size(self) -> int:
+        """How many ranks it has."""
+        return self._ranks
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's name
+        """The name under which torch files it."""
+        return "watched"
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]  # torch's own alias of a text
+        """The name under which torch registered it."""
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def _start_coalescing(self, _device: torch.device) -> None:
+        """Collectives run one by one."""
+
+    def _end_coalescing(self, _device: torch.device) -> Work:
+        return _ended([])
+
+    def handed_on(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
+        """Run a collective to its end and note it; what the transport itself requests is seen by no mode."""
+        tensors = [list(_tensors(argument)) for argument in arguments]
+        largest = max(tensors, key=lambda buffers: sum(buffer.nbytes for buffer in buffers), default=[])
+        if largest:
+            n_bytes, dtype = sum(buffer.nbytes for buffer in largest), str(largest[0].dtype).removeprefix("torch.")
+            self._log.calls.append(Call(operation, dtype, self._ranks, n_bytes, self._log.phase))
+        buffers = [buffer for given in tensors for buffer in given]
+        before = _holders(buffers)
+        with record_function(TRANSPORT[0]), _disable_current_modes():
+            run(*arguments).wait()
+            _await_release(buffers, before)
+        return _ended(tensors[0] if operation in ("all_reduce", "broadcast") else [])
+
+    def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Work:
+        """Send to one rank, and note it; it ends when the other has received, so nobody may wait for that here."""
+        self._log.calls.append(
+            Call("send", str(tensors[0].dtype).removeprefix("torch."), self._ranks, tensors[0].nbytes, self._log.phase)
+        )
+        return self._peer("send", tensors, destination, tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
+        """Receive from one rank."""
+        return self._peer("recv", tensors, source, tag)
+
+    def _peer(self, operation: str, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        run: Callable[..., Work] = getattr(self._inner, operation)
+        with record_function(TRANSPORT[0]):
+            return run(tensors, peer, tag)
+
+    @property
+    def inner(self) -> object:
+        """The group that does the work."""
+        return self._inner
+
+
+#: What DTensor asks for, with lists of a single tensor, and no transport has in Python: it is the other on each of them.
+_OF_LISTS = {
+    "allgather_into_tensor_coalesced": "_allgather_base", "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
+}  # fmt: skip
+
+
+def _one_by_one(inner: object, names: tuple[str, ...]) -> Callable[..., Work] | None:
+    each: Callable[..., Work] | None = getattr(inner, _OF_LISTS.get(names[-1], ""), None)
+    if each is None:
+        return None
+
+    def run(outputs: list[torch.Tensor], inputs: list[torch.Tensor], *arguments: object) -> Work:
+        for made, given in zip(outputs, inputs, strict=True):
+            each(made, given, *arguments).wait()
+        return _ended(outputs)
+
+    return run
+
+
+def _method(operation: str, names: tuple[str, ...]) -> Callable[..., Work]:
+    def collective(self: WatchedGroup, *arguments: object, **options: object) -> Work:
+        run = next((found for name in names if (found := getattr(self.inner, name, None))), None)
+        run = run or _one_by_one(self.inner, names)
+        if run is None:
+            raise MeasurementError(f"this torch's {operation} is not one that zeroplan can hand on")
+        return self.handed_on(operation, lambda *given: run(*given, **options), arguments)
+
+    return collective
+
+
+#: Every collective by the names that torch calls it (newer ones first), and what a ledger calls it.
+_COLLECTIVES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "all_reduce": (("allreduce",), ("allreduce_coalesced",)),
+    "broadcast": (("broadcast",),),
+    "reduce": (("reduce",),),
+    "all_gather": (("allgather",), ("allgather_coalesced",), ("all_gather_single", "_allgather_base"),
+                   ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")),
+    "reduce_scatter": (("reduce_scatter",), ("reduce_scatter_single", "_reduce_scatter_base"),
+                       ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")),
+    "gather": (("gather",),),
+    "scatter": (("scatter",),),
+    "all_to_all": (("alltoall",), ("all_to_all_single", "alltoall_base")),
+    "barrier": (("barrier",),),
+}  # fmt: skip
+
+for _operation, _spellings in _COLLECTIVES.items():
+    for _names in _spellings:
+        for _name in _names:
+            setattr(WatchedGroup, _name, _method(_operation, _names))
+
+
+def _ended(tensors: list[torch.Tensor]) -> Work:
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    work: Work = _create_work_from_future(future)
+    return work
+
+
+def _tensors(argument: object) -> Iterator[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for one in argument:
+            yield from _tensors(one)
+
+
+def _holders(buffers: list[torch.Tensor]) -> list[int]:
+    """How many hold each tensor, its storage or its Python object.
+
+    A worker thread of gloo's holds any of them, the last one longest: it lets go of the tensor first and then waits for Python's
+    lock to let go of the object. Who counted tensors only would drop an object that the worker then frees, unseen.
+    """
+    return [
+        sys.getrefcount(tensor) + tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+        for tensor in buffers
+    ]
+
+
+def _await_release(buffers: list[torch.Tensor], before: list[int]) -> None:
+    until = time.monotonic() + _LETTING_GO_S
+    while any(now > then for now, then in zip(_holders(buffers), before, strict=True)):
+        if time.monotonic() > until:
+            raise MeasurementError("gloo did not let go of a buffer after its collective; the record would be wrong")
+        time.sleep(0)
+
+
+def join(transport: Transport, store: Store, *, rank: int, ranks: int, timeout_s: float) -> Log:
+    """Make this process a rank of the default process group, and return the log of its collectives.
+
+    NCCL's own group is used as it is, and its calls are read afterwards (:mod:`zeroplan.verify.watching.nccl`).
+    """
+    log = Log()
+    if transport == "nccl":
+        nccl.join(store, rank=rank, ranks=ranks, timeout_s=timeout_s)
+        return log
+
+    def group(store: Store, rank: int, ranks: int, timeout: timedelta) -> WatchedGroup:
+        if transport == "gloo":
+            return WatchedGroup(ProcessGroupGloo(store, rank, ranks, timeout), (rank, ranks), log)
+        fake = FakeProcessGroup._create_internal(rank, ranks, FakeProcessGroup.Options())  # type: ignore[call-arg]
+        return WatchedGroup(fake, (rank, ranks), log)
+
+    dist.Backend.register_backend("watched", group, devices=["cpu", "cuda"])
+    dist.init_process_group("watched", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+    return log

@@ -1,0 +1,102 @@
+"""How much host memory does a run hold beside the GPU's, and how much of it is pinned?
+
+Seen is what is made by operators and by pinning. What torch's allocator of pinned memory takes for it is a model of that
+allocator: blocks of whole powers of two, kept for the next request of their size and never given back.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zeroplan.engines.pinned import block_bytes
+from zeroplan.verify.replaced import replaced
+from zeroplan.verify.watching.recording import HostSeen
+
+
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage in host memory, and its size."""
+
+    __slots__ = ("key", "n_bytes", "pinned")
+    key: int
+    n_bytes: int
+    pinned: bool
+
+
+class HostMemory:
+    """Tensors in host memory, part by part of a run.
+
+    ``highest`` is the most bytes of each part so far, ``held`` what is there when it ends; ``pinned`` what the allocator of
+    pinned memory has taken by then beyond the tensors in it; ``taken`` the most that is taken in all, blocks that wait to be used
+    again among it. [bytes]
+    """
+
+    def __init__(self) -> None:
+        self.highest, self.held, self.pinned, self.taken = [0], [0], [0], [0]
+        self._live = self._live_pinned = self._taken = 0
+        self._free: Counter[int] = Counter()
+        self._watches: dict[int, _Watch] = {}
+        self._pins = False
+
+    @property
+    def seen(self) -> HostSeen:
+        """What was seen so far."""
+        return HostSeen(tuple(self.highest), tuple(self.held), tuple(self.pinned), tuple(self.taken))
+
+    def enter(self) -> None:
+        """Begin another part of the run."""
+        for column in (self.highest, self.held):
+            column.append(self._live)
+        self.pinned.append(self._taken - self._live_pinned)
+        self.taken.append(self._in_all)
+
+    @property
+    def _in_all(self) -> int:
+        return self._live - self._live_pinned + self._taken
+
+    def see(self, tensor: torch.Tensor, *, pinned: bool = False) -> None:
+        """Look at a tensor in host memory, which may have been asked for as pinned."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._watches or not storage.nbytes():
+            return
+        watch = _Watch(storage, self._released)
+        watch.key, watch.n_bytes, watch.pinned = storage._cdata, storage.nbytes(), pinned or self._pins
+        self._watches[watch.key] = watch
+        self._count(watch.n_bytes, pinned=watch.pinned)
+
+    def _count(self, n_bytes: int, *, pinned: bool) -> None:
+        self._live += n_bytes
+        if pinned:
+            size = block_bytes(abs(n_bytes))
+            self._live_pinned += n_bytes
+            if n_bytes < 0:
+                self._free[size] += 1
+            elif self._free[size]:
+                self._free[size] -= 1
+            else:
+                self._taken += size
+        self.highest[-1] = max(self.highest[-1], self._live)
+        self.held[-1], self.pinned[-1] = self._live, self._taken - self._live_pinned
+        self.taken[-1] = max(self.taken[-1], self._in_all)
+
+    def _released(self, gone: "weakref.ref[torch.UntypedStorage]") -> None:
+        assert isinstance(gone, _Watch)  # noqa: S101  every reference here is one
+        del self._watches[gone.key]
+        self._count(-gone.n_bytes, pinned=gone.pinned)
+
+    @contextmanager
+    def pinning(self) -> Iterator[None]:
+        """Let pinning copy into a tensor of its own, as it does."""
+        with replaced(torch.Tensor, "pin_memory", lambda tensor, *_: self._pin(tensor)):
+            yield
+
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (watch := self._watches.get(tensor.untyped_storage()._cdata)) is not None and watch.pinned:
+            return tensor
+        self._pins = True
+        try:
+            return torch.empty_like(tensor, requires_grad=False)
+        finally:
+            self._pins = False

@@ -1,0 +1,164 @@
+"""What a recording says: the highest moment of every phase, what is alive then and for what, what is held between steps."""
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import accumulate
+
+from zeroplan.ledger import Kind, Phase
+from zeroplan.measurement import CollectiveMeasured, CourseMeasured, PhaseMeasured, StepMeasured
+from zeroplan.verify.watching.courses import Asked, Pass, course_of
+from zeroplan.verify.watching.recording import STILL_HELD, Block, Recording, layer_of
+
+
+class Timeline:
+    """Bytes alive after every request and release of a recording, and in ``counted`` as an allocator counts them. [bytes]"""
+
+    def __init__(self, recording: Recording, *, counted: list[int] | None = None) -> None:
+        self.recording = recording
+        self.counted = counted
+        changes = [0] * (recording.now + 1)
+        for block in recording.blocks:
+            changes[block.born] += block.n_bytes
+            if block.died != STILL_HELD:
+                changes[block.died] -= block.n_bytes
+        self.live = list(accumulate(changes))
+
+    def window(self, index: int) -> slice:
+        """Return the moments of a span, its beginning included."""
+        spans = self.recording.spans
+        end = spans[index + 1].start if index + 1 < len(spans) else self.recording.now
+        return slice(spans[index].start, end + 1)
+
+    def peak(self, index: int) -> tuple[int, int]:
+        """Return the most bytes alive in a span, and the moment; the earliest of equals."""
+        window = self.window(index)
+        live = self.live[window]
+        most = max(live)
+        return most, window.start + live.index(most)
+
+    def kinds(self, moment: int) -> dict[str, int]:
+        """Return what is alive at a moment, by kind."""
+        found: Counter[str] = Counter()
+        for block in self.recording.blocks:
+            if block.born <= moment < block.died:
+                found[self._kind(block).value] += block.n_bytes
+        return dict(found)
+
+    def by_kind(self) -> dict[str, list[int]]:
+        """Return what is alive after every request and release, kind by kind. [bytes]"""
+        changes: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(self.live))
+        for block in self.recording.blocks:
+            of_its_kind = changes[self._kind(block).value]
+            of_its_kind[block.born] += block.n_bytes
+            if block.died < len(self.live):
+                of_its_kind[block.died] -= block.n_bytes
+        return {kind: list(accumulate(of_its_kind)) for kind, of_its_kind in changes.items()}
+
+    def at(self, moment: int) -> Block | None:
+        """Return the block that was asked for at a moment."""
+        return next((block for block in self.recording.blocks if block.born == moment), None)
+
+    def _kind(self, block: Block) -> Kind:
+        if block.kind is not None:
+            return block.kind
+        phase = self.recording.spans[block.span].phase
+        if phase is Phase.STEP:
+            return Kind.OPTIMIZER_TEMPORARY
+        if phase in (Phase.FORWARD, Phase.BACKWARD) and is_of_the_loss(block, phase):
+            return Kind.LOGITS
+        return Kind.ACTIVATIONS if phase is Phase.BACKWARD and block.recomputed else Kind.TEMPORARY
+
+
+def is_of_the_loss(block: Block, phase: Phase) -> bool:
+    """Whether a block is logits or the loss's own: asked for by the whole module itself, or in forward by its last layer.
+
+    What that layer makes in backward is no longer logits, but the gradients of its weight and of its input; and in forward, a
+    cast of that input is none yet, nor is what it is gathered in from other ranks.
+    """
+    if block.module == _HEAD:
+        return phase is Phase.FORWARD and block.operation not in _OF_ITS_INPUT
+    return not block.module
+
+
+_HEAD = "lm_head"
+_OF_ITS_INPUT = ("aten._to_copy.default", "_c10d_functional.all_gather_into_tensor.default", "aten.cat.default")
+
+
+def initialisation(timeline: Timeline) -> PhaseMeasured:
+    """Summarise what happened before the first step."""
+    return _phase(timeline, Phase.INIT, [0])
+
+
+def steps_measured(timeline: Timeline) -> tuple[StepMeasured, ...]:
+    """Summarise every step of a recording."""
+    steps = sorted({span.step for span in timeline.recording.spans if span.phase is Phase.STEP})
+    measured = tuple(_step(timeline, step) for step in steps)
+    return (*measured[:-1], _with_courses(timeline, steps[-1], measured[-1]))
+
+
+def _step(timeline: Timeline, step: int) -> StepMeasured:
+    spans = timeline.recording.spans
+    indices = [index for index, span in enumerate(spans) if span.step == step and span.phase is not Phase.INIT]
+    phases = dict.fromkeys(spans[index].phase for index in indices)
+    end, host = timeline.window(indices[-1]).stop - 1, timeline.recording.host
+    return StepMeasured(
+        phases=tuple(_phase(timeline, phase, [index for index in indices if spans[index].phase is phase]) for phase in phases),
+        held_bytes=timeline.live[end],
+        held_kinds=timeline.kinds(end),
+        host_held_bytes=None if host is None else host.held[indices[-1]],
+        host_pinned_bytes=None if host is None else host.pinned[indices[-1]],
+        host_taken_bytes=None if host is None else max(host.taken[index] for index in indices),
+    )
+
+
+def _phase(timeline: Timeline, phase: Phase, indices: list[int]) -> PhaseMeasured:
+    most, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
+    block, host = timeline.at(moment), timeline.recording.host
+    counted = None if timeline.counted is None else max(max(timeline.counted[timeline.window(index)]) for index in indices)
+    return PhaseMeasured(
+        phase=phase.value,
+        peak_bytes=most,
+        kinds=timeline.kinds(moment),
+        module="" if block is None else block.module,
+        operation="" if block is None else block.operation,
+        counted_bytes=None if phase is Phase.INIT else counted,
+        host_bytes=None if host is None else max(host.highest[index] for index in indices),
+    )
+
+
+def _with_courses(timeline: Timeline, step: int, measured: StepMeasured) -> StepMeasured:
+    spans = timeline.recording.spans
+    asked: dict[int, list[Block]] = {index: [] for index, span in enumerate(spans) if span.step == step}
+    for block in timeline.recording.blocks:
+        if block.span in asked:
+            asked[block.span].append(block)
+    phases = tuple(
+        replace(phase, course=_course(timeline, {at: asked[at] for at in asked if spans[at].phase.value == phase.phase}))
+        for phase in measured.phases
+    )
+    return replace(measured, phases=phases)
+
+
+def _course(timeline: Timeline, passes: dict[int, list[Block]]) -> CourseMeasured | None:
+    found = []
+    for index, blocks in passes.items():
+        window, asked = timeline.window(index), [Asked(layer_of(block), timeline.live[block.born]) for block in blocks]
+        found.append(Pass(timeline.live[window.start], asked, timeline.live[window.stop - 1]))
+    return course_of(found)
+
+
+def collectives(recording: Recording) -> tuple[CollectiveMeasured, ...]:
+    """Add up the collectives of the last step, by operation, dtype, phase and group."""
+    last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
+    calls: Counter[tuple[str, str, str, int]] = Counter()
+    n_bytes: Counter[tuple[str, str, str, int]] = Counter()
+    for call in recording.calls:
+        span = recording.spans[call.span]
+        if span.step == last:
+            key = (call.operation, call.dtype, span.phase.value, call.group)
+            calls[key] += 1
+            n_bytes[key] += call.n_bytes
+    return tuple(
+        CollectiveMeasured(operation=key[0], dtype=key[1], phase=key[2], group=key[3], calls=count, n_bytes=n_bytes[key])
+        for key, count in calls.items()
+    )

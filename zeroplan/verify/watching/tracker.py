@@ -1,0 +1,437 @@
+"""Which memory is asked for and given back while a training step runs: by whom, when and for what?
+
+A :class:`Tracker` sees every operator that reaches a device. It holds no tensor: a block of memory is known by a weak
+reference to its storage, and is given back when the storage dies or is resized. What one kernel takes and gives back inside
+itself is not seen.
+
+Autograd adds and scatters gradients in place, but not while a dispatch mode watches. There the record says what happens when
+nobody does: the result takes over the block of the operand.
+
+What a gradient is is known only when autograd hands it to its parameter. It is named then from its birth on, with the terms
+that were added up to it.
+"""
+
+import gc
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Self, cast
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroplan.ledger import Kind, Phase
+from zeroplan.verify.watching.collectives import COLLECTIVES, call
+from zeroplan.verify.watching.cycles import collected_when_told
+from zeroplan.verify.watching.host import HostMemory
+from zeroplan.verify.watching.inside import INSIDE
+from zeroplan.verify.watching.recording import LIFTED, Block, Call, Recording, Span
+from zeroplan.verify.watching.timeline import is_of_the_loss
+
+
+class _Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage, and the block that is its memory now, if it has any."""
+
+    __slots__ = ("block", "key")
+    block: Block | None
+    key: int
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+    """Records blocks, spans and collectives of the enclosed code.
+
+    ``blocks`` are in program order; ``live_bytes`` is what is alive now. What is on another ``device`` is left out.
+    ``say`` is told where the run is; ``host``, if given, sees what is in host memory beside another device.
+    """
+
+    def __init__(
+        self, *, device: str = "cpu", say: Callable[[str], None] | None = None, host: HostMemory | None = None
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._say, self._host = device, say, host
+        self.blocks: list[Block] = []
+        self.spans: list[Span] = [Span(-1, Phase.INIT, 0)]
+        self.calls: list[Call] = []
+        self.now = 0
+        self.live_bytes = 0
+        self._watches: dict[int, _Watch] = {}
+        self._label: Kind | None = None
+        self._handed_on = Kind.GRADIENTS
+        self._terms: dict[Block, tuple[Block, ...]] = {}
+        self._looking_away = False
+        self._modules = _Modules()
+        self._hooks = ExitStack()
+        self._streams = {id(torch.cpu.current_stream()): 0}
+
+    @property
+    def recording(self) -> Recording:
+        """What was seen so far."""
+        return Recording(self.blocks, self.spans, self.calls, self.now, None if self._host is None else self._host.seen)
+
+    # --- what the training loop says ------------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Begin a phase of a step."""
+        if self._say is not None and phase is not Phase.INIT:
+            self._say(f"step {step + 1}: {phase.value}")
+        gc.collect()
+        if self.spans[-1].phase is Phase.FORWARD:
+            self._settle_forward()
+        self.spans.append(Span(step, phase, self.now))
+        if self._host is not None:
+            self._host.enter()
+
+    def name_modules(self, root: nn.Module) -> None:
+        """Learn the fully qualified names of a module's parts."""
+        self._modules.names = {id(module): name for name, module in root.named_modules()}
+
+    def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None], *, over: bool = True) -> None:
+        """Say what these tensors are for, from their birth on; ``over=False`` leaves what is already said."""
+        for tensor in tensors:
+            block = None if tensor is None else self._block_of(tensor)
+            if block is not None and (over or block.kind is None):
+                block.kind = kind
+
+    def gradients_are(self, kind: Kind) -> None:
+        """Say what the gradients are that autograd hands to parameters."""
+        self._handed_on = kind
+
+    @contextmanager
+    def labelled(self, kind: Kind) -> Iterator[None]:
+        """Whatever is asked for inside is of this kind."""
+        outer, self._label = self._label, kind
+        try:
+            yield
+        finally:
+            self._label = outer
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """What is asked for inside is no part of the run."""
+        outer, self._looking_away = self._looking_away, True
+        try:
+            yield
+        finally:
+            self._looking_away = outer
+
+    def _block_of(self, tensor: torch.Tensor) -> Block | None:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        watch = self._watches.get(local.untyped_storage()._cdata)
+        return None if watch is None else watch.block
+
+    def _settle_forward(self) -> None:
+        """What a forward leaves behind is kept for backward."""
+        span = len(self.spans) - 1
+        for watch in self._watches.values():
+            block = watch.block
+            if block is not None and block.kind is None and block.span == span:
+                block.kind = Kind.LOGITS if is_of_the_loss(block, Phase.FORWARD) else Kind.ACTIVATIONS
+
+    # --- what torch does ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._hooks.enter_context(collected_when_told())
+        self._hooks.enter_context(self._modules)
+        self._hooks.enter_context(self._resizes())
+        self._hooks.enter_context(self._thoughts_of_dtensor())
+        if self._host is not None:
+            self._hooks.enter_context(self._host.pinning())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._hooks.close()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; leave the dispatch unwrapped, which is faster."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Run the operator and look at the storages it returns."""
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked at every turn, and answered without going through the modes
+        if DTensor in types:
+            return NotImplemented
+        if self._looking_away:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func in COLLECTIVES:
+            self.calls.append(call(func, args, len(self.spans) - 1))
+        if func in _AT_A_PARAMETER:
+            self._note_gradient(args)
+        in_place = func in _DONE_IN_PLACE and not torch.is_grad_enabled() and self._unwatched_in_place(func, args)
+        run = self._watched_inside(func) if func in INSIDE else func
+        result = run(*args, **kwargs) if kwargs else run(*args)
+        if isinstance(result, torch.Tensor):
+            self._see_one(func, result, args, in_place=in_place, pinned=kwargs and kwargs.get("pin_memory"))
+        elif isinstance(result, (tuple, list)):
+            for one in result:
+                if isinstance(one, torch.Tensor):
+                    self._see(func, one)
+        return result
+
+    def _watched_inside(self, func: OpOverload) -> Callable[..., object]:
+        """See the operators that one consists of on a GPU; modes above this one do not."""
+        if self._device == "cpu":
+            return func
+
+        def run(*args: object, **kwargs: object) -> object:
+            super(Tracker, self).__enter__()  # type: ignore[no-untyped-call]
+            try:
+                return INSIDE[func](*args, **kwargs)
+            finally:
+                super(Tracker, self).__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        return run
+
+    def _see_one(
+        self, func: OpOverload, result: torch.Tensor, args: tuple[object, ...], *, in_place: bool, pinned: object = None
+    ) -> None:
+        if pinned and self._host is not None:
+            self._host.see(result, pinned=True)
+        if in_place:
+            self._take_over(args[0], result)  # type: ignore[arg-type]  # these operators begin with a tensor
+        else:
+            self._see(func, result, args[0] if func is _CAST else None, args)
+        if func is _ADD and not torch.is_grad_enabled():
+            self._note_terms(result, args)
+
+    def _see(
+        self, func: OpOverload, tensor: torch.Tensor, cast_from: object = None, args: tuple[object, ...] = ()
+    ) -> None:  # fmt: skip
+        device = (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
+        if device != self._device:
+            if device == "cpu" and self._host is not None and (not func.is_view or func is _LIFTED):
+                self._host.see(tensor)
+            return
+        storage = tensor.untyped_storage()
+        watch = self._watches.get(storage._cdata)
+        if watch is None:
+            if (func.is_view and func is not _LIFTED and not _is_a_copy(tensor, args)) or _is_meta(tensor):
+                return  # a view of what was there before the recording, or a shape without memory
+            watch = self._watch(storage)
+            if n_bytes := storage.nbytes():
+                block = self._request(watch, n_bytes, func)
+                if isinstance(cast_from, nn.Parameter) and block.kind is None and n_bytes < cast_from.nbytes:
+                    block.kind = Kind.WEIGHT_CASTS  # a wider copy is what a model makes itself, and keeps as it keeps others
+        elif (n_bytes := storage.nbytes()) != (watch.block.n_bytes if watch.block is not None else 0):
+            self._resized(watch, n_bytes, func)
+
+    def _note_gradient(self, args: tuple[object, ...]) -> None:
+        """Name what ``AccumulateGrad`` keeps, copies or adds up, and what that was made of."""
+        if not isinstance(getattr(torch._C._current_autograd_node(), "variable", None), nn.Parameter):
+            return
+        found = [block for block in map(self._block_of, _tensors(args)) if block is not None]
+        for block in found:
+            if block.kind is None:
+                block.kind = self._handed_on
+                found += self._terms.get(block, ())  # the list grows while it is gone through
+
+    def _note_terms(self, result: torch.Tensor, args: tuple[object, ...]) -> None:
+        """Remember what autograd added up to this."""
+        block = self._block_of(result)
+        if block is not None and torch._C._current_autograd_node() is not None:
+            terms = (term for term in map(self._block_of, _tensors(args)) if term is not None and term is not block)
+            self._terms[block] = (*self._terms.get(block, ()), *terms)
+
+    def _watch(self, storage: torch.UntypedStorage) -> _Watch:
+        watch = _Watch(storage, self._released)
+        watch.block, watch.key = None, storage._cdata
+        self._watches[watch.key] = watch
+        return watch
+
+    def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
+        self.now += 1
+        self.live_bytes += n_bytes
+        block = Block(n_bytes, self.now, str(func), self._modules.current(), len(self.spans) - 1, self._stream())
+        block.kind = self._label
+        block.recomputed = torch.is_grad_enabled() or self._modules.is_called  # a custom function runs without gradients
+        watch.block = block
+        self.blocks.append(block)
+        return block
+
+    def _stream(self) -> int:
+        """Which stream the engine has chosen: torch's CPU module keeps it, though it has no streams."""
+        return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
+
+    def _release(self, block: Block) -> None:
+        self.now += 1
+        self.live_bytes -= block.n_bytes
+        block.died = self.now
+
+    def _released(self, watch: "weakref.ref[torch.UntypedStorage]") -> None:
+        gone = cast("_Watch", watch)
+        del self._watches[gone.key]
+        if gone.block is not None:
+            self._release(gone.block)
+
+    def _resized(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> None:
+        """A resize asks for the new memory before it gives back the old."""
+        old = watch.block
+        watch.block = None
+        if n_bytes:
+            new = self._request(watch, n_bytes, func)
+            if old is not None and new.kind is None:
+                new.kind = old.kind
+        if old is not None:
+            self._release(old)
+
+    @contextmanager
+    def _resizes(self) -> Iterator[None]:
+        """Follow the resizing of storages, which is no operator."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            original(storage, size)
+            watch = self._watches.get(storage._cdata) or self._watch(storage)
+            if storage.nbytes() != (watch.block.n_bytes if watch.block is not None else 0):
+                self._resized(watch, storage.nbytes(), original)
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+    @contextmanager
+    def _thoughts_of_dtensor(self) -> Iterator[None]:
+        """Look away while DTensor tries an operator on fake tensors of the whole shape, to learn what it returns."""
+        original = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def unseen(propagator: ShardingPropagator, schema: OpSchema) -> object:
+            with self.looking_away():
+                return original(propagator, schema)
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+
+    def _take_over(self, operand: torch.Tensor, result: torch.Tensor) -> None:
+        old, new = self._watches[operand.untyped_storage()._cdata], self._watch(result.untyped_storage())
+        old.block, new.block = None, old.block
+
+    def _unwatched_in_place(self, func: OpOverload, args: tuple[object, ...]) -> bool:
+        """Whether autograd would do this in place if no mode were watching.
+
+        ``input_buffer.cpp can_accumulate_inplace`` asks for a dense operand of which nobody else holds tensor or storage;
+        the tensor's count includes what brings it here.
+        """
+        operand = args[0]
+        if not isinstance(operand, torch.Tensor) or not isinstance(args[1], torch.Tensor | int | tuple | list):
+            return False
+        storage = operand.untyped_storage()
+        watch = self._watches.get(storage._cdata)
+        if watch is None or watch.block is None or torch._C._current_autograd_node() is None:
+            return False
+        if func is not _ADD:
+            return watch.block.operation in _ZEROS
+        alone = torch._C._storage_Use_Count(storage._cdata) == _STORAGE_AND_PYTHON
+        users: int = operand._use_count()  # type: ignore[attr-defined]  # torch leaves it out of its stubs
+        return alone and users == _BUFFER_STACK_AND_PYTHON and _is_dense(operand)
+
+
+class _Modules:
+    """Which module is at work: the one being called, or in backward the one whose forward made the node.
+
+    Autograd numbers its nodes as they are made; the numbers at which modules are entered and left tell whose a node is.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self._calls: list[str] = []
+        self._numbers: list[int] = []
+        self._whose: list[str] = []
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> None:
+        for handle in (
+            register_module_forward_pre_hook(self._entered),
+            register_module_forward_hook(self._left, always_call=True),
+        ):
+            self._hooks.callback(handle.remove)
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a module's forward runs, within a backward that of a recomputation."""
+        return bool(self._calls)
+
+    def current(self) -> str:
+        """Return the fully qualified name, empty outside all or where it is not known."""
+        if self._calls:
+            return self._calls[-1]
+        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+        if not self._numbers or node is None:
+            return ""
+        return self._whose[bisect_right(self._numbers, node._sequence_nr()) - 1]
+
+    def _entered(self, module: nn.Module, _args: object) -> None:
+        name = self.names.get(id(module))
+        if name is not None:
+            self._calls.append(name)
+            self._note(name)
+
+    def _left(self, module: nn.Module, _args: object, _result: object) -> None:
+        if id(module) in self.names and self._calls:
+            self._calls.pop()
+            self._note(self._calls[-1] if self._calls else "")
+
+    def _note(self, name: str) -> None:
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
+        self._whose.append(name)
+
+
+def _tensors(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
+    return (argument for argument in args if isinstance(argument, torch.Tensor))
+
+
+def _is_a_copy(tensor: torch.Tensor, args: tuple[object, ...]) -> bool:
+    """Whether what may return a view has made a copy: ``to`` or ``contiguous``, where autograd has not taken them apart."""
+    given = [argument.untyped_storage()._cdata for argument in _tensors(args)]
+    return bool(given) and tensor.untyped_storage()._cdata not in given
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "meta"
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return torch._prims_common.is_non_overlapping_and_dense_or_false(tensor)
+
+
+_ADD = torch.ops.aten.add.Tensor
+_CAST = torch.ops.aten._to_copy.default
+_DEVICE = torch.ops.prim.device.default
+#: A tensor of Python numbers comes in by an operator that counts as a view.
+_LIFTED = torch.ops.aten.lift_fresh.default
+assert str(_LIFTED) == LIFTED  # noqa: S101  the allocator's replay knows it by this name
+#: What autograd does in place where nobody watches: sums of gradients, and gradients scattered into zeros.
+_DONE_IN_PLACE = frozenset({
+    _ADD, torch.ops.aten.scatter.src, torch.ops.aten.scatter.value, torch.ops.aten.scatter_add.default,
+    torch.ops.aten.index_put.default, torch.ops.aten.index_add.default,
+})  # fmt: skip
+#: By these ``AccumulateGrad`` takes a gradient over: as it is, as a copy, added to what is there (accumulate_grad.h).
+_AT_A_PARAMETER = frozenset({
+    torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default,
+    torch.ops.aten.add.Tensor,
+})  # fmt: skip
+_ZEROS = ("aten.zeros.default", "aten.new_zeros.default", "aten.zeros_like.default")
+_STORAGE_AND_PYTHON = 2
+_BUFFER_STACK_AND_PYTHON = 4
