@@ -108,16 +108,13 @@ def _traced(
 
 
 def _write(found: "Profile", path: Path) -> None:
-    """The file appears complete or not at all."""
     import json  # noqa: PLC0415  start-up is part of every command's time
 
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    from zeroplan.verify.whole import write_whole  # noqa: PLC0415
+
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(said(found), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(said(found), indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise MeasurementError(f"the profile cannot be written to {str(path)!r}: {error.strerror}") from None
 
 

@@ -12,7 +12,6 @@ from zeroplan.cli.compare import DISAGREES, TOLERANCE, parse_tolerance
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.resolve import Request, Resolved, resolve
-from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.units import format_gb, parse_count
 
 if TYPE_CHECKING:
@@ -260,11 +259,9 @@ def _snapshots(folder: str | None, backend: str) -> str:
 
 
 def _refuse_what_is_no_run(task: "Task") -> None:
-    if task.job.recipe.engine in ON_PAPER:
-        raise SpecError(
-            f"engine {task.job.recipe.engine!r} is an account on paper, there is nothing to run; use --engine ddp, fsdp2 or "
-            "deepspeed"
-        )
+    from zeroplan.verify.task import refuse_on_paper  # noqa: PLC0415  only a run pays for it
+
+    refuse_on_paper(task.job)
     if task.job.model.profile is not None and not task.workload:
         raise SpecError("a profile says what a module takes, and is no module; name it with --workload PACKAGE.MODULE:FUNCTION")
 

@@ -15,9 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from zeroplan.cli.compare import DISAGREES
 from zeroplan.cli.verify import require, say
 from zeroplan.errors import MeasurementError
+from zeroplan.measurement import Tensors
 from zeroplan.units import format_size
 from zeroplan.verify.cases.bulk import run_cases
-from zeroplan.verify.cases.matrix import Case, Tensors, find_matrix, read_matrix
+from zeroplan.verify.cases.matrix import Case, find_matrix, read_matrix
 from zeroplan.verify.cases.needs import card_bytes
 from zeroplan.verify.cases.results import SETTLED, Result, Results, opened
 from zeroplan.verify.cases.verdicts import BAND, Judged, judged

@@ -31,6 +31,11 @@ class OutOfMemoryError(MeasurementError):
     """A rank asked for more memory than there was: of a verdict that is a result too."""
 
 
+def ran_out_of_memory(rank: int | str, text: str) -> OutOfMemoryError:
+    """What stands for an allocator's own error."""
+    return OutOfMemoryError(f"rank {rank} ran out of memory: {text}")
+
+
 def whose(error: BaseException) -> Whose:
     """Tell bad input from a refusal, and what a user's workload raised from what an engine did."""
     if isinstance(error, SpecError):

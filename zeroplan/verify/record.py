@@ -9,6 +9,7 @@ from pathlib import Path
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.failures import NotHereError
+from zeroplan.verify.whole import unfinished
 
 
 def record_name(measured: Measurement) -> str:
@@ -33,39 +34,35 @@ def write_record(measured: Measurement, folder: Path) -> Path:
     """
     text = json.dumps(asdict(measured), indent=1, ensure_ascii=False) + "\n"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         return _written(text, folder, record_name(measured))
     except OSError as error:
         raise NotHereError(f"the record cannot be written to {str(folder)!r}: {error.strerror}") from None
 
 
 def _written(text: str, folder: Path, name: str) -> Path:
-    unfinished = folder / f".{name}.{os.getpid()}.unfinished"
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
+    with unfinished(folder / name) as beside:
+        with beside.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        return _placed(unfinished, folder, name)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        return _placed(beside, folder, name)
 
 
-def _placed(unfinished: Path, folder: Path, name: str) -> Path:
+def _placed(beside: Path, folder: Path, name: str) -> Path:
     """Give the finished file the first free name; a link, unlike a rename, never replaces what is there."""
     number = 1
     while True:
         path = folder / (name if number == 1 else name.replace(".json", f"-{number}.json"))
         try:
-            path.hardlink_to(unfinished)
+            path.hardlink_to(beside)
         except FileExistsError:
             number += 1
         except OSError:  # a file system without hard links
-            return unfinished.replace(path) if not path.exists() else _renamed(unfinished, folder, name)
+            return beside.replace(path) if not path.exists() else _renamed(beside, folder, name)
         else:
             return path
 
 
-def _renamed(unfinished: Path, folder: Path, name: str) -> Path:
+def _renamed(beside: Path, folder: Path, name: str) -> Path:
     numbers = (f"{name.removesuffix('.json')}-{number}.json" for number in range(2, 10**6))
-    return unfinished.replace(next(folder / free for free in numbers if not (folder / free).exists()))
+    return beside.replace(next(folder / free for free in numbers if not (folder / free).exists()))

@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from zeroplan.errors import SpecError
+from zeroplan.measurement import Tensors
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.recipe import ON_PAPER
+
+Transport = Literal["gloo", "nccl", "fake"]
+"""How ranks talk: over gloo or NCCL, or with a fake process group, in which there is only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +29,8 @@ class Task(Spec):
     """
 
     job: JobSpec
-    transport: Literal["gloo", "nccl", "fake"]
-    tensors: Literal["cpu", "cuda", "fake"] = "cpu"
+    transport: Transport
+    tensors: Tensors = "cpu"
     all_layers: bool = True
     rank: CountOrZero | None = None
     steps: Count = 3
@@ -36,3 +42,11 @@ class Task(Spec):
     """Where the ranks leave their records."""
     snapshots: str = ""
     """Where, on GPUs, they leave what the allocator remembers; nowhere if empty."""
+
+
+def refuse_on_paper(job: JobSpec) -> None:
+    """Raise SpecError for an engine that is a formula: there is nothing to run."""
+    if job.recipe.engine in ON_PAPER:
+        raise SpecError(
+            f"engine {job.recipe.engine!r} is an account on paper, there is nothing to run; use engine ddp, fsdp2 or deepspeed"
+        )

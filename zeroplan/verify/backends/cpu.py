@@ -5,23 +5,20 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from zeroplan.errors import MeasurementError
-from zeroplan.ledger import Kind
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.environment import environment
+from zeroplan.verify.task import Transport
 from zeroplan.verify.training.run import answered, mesh_of, observe
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.collected import collectives_of_step, only_one_process
-from zeroplan.verify.watching.group import Transport
 from zeroplan.verify.watching.log import Log
-from zeroplan.verify.watching.profiled import Ledger, Profiled
-from zeroplan.verify.watching.sizes import sizes_of_one_kind
+from zeroplan.verify.watching.profiled import KINDS_ARE_TOLD, Profiled, ledger_of
 
 _REMARKS = (
     ("bytes are requests to torch's CPU allocator, which are those a GPU's would get; left out are the transport's own, copies "
     "that only the CPU's kernels make (inside _chunk_cat and mixed-dtype additions), and oneDNN's scratch"),
-    ("kinds are by owner where a parameter, gradient or state owns a block, and by the function that asked elsewhere; what "
-    "neither tells is counted as temporaries or, if it outlives a forward pass, activations"),
+    KINDS_ARE_TOLD,
 )  # fmt: skip
 
 
@@ -39,7 +36,7 @@ def measured(job: JobSpec, make: Callable[[], Workload], *, rank: int, transport
     with answered(job.recipe) if transport == "fake" else nullcontext():
         observe(job, seen, mesh_of(job), steps=steps, make=make)
     log.require_a_steady_clock()
-    ledger = Ledger(seen, sizes=sizes_of_one_kind(job), standing=Kind.REDUCE if job.recipe.engine == "ddp" else Kind.TEMPORARY)
+    ledger = ledger_of(seen, job)
     return Measurement(
         job=job,
         backend="cpu",

@@ -21,22 +21,20 @@ from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, BlocksMea
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.backends.gpu import Gpu
 from zeroplan.verify.environment import environment
+from zeroplan.verify.task import Transport
 from zeroplan.verify.training.engines import weights_dtype
 from zeroplan.verify.training.run import answered, mesh_of, observe
 from zeroplan.verify.training.workload import Workload, with_weights, workload
 from zeroplan.verify.watching.collected import collectives_of_step, only_one_process
-from zeroplan.verify.watching.group import Transport
 from zeroplan.verify.watching.libraries import attention_of, kept_by_products
 from zeroplan.verify.watching.log import Log
 from zeroplan.verify.watching.nccl import calls_of, flown
-from zeroplan.verify.watching.profiled import Ledger, Profiled
-from zeroplan.verify.watching.sizes import sizes_of_one_kind
+from zeroplan.verify.watching.profiled import KINDS_ARE_TOLD, Profiled, ledger_of
 
 _REMARKS = (
     ("the last step ran unwatched, and its peaks and times are the allocator's and the clock's own; what was held at its peaks, "
      "and how memory went block by block, is told from the step before, which torch's profiler watched"),
-    ("kinds are by owner where a parameter, gradient or state owns a block, and by the function that asked elsewhere; what "
-     "neither tells is counted as temporaries or, if it outlives a forward pass, activations"),
+    KINDS_ARE_TOLD,
 )  # fmt: skip
 _MANY = 4096
 """A difference between a watched step and one that is not, beyond which it is told. [bytes]"""
@@ -59,7 +57,7 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
     log.require_a_steady_clock()
     if transport == "nccl":
         log.calls += calls_of(flown(), log)
-    ledger = Ledger(seen, sizes=sizes_of_one_kind(job), standing=Kind.REDUCE if job.recipe.engine == "ddp" else Kind.TEMPORARY)
+    ledger = ledger_of(seen, job)
     taken = seen.with_counts(ledger.steps())
     return Measurement(
         job=job,

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 from zeroplan.catalog.text import one_line, read_text
 from zeroplan.errors import SpecError, ZeroplanError, unknown_name
 from zeroplan.estimator import estimate
+from zeroplan.measurement import Tensors
 from zeroplan.resolve import Request, resolve
 from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec, read
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import ON_PAPER
 from zeroplan.verify.cases.needs import needed_bytes, on_a_card_of
-from zeroplan.verify.task import Task
+from zeroplan.verify.task import Task, Transport, refuse_on_paper
 
 _TOGETHER = "zeroplan.verify.cases"
 _SHIPPED = "matrices"
@@ -31,7 +31,6 @@ _STEP = 8
 _NEAR_ENOUGH = 0.01
 """How far from the share asked for the nearest batch may be."""
 _LARGEST = 4096
-Tensors = Literal["fake", "cpu", "cuda"]
 
 
 class Case(NamedTuple):
@@ -134,14 +133,13 @@ def _case(said: dict[str, object], where: str, on: _Here) -> Case:
 
 def _task(job: JobSpec, own: Own, tensors: Tensors) -> Task:
     ranks = job.mesh.world_size
-    if job.recipe.engine in ON_PAPER:
-        raise SpecError(f"engine {job.recipe.engine!r} is an account on paper, there is nothing to run")
+    refuse_on_paper(job)
     if own.nproc not in (None, ranks):
         raise SpecError(f"nproc={own.nproc} does not fit the job's {ranks:,} GPUs; each process is one of them")
     if own.as_rank >= ranks:
         raise SpecError(f"as_rank={own.as_rank} is not one of {ranks:,} ranks")
     real = own.nproc is not None and tensors != "fake"
-    transport: Literal["gloo", "nccl", "fake"] = ("nccl" if tensors == "cuda" else "gloo") if real else "fake"
+    transport: Transport = ("nccl" if tensors == "cuda" else "gloo") if real else "fake"
     return Task(
         job=job,
         transport=transport,

@@ -5,13 +5,14 @@ card needs what CUDA has. Casts of weights are kept until the context ends, as o
 norms no longer call.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
 from torch._ops import OpOverload
 
+from zeroplan.verify.nested import tensors_in
 from zeroplan.verify.pretended.card import CARD
 from zeroplan.verify.replaced import replaced
 
@@ -104,7 +105,7 @@ def _into_32_bits(operator: OpOverload, *args: object, **options: object) -> obj
 
 
 def _widest(operator: OpOverload, *args: object, **options: object) -> object:
-    wide = any(one.dtype == torch.float32 for one in _tensors((*args, *options.values())) if _eligible(one))
+    wide = any(one.dtype == torch.float32 for one in tensors_in((*args, *options.values())) if _eligible(one))
     return _run(operator, torch.float32 if wide else torch.get_autocast_dtype(CARD), args, options)
 
 
@@ -136,11 +137,3 @@ def _cast(value: object, dtype: torch.dtype) -> object:
 def _is_a_weight(tensor: torch.Tensor) -> bool:
     leaf = tensor.dtype == torch.float32 and tensor.requires_grad and tensor.is_leaf and tensor._base is None
     return leaf and torch.is_autocast_cache_enabled()
-
-
-def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

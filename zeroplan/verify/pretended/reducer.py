@@ -5,7 +5,7 @@ other ranks and reads what has come. These few are real, here; parameters, gradi
 the record: four bytes or eight per parameter tensor or dimension, partly in host memory, gone before the next bucket is made.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.parallel import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroplan.verify.nested import tensors_in
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.collectives import COLLECTIVES
 from zeroplan.verify.watching.watcher import Watcher
@@ -70,15 +71,7 @@ class _RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
 
 def _is_real(args: tuple[object, ...], options: Mapping[str, object]) -> bool:
-    tensors = list(_tensors((*args, *options.values())))
+    tensors = list(tensors_in((args, options)))
     if not tensors:
         return options.get("dtype") in _WRITTEN_IN
     return not any(isinstance(one, FakeTensor) for one in tensors)
-
-
-def _tensors(arguments: Iterable[object]) -> Iterator[torch.Tensor]:
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _tensors(argument)

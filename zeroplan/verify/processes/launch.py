@@ -21,7 +21,7 @@ from typing import NamedTuple
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
-from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError, of_a_transport, workload_raised
+from zeroplan.verify.failures import FailedError, NotHereError, of_a_transport, ran_out_of_memory, workload_raised
 from zeroplan.verify.processes.scratch import ORDER, no_place, scratch
 from zeroplan.verify.task import Card, Task
 
@@ -134,7 +134,7 @@ def _failure(message: Message, started: Started, say: Callable[[str], None]) -> 
     rank, text = int(message["rank"]), message["text"]
     match message["failed"]:
         case "memory":
-            return OutOfMemoryError(f"rank {rank} ran out of memory: {text}")
+            return ran_out_of_memory(rank, text)
         case "workload":
             return workload_raised(text, rank=rank, say=say)
         case whose if whose in _ONE_LINE:

@@ -21,8 +21,9 @@ from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record, record_paths
 from zeroplan.spec.base import Count, Spec, read
-from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError, text_of, whose
+from zeroplan.verify.failures import FailedError, NotHereError, ran_out_of_memory, text_of, whose
 from zeroplan.verify.task import Task
+from zeroplan.verify.whole import write_whole
 
 _OUTPUT = "slurm"
 _STATE, _FAILED = f"{_OUTPUT}/job.json", f"{_OUTPUT}/failed"
@@ -86,7 +87,7 @@ def submit(task: Task, wanted: Wanted, folder: Path) -> Submitted:
     except OSError as error:
         raise MeasurementError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
     submitted = Submitted(job_id=str(job.job_id), task=task)
-    _note(folder / _STATE, asdict(submitted))
+    write_whole(folder / _STATE, json.dumps(asdict(submitted)))
     return submitted
 
 
@@ -118,14 +119,6 @@ def _refusal(said: str) -> str:
     return first.removeprefix("Batch job submission failed: ").strip()
 
 
-def _note(path: Path, data: object) -> None:
-    """Write a file whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.write_text(json.dumps(data), encoding="utf-8")
-    unfinished.replace(path)
-
-
 # On the nodes
 
 
@@ -142,7 +135,7 @@ def as_rank(task: str, folder: str) -> None:
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, who waits is told
         rank = int(os.environ["RANK"])
         why = {"rank": rank, "whose": whose(error), "text": text_of(error), "at": time.time()}
-        _note(Path(folder) / _FAILED / f"rank{rank}.json", why)
+        write_whole(Path(folder) / _FAILED / f"rank{rank}.json", json.dumps(why))
         os._exit(1)
 
 
@@ -244,7 +237,7 @@ def _why(submitted: Submitted, folder: Path, state: str, found: int) -> Zeroplan
         case "machine" | "here":
             return NotHereError(f"rank {rank} of Slurm job {submitted.job_id}: {text}")
         case "memory":
-            return OutOfMemoryError(f"rank {rank} ran out of memory: {text}")
+            return ran_out_of_memory(rank, text)
     return FailedError(
         f"rank {rank} of Slurm job {submitted.job_id} failed: {text.splitlines()[-1] if text else 'it did not say why'}"
     )

@@ -25,9 +25,8 @@ from zeroplan.measurement import Measurement
 from zeroplan.resolve import resolve
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import ON_PAPER
-from zeroplan.verify.failures import OutOfMemoryError, text_of, whose
-from zeroplan.verify.task import Task
+from zeroplan.verify.failures import OutOfMemoryError, ran_out_of_memory, text_of, whose
+from zeroplan.verify.task import Task, refuse_on_paper
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -79,10 +78,7 @@ def _task(asked: argparse.Namespace) -> Task:
 
 def task_of(job: JobSpec, asked: argparse.Namespace) -> Task:
     """The task of all ranks of a job, in processes that are there already."""
-    if job.recipe.engine in ON_PAPER:
-        raise SpecError(
-            f"engine {job.recipe.engine!r} is an account on paper, there is nothing to run; use engine ddp, fsdp2 or deepspeed"
-        )
+    refuse_on_paper(job)
     return Task(
         job=job,
         transport="nccl" if asked.backend == "cuda" else "gloo",
@@ -168,6 +164,6 @@ def _refused(error: BaseException) -> int:
     rank = os.environ.get("RANK", "?")
     text = text_of(error)
     if whose(error) == "memory" and not isinstance(error, OutOfMemoryError):
-        text = f"rank {rank} ran out of memory: {text}"
+        text = str(ran_out_of_memory(rank, text))
     _say(f"zeroplan: {' '.join(text.split()) if isinstance(error, ZeroplanError) else f'rank {rank}: {text.splitlines()[-1]}'}")
     return _BAD_INPUT if isinstance(error, SpecError) else _CANNOT_RUN

@@ -7,7 +7,7 @@ to it and not to the block that made it.
 
 import gc
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import Kernels, Recompute
+from zeroplan.verify.nested import tensors_in
 from zeroplan.verify.pretended.card import install
 from zeroplan.verify.training.recomputation import recompute_blocks
 from zeroplan.verify.training.run import fake_tensors
@@ -195,7 +196,7 @@ class _Watcher(Tracker):
         with autocast:
             output = work.module(**_computing(work))
             loss = work.loss(output)
-        self.returned = [block for block in map(self._block_of, _tensors(output)) if block is not None]
+        self.returned = [block for block in map(self._block_of, tensors_in(output)) if block is not None]
         del output
         gc.collect()
         self.backward = self.now
@@ -231,12 +232,12 @@ class _Watcher(Tracker):
         def entered(_module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             if at not in self.before:
                 self.before[at] = self.now
-                self.inputs[at] = [one for one in map(self._block_of, _tensors((args, kwargs))) if one is not None]
+                self.inputs[at] = [one for one in map(self._block_of, tensors_in((args, kwargs))) if one is not None]
 
         def left(_module: nn.Module, _args: object, output: object) -> None:
             if at not in self.after:
                 self.after[at] = self.now
-                self.outputs = [one for one in map(self._block_of, _tensors(output)) if one is not None]
+                self.outputs = [one for one in map(self._block_of, tensors_in(output)) if one is not None]
 
         yield block.register_forward_pre_hook(entered, with_kwargs=True)
         yield block.register_forward_hook(left)
@@ -265,18 +266,7 @@ def _computing(work: Workload) -> dict[str, torch.Tensor]:
 
 
 def _has_gradient(held: object) -> bool:
-    return any(tensor.requires_grad for tensor in _tensors(held))
-
-
-def _tensors(held: object) -> Iterator[torch.Tensor]:
-    if isinstance(held, torch.Tensor):
-        yield held
-    elif isinstance(held, Mapping):
-        for one in held.values():
-            yield from _tensors(one)
-    elif isinstance(held, (tuple, list)):
-        for one in held:
-            yield from _tensors(one)
+    return any(tensor.requires_grad for tensor in tensors_in(held))
 
 
 # --- cutting ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.pretended import nvme
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.engines import make_optimizer, trained
+from zeroplan.verify.training.engines import labelled, make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
@@ -107,7 +107,7 @@ class DeepSpeed:
             stack.callback(taken.remove)
             for owner, name, kind in _LABELS:
                 if hasattr(owner, name):
-                    stack.enter_context(replaced(owner, name, _labelled(watcher, getattr(owner, name), kind)))
+                    stack.enter_context(labelled(watcher, owner, name, kind))
             yield
         self._watcher = None
 
@@ -146,14 +146,6 @@ _LABELS: tuple[tuple[object, str, Kind], ...] = (
     (DeepSpeedZeroOptimizer, "copy_grads_in_partition", Kind.GRADIENTS),
     (DeepSpeedEngine, "allreduce_gradients", Kind.REDUCE),
 )
-
-
-def _labelled(watcher: Watcher, function: Callable[..., object], kind: Kind) -> Callable[..., object]:
-    def labelled(*args: object, **kwargs: object) -> object:
-        with watcher.labelled(kind):
-            return function(*args, **kwargs)
-
-    return labelled
 
 
 #: The copy of the weights that the optimizer updates, as the estimate counts it.

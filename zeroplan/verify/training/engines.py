@@ -25,6 +25,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Precision, RecipeSpec
+from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.experts import ExpertMeshes, divide_by_nothing, placement
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
@@ -210,24 +211,18 @@ _FSDP2_LABELS: tuple[tuple[object, str, Kind], ...] = (
 )
 
 
-@contextmanager
-def labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> Iterator[None]:
+def labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> AbstractContextManager[None]:
     """Say what for a function of an engine asks for memory, as long as this is open."""
     original: Callable[..., object] = getattr(owner, name)
 
-    def labelled(*args: object, **kwargs: object) -> object:
+    def asking(*args: object, **kwargs: object) -> object:
         with watcher.labelled(kind):
             return original(*args, **kwargs)
 
-    setattr(owner, name, labelled)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return replaced(owner, name, asking)
 
 
-@contextmanager
-def _reduced_gradients(watcher: Watcher) -> Iterator[None]:
+def _reduced_gradients(watcher: Watcher) -> AbstractContextManager[None]:
     """What goes into a reduction are whole gradients."""
     name = "foreach_reduce"
     original: Callable[..., object] = getattr(_fsdp_param_group, name)
@@ -236,11 +231,7 @@ def _reduced_gradients(watcher: Watcher) -> Iterator[None]:
         watcher.claim(Kind.UNSHARDED_GRADIENTS, gradients)
         return original(parameters, gradients, *args, **kwargs)
 
-    setattr(_fsdp_param_group, name, reduce)
-    try:
-        yield
-    finally:
-        setattr(_fsdp_param_group, name, original)
+    return replaced(_fsdp_param_group, name, reduce)
 
 
 # --- DDP ---------------------------------------------------------------------------------------------------------------

@@ -1,30 +1,34 @@
-"""The collectives of one step, as a record has them."""
+"""The collectives of one step, as a record has them: alike ones together."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterable
 
 from zeroplan.measurement import CollectiveMeasured
-from zeroplan.verify.watching.group import Transport
-from zeroplan.verify.watching.log import Log
+from zeroplan.verify.task import Transport
+from zeroplan.verify.watching.log import Call, Log
 
 _FAKE = "the process group is torch's fake one: collectives move no data, and this process is the only one"
 
 
 def collectives_of_step(log: Log, step: int) -> tuple[CollectiveMeasured, ...]:
-    """Calls of one step, alike ones together; what one rank says to itself is left out."""
+    """Calls of one step; what one rank says to itself is left out."""
     beginning = f"{step}:"
-    calls: Counter[tuple[str, str, str, int]] = Counter()
-    n_bytes: Counter[tuple[str, str, str, int]] = Counter()
-    seconds: defaultdict[tuple[str, str, str, int], list[float | None]] = defaultdict(list)
-    for call in log.calls:
-        if call.phase.startswith(beginning) and call.group > 1:
-            key = (call.operation, call.dtype, call.phase.removeprefix(beginning), call.group)
-            calls[key] += 1
-            n_bytes[key] += call.n_bytes
-            seconds[key].append(call.seconds)
+    return summed(
+        call._replace(phase=call.phase.removeprefix(beginning))
+        for call in log.calls
+        if call.phase.startswith(beginning) and call.group > 1
+    )
+
+
+def summed(calls: Iterable[Call]) -> tuple[CollectiveMeasured, ...]:
+    """Calls of one step, by operation, dtype, phase and group."""
+    alike: defaultdict[tuple[str, str, str, int], list[Call]] = defaultdict(list)
+    for call in calls:
+        alike[call.operation, call.dtype, call.phase, call.group].append(call)
     return tuple(
-        CollectiveMeasured(operation=key[0], dtype=key[1], phase=key[2], group=key[3], calls=count, n_bytes=n_bytes[key],
-                           seconds=_sum(seconds[key]))
-        for key, count in calls.items()
+        CollectiveMeasured(operation=operation, dtype=dtype, phase=phase, group=group, calls=len(those),
+                           n_bytes=sum(one.n_bytes for one in those), seconds=_sum([one.seconds for one in those]))
+        for (operation, dtype, phase, group), those in alike.items()
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch._ops import OpOverload
 
+from zeroplan.verify.nested import bytes_of, dtype_name, largest_of
 from zeroplan.verify.watching.recording import Call
 
 _NAMES = {
@@ -34,27 +35,16 @@ def call(func: OpOverload, args: tuple[object, ...], span: int) -> Call:
     """Describe one call of a collective's operator."""
     if func.namespace == "_c10d_functional":
         return _functional(func, args, span)
-    buffers = [list(_tensors(argument)) for argument in args]
-    largest = max(buffers, key=lambda tensors: sum(tensor.nbytes for tensor in tensors))
-    n_bytes = sum(tensor.nbytes for tensor in largest)
-    dtype = str(largest[0].dtype).removeprefix("torch.") if largest else ""
-    return Call(COLLECTIVES[func], dtype, n_bytes, _ranks(args), span)
+    largest = largest_of(args)
+    return Call(COLLECTIVES[func], dtype_name(largest[0]) if largest else "", bytes_of(largest), _ranks(args), span)
 
 
 def _functional(func: OpOverload, args: tuple[object, ...], span: int) -> Call:
     given, group = cast("torch.Tensor", args[0]), args[-1]
     resolved = group if isinstance(group, dist.ProcessGroup) else _resolve_process_group(group)  # type: ignore[arg-type]
-    ranks, dtype = resolved.size(), str(given.dtype).removeprefix("torch.")
+    ranks = resolved.size()
     n_bytes = given.nbytes * (ranks if COLLECTIVES[func] == "all_gather" else 1)
-    return Call(COLLECTIVES[func], dtype, n_bytes, ranks, span)
-
-
-def _tensors(argument: object) -> list[torch.Tensor]:
-    if isinstance(argument, torch.Tensor):
-        return [argument]
-    if isinstance(argument, (list, tuple)):
-        return [tensor for one in argument for tensor in _tensors(one)]
-    return []
+    return Call(COLLECTIVES[func], dtype_name(given), n_bytes, ranks, span)
 
 
 def _ranks(args: tuple[object, ...]) -> int:

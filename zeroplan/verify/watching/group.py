@@ -8,9 +8,8 @@ gloo's.
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,10 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroplan.errors import MeasurementError
+from zeroplan.verify.nested import bytes_of, dtype_name, largest_of, tensors_in
+from zeroplan.verify.task import Transport
 from zeroplan.verify.watching import nccl
 from zeroplan.verify.watching.log import Call, Log
-
-Transport = Literal["gloo", "fake", "nccl"]
 
 #: Under these names the profiler shows what the transport itself requests, on this thread and on gloo's.
 TRANSPORT = ("zeroplan: transport", "gloo:")
@@ -63,23 +62,18 @@ class WatchedGroup(dist.ProcessGroup):
 
     def handed_on(self, operation: str, run: Callable[..., Work], arguments: tuple[object, ...]) -> Work:
         """Run a collective to its end and note it; what the transport itself requests is seen by no mode."""
-        tensors = [list(_tensors(argument)) for argument in arguments]
-        largest = max(tensors, key=lambda buffers: sum(buffer.nbytes for buffer in buffers), default=[])
-        if largest:
-            n_bytes, dtype = sum(buffer.nbytes for buffer in largest), str(largest[0].dtype).removeprefix("torch.")
-            self._log.calls.append(Call(operation, dtype, self._ranks, n_bytes, self._log.phase))
-        buffers = [buffer for given in tensors for buffer in given]
+        if largest := largest_of(arguments):
+            self._log.calls.append(Call(operation, dtype_name(largest[0]), self._ranks, bytes_of(largest), self._log.phase))
+        buffers = list(tensors_in(arguments))
         before = _holders(buffers)
         with record_function(TRANSPORT[0]), _disable_current_modes():
             run(*arguments).wait()
             _await_release(buffers, before)
-        return _ended(tensors[0] if operation in ("all_reduce", "broadcast") else [])
+        return _ended(list(tensors_in(arguments[0])) if operation in ("all_reduce", "broadcast") else [])
 
     def send(self, tensors: list[torch.Tensor], destination: int, tag: int) -> Work:
         """Send to one rank, and note it; it ends when the other has received, so nobody may wait for that here."""
-        self._log.calls.append(
-            Call("send", str(tensors[0].dtype).removeprefix("torch."), self._ranks, tensors[0].nbytes, self._log.phase)
-        )
+        self._log.calls.append(Call("send", dtype_name(tensors[0]), self._ranks, tensors[0].nbytes, self._log.phase))
         return self._peer("send", tensors, destination, tag)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Work:
@@ -153,14 +147,6 @@ def _ended(tensors: list[torch.Tensor]) -> Work:
     future.set_result(tensors)
     work: Work = _create_work_from_future(future)
     return work
-
-
-def _tensors(argument: object) -> Iterator[torch.Tensor]:
-    if isinstance(argument, torch.Tensor):
-        yield argument
-    elif isinstance(argument, (list, tuple)):
-        for one in argument:
-            yield from _tensors(one)
 
 
 def _holders(buffers: list[torch.Tensor]) -> list[int]:

@@ -1,12 +1,13 @@
 """Which block is at work, told to a watcher that sees operators alone: a word whenever one begins, forward and backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from zeroplan.verify.nested import tensors_in
 from zeroplan.verify.watching.recording import layer_named
 
 Say = Callable[[int | None], None]
@@ -50,16 +51,6 @@ class Places:
         if id(module) not in self._layers or not torch.is_grad_enabled():
             return
         layer = self._layers[id(module)]
-        first = next((tensor for tensor in _tensors(result) if tensor.requires_grad), None)
+        first = next((tensor for tensor in tensors_in(result) if tensor.requires_grad), None)
         if first is not None:
             first.register_hook(lambda _: self._say(layer))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def _tensors(result: object) -> Iterator[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, dict):
-        yield from _tensors(tuple(result.values()))
-    elif isinstance(result, Iterable) and not isinstance(result, str):
-        for one in result:
-            yield from _tensors(one)

@@ -16,6 +16,7 @@ from torch.profiler import record_function
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.measurement import PhaseMeasured, StepMeasured
+from zeroplan.spec.job import JobSpec
 from zeroplan.verify.watching.allocations import Allocation, Timeline, mark, recorded
 from zeroplan.verify.watching.courses import Asked, Pass, course_of
 from zeroplan.verify.watching.cycles import collected_when_told
@@ -32,6 +33,11 @@ ONEDNN = (
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
 )  # fmt: skip
 _ASIDE, _LABEL, _START, _PLACE = "zeroplan: aside", "kind: ", "start", "place "
+KINDS_ARE_TOLD = (
+    "kinds are by owner where a parameter, gradient or state owns a block, and by the function that asked elsewhere; what "
+    "neither tells is counted as temporaries or, if it outlives a forward pass, activations"
+)
+"""What must be said of a record whose kinds are a :class:`Ledger`'s."""
 _LOSS = ("aten::log_softmax", "aten::nll_loss_nd", "aten::cross_entropy_loss")
 
 
@@ -238,3 +244,18 @@ class Ledger:
             kinds=self.kinds(moment),
             operation="" if latest is None else " > ".join(latest.operators[-3:]),
         )
+
+
+def ledger_of(seen: Profiled, job: JobSpec) -> Ledger:
+    """What each block of a job's run is for."""
+    return Ledger(seen, sizes=_sizes_of_one_kind(job), standing=Kind.REDUCE if job.recipe.engine == "ddp" else Kind.TEMPORARY)
+
+
+def _sizes_of_one_kind(job: JobSpec) -> dict[int, Kind]:
+    """Sizes that only one kind of tensor has: one number per token and entry of the vocabulary; DeepSpeed's bucket. [bytes]"""
+    elements = job.batch.micro_batch_size * job.batch.seq_len * job.model.vocab_size
+    sizes = {2 * elements: Kind.LOGITS, 4 * elements: Kind.LOGITS}
+    if job.recipe.engine == "deepspeed":
+        bucket = job.recipe.deepspeed.reduce_bucket_size
+        sizes |= {2 * bucket: Kind.REDUCE, 4 * bucket: Kind.REDUCE}
+    return sizes

@@ -6,7 +6,9 @@ from itertools import accumulate
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.measurement import CollectiveMeasured, CourseMeasured, PhaseMeasured, StepMeasured
+from zeroplan.verify.watching.collected import summed
 from zeroplan.verify.watching.courses import Asked, Pass, course_of
+from zeroplan.verify.watching.log import Call
 from zeroplan.verify.watching.recording import STILL_HELD, Block, Recording, layer_of
 
 
@@ -148,17 +150,8 @@ def _course(timeline: Timeline, passes: dict[int, list[Block]]) -> CourseMeasure
 
 
 def collectives(recording: Recording) -> tuple[CollectiveMeasured, ...]:
-    """Add up the collectives of the last step, by operation, dtype, phase and group."""
-    last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
-    calls: Counter[tuple[str, str, str, int]] = Counter()
-    n_bytes: Counter[tuple[str, str, str, int]] = Counter()
-    for call in recording.calls:
-        span = recording.spans[call.span]
-        if span.step == last:
-            key = (call.operation, call.dtype, span.phase.value, call.group)
-            calls[key] += 1
-            n_bytes[key] += call.n_bytes
-    return tuple(
-        CollectiveMeasured(operation=key[0], dtype=key[1], phase=key[2], group=key[3], calls=count, n_bytes=n_bytes[key])
-        for key, count in calls.items()
-    )
+    """Add up the collectives of the last step."""
+    spans = recording.spans
+    last = max(span.step for span in spans if span.phase is Phase.STEP)
+    calls = (call for call in recording.calls if spans[call.span].step == last)
+    return summed(Call(call.operation, call.dtype, call.group, call.n_bytes, spans[call.span].phase.value) for call in calls)

@@ -15,7 +15,7 @@ import gc
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Self, cast
 
@@ -30,6 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.ledger import Kind, Phase
+from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.collectives import COLLECTIVES, call
 from zeroplan.verify.watching.cycles import collected_when_told
 from zeroplan.verify.watching.host import HostMemory
@@ -288,8 +289,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if old is not None:
             self._release(old)
 
-    @contextmanager
-    def _resizes(self) -> Iterator[None]:
+    def _resizes(self) -> AbstractContextManager[None]:
         """Follow the resizing of storages, which is no operator."""
         original = torch.UntypedStorage.resize_
 
@@ -299,14 +299,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             if storage.nbytes() != (watch.block.n_bytes if watch.block is not None else 0):
                 self._resized(watch, storage.nbytes(), original)
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+        return replaced(torch.UntypedStorage, "resize_", resize_)
 
-    @contextmanager
-    def _thoughts_of_dtensor(self) -> Iterator[None]:
+    def _thoughts_of_dtensor(self) -> AbstractContextManager[None]:
         """Look away while DTensor tries an operator on fake tensors of the whole shape, to learn what it returns."""
         original = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -314,11 +309,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
             with self.looking_away():
                 return original(propagator, schema)
 
-        ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign, assignment]
-        try:
-            yield
-        finally:
-            ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+        return replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen)
 
     def _take_over(self, operand: torch.Tensor, result: torch.Tensor) -> None:
         old, new = self._watches[operand.untyped_storage()._cdata], self._watch(result.untyped_storage())

@@ -1,0 +1,40 @@
+"""The tensors inside what is handed around: arguments of an operator, a module's input and output, buffers of a collective."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+
+def tensors_in(held: object) -> Iterator[torch.Tensor]:
+    """Find the tensors in a value, and in lists, tuples and mappings of such values.
+
+    >>> [tensor.shape for tensor in tensors_in(({"a": torch.ones(2)}, 3, [torch.ones(1)]))]
+    [torch.Size([2]), torch.Size([1])]
+    """
+    if isinstance(held, torch.Tensor):
+        yield held
+    elif isinstance(held, (tuple, list)):
+        for one in held:
+            yield from tensors_in(one)
+    elif isinstance(held, Mapping):
+        for one in held.values():
+            yield from tensors_in(one)
+
+
+def largest_of(arguments: Iterable[object]) -> list[torch.Tensor]:
+    """The tensors of that argument whose tensors have the most bytes; none where there are no arguments."""
+    return max((list(tensors_in(one)) for one in arguments), key=bytes_of, default=[])
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """How large tensors are together. [bytes]"""
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype as records have it.
+
+    >>> dtype_name(torch.ones(1))
+    'float32'
+    """
+    return str(tensor.dtype).removeprefix("torch.")
