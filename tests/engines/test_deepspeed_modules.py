@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from zeroplan.verify.training.workload import config  # noqa: E402
+from zeroplan.verify.training.causal_model import config  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]  # what transformers says of the tiny sizes
 

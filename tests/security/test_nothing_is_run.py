@@ -60,7 +60,7 @@ def test_modules_are_imported_by_name_in_few_places():
         "estimator.py",
         "verify/processes/warm.py",
         "verify/training/deepspeed.py",
-        "verify/training/workload.py",
+        "verify/training/user_workload.py",
     ]
 
 

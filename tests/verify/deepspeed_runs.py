@@ -27,7 +27,7 @@ import torch
 from tests.verify.unwatched import Peaks, tracked_peaks, unwatched_peaks, watched
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
-from zeroplan.verify.training.engines import stored_dtype
+from zeroplan.verify.training.engine import stored_dtype
 from zeroplan.verify.training.workload import Workload, workload
 from zeroplan.verify.watching.cycles import collected_when_told
 

@@ -145,7 +145,7 @@ def test_a_module_without_memory_gets_this_ranks_share_with_tied_weights_tied():
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from zeroplan.verify.backends.cuda import model_for
-    from zeroplan.verify.training.engines import Fsdp2
+    from zeroplan.verify.training.fsdp2 import Fsdp2
 
     case = job(tied=True)
     torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())

@@ -44,7 +44,7 @@ IN_TORCH_2_11 = {
 VERIFY = Path(zeroplan.__file__).parent / "verify"
 #: What a process imports before it knows which job it is to run; the rest is imported where a job needs it.
 FIRST = (
-    "worker", "processes.worker", "processes.warm", "processes.rank", "training.workload",
+    "worker", "processes.worker", "processes.warm", "processes.rank", "training.workload", "training.user_workload",
     "backends.gpu_ready", "backends.cuda", "backends.cpu", "backends.simulate", "training.deepspeed", "watching.group",
 )  # fmt: skip
 

@@ -37,7 +37,8 @@ from zeroplan.transformer.params import layout
 from zeroplan.verify.profiling.polynomials import Shape
 from zeroplan.verify.profiling.profile import Wanted, profile
 from zeroplan.verify.profiling.subject import of_config, of_workload
-from zeroplan.verify.training.workload import config, user_workload
+from zeroplan.verify.training.causal_model import config
+from zeroplan.verify.training.user_workload import user_workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable

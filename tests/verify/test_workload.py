@@ -46,7 +46,7 @@ def test_every_option_of_every_family_comes_back(case: str):
 
 @pytest.mark.parametrize("case", TINY)
 def test_the_config_says_what_the_shape_says(case: str):
-    from zeroplan.verify.training.workload import config
+    from zeroplan.verify.training.causal_model import config
 
     spec = model_from_config(tiny_config(case))
     assert model_from_config(config(spec)) == spec
@@ -55,7 +55,7 @@ def test_the_config_says_what_the_shape_says(case: str):
 def test_left_over_parameters_have_no_model():
     from dataclasses import replace
 
-    from zeroplan.verify.training.workload import config
+    from zeroplan.verify.training.causal_model import config
 
     with pytest.raises(MeasurementError, match="name a model"):
         config(replace(model("gpt2"), unplaced_parameters=3))
@@ -67,14 +67,14 @@ def test_left_over_parameters_have_no_model():
     ("json:no_such_function", "no function"),
 ])  # fmt: skip
 def test_a_workload_that_is_not_there_is_named(where: str, says: str):
-    from zeroplan.verify.training.workload import user_function
+    from zeroplan.verify.training.user_workload import user_function
 
     with pytest.raises(SpecError, match=says):
         user_function(where)
 
 
 def test_what_a_user_points_at_must_be_a_module_a_batch_and_a_loss():
-    from zeroplan.verify.training.workload import user_function
+    from zeroplan.verify.training.user_workload import user_function
 
     with pytest.raises(SpecError, match="must return a module"):
         user_function("json:JSONDecoder")(1, 8)

@@ -9,7 +9,8 @@ from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.environment import environment
 from zeroplan.verify.task import Transport
-from zeroplan.verify.training.run import answered, mesh_of, observe
+from zeroplan.verify.training.meshes import mesh_of
+from zeroplan.verify.training.run import answered, observe
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.collected import collectives_of_step, only_one_process
 from zeroplan.verify.watching.log import Log

@@ -15,8 +15,9 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.environment import environment
 from zeroplan.verify.pretended.card import install
+from zeroplan.verify.training.causal_model import layer_period
 from zeroplan.verify.training.run import run
-from zeroplan.verify.training.workload import Workload, layer_period, placed
+from zeroplan.verify.training.workload import Workload, placed
 from zeroplan.verify.watching.extend import NotAlikeError, extended
 from zeroplan.verify.watching.host import HostMemory
 from zeroplan.verify.watching.recording import Recording

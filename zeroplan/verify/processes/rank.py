@@ -40,7 +40,7 @@ def measure(
 
 def _simulated(task: Task, rank: int, say: Callable[[str], None]) -> Measurement:
     from zeroplan.verify.backends.simulate import simulate  # noqa: PLC0415  what goes wrong here is told like everything else
-    from zeroplan.verify.training.workload import user_workload  # noqa: PLC0415
+    from zeroplan.verify.training.user_workload import user_workload  # noqa: PLC0415
 
     make = user_workload(task.workload, task.job) if task.workload else None
     return simulate(task.job, rank=rank, steps=task.steps, all_layers=task.all_layers, say=say, make=make)
@@ -52,7 +52,7 @@ def _measured(
     import torch  # noqa: PLC0415
     import torch.distributed as dist  # noqa: PLC0415
 
-    from zeroplan.verify.training.workload import user_workload  # noqa: PLC0415
+    from zeroplan.verify.training.user_workload import user_workload  # noqa: PLC0415
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def _on_cpu(
     task: Task, rank: int, store: "Store", made: "Callable[[], Workload] | None", say: Callable[[str], None]
 ) -> Measurement:
     from zeroplan.verify.backends.cpu import measured  # noqa: PLC0415
-    from zeroplan.verify.training.engines import stored_dtype  # noqa: PLC0415
+    from zeroplan.verify.training.engine import stored_dtype  # noqa: PLC0415
     from zeroplan.verify.training.workload import with_weights, workload  # noqa: PLC0415
     from zeroplan.verify.watching.group import join  # noqa: PLC0415
 

@@ -21,6 +21,7 @@ from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import Kernels, Recompute
 from zeroplan.verify.nested import tensors_in
 from zeroplan.verify.pretended.card import install
+from zeroplan.verify.training.modules import prefixes_of
 from zeroplan.verify.training.recomputation import recompute_blocks
 from zeroplan.verify.training.run import fake_tensors
 from zeroplan.verify.training.workload import Workload, in_16_bits, placed, store_as
@@ -280,8 +281,7 @@ class _Cut:
     def __init__(self, work: Workload, watcher: _Watcher) -> None:
         self._work, self._seen = work, watcher
         self._count = self._head = len(work.blocks)
-        names = {id(module): name for name, module in work.module.named_modules()}
-        self._names = [f"{names[id(block)]}." for block in work.blocks]
+        self._names = prefixes_of(work.module, work.blocks)
         self._weight_bytes = next(parameter.element_size() for parameter in work.module.parameters())
         self._check_order()
         self._batch = {id(watcher.memory(tensor)) for tensor in work.batch.values()}

@@ -41,8 +41,9 @@ from zeroplan.verify.profiling.polynomials import (
     value,
 )
 from zeroplan.verify.profiling.subject import Subject
+from zeroplan.verify.training.modules import prefixes_of, shapes_of
 from zeroplan.verify.training.run import fake_tensors
-from zeroplan.verify.training.workload import Workload, shapes_of
+from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.cycles import collected_when_told
 from zeroplan.verify.watching.tracker import Tracker
 
@@ -226,7 +227,7 @@ class _Tracer:
             whole = self._subject.whole()
             if not whole.blocks:
                 raise MeasurementError("the module has no list of blocks (an nn.ModuleList), and is profiled block by block")
-            names = _prefixes(whole)
+            names = prefixes_of(whole.module, whole.blocks)
             keys = _keys(whole, self._subject.layer_kinds)
             tied = _tied(whole, names)
             parameters = shapes_of(whole.module)
@@ -318,11 +319,6 @@ def _unlike(seen: Anatomy, whole: _Structure) -> Iterator[str]:
 
 def _peak(block: BlockAnatomy) -> int:
     return max(one.saved + one.working for one in block.backward)
-
-
-def _prefixes(work: Workload) -> tuple[str, ...]:
-    names = {id(module): name for name, module in work.module.named_modules()}
-    return tuple(f"{names[id(block)]}." for block in work.blocks)
 
 
 def _named(keys: Sequence[tuple[object, ...]]) -> list[str]:

@@ -12,17 +12,10 @@ from zeroplan.catalog.text import one_line, read_text
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.recipe import Attention
 from zeroplan.verify.profiling.polynomials import Shape
-from zeroplan.verify.training.workload import (
-    Workload,
-    as_workload,
-    causal_model,
-    find_blocks,
-    loss_of_output,
-    named_function,
-    shapes_of,
-    takes_a_batch,
-    user_function,
-)
+from zeroplan.verify.training.causal_model import causal_model
+from zeroplan.verify.training.modules import find_blocks, shapes_of
+from zeroplan.verify.training.user_workload import as_workload, named_function, takes_a_batch, user_function
+from zeroplan.verify.training.workload import Workload, loss_of_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -14,14 +14,12 @@ from torch.distributed.tensor.experimental import context_parallel
 
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.verify.training.engines import Fsdp2
 from zeroplan.verify.training.experts import ExpertMeshes
+from zeroplan.verify.training.fsdp2 import Fsdp2
+from zeroplan.verify.training.meshes import context_ranks, sharding_ranks
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
 
-#: The mesh dimension of the context-parallel ranks, which are neighbours.
-CONTEXT = "context"
-_BOTH = "shard and context"
 Context = Callable[[], AbstractContextManager[object]]
 
 
@@ -34,10 +32,9 @@ class ContextParallel(Fsdp2):
     def __init__(
         self, work: Workload, job: JobSpec, mesh: DeviceMesh, *, beside: Context = nullcontext, experts: ExpertMeshes | None = None
     ) -> None:  # fmt: skip
-        self._context, self._beside = mesh[CONTEXT], beside
+        self._context, self._beside = context_ranks(job, mesh), beside
         self._cutting: Context = nullcontext
-        among = mesh["shard", CONTEXT]._flatten(_BOTH)
-        super().__init__(work, job.recipe, among if job.mesh.dp_replicate == 1 else mesh["replicate", _BOTH], experts=experts)
+        super().__init__(work, job.recipe, sharding_ranks(job, mesh), experts=experts)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass over this rank's share of every sequence."""

@@ -13,8 +13,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining import stage as stages
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -25,22 +24,15 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
-from zeroplan.verify.pretended.card import CARD
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.context_parallel import CONTEXT
-from zeroplan.verify.training.engines import (
-    COMPUTE,
-    fsdp2_labels,
-    give_memory,
-    labelled,
-    make_optimizer,
-    mixed_precision,
-    resharding,
-    stored_dtype,
-)
-from zeroplan.verify.training.experts import ExpertMeshes, dispatched, divide_by_nothing, placement
-from zeroplan.verify.training.tensor_parallel import TENSOR, split_module
-from zeroplan.verify.training.workload import causal_module, find_blocks
+from zeroplan.verify.training.causal_model import causal_module
+from zeroplan.verify.training.engine import COMPUTE, labelled, stored_dtype
+from zeroplan.verify.training.experts import dispatched
+from zeroplan.verify.training.fsdp2 import fsdp2_labels, give_memory, shard
+from zeroplan.verify.training.meshes import TENSOR, context_ranks, sharding_ranks
+from zeroplan.verify.training.modules import find_blocks
+from zeroplan.verify.training.optimizers import make_optimizer
+from zeroplan.verify.training.tensor_parallel import split_module
 from zeroplan.verify.watching.watcher import Watcher
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -53,35 +45,6 @@ _SCHEDULES = {
 }
 
 
-def pipeline_mesh(job: JobSpec, device: str) -> DeviceMesh:
-    """All ranks, pipeline stages outermost, as torchtitan arranges them."""
-    mesh = job.mesh
-    replicas = {"replicate": mesh.dp_replicate} if mesh.dp_replicate > 1 else {}
-    split = {name: ways for name, ways in ((CONTEXT, mesh.cp), (TENSOR, mesh.tp)) if ways > 1}
-    ways = {"pp": mesh.pp, **replicas, "shard": mesh.dp_shard, **split}
-    return init_device_mesh(device, tuple(ways.values()), mesh_dim_names=tuple(ways))
-
-
-def _sharded(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that share a stage's parameters out: those that have other tokens; with replicas in two dimensions."""
-    name = "shard"
-    if job.mesh.cp > 1:
-        name = "shard and context"
-        among = mesh["shard", CONTEXT]._flatten(name)
-    else:
-        among = mesh[name]
-    return among if job.mesh.dp_replicate == 1 else mesh["replicate", name]
-
-
-def _shared_sequences(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks that share sequences, if there are any."""
-    if job.mesh.cp == 1:
-        return None
-    if mesh.device_type != CARD:  # of real positions, cut, transformers would make a mask, which the ring does not take
-        raise MeasurementError(f"cp={job.mesh.cp} is run on fake tensors alone; use --backend simulate")
-    return mesh[CONTEXT]
-
-
 class Pipelined:
     """FSDP2 around every block of this rank's stages and around each stage, under a schedule of torch's pipelining."""
 
@@ -92,17 +55,17 @@ class Pipelined:
         self._job, self._watcher = job, watcher
         rank = mesh["pp"].get_local_rank()
         self._stages = _stages_of(job, rank)
-        self._context = _shared_sequences(job, mesh)
+        self._context = None if job.mesh.cp == 1 else context_ranks(job, mesh)
         self._cutting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._positions = self._whole_positions(mesh.device_type)
         parts = [_part(job, stage, self._positions) for stage in self._stages]
         self.module = nn.ModuleList(parts)
         watcher.name_modules(parts[0] if len(parts) == 1 else self.module)
-        within = _sharded(job, mesh)
+        within = sharding_ranks(job, mesh)
         for part in parts:
             if job.mesh.tp > 1:
                 split_module(part, find_blocks(part), mesh[TENSOR])
-            _shard(part, job, within, dispatched(job, part, mesh, watcher))
+            shard(part, find_blocks(part), job.recipe, within, dispatched(job, part, mesh, watcher))
         give_memory(self.module, mesh.device_type)
         watcher.claim(Kind.PARAMETERS, (*self.module.parameters(), *self.module.buffers()))
         self._schedule = _schedule(job, self._stages, parts, mesh)
@@ -218,16 +181,6 @@ def _tensor_to_tensor(
         return tensor
 
     return forward
-
-
-def _shard(part: nn.Module, job: JobSpec, mesh: DeviceMesh, experts: ExpertMeshes | None) -> None:
-    policy, reshard = mixed_precision(job.recipe), resharding(job.recipe)
-    for block in find_blocks(part):
-        where = None if experts is None else placement(block, mesh, experts)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, shard_placement_fn=where)
-    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    if experts is not None:
-        divide_by_nothing(part)
 
 
 # --- the schedule --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import _meta_registrations
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.tensor import _sharding_prop
 from torch.distributed.tensor.parallel import loss_parallel
@@ -29,10 +29,13 @@ from zeroplan.verify.pretended.reducer import readable_bookkeeping
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.activations_away import moving_from
 from zeroplan.verify.training.adapters import beside_parameters, unwrapped
-from zeroplan.verify.training.context_parallel import CONTEXT, ContextParallel, with_positions
-from zeroplan.verify.training.engines import Ddp, Engine, Fsdp2, train, weights_dtype
+from zeroplan.verify.training.context_parallel import ContextParallel, with_positions
+from zeroplan.verify.training.ddp import Ddp
+from zeroplan.verify.training.engine import Engine, train, weights_dtype
 from zeroplan.verify.training.experts import dispatched, evenly_visited
-from zeroplan.verify.training.tensor_parallel import TENSOR, TensorParallel, split
+from zeroplan.verify.training.fsdp2 import Fsdp2
+from zeroplan.verify.training.meshes import mesh_of
+from zeroplan.verify.training.tensor_parallel import TensorParallel, split
 from zeroplan.verify.training.workload import Workload, workload
 from zeroplan.verify.watching.watcher import Watcher
 
@@ -87,8 +90,6 @@ def _observe_pipeline(job: JobSpec, watcher: Watcher, mesh: DeviceMesh, *, steps
 def _build(job: JobSpec, work: Workload, mesh: DeviceMesh, watcher: Watcher) -> Engine:
     if job.recipe.engine == "fsdp2":
         if job.mesh.cp > 1:
-            if mesh.device_type != CARD:  # of real positions, cut, transformers would make a mask, which the ring does not take
-                raise MeasurementError(f"cp={job.mesh.cp} is run on fake tensors alone; use --backend simulate")
             beside, experts = nullcontext if job.mesh.tp == 1 else loss_parallel, dispatched(job, work.module, mesh, watcher)
             return ContextParallel(work, job, mesh, beside=beside, experts=experts)
         if job.mesh.tp > 1:
@@ -138,21 +139,6 @@ def _fake_group_on(device: str) -> str:
     name = f"{_FAKE}_on_{device}"
     dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=["cpu", device])
     return name
-
-
-def mesh_of(job: JobSpec, device: str = "cpu") -> DeviceMesh:
-    """The job's ranks as FSDP2 takes them: one dimension, or replicas of a sharded group; each a row where they share its work."""
-    replicas, shards = job.mesh.dp_replicate, job.mesh.dp_shard
-    if job.mesh.pp > 1:
-        from zeroplan.verify.training.pipelined import pipeline_mesh  # noqa: PLC0415  only a pipeline imports torch's pipelining
-
-        return pipeline_mesh(job, device)
-    split = {name: ways for name, ways in ((CONTEXT, job.mesh.cp), (TENSOR, job.mesh.tp)) if ways > 1}
-    if split:
-        return init_device_mesh(device, (replicas, shards, *split.values()), mesh_dim_names=("replicate", "shard", *split))
-    if replicas == 1:
-        return init_device_mesh(device, (shards,))
-    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 @contextmanager

@@ -24,22 +24,19 @@ from torch.distributed.tensor.parallel import (
 
 from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.verify.training.engines import Fsdp2
+from zeroplan.verify.training.fsdp2 import Fsdp2
+from zeroplan.verify.training.meshes import TENSOR, sharding_ranks
 from zeroplan.verify.training.workload import Workload
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-#: The mesh dimension of the tensor-parallel ranks, which are neighbours.
-TENSOR = "tensor"
 
 
 class TensorParallel(Fsdp2):
     """``fully_shard`` over the ranks that hold the same part of a split model, whose loss is made where its logits are."""
 
     def __init__(self, work: Workload, job: JobSpec, mesh: DeviceMesh) -> None:
-        among = mesh["shard"] if job.mesh.dp_replicate == 1 else mesh["replicate", "shard"]
-        super().__init__(work, job.recipe, among)
+        super().__init__(work, job.recipe, sharding_ranks(job, mesh))
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass, the loss from logits that are split by the vocabulary."""

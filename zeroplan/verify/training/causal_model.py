@@ -1,0 +1,164 @@
+"""The causal language model of transformers that a :class:`~zeroplan.spec.model.ModelSpec` stands for.
+
+Built from a config alone, with transformers' own gradient checkpointing and attention. Dropout is off, as in the estimate;
+weights are whatever the allocator left.
+"""
+
+import os
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from zeroplan.catalog.config_keys import KEYS, OPTIONAL_WINDOW, PLAIN_HEADS
+from zeroplan.errors import MeasurementError
+from zeroplan.spec.frozen import FrozenSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Attention, RecipeSpec
+from zeroplan.transformer.families.widths import is_quantised
+from zeroplan.verify.training.modules import find_blocks
+from zeroplan.verify.training.recomputation import checkpoint_options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a config is all that is needed
+
+
+def config(spec: ModelSpec) -> dict[str, object]:
+    """Write the ``config.json`` that a shape stands for, without dropout, cache or special tokens.
+
+    The reverse of :func:`zeroplan.catalog.config.model_from_config`.
+    """
+    if spec.unplaced_parameters:
+        raise MeasurementError(
+            f"a shape inferred from a parameter count leaves {spec.unplaced_parameters:,} parameters that no transformers model "
+            "has; name a model instead"
+        )
+    sizes = {_key(spec.family, field): value for field, value in _fields(spec).items()}
+    return {"model_type": spec.family, **sizes, **_peculiar(spec), **_OFF.get(spec.family, {}), **_PLAIN}
+
+
+def _key(family: str, field: str) -> str:
+    return KEYS.get(family, {}).get(field, (field,))[0]
+
+
+def _fields(spec: ModelSpec) -> dict[str, object]:
+    fields: dict[str, object] = {name: getattr(spec, name) for name in _SIZES}
+    if spec.family not in PLAIN_HEADS:
+        fields |= {"num_key_value_heads": spec.num_key_value_heads}
+        fields |= {} if spec.mla is not None else {"head_dim": spec.head_dim}
+    if spec.family not in ("gpt2", "bloom"):
+        fields |= {"attention_bias": spec.attention_bias, "mlp_bias": spec.mlp_bias}
+    if spec.moe is not None:
+        fields |= {"num_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}
+    return fields
+
+
+def _peculiar(spec: ModelSpec) -> dict[str, object]:
+    """What only some families have."""
+    made: dict[str, object] = {}
+    if spec.family not in ("llama", *PLAIN_HEADS, "deepseek_v3"):
+        made["sliding_window"] = spec.sliding_window
+    if spec.family in OPTIONAL_WINDOW:
+        made["use_sliding_window"] = spec.sliding_window is not None
+    if spec.moe is not None and spec.family in ("qwen3_moe", "deepseek_v3"):
+        made["moe_intermediate_size"] = spec.moe.moe_intermediate_size
+    if spec.moe is not None and spec.family == "qwen3_moe":
+        made["mlp_only_layers"] = list(range(spec.moe.num_dense_layers))
+        made["norm_topk_prob"] = True  # as every published one; the class assumes otherwise
+    if spec.family == "gpt_neox":
+        made |= {"hidden_act": spec.hidden_act or "gelu", "use_parallel_residual": spec.parallel_residual}
+    if spec.family == "opt":
+        made["word_embed_proj_dim"] = spec.hidden_size
+    return made | _latent(spec)
+
+
+def _latent(spec: ModelSpec) -> dict[str, object]:
+    """DeepSeek's attention and routing; groups of experts where there are enough of them."""
+    if spec.mla is None or spec.moe is None:
+        return {}
+    grouped = spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16
+    return {
+        **{name: getattr(spec.mla, name) for name in ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)},
+        "n_shared_experts": spec.moe.num_shared_experts,
+        "first_k_dense_replace": spec.moe.num_dense_layers,
+        **({} if grouped else {"n_group": 1, "topk_group": 1}),
+    }
+
+
+def layer_period(spec: ModelSpec) -> int:
+    """After how many layers the kinds of attention come again; dense first layers left out."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    kinds = list(getattr(AutoConfig.for_model(**config(spec)), "layer_types", None) or [])  # type: ignore[arg-type]
+    return next((n for n in range(1, len(kinds)) if all(a == b for a, b in zip(kinds, kinds[n:], strict=False))), 1)
+
+
+def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, device: str) -> nn.Module:
+    """Build the causal language model of a shape, recomputed, adapted and frozen as is asked."""
+    from transformers import AutoConfig  # noqa: PLC0415  takes seconds, and user workloads need none
+
+    made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
+    if spec.moe is not None:
+        made._experts_implementation = "grouped_mm"
+    model = causal_model(made, attention=recipe.attention, dtype=dtype, device="meta" if is_quantised(spec) else device)
+    if recipe.recompute != "none":
+        options = checkpoint_options(recipe.recompute)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
+        for block in () if recipe.recompute_layers is None else find_blocks(model)[recipe.recompute_layers :]:
+            block.gradient_checkpointing = False  # type: ignore[assignment]  # a GradientCheckpointingLayer
+    if spec.adapter is not None:
+        from zeroplan.verify.training.adapters import with_adapters  # noqa: PLC0415  only fine-tuning needs peft
+
+        model = with_adapters(model, spec.adapter, recipe, device=device)
+    if spec.frozen is not None:
+        _freeze(cast("PreTrainedModel", model), spec.frozen)
+    if recipe.keep_logits == "fp32":
+        model.register_forward_hook(_upcast)
+    return model
+
+
+def _freeze(model: "PreTrainedModel", frozen: FrozenSpec) -> None:
+    """Take what is not to be trained out of training, as a script does before it builds engine and optimizer."""
+    parts: dict[str, nn.Module] = {
+        "embedding": model.get_input_embeddings(),
+        "norm": model.get_decoder().norm,  # type: ignore[no-untyped-call]
+        "head": model.get_output_embeddings(),  # type: ignore[no-untyped-call]
+    }
+    for part in (*(parts[name] for name in frozen.names), *find_blocks(model)[: frozen.layers]):
+        part.requires_grad_(requires_grad=False)
+
+
+def causal_model(made: "PreTrainedConfig", *, attention: Attention, dtype: torch.dtype, device: str) -> nn.Module:
+    """Build the class of transformers for a configuration of theirs, uninitialised, in training mode."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.initialization import no_init_weights  # noqa: PLC0415
+
+    cls: object = AutoModelForCausalLM._model_mapping[type(made)]
+    fused = getattr(cls, "_supports_sdpa", False) and attention != "eager"
+    made._attn_implementation = "sdpa" if fused else "eager"
+    with torch.device(device), no_init_weights():
+        model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.tie_weights()  # type: ignore[operator]  # left out with the initialisation
+    model.train()
+    return model
+
+
+def _upcast(_module: nn.Module, _batch: object, output: object) -> None:
+    """Hand the logits on in fp32, as accelerate's ``convert_outputs_to_fp32`` does."""
+    output.logits = output.logits.float()  # type: ignore[attr-defined]  # a transformers output
+
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings",
+    "tie_word_embeddings",
+)  # fmt: skip
+_HEAD_PARTS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_PLAIN: dict[str, object] = {"use_cache": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+#: Dropout of the families that train with it.
+_OFF: dict[str, dict[str, object]] = {
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "opt": {"dropout": 0.0, "attention_dropout": 0.0},
+    "bloom": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+}

@@ -1,0 +1,83 @@
+"""``DistributedDataParallel``, with or without ``ZeroRedundancyOptimizer``, in a plain loop."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket, Reducer
+from torch.nn.parallel import DistributedDataParallel
+
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.training.engine import COMPUTE, labelled
+from zeroplan.verify.training.optimizers import make_optimizer, trained, zero_redundancy
+from zeroplan.verify.training.workload import Workload
+from zeroplan.verify.watching.watcher import Watcher
+
+
+class Ddp:
+    """``DistributedDataParallel``, alone or with ``ZeroRedundancyOptimizer``; mixed precision by autocast.
+
+    A single rank has nothing to reduce, and nobody wraps it, unless its gradients are to be views of buckets.
+    """
+
+    kept: Kind | None = Kind.GRADIENTS
+
+    def __init__(self, work: Workload, recipe: RecipeSpec) -> None:
+        views = recipe.ddp.gradient_as_bucket_view
+        wrapped = views or dist.get_world_size() > 1
+        self._wrapper = DistributedDataParallel(work.module, gradient_as_bucket_view=views) if wrapped else None
+        self._work, self._recipe = work, recipe
+        self._device = next(work.module.parameters()).device.type
+        self.handed_on = Kind.UNSHARDED_GRADIENTS if recipe.ddp.gradient_as_bucket_view else Kind.GRADIENTS
+        sharded = recipe.zero_stage == 1
+        self.optimizer = (zero_redundancy if sharded else make_optimizer)(trained(work.module), recipe)
+
+    def hand_buckets_back(self) -> None:
+        """Reduce buckets by a hook: the reducer's C++ cannot read what a fake process group returns."""
+        if self._wrapper is not None:
+            self._wrapper.register_comm_hook(None, reduced_at_once)
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass; without reduction in all but the last, where the recipe says so."""
+        model = self._wrapper or self._work.module
+        with nullcontext() if last or self._recipe.sync_every_micro_batch else self._no_sync():
+            enter(Phase.FORWARD)
+            with autocast(self._recipe, self._device):
+                output = model(**self._work.batch)
+            loss = self._work.loss(output)
+            if not self._recipe.keep_logits:
+                del output
+            enter(Phase.BACKWARD)
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _no_sync(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._wrapper is None else self._wrapper.no_sync()
+
+    def optimizer_step(self) -> None:
+        """Update all parameters, or this rank's and hear of the others'."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Tell the buckets that the reducer makes in the second forward; the first ones are made with the engine."""
+        return labelled(watcher, Reducer, "_rebuild_buckets", Kind.REDUCE)
+
+
+def reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook: a bucket is reduced when this returns."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    dist.all_reduce(bucket.buffer())
+    future.set_result(bucket.buffer())
+    return future
+
+
+def autocast(recipe: RecipeSpec, device: str) -> AbstractContextManager[object]:
+    """The context in which a plain loop computes in mixed precision."""
+    if not recipe.precision.endswith("mixed"):
+        return nullcontext()
+    return torch.autocast(device, dtype=COMPUTE[recipe.precision])

@@ -1,0 +1,143 @@
+"""FSDP2 as PyTorch's own examples use it, and what its buffers are for."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+from zeroplan.ledger import Kind, Phase
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.replaced import replaced
+from zeroplan.verify.training.engine import COMPUTE, labelled
+from zeroplan.verify.training.experts import ExpertMeshes, divide_by_nothing, placement
+from zeroplan.verify.training.optimizers import make_optimizer, trained
+from zeroplan.verify.training.workload import Workload
+from zeroplan.verify.watching.watcher import Watcher
+
+
+class Fsdp2:
+    """``fully_shard`` around every block and around the whole, as in PyTorch's own examples."""
+
+    handed_on = Kind.UNSHARDED_GRADIENTS
+    kept: Kind | None = Kind.GRADIENTS
+
+    def __init__(
+        self, work: Workload, recipe: RecipeSpec, mesh: DeviceMesh, *, experts: ExpertMeshes | None = None
+    ) -> None:  # fmt: skip
+        self._model = shard(work.module, work.blocks, recipe, mesh, experts)
+        if next(work.module.parameters()).is_meta:
+            give_memory(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
+        self._work, self._recipe = work, recipe
+        self.optimizer = make_optimizer(trained(work.module), recipe)
+
+    def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
+        """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""
+        self._model.set_requires_gradient_sync(last or self._recipe.sync_every_micro_batch)
+        forward_and_backward(self._work.module, self._work, enter, keep_logits=bool(self._recipe.keep_logits))
+
+    def optimizer_step(self) -> None:
+        """Update this rank's chunks."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+
+    def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
+        """Tell buffers apart by the function of FSDP2 that asks for them."""
+        return fsdp2_labels(watcher)
+
+
+def shard(
+    module: nn.Module, blocks: Iterable[nn.Module], recipe: RecipeSpec, mesh: DeviceMesh, experts: ExpertMeshes | None
+) -> FSDPModule:  # fmt: skip
+    """Put ``fully_shard`` around every block and around the whole, over the ranks of a mesh."""
+    policy, offload = mixed_precision(recipe), CPUOffloadPolicy() if recipe.fsdp2.cpu_offload else OffloadPolicy()
+    for block in blocks:
+        fully_shard(
+            block, mesh=mesh, mp_policy=policy, reshard_after_forward=resharding(recipe), offload_policy=offload,
+            shard_placement_fn=None if experts is None else placement(block, mesh, experts),
+        )  # fmt: skip
+    whole: FSDPModule = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
+    if experts is not None:
+        divide_by_nothing(module)
+    return whole
+
+
+def give_memory(module: nn.Module, device: str) -> None:
+    """Memory for a sharded module that was built without any: this rank's chunks, with numbers in them."""
+    module.to_empty(device=device)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.normal_(0, 0.02) if local.is_floating_point() else local.zero_()
+
+
+def forward_and_backward(
+    module: nn.Module, work: Workload, enter: Callable[[Phase], None], *, keep_logits: bool
+) -> None:  # fmt: skip
+    """One forward and backward pass of a plain loop."""
+    enter(Phase.FORWARD)
+    output = module(**work.batch)
+    if work.loss_goes_backward:
+        enter(Phase.BACKWARD)
+    loss = work.loss(output)
+    if not keep_logits:
+        del output
+    if not work.loss_goes_backward:
+        enter(Phase.BACKWARD)
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def mixed_precision(recipe: RecipeSpec) -> MixedPrecisionPolicy:
+    """The dtypes in which FSDP2 computes and reduces."""
+    if not recipe.precision.endswith("mixed"):
+        return MixedPrecisionPolicy()
+    reduce_dtype = torch.float32 if recipe.fsdp2.reduce_dtype == "fp32" else None
+    return MixedPrecisionPolicy(param_dtype=COMPUTE[recipe.precision], reduce_dtype=reduce_dtype)
+
+
+def resharding(recipe: RecipeSpec) -> bool | int:
+    """Whether blocks are sharded again after their forward, or over how many ranks."""
+    chosen = recipe.fsdp2.reshard_after_forward
+    return recipe.zero_stage == 3 if chosen is None else chosen
+
+
+@contextmanager
+def fsdp2_labels(watcher: Watcher) -> Iterator[None]:
+    """Tell the tracker what FSDP2's buffers are for, by the function of FSDP2 that asks for them."""
+    with ExitStack() as patches:
+        for owner, name, kind in _FSDP2_LABELS:
+            if hasattr(owner, name):
+                patches.enter_context(labelled(watcher, owner, name, kind))
+        patches.enter_context(_reduced_gradients(watcher))
+        yield
+
+
+#: Not every torch has each: 2.15 leaves it to autograd to accumulate in another dtype.
+_FSDP2_LABELS: tuple[tuple[object, str, Kind], ...] = (
+    (_fsdp_param_group, "foreach_all_gather", Kind.GATHER),
+    (_fsdp_param_group, "foreach_reduce", Kind.REDUCE),
+    (FSDPParam, "init_all_gather_outputs", Kind.UNSHARDED_PARAMETERS),
+    (FSDPParam, "alloc_all_gather_outputs", Kind.UNSHARDED_PARAMETERS),
+    (FSDPParam, "to_sharded_post_forward", Kind.UNSHARDED_PARAMETERS),
+    (FSDPParam, "to_accumulated_grad_if_needed", Kind.UNSHARDED_GRADIENTS),
+)
+
+
+def _reduced_gradients(watcher: Watcher) -> AbstractContextManager[None]:
+    """What goes into a reduction are whole gradients."""
+    name = "foreach_reduce"
+    original: Callable[..., object] = getattr(_fsdp_param_group, name)
+
+    def reduce(parameters: object, gradients: list[torch.Tensor], *args: object, **kwargs: object) -> object:
+        watcher.claim(Kind.UNSHARDED_GRADIENTS, gradients)
+        return original(parameters, gradients, *args, **kwargs)
+
+    return replaced(_fsdp_param_group, name, reduce)

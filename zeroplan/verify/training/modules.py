@@ -1,0 +1,22 @@
+"""What engines and profiles ask of a module: its stack of blocks, their names, its parameters."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+
+def find_blocks(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Find the stack of like parts: the longest list of modules."""
+    stacks = [tuple(part) for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return max(stacks, key=len, default=())
+
+
+def shapes_of(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The parameters of a module, in order."""
+    return tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+
+
+def prefixes_of(module: nn.Module, blocks: Sequence[nn.Module]) -> tuple[str, ...]:
+    """What the names of all parts of a block begin with, block by block."""
+    names = {id(part): name for name, part in module.named_modules()}
+    return tuple(f"{names[id(block)]}." for block in blocks)

@@ -1,0 +1,91 @@
+"""A user's own workload, ``package.module:function``: found, called, and made what an engine is handed."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.spec.job import JobSpec
+from zeroplan.verify.training.modules import find_blocks
+from zeroplan.verify.training.recomputation import recompute_blocks
+from zeroplan.verify.training.workload import Workload, in_16_bits, store_as
+
+
+def user_workload(where: str, job: JobSpec) -> Callable[[], Workload]:
+    """The workload that ``package.module:function`` names, its blocks recomputed and its weights stored as the job says."""
+    function = user_function(where)
+
+    def make() -> Workload:
+        work = function(job.batch.micro_batch_size, job.batch.seq_len)
+        if job.recipe.precision == "bf16":
+            store_as(work.module, torch.bfloat16)
+            work = work._replace(batch=in_16_bits(work.batch))
+        recompute_blocks(work.blocks[: job.recipe.recompute_layers], job.recipe.recompute)
+        if job.recipe.offload_activations:
+            raise MeasurementError("offload_activations is not run around the blocks of a workload; leave it out")
+        return work
+
+    return make
+
+
+def user_function(where: str) -> Callable[[int, int], Workload]:
+    """Find the function that ``package.module:function`` names; it returns a module, a batch and a loss, or a Workload.
+
+    The batch is a mapping of keyword arguments; the loss takes what the module returns and gives a scalar. Engines wrap the
+    blocks of a Workload one by one, or else the parts of the longest list of modules. A function with the parameters
+    ``micro_batch`` and ``seq_len`` is given the batch's.
+    """
+    function = named_function(where)
+    if takes_a_batch(function):
+        return lambda micro_batch, seq_len: as_workload(function(micro_batch=micro_batch, seq_len=seq_len), where)
+    return lambda _micro_batch, _seq_len: as_workload(function(), where)
+
+
+def named_function(where: str) -> Callable[..., object]:
+    """The function that ``package.module:function`` names."""
+    module_name, _, name = where.partition(":")
+    if not module_name or not name or module_name.startswith("."):
+        raise SpecError(f"workload {where!r} is not of the form package.module:function")
+    function = getattr(_imported(module_name, where), name, None)
+    if not callable(function):
+        raise SpecError(f"workload {where!r} is not there: {module_name} has no function {name!r}")
+    named: Callable[..., object] = function
+    return named
+
+
+def takes_a_batch(function: Callable[..., object]) -> bool:
+    """Whether a function says by its parameters that it makes a batch of the size it is given."""
+    try:
+        return set(_OF_A_BATCH) <= inspect.signature(function).parameters.keys()
+    except ValueError:  # a builtin
+        return False
+
+
+_OF_A_BATCH = ("micro_batch", "seq_len")
+
+
+def _imported(module_name: str, where: str) -> ModuleType:
+    """Import a module as ``python -m`` would from here: the current folder comes first."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        raise SpecError(f"workload {where!r} is not there: {error}") from error
+
+
+def as_workload(made: object, where: str) -> Workload:
+    """What a function returned, as a workload."""
+    if isinstance(made, Workload):
+        return made
+    match made:
+        case (nn.Module() as module, Mapping() as batch, loss) if callable(loss):
+            return Workload(module, batch, loss, find_blocks(module))
+    raise SpecError(f"workload {where!r} must return a module, a mapping of its arguments and a function that finds the loss")
