@@ -4,46 +4,33 @@ One block of each kind stands for all of its kind, for several sequences and, si
 What follows no polynomial is said by name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from zeroplan.errors import MeasurementError, ZeroplanError
+from zeroplan.errors import ZeroplanError
 from zeroplan.spec.profile import (
-    Amount,
-    Flash,
-    Handed,
     Modules,
-    Part,
-    Point,
     Profile,
-    ProfiledBlock,
     ProfiledPass,
-    Run,
     Tensor,
     Variant,
 )
 from zeroplan.spec.recipe import Engine, Precision, Recompute
 from zeroplan.verify.environment import environment
-from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, HandedOn, Instant, Manner, Piece, anatomy
+from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Manner
+from zeroplan.verify.profiling.cutting import anatomy
+from zeroplan.verify.profiling.derived import Derived, OtherProgramError
 from zeroplan.verify.profiling.polynomials import (
-    MULTIPLES,
     OF_MORE,
     OF_NOTHING,
     OF_ONE,
     OF_SEQUENCES,
-    Fit,
     Shape,
-    covers,
-    less,
-    padded,
-    total,
-    value,
 )
+from zeroplan.verify.profiling.structure import Structure, structure_of
 from zeroplan.verify.profiling.subject import Subject
-from zeroplan.verify.training.modules import prefixes_of, shapes_of
 from zeroplan.verify.training.run import fake_tensors
-from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.cycles import collected_when_told
 from zeroplan.verify.watching.tracker import Tracker
 
@@ -115,7 +102,7 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
     )
 
 
-def _modules(seen: Anatomy, whole: "_Structure") -> Modules:
+def _modules(seen: Anatomy, whole: "Structure") -> Modules:
     inside = [one for one in seen.called if any(f"{one.name}.".startswith(prefix) for prefix in whole.names)]
     outside = [one for one in seen.called if one not in inside]
     before = [one for one in outside if not one.holds_blocks and not one.after_blocks]
@@ -137,73 +124,6 @@ def _tensor(name: str, shape: tuple[int, ...], cast: frozenset[str], prefix: str
     return Tensor(name=name.removeprefix(prefix), shape=shape or (1,), autocast=name in cast)
 
 
-# --- the module's structure ---------------------------------------------------------------------------------------------
-
-
-class _Structure(NamedTuple):
-    """Parameters in order with their shapes, blocks with their kinds."""
-
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
-    names: tuple[str, ...]
-    """Of the blocks, as a prefix."""
-    kinds: tuple[str, ...]
-    traced: dict[str, int]
-    """Which of the traced blocks stands for a kind."""
-    tied: str | None
-    buffer_bytes: int
-
-    @property
-    def outside(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(name, shape) for name, shape in self.parameters if not any(name.startswith(prefix) for prefix in self.names)]
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Parameters outside the blocks as they are registered, and an empty name where the blocks are."""
-        inside = [any(name.startswith(prefix) for prefix in self.names) for name, _ in self.parameters]
-        names = ["" if within else name for within, (name, _) in zip(inside, self.parameters, strict=True)]
-        return tuple(dict.fromkeys(names))
-
-    def prefix(self, at: int) -> str:
-        return self.names[at]
-
-    def inside(self, at: int) -> list[tuple[str, tuple[int, ...]]]:
-        return [(name, shape) for name, shape in self.parameters if name.startswith(self.names[at])]
-
-    def runs(self) -> tuple[dict[str, int], tuple[Run, ...]]:
-        """Where each kind is first met, and the runs."""
-        runs: list[Run] = []
-        for kind in self.kinds:
-            layers = runs.pop().layers if runs and runs[-1].kind == kind else 0
-            runs.append(Run(kind=kind, layers=layers + 1))
-        return {kind: self.kinds.index(kind) for kind in self.kinds}, tuple(runs)
-
-
-def _keys(work: Workload, layer_kinds: tuple[str, ...] | None) -> list[tuple[object, ...]]:
-    """What tells kinds of blocks apart before anything runs: class, parameters, and what a configuration says."""
-    said = layer_kinds or ("",) * len(work.blocks)
-    return [(type(block).__name__, shapes_of(block), kind) for block, kind in zip(work.blocks, said, strict=False)]
-
-
-def _sizes(block: BlockAnatomy) -> tuple[int, ...]:
-    return tuple(sorted(piece.n_bytes for piece in block.kept))
-
-
-def _tied(work: Workload, names: Sequence[str]) -> str | None:
-    """The parameter outside the blocks that stands in two places: the embedding that is the head, too."""
-    first: dict[int, str] = {}
-    tied = None
-    for name, parameter in work.module.named_parameters(remove_duplicate=False):
-        if (known := first.setdefault(id(parameter), name)) == name:
-            continue
-        if any(one.startswith(tuple(names)) for one in (name, known)) or tied is not None:
-            raise MeasurementError(f"{known!r} and {name!r} are one parameter; shared by blocks, it cannot be profiled")
-        tied = known
-    return tied
-
-
-# --- tracing ------------------------------------------------------------------------------------------------------------
-
-
 class _Tracer:
     """Takes a subject's passes apart, once per manner and shape."""
 
@@ -221,23 +141,9 @@ class _Tracer:
         """The shortest sequences that the profile is of."""
         return max(1, self._least)
 
-    def structure(self, manner: Manner) -> _Structure:
+    def structure(self, manner: Manner) -> Structure:
         """Look at the whole module and trace it once, to see which blocks are alike."""
-        with fake_tensors(Tracker(), "cpu"):
-            whole = self._subject.whole()
-            if not whole.blocks:
-                raise MeasurementError("the module has no list of blocks (an nn.ModuleList), and is profiled block by block")
-            names = prefixes_of(whole.module, whole.blocks)
-            keys = _keys(whole, self._subject.layer_kinds)
-            tied = _tied(whole, names)
-            parameters = shapes_of(whole.module)
-            buffers = sum(one.nbytes for one in whole.module.buffers())
-        seen = self._probe(manner)
-        traced = len(seen.blocks)
-        if traced == len(keys):
-            keys = [(*key, _sizes(block)) for key, block in zip(keys, seen.blocks, strict=True)]
-        named = _named(keys)
-        return _Structure(parameters, names, tuple(named), _standing(named[:traced]), tied, buffers)
+        return structure_of(self._subject.whole, self._subject.layer_kinds, lambda: self._probe(manner))
 
     def _probe(self, manner: Manner) -> Anatomy:
         """Trace once at a length of ours or, where the module has a length of its own, at that."""
@@ -259,7 +165,7 @@ class _Tracer:
     def _anatomy(self, manner: Manner, shape: Shape) -> Anatomy:
         return anatomy(lambda: self._subject.make(shape), manner)
 
-    def variant(self, manner: Manner, whole: _Structure) -> Variant:
+    def variant(self, manner: Manner, whole: Structure) -> Variant:
         """Everything in one manner of execution."""
         width = "autocast" if manner.autocast else f"{8 * manner.element_bytes} bits"
         self._say(f"tracing {width}, kernels {manner.kernels}, recomputation {manner.recompute}")
@@ -273,7 +179,7 @@ class _Tracer:
             more=more,
         )
 
-    def _pass(self, manner: Manner, whole: _Structure, *, several: bool) -> ProfiledPass:
+    def _pass(self, manner: Manner, whole: Structure, *, several: bool) -> ProfiledPass:
         shapes, held_out, products = self._shapes(several=several)
         seen = {shape: self._anatomy(manner, shape) for shape in (*shapes, *held_out)}
         self.first.setdefault(manner, seen[shapes[0]])
@@ -281,16 +187,16 @@ class _Tracer:
         return replace(found, remarks=(*found.remarks, *_unlike(seen[shapes[-1]], whole)))
 
     def _derived(
-        self, seen: dict[Shape, Anatomy], shapes: list[Shape], held_out: list[Shape], products: tuple[str, ...], whole: _Structure
+        self, seen: dict[Shape, Anatomy], shapes: list[Shape], held_out: list[Shape], products: tuple[str, ...], whole: Structure
     ) -> ProfiledPass:  # fmt: skip
         """Polynomials for every length or, where odd ones run other operators, for multiples of the unit."""
         try:
-            return _Derived(seen, shapes, held_out, products).whole(whole.traced)
+            return Derived(seen, shapes, held_out, products).whole(whole.traced)
         except OtherProgramError:
             even = [shape for shape in held_out if not shape.length % self._unit]
             if even == held_out:
                 raise
-            found = _Derived(seen, shapes, even, products).whole(whole.traced)
+            found = Derived(seen, shapes, even, products).whole(whole.traced)
         other = f"lengths that are no multiples of {self._unit} may run other operators, and count as the next multiple"
         return replace(found, counted_by=self._unit, remarks=(*found.remarks, other))
 
@@ -308,7 +214,7 @@ class _Tracer:
         return [Shape(count, length) for count in counts for length in self._lengths], held_out, OF_MORE if several else OF_ONE
 
 
-def _unlike(seen: Anatomy, whole: _Structure) -> Iterator[str]:
+def _unlike(seen: Anatomy, whole: Structure) -> Iterator[str]:
     """Blocks of one kind must keep and peak alike."""
     for at, block in enumerate(seen.blocks):
         kind = whole.kinds[at]
@@ -319,180 +225,3 @@ def _unlike(seen: Anatomy, whole: _Structure) -> Iterator[str]:
 
 def _peak(block: BlockAnatomy) -> int:
     return max(one.saved + one.working for one in block.backward)
-
-
-def _named(keys: Sequence[tuple[object, ...]]) -> list[str]:
-    """Kinds by the name of their class, numbered where several have one class."""
-    distinct = list(dict.fromkeys(keys))
-    classes = [str(key[0]) for key in distinct]
-    names = {
-        key: cls if classes.count(cls) == 1 else f"{cls}_{classes[:at].count(cls) + 1}"
-        for at, (key, cls) in enumerate(zip(distinct, classes, strict=True))
-    }
-    return [names[key] for key in keys]
-
-
-def _standing(kinds: Sequence[str]) -> dict[str, int]:
-    """Which block stands for its kind: one in the middle, neither the first nor the last where there are others."""
-    places: dict[str, list[int]] = {}
-    for at, kind in enumerate(kinds):
-        places.setdefault(kind, []).append(at)
-    inner = {kind: [at for at in found if 0 < at < len(kinds) - 1] or found for kind, found in places.items()}
-    return {kind: found[len(found) // 2] for kind, found in inner.items()}
-
-
-# --- deriving -----------------------------------------------------------------------------------------------------------
-
-
-class OtherProgramError(MeasurementError):
-    """Two shapes run different operators."""
-
-
-class _Derived:
-    """Polynomials of one pass, from its anatomies at several shapes; what follows none is bounded, and named."""
-
-    def __init__(
-        self, seen: dict[Shape, Anatomy], shapes: Sequence[Shape], held_out: Sequence[Shape], products: Sequence[str]
-    ) -> None:
-        self._seen, self._shapes, self._held_out = seen, list(shapes), list(held_out)
-        self._fit = Fit(shapes, products)
-        self._bounded: list[str] = []
-        self._multiple = 1
-
-    def whole(self, traced: dict[str, int]) -> ProfiledPass:
-        """The pass, and what of it is not exact."""
-        found = self._whole(traced)
-        return replace(found, seq_multiple=self._multiple, remarks=tuple(self._remarks()))
-
-    def _remarks(self) -> Iterator[str]:
-        if self._bounded:
-            others = f" (and {len(self._bounded) - 1} more)" if self._bounded[1:] else ""
-            most = max(shape.length for shape in (*self._shapes, *self._held_out))
-            yield (
-                f"{self._bounded[0]}{others}: follows no polynomial in the batch and is counted as the most bytes per token that "
-                f"were seen, with sequences up to {most:,}"
-            )
-
-    def _whole(self, traced: dict[str, int]) -> ProfiledPass:
-        every = [*self._shapes, *self._held_out]
-        return ProfiledPass(
-            blocks={kind: self._block(kind, [self._seen[shape].blocks[at] for shape in every]) for kind, at in traced.items()},
-            shared=self._parts("shared", [self._seen[shape].shared for shape in every]),
-            beside=self._parts("beside the blocks", [self._seen[shape].beside for shape in every]),
-            first_input=self._amount("first input", [self._seen[shape].first_input_bytes for shape in every]),
-            loss=self._most("loss", [self._seen[shape].loss for shape in every]),
-            output=self._amount("output", [self._seen[shape].output_bytes for shape in every]),
-            head=self._points("head", [self._seen[shape].head for shape in every]),
-            head_handed=self._handed("head", [self._seen[shape].head_handed for shape in every]),
-            last=self._most("below the blocks", [self._seen[shape].last for shape in every]),
-            last_handed=self._handed("below the blocks", [self._seen[shape].last_handed for shape in every]),
-        )
-
-    def _block(self, kind: str, seen: Sequence[BlockAnatomy]) -> ProfiledBlock:
-        kept = self._parts(f"{kind}, kept", [one.kept for one in seen])
-        forward = self._most(f"{kind}, forward", [one.forward for one in seen])
-        held = total(*(part.amount for part in kept))
-        return ProfiledBlock(
-            input=self._amount(f"{kind}, input", [one.input_bytes for one in seen]),
-            kept=kept,
-            forward=tuple(less(one, held) for one in forward),
-            points=self._points(f"{kind}, backward", [one.backward for one in seen]),
-            handed=self._handed(f"{kind}, gradients", [one.handed for one in seen]),
-            cast_elements=seen[0].cast_elements,
-        )
-
-    def _parts(self, what: str, seen: Sequence[Sequence[Piece]]) -> tuple[Part, ...]:
-        self._same_program(what, [[piece.reason for piece in pieces] for pieces in seen])
-        columns = zip(*seen, strict=True)
-        return tuple(
-            Part(
-                reason=column[0].reason, amount=self._amount(f"{what}: {column[0].reason}", [piece.n_bytes for piece in column])
-            )
-            for column in columns
-        )
-
-    def _most(self, what: str, seen: Sequence[Sequence[int]]) -> tuple[Amount, ...]:
-        """Those of many sums of which none other is always larger."""
-        self._same_program(what, [len(one) for one in seen])
-        amounts = [self._amount(f"{what}, request {at}", column) for at, column in enumerate(zip(*seen, strict=True))]
-        return tuple(_undominated(list(dict.fromkeys(amounts)), covers)) or (Amount(),)
-
-    def _points(self, what: str, seen: Sequence[Sequence[Instant]]) -> tuple[Point, ...]:
-        self._same_program(what, [[one.name for one in instants] for instants in seen])
-        points = [self._point(what, column) for column in zip(*seen, strict=True)]
-        return tuple(_undominated(list(dict.fromkeys(points)), _point_covers))
-
-    def _handed(self, what: str, seen: Sequence[Sequence[HandedOn]]) -> tuple[Handed, ...]:
-        self._same_program(what, [[one.name for one in handed] for handed in seen])
-        return tuple(
-            Handed(
-                name=column[0].name,
-                saved=self._amount(f"{what}: {column[0].name}, saved", [one.saved for one in column]),
-                working=self._amount(f"{what}: {column[0].name}", [one.working for one in column]),
-            )
-            for column in zip(*seen, strict=True)
-        )
-
-    def _point(self, what: str, column: Sequence[Instant]) -> Point:
-        first = column[0]
-        return Point(
-            name=first.name,
-            saved=self._amount(f"{what}: {first.name}, saved", [one.saved for one in column]),
-            working=self._amount(f"{what}: {first.name}", [one.working for one in column]),
-            gradients=first.gradients,
-            current=first.current,
-            casts=first.casts,
-            flash=None
-            if first.flash is None
-            else Flash(heads=first.flash[0], head_dim=first.flash[1], kv_heads=first.flash[2]),
-        )
-
-    def _same_program(self, what: str, seen: Sequence[object]) -> None:
-        shapes = [*self._shapes, *self._held_out]
-        for shape, one in zip(shapes, seen, strict=True):
-            if one != seen[0]:
-                raise OtherProgramError(
-                    f"{what}: {shape.sequences} x {shape.length} tokens run other operators than {shapes[0].sequences} x "
-                    f"{shapes[0].length}; no polynomial can tell of both, so profile the longer ones alone (--seq-len)"
-                )
-
-    def _amount(self, what: str, counted: Sequence[int]) -> Amount:
-        """The polynomial through the counts, held against those at the shapes held out."""
-        solved_at = len(self._shapes)
-        found = self._fit.amount(counted[:solved_at])
-        if found is None:
-            return self._bound(what, counted)
-        others = dict(zip(self._held_out, counted[solved_at:], strict=True))
-        if all(value(found, shape) == n_bytes for shape, n_bytes in others.items()):
-            return found
-        filled = padded(found, others, MULTIPLES if self._multiple == 1 else (self._multiple,))
-        if filled is None:
-            return self._bound(what, counted)
-        found, self._multiple = filled
-        return found
-
-    def _bound(self, what: str, counted: Sequence[int]) -> Amount:
-        """So many bytes per token that none of the counts is above, where no polynomial goes through them."""
-        tokens = [shape.sequences * max(1, shape.length) for shape in (*self._shapes, *self._held_out)]
-        per_token = max(-(-n_bytes // count) for n_bytes, count in zip(counted, tokens, strict=True))
-        self._bounded.append(what)
-        return Amount(tokens=per_token) if self._shapes[0].length else Amount(micro_batch=per_token)
-
-
-T = TypeVar("T")
-
-
-def _undominated(found: list[T], covering: Callable[[T, T], bool]) -> Iterator[T]:
-    """Those that no other covers, whatever the batch; the later of equals."""
-    kept = list(found)
-    for one in found:
-        if any(other is not one and covering(other, one) for other in kept):
-            kept.remove(one)
-    yield from kept
-
-
-def _point_covers(first: Point, second: Point) -> bool:
-    counts = (first.gradients, first.current, first.casts), (second.gradients, second.current, second.casts)
-    if any(a < b for a, b in zip(*counts, strict=True)) or (second.flash is not None and first.flash != second.flash):
-        return False
-    return covers(total(first.saved, first.working), total(second.saved, second.working))

@@ -1,0 +1,332 @@
+"""Takes one pass of a module on fake tensors apart (:mod:`zeroplan.verify.profiling.anatomy`).
+
+No engine is there: engines have their own account of parameters, gradients and weight casts, and this is the rest.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from zeroplan.errors import MeasurementError
+from zeroplan.ledger import Kind
+from zeroplan.verify.pretended.card import install
+from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Called, HandedOn, Instant, Manner, Piece
+from zeroplan.verify.profiling.watched import PassWatcher
+from zeroplan.verify.training.modules import prefixes_of
+from zeroplan.verify.training.recomputation import recompute_blocks
+from zeroplan.verify.training.run import fake_tensors
+from zeroplan.verify.training.workload import Workload, placed, store_as
+from zeroplan.verify.watching.recording import STILL_HELD, Block
+
+_NUMBER = 8
+"""A request of so many bytes is a single number (a loss, a count), which no account counts. [bytes]"""
+_RANDOM_STATE = "aten._scaled_dot_product_flash_attention.default", 16
+"""Nor the state of a random generator that a flash kernel leaves, of so many bytes."""
+
+
+def anatomy(make: Callable[[], Workload], manner: Manner) -> Anatomy:
+    """Take one pass of a module on fake tensors apart; ``make`` builds it."""
+    device = install() if manner.kernels == "cuda" else "cpu"
+    watcher = PassWatcher(device=device)
+    with fake_tensors(watcher, device), watcher:
+        work = placed(make, device)
+        _prepare(work, manner)
+        watcher.name_modules(work.module)
+        watcher.observe(work, torch.autocast(device, dtype=torch.bfloat16) if manner.autocast else nullcontext())
+        return _Cut(work, watcher).anatomy()
+
+
+def _prepare(work: Workload, manner: Manner) -> None:
+    if not work.blocks:
+        raise MeasurementError("the workload has no list of blocks (an nn.ModuleList), so there is nothing to profile by")
+    store_as(work.module, manner.dtype)
+    recompute_blocks(work.blocks, manner.recompute)
+
+
+_OUTSIDE = -1
+
+
+class _Cut:
+    """The parts of one pass: every request with its owner, a block's number, the head after the last, or nobody."""
+
+    def __init__(self, work: Workload, watcher: PassWatcher) -> None:
+        self._work, self._seen = work, watcher
+        self._count = self._head = len(work.blocks)
+        self._names = prefixes_of(work.module, work.blocks)
+        self._weight_bytes = next(parameter.element_size() for parameter in work.module.parameters())
+        self._check_order()
+        self._batch = {id(watcher.memory(tensor)) for tensor in work.batch.values()}
+        self._gradients = self._weight_gradients()
+        self._requests = [one for one in watcher.blocks if not _is_number(one)]
+        self._inputs = [self._inputs_of(at) for at in range(self._count + 1)]
+        self._owner = {id(one): self._owner_of(one) for one in self._requests}
+        self._starts = self._backward_starts()
+        self._waiting = self._tied_gradient()
+        self._shared = [one for one in self._requests if self._is_outside(one) and self._is_kept(one)]
+        last = watcher.before[self._count - 1]
+        self._beside = [
+            one for one in self._requests if self._is_outside(one) and not self._is_kept(one) and one.born <= last < one.died
+        ]
+        self._first = self._first_input()
+        self._nobodys = (
+            {id(one) for one in (*self._shared, *self._beside, *self._first)} | self._gradients.keys() | self._waiting
+        )
+
+    def anatomy(self) -> Anatomy:
+        """Put the parts together."""
+        seen, last = self._seen, self._seen.after[self._count - 1]
+        returned = {id(one): one for one in seen.returned}.values()
+        return Anatomy(
+            blocks=tuple(self._block(at) for at in range(self._count)),
+            shared=_pieces(self._shared, ""),
+            beside=_pieces(self._beside, ""),
+            first_input_bytes=sum(one.n_bytes for one in self._first),
+            loss=tuple(n_bytes for _, n_bytes in self._curve(self._of(self._head), last, seen.backward)),
+            output_bytes=sum(one.n_bytes for one in returned if not self._is_kept(one)),
+            head=self._instants(self._head, seen.backward, self._starts[-1] - 1),
+            head_handed=self._handed(self._head, lambda name: seen.handed[name] < self._starts[-1]),
+            last_handed=self._handed(_OUTSIDE, lambda name: not self._inside(name) and seen.handed[name] > self._starts[-1]),
+            last=tuple(n_bytes for _, n_bytes in self._curve(self._of(_OUTSIDE), self._ends(), seen.end)),
+            cast=frozenset(seen.casts.values()),
+            called=self._called(),
+            tail=frozenset(
+                name for name, one in self._gradients.values() if not self._inside(name) and one.born < self._starts[-1]
+            ),
+        )
+
+    def _block(self, at: int) -> BlockAnatomy:
+        seen = self._seen
+        kept = [one for one in self._requests if self._owner[id(one)] == at and self._is_kept(one) and self._counts(one)]
+        end = seen.before[at + 1] if at + 1 < self._count else seen.after[at]
+        below = self._starts[at - 1] - 1 if at else self._ends()
+        casts = [one for one in seen.blocks if self._is_kept(one) and seen.casts.get(id(one), "").startswith(self._names[at])]
+        return BlockAnatomy(
+            input_bytes=sum(one.n_bytes for one in self._inputs[at]),
+            kept=_pieces(kept, self._names[at]),
+            forward=tuple(n_bytes for _, n_bytes in self._curve(self._of(at), seen.before[at], end)),
+            backward=self._instants(at, self._starts[at] - 1, below),
+            handed=self._handed(at, lambda name: name.startswith(self._names[at])),
+            cast_elements=sum(one.n_bytes for one in casts) // 2,
+        )
+
+    # --- whose is what
+
+    def _check_order(self) -> None:
+        self._entered = entered = [self._seen.before.get(at, -1) for at in range(self._count)]
+        if -1 in entered or entered != sorted(entered):
+            raise MeasurementError(
+                "the blocks of the workload do not run one after the other, so none can stand for the others"
+            )
+
+    def _weight_gradients(self) -> dict[int, tuple[str, Block]]:
+        found: dict[int, tuple[str, Block]] = {}
+        for name, parameter in self._work.module.named_parameters():
+            block = self._seen.memory(parameter.grad)
+            if block is None:
+                frozen = "gets no gradient" if parameter.requires_grad else "is frozen"
+                raise MeasurementError(
+                    f"parameter {name!r} {frozen}; a profile is of a module whose every parameter is trained"
+                )
+            found[id(block)] = (name, block)
+        return found
+
+    def _inputs_of(self, at: int) -> list[Block]:
+        """What a block works on; a table that was there before the first block and goes into others too is none of it."""
+        going_in = self._seen.outputs if at == self._count else self._seen.inputs[at]
+        distinct = list({id(one): one for one in going_in if one.born > self._seen.began}.values())
+        if at == self._count:  # beside the hidden states a block may return what it keeps for itself, attention's weights say
+            sizes = {one.n_bytes for one in self._inputs_of(at - 1)}
+            return [one for one in distinct if one.n_bytes in sizes and one.born > self._seen.before[0]]
+        if at:
+            return [one for one in distinct if one.born > self._seen.before[0]]
+        others = {id(one) for one in self._seen.inputs.get(1, ())}
+        return [one for one in distinct if id(one) not in others]
+
+    def _owner_of(self, one: Block) -> int:
+        seen = self._seen
+        if one.born > seen.backward or one.born > seen.after[self._count - 1]:
+            return self._head
+        at = bisect_left(self._entered, one.born) - 1
+        return at + 1 if any(one is other for other in self._inputs[at + 1]) else at
+
+    def _is_kept(self, one: Block) -> bool:
+        return one.born <= self._seen.backward < one.died
+
+    def _is_fixed(self, one: Block) -> bool:
+        return one.born <= self._seen.began and id(one) not in self._batch
+
+    def _is_outside(self, one: Block) -> bool:
+        return self._owner[id(one)] == _OUTSIDE and not self._is_fixed(one) and one.kind is not Kind.WEIGHT_CASTS
+
+    def _first_input(self) -> list[Block]:
+        if self._count == 1:
+            return []
+        return [one for one in self._inputs[0] if not self._is_kept(one) and one.died > self._seen.before[1]]
+
+    def _inside(self, name: str) -> bool:
+        return any(name.startswith(prefix) for prefix in self._names)
+
+    def _tied_gradient(self) -> set[int]:
+        """The head's part of a tied head's gradient, which waits for the embedding's: by its shape."""
+        parameters: dict[int, tuple[int, torch.Size]] = {}
+        for _, parameter in self._work.module.named_parameters(remove_duplicate=False):
+            times, shape = parameters.get(id(parameter), (0, parameter.shape))
+            parameters[id(parameter)] = times + 1, shape
+        shapes = [tuple(sorted(shape)) for times, shape in parameters.values() if times > 1]
+        first, seen = self._starts[0], self._seen
+        made = [one for one in self._requests if seen.backward < one.born < self._starts[-1] and one.died > first]
+        waiting = [
+            one for one in made if tuple(sorted(seen.shapes.get(id(one), ()))) in shapes and id(one) not in self._gradients
+        ]
+        return {id(one) for one in waiting[:1]}
+
+    # --- the backward
+
+    def _at_work(self, one: Block) -> int:
+        asking = f"{one.module}."
+        return next((at for at, name in enumerate(self._names) if asking.startswith(name)), _OUTSIDE)
+
+    def _backward_starts(self) -> list[int]:
+        """When the backward of each block begins: with the first request of one of its parts."""
+        first: dict[int, int] = {}
+        for one in self._seen.blocks:
+            if one.born > self._seen.backward and (at := self._at_work(one)) != _OUTSIDE:
+                first.setdefault(at, one.born)
+        starts = [first.get(at, -1) for at in range(self._count)]
+        if -1 in starts or starts != sorted(starts, reverse=True):
+            raise MeasurementError("the blocks of the workload do not go backward one after the other, the last one first")
+        return starts
+
+    def _ends(self) -> int:
+        """When the first block has asked for its last."""
+        return max(one.born for one in self._seen.blocks if one.born > self._seen.backward and self._at_work(one) == 0)
+
+    # --- what is alive
+
+    def _counts(self, one: Block) -> bool:
+        return not self._is_fixed(one) and id(one) not in self._nobodys and one.kind is not Kind.WEIGHT_CASTS
+
+    def _of(self, at: int) -> list[Block]:
+        """What is alive on behalf of this part, or of those after it that have not given back; beside nobody's."""
+        return [one for one in self._requests if self._owner[id(one)] >= at and self._counts(one)]
+
+    def _curve(self, alive: Sequence[Block], start: int, end: int) -> list[tuple[Block, int]]:
+        """Each request after ``start`` and up to ``end``, and what of ``alive`` is alive then. [bytes]"""
+        changes = [0] * (self._seen.now + 2)
+        for one in alive:
+            changes[one.born] += one.n_bytes
+            if one.died != STILL_HELD:
+                changes[one.died] -= one.n_bytes
+        total = list(accumulate(changes))
+        return [(one, total[one.born]) for one in self._requests if start < one.born <= end]
+
+    def _instants(self, at: int, start: int, end: int) -> tuple[Instant, ...]:
+        """What is so at each request; gradients and casts are the part's own, those of the head all that are in no block."""
+        of_it = self._of(at)
+        kept = [one for one in of_it if self._is_kept(one) and self._owner[id(one)] == at]
+        mine = self._names[at] if at < self._count else ""
+        casts = [one for one in self._seen.blocks if self._casts_of(one, mine)]
+        curves = (self._curve(alive, start, end) for alive in (of_it, kept, casts))
+        made = self._made(mine)
+        return tuple(
+            self._instant(one, mine, (n_bytes, saved, cast), made)
+            for (one, n_bytes), (_, saved), (_, cast) in zip(*curves, strict=True)
+        )
+
+    def _called(self) -> tuple[Called, ...]:
+        seen = self._seen
+        begun, ended = seen.called[self._names[0][:-1]][0], seen.returning[self._names[-1][:-1]][0]
+        first = {name.rpartition(".")[0] for name, _ in self._work.module.named_parameters()}
+        shared = {name.rpartition(".")[0] for name, _ in self._work.module.named_parameters(remove_duplicate=False)} - first
+        found = []
+        for name, (time, noticed) in sorted(seen.called.items(), key=lambda pair: pair[1][0]):
+            until, follows = seen.returning[name]
+            found.append(Called(name, time < begun and until > ended, time > ended, follows, noticed, name in shared))
+        return tuple(found)
+
+    def _handed(self, at: int, is_its: Callable[[str], bool]) -> tuple[HandedOn, ...]:
+        """What is alive when each gradient of a part is handed on, in that order."""
+        alive = self._of(at)
+        kept = [one for one in alive if self._is_kept(one) and self._owner[id(one)] == at]
+        mine = self._names[at] if 0 <= at < self._count else ""
+        found = list[HandedOn]()
+        for name, time in sorted(self._seen.handed.items(), key=lambda pair: pair[1]):  # of equals the first to come
+            if is_its(name):
+                saved = _alive_at(time, kept)
+                found.append(HandedOn(name.removeprefix(mine), saved, _alive_at(time, alive) - saved))
+        return tuple(found)
+
+    def _made(self, mine: str) -> "_Made":
+        """The weight gradients of a part in the order they are made."""
+        own = [one for name, one in self._gradients.values() if (name.startswith(mine) if mine else not self._inside(name))]
+        own += [] if mine else [one for one in self._requests if id(one) in self._waiting]
+        own.sort(key=lambda one: one.born)
+        names = {key: name for key, (name, _) in self._gradients.items()}
+        until = {id(one): self._seen.handed.get(names.get(id(one), ""), one.born) for one in own}
+        return _Made([one.born for one in own], [0, *accumulate(one.n_bytes for one in own)], own, until)
+
+    def _instant(self, one: Block, mine: str, sizes: tuple[int, int, int], made: "_Made") -> Instant:
+        n_bytes, saved, casts = sizes
+        return Instant(
+            name=f"{_inner(one.module, mine)}{_short(one.operation)}",
+            saved=saved,
+            working=n_bytes - saved,
+            gradients=made.n_bytes[bisect_right(made.born, one.born)] // self._weight_bytes,
+            current=made.not_handed_on(one) // self._weight_bytes,
+            casts=casts // 2,
+            flash=self._seen.flash.get(id(one)),
+        )
+
+    def _casts_of(self, cast: Block, mine: str) -> bool:
+        name = self._seen.casts.get(id(cast))
+        return name is not None and (name.startswith(mine) if mine else not self._inside(name))
+
+
+class _Made(NamedTuple):
+    """Weight gradients: when each is made, the bytes of so many of them, which requests they are, and until when they wait."""
+
+    born: list[int]
+    n_bytes: list[int]
+    which: list[Block]
+    until: dict[int, int]
+
+    def not_handed_on(self, asked: Block) -> int:
+        """Of those made by a request, itself among them, the bytes that their operator has yet to hand on."""
+        made = self.which[: bisect_right(self.born, asked.born)]
+        return sum(one.n_bytes for one in made if one is asked or self.until[id(one)] > asked.born)
+
+
+def _alive_at(time: int, blocks: Sequence[Block]) -> int:
+    return sum(one.n_bytes for one in blocks if one.born <= time and (one.died == STILL_HELD or one.died > time))
+
+
+def _is_number(one: Block) -> bool:
+    operation, n_bytes = _RANDOM_STATE
+    return one.n_bytes <= _NUMBER or (one.operation == operation and one.n_bytes <= n_bytes)
+
+
+def _pieces(kept: Sequence[Block], mine: str) -> tuple[Piece, ...]:
+    """What is kept, by who made it; of the same maker together."""
+    sizes: dict[str, int] = {}
+    for one in kept:
+        reason = f"{_inner(one.module, mine)}{_short(one.operation)}"
+        sizes[reason] = sizes.get(reason, 0) + one.n_bytes
+    return tuple(Piece(reason, n_bytes) for reason, n_bytes in sizes.items())
+
+
+def _inner(module: str, mine: str) -> str:
+    """The part of a block, as its own names go; what another part made is its input."""
+    asking = f"{module}."
+    if mine and not asking.startswith(mine):
+        return "input: "
+    name = asking.removeprefix(mine).rstrip(".")
+    return f"{name}: " if name else ""
+
+
+def _short(operation: str) -> str:
+    """``aten.mm.default`` as ``mm``."""
+    return operation.removeprefix("aten.").partition(".")[0]

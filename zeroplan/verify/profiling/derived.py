@@ -1,0 +1,181 @@
+"""Polynomials of one pass, from its anatomies at several shapes; what follows none is bounded, and named."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from zeroplan.errors import MeasurementError
+from zeroplan.spec.profile import (
+    Amount,
+    Flash,
+    Handed,
+    Part,
+    Point,
+    ProfiledBlock,
+    ProfiledPass,
+)
+from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, HandedOn, Instant, Piece
+from zeroplan.verify.profiling.polynomials import (
+    MULTIPLES,
+    Fit,
+    Shape,
+    covers,
+    less,
+    padded,
+    total,
+    value,
+)
+
+
+class OtherProgramError(MeasurementError):
+    """Two shapes run different operators."""
+
+
+class Derived:
+    """Polynomials of one pass, from its anatomies at several shapes; what follows none is bounded, and named."""
+
+    def __init__(
+        self, seen: dict[Shape, Anatomy], shapes: Sequence[Shape], held_out: Sequence[Shape], products: Sequence[str]
+    ) -> None:
+        self._seen, self._shapes, self._held_out = seen, list(shapes), list(held_out)
+        self._fit = Fit(shapes, products)
+        self._bounded: list[str] = []
+        self._multiple = 1
+
+    def whole(self, traced: dict[str, int]) -> ProfiledPass:
+        """The pass, and what of it is not exact."""
+        found = self._whole(traced)
+        return replace(found, seq_multiple=self._multiple, remarks=tuple(self._remarks()))
+
+    def _remarks(self) -> Iterator[str]:
+        if self._bounded:
+            others = f" (and {len(self._bounded) - 1} more)" if self._bounded[1:] else ""
+            most = max(shape.length for shape in (*self._shapes, *self._held_out))
+            yield (
+                f"{self._bounded[0]}{others}: follows no polynomial in the batch and is counted as the most bytes per token that "
+                f"were seen, with sequences up to {most:,}"
+            )
+
+    def _whole(self, traced: dict[str, int]) -> ProfiledPass:
+        every = [*self._shapes, *self._held_out]
+        return ProfiledPass(
+            blocks={kind: self._block(kind, [self._seen[shape].blocks[at] for shape in every]) for kind, at in traced.items()},
+            shared=self._parts("shared", [self._seen[shape].shared for shape in every]),
+            beside=self._parts("beside the blocks", [self._seen[shape].beside for shape in every]),
+            first_input=self._amount("first input", [self._seen[shape].first_input_bytes for shape in every]),
+            loss=self._most("loss", [self._seen[shape].loss for shape in every]),
+            output=self._amount("output", [self._seen[shape].output_bytes for shape in every]),
+            head=self._points("head", [self._seen[shape].head for shape in every]),
+            head_handed=self._handed("head", [self._seen[shape].head_handed for shape in every]),
+            last=self._most("below the blocks", [self._seen[shape].last for shape in every]),
+            last_handed=self._handed("below the blocks", [self._seen[shape].last_handed for shape in every]),
+        )
+
+    def _block(self, kind: str, seen: Sequence[BlockAnatomy]) -> ProfiledBlock:
+        kept = self._parts(f"{kind}, kept", [one.kept for one in seen])
+        forward = self._most(f"{kind}, forward", [one.forward for one in seen])
+        held = total(*(part.amount for part in kept))
+        return ProfiledBlock(
+            input=self._amount(f"{kind}, input", [one.input_bytes for one in seen]),
+            kept=kept,
+            forward=tuple(less(one, held) for one in forward),
+            points=self._points(f"{kind}, backward", [one.backward for one in seen]),
+            handed=self._handed(f"{kind}, gradients", [one.handed for one in seen]),
+            cast_elements=seen[0].cast_elements,
+        )
+
+    def _parts(self, what: str, seen: Sequence[Sequence[Piece]]) -> tuple[Part, ...]:
+        self._same_program(what, [[piece.reason for piece in pieces] for pieces in seen])
+        columns = zip(*seen, strict=True)
+        return tuple(
+            Part(
+                reason=column[0].reason, amount=self._amount(f"{what}: {column[0].reason}", [piece.n_bytes for piece in column])
+            )
+            for column in columns
+        )
+
+    def _most(self, what: str, seen: Sequence[Sequence[int]]) -> tuple[Amount, ...]:
+        """Those of many sums of which none other is always larger."""
+        self._same_program(what, [len(one) for one in seen])
+        amounts = [self._amount(f"{what}, request {at}", column) for at, column in enumerate(zip(*seen, strict=True))]
+        return tuple(_undominated(list(dict.fromkeys(amounts)), covers)) or (Amount(),)
+
+    def _points(self, what: str, seen: Sequence[Sequence[Instant]]) -> tuple[Point, ...]:
+        self._same_program(what, [[one.name for one in instants] for instants in seen])
+        points = [self._point(what, column) for column in zip(*seen, strict=True)]
+        return tuple(_undominated(list(dict.fromkeys(points)), _point_covers))
+
+    def _handed(self, what: str, seen: Sequence[Sequence[HandedOn]]) -> tuple[Handed, ...]:
+        self._same_program(what, [[one.name for one in handed] for handed in seen])
+        return tuple(
+            Handed(
+                name=column[0].name,
+                saved=self._amount(f"{what}: {column[0].name}, saved", [one.saved for one in column]),
+                working=self._amount(f"{what}: {column[0].name}", [one.working for one in column]),
+            )
+            for column in zip(*seen, strict=True)
+        )
+
+    def _point(self, what: str, column: Sequence[Instant]) -> Point:
+        first = column[0]
+        return Point(
+            name=first.name,
+            saved=self._amount(f"{what}: {first.name}, saved", [one.saved for one in column]),
+            working=self._amount(f"{what}: {first.name}", [one.working for one in column]),
+            gradients=first.gradients,
+            current=first.current,
+            casts=first.casts,
+            flash=None
+            if first.flash is None
+            else Flash(heads=first.flash[0], head_dim=first.flash[1], kv_heads=first.flash[2]),
+        )
+
+    def _same_program(self, what: str, seen: Sequence[object]) -> None:
+        shapes = [*self._shapes, *self._held_out]
+        for shape, one in zip(shapes, seen, strict=True):
+            if one != seen[0]:
+                raise OtherProgramError(
+                    f"{what}: {shape.sequences} x {shape.length} tokens run other operators than {shapes[0].sequences} x "
+                    f"{shapes[0].length}; no polynomial can tell of both, so profile the longer ones alone (--seq-len)"
+                )
+
+    def _amount(self, what: str, counted: Sequence[int]) -> Amount:
+        """The polynomial through the counts, held against those at the shapes held out."""
+        solved_at = len(self._shapes)
+        found = self._fit.amount(counted[:solved_at])
+        if found is None:
+            return self._bound(what, counted)
+        others = dict(zip(self._held_out, counted[solved_at:], strict=True))
+        if all(value(found, shape) == n_bytes for shape, n_bytes in others.items()):
+            return found
+        filled = padded(found, others, MULTIPLES if self._multiple == 1 else (self._multiple,))
+        if filled is None:
+            return self._bound(what, counted)
+        found, self._multiple = filled
+        return found
+
+    def _bound(self, what: str, counted: Sequence[int]) -> Amount:
+        """So many bytes per token that none of the counts is above, where no polynomial goes through them."""
+        tokens = [shape.sequences * max(1, shape.length) for shape in (*self._shapes, *self._held_out)]
+        per_token = max(-(-n_bytes // count) for n_bytes, count in zip(counted, tokens, strict=True))
+        self._bounded.append(what)
+        return Amount(tokens=per_token) if self._shapes[0].length else Amount(micro_batch=per_token)
+
+
+T = TypeVar("T")
+
+
+def _undominated(found: list[T], covering: Callable[[T, T], bool]) -> Iterator[T]:
+    """Those that no other covers, whatever the batch; the later of equals."""
+    kept = list(found)
+    for one in found:
+        if any(other is not one and covering(other, one) for other in kept):
+            kept.remove(one)
+    yield from kept
+
+
+def _point_covers(first: Point, second: Point) -> bool:
+    counts = (first.gradients, first.current, first.casts), (second.gradients, second.current, second.casts)
+    if any(a < b for a, b in zip(*counts, strict=True)) or (second.flash is not None and first.flash != second.flash):
+        return False
+    return covers(total(first.saved, first.working), total(second.saved, second.working))

@@ -1,0 +1,119 @@
+"""A module's parameters in order, and which of its blocks are alike."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from zeroplan.errors import MeasurementError
+from zeroplan.spec.profile import (
+    Run,
+)
+from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy
+from zeroplan.verify.training.modules import prefixes_of, shapes_of
+from zeroplan.verify.training.run import fake_tensors
+from zeroplan.verify.training.workload import Workload
+from zeroplan.verify.watching.tracker import Tracker
+
+
+class Structure(NamedTuple):
+    """Parameters in order with their shapes, blocks with their kinds."""
+
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    names: tuple[str, ...]
+    """Of the blocks, as a prefix."""
+    kinds: tuple[str, ...]
+    traced: dict[str, int]
+    """Which of the traced blocks stands for a kind."""
+    tied: str | None
+    buffer_bytes: int
+
+    @property
+    def outside(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Parameters that are in no block."""
+        return [(name, shape) for name, shape in self.parameters if not any(name.startswith(prefix) for prefix in self.names)]
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Parameters outside the blocks as they are registered, and an empty name where the blocks are."""
+        inside = [any(name.startswith(prefix) for prefix in self.names) for name, _ in self.parameters]
+        names = ["" if within else name for within, (name, _) in zip(inside, self.parameters, strict=True)]
+        return tuple(dict.fromkeys(names))
+
+    def prefix(self, at: int) -> str:
+        """What the names of a block's parts begin with."""
+        return self.names[at]
+
+    def inside(self, at: int) -> list[tuple[str, tuple[int, ...]]]:
+        """A block's parameters."""
+        return [(name, shape) for name, shape in self.parameters if name.startswith(self.names[at])]
+
+    def runs(self) -> tuple[dict[str, int], tuple[Run, ...]]:
+        """Where each kind is first met, and the runs."""
+        runs: list[Run] = []
+        for kind in self.kinds:
+            layers = runs.pop().layers if runs and runs[-1].kind == kind else 0
+            runs.append(Run(kind=kind, layers=layers + 1))
+        return {kind: self.kinds.index(kind) for kind in self.kinds}, tuple(runs)
+
+
+def structure_of(
+    make: Callable[[], Workload], layer_kinds: tuple[str, ...] | None, probe: Callable[[], Anatomy]
+) -> Structure:  # fmt: skip
+    """Build the whole module on fake tensors and look at it; ``probe`` takes one pass apart, to see which blocks are alike."""
+    with fake_tensors(Tracker(), "cpu"):
+        whole = make()
+        if not whole.blocks:
+            raise MeasurementError("the module has no list of blocks (an nn.ModuleList), and is profiled block by block")
+        names = prefixes_of(whole.module, whole.blocks)
+        keys = _keys(whole, layer_kinds)
+        tied = _tied(whole, names)
+        parameters = shapes_of(whole.module)
+        buffers = sum(one.nbytes for one in whole.module.buffers())
+    seen = probe()
+    traced = len(seen.blocks)
+    if traced == len(keys):
+        keys = [(*key, _sizes(block)) for key, block in zip(keys, seen.blocks, strict=True)]
+    named = _named(keys)
+    return Structure(parameters, names, tuple(named), _standing(named[:traced]), tied, buffers)
+
+
+def _keys(work: Workload, layer_kinds: tuple[str, ...] | None) -> list[tuple[object, ...]]:
+    """What tells kinds of blocks apart before anything runs: class, parameters, and what a configuration says."""
+    said = layer_kinds or ("",) * len(work.blocks)
+    return [(type(block).__name__, shapes_of(block), kind) for block, kind in zip(work.blocks, said, strict=False)]
+
+
+def _sizes(block: BlockAnatomy) -> tuple[int, ...]:
+    return tuple(sorted(piece.n_bytes for piece in block.kept))
+
+
+def _tied(work: Workload, names: Sequence[str]) -> str | None:
+    """The parameter outside the blocks that stands in two places: the embedding that is the head, too."""
+    first: dict[int, str] = {}
+    tied = None
+    for name, parameter in work.module.named_parameters(remove_duplicate=False):
+        if (known := first.setdefault(id(parameter), name)) == name:
+            continue
+        if any(one.startswith(tuple(names)) for one in (name, known)) or tied is not None:
+            raise MeasurementError(f"{known!r} and {name!r} are one parameter; shared by blocks, it cannot be profiled")
+        tied = known
+    return tied
+
+
+def _named(keys: Sequence[tuple[object, ...]]) -> list[str]:
+    """Kinds by the name of their class, numbered where several have one class."""
+    distinct = list(dict.fromkeys(keys))
+    classes = [str(key[0]) for key in distinct]
+    names = {
+        key: cls if classes.count(cls) == 1 else f"{cls}_{classes[:at].count(cls) + 1}"
+        for at, (key, cls) in enumerate(zip(distinct, classes, strict=True))
+    }
+    return [names[key] for key in keys]
+
+
+def _standing(kinds: Sequence[str]) -> dict[str, int]:
+    """Which block stands for its kind: one in the middle, neither the first nor the last where there are others."""
+    places: dict[str, list[int]] = {}
+    for at, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(at)
+    inner = {kind: [at for at in found if 0 < at < len(kinds) - 1] or found for kind, found in places.items()}
+    return {kind: found[len(found) // 2] for kind, found in inner.items()}
