@@ -32,7 +32,7 @@ def test_a_command_comes_as_far_as_the_gpus(
 
     (tmp_path / "mine.toml").write_text(blocks(PAGE, "toml")[0])
     monkeypatch.chdir(tmp_path)
-    for name in ("launch.launch", "slurm.submit", "bulk.run_cases", "slurm.taken_up"):
+    for name in ("processes.launch.launch", "processes.slurm.submit", "cases.bulk.run_cases", "processes.slurm.taken_up"):
         monkeypatch.setattr(f"zeroplan.verify.{name}", reached)
     import zeroplan.cli.verify_bulk
     import zeroplan.cli.verify_slurm
