@@ -10,8 +10,9 @@ from zeroplan.catalog.model import model_names
 from zeroplan.remedies import remedies
 from zeroplan.report.markdown import estimate_markdown
 from zeroplan.report.text import estimate_text
-from zeroplan.report.words import headline, job_lines, per_parameter
+from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.spec.job import ENGINE_STAGES
+from zeroplan.units import format_size
 
 #: A table's row: what, GB, GiB.
 ROW = re.compile(r"^  (?P<what>\S.*?) {2,}(?P<gb>[\d,]+\.\d\d) +(?P<gib>[\d,]+\.\d\d)(?:  .*)?$")
@@ -70,6 +71,15 @@ def test_every_byte_count_has_both_units_or_a_column_for_them():
     for text in (estimate_text(answer), estimate_markdown(answer)):
         for sentence in re.findall(r"[\d,.]+ GB\b[^|\n]*", text):
             assert "GiB" in sentence or "GB sent" in text.splitlines()[0] or "(GB)" in sentence, sentence
+
+
+def test_without_a_gpu_it_says_from_how_much_on_it_fits_and_from_how_much_tightly():
+    answer = estimate(job(params="13b", gpus=4))
+    fits, tightly = format_size(answer.comfortable_bytes), format_size(answer.least_bytes)
+    assert f"fits a GPU with {fits}, and tightly one with {tightly}." in verdict_sentence(answer)
+    assert verdict_sentence(estimate(job(params="13b", gpus=4, gpu="a100"))).partition(")")[2].startswith(" tightly")
+    whole = estimate(job(params="13b", gpus=4, engine="ddp"))  # whose allocator caches nothing beside the peak
+    assert "tightly" not in verdict_sentence(whole)
 
 
 def test_one_is_singular():

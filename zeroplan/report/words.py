@@ -151,8 +151,9 @@ def _short(number: float) -> str:
 def verdict_sentence(answer: Estimate) -> str:
     """Whether it fits, with how much room, and what that rests on."""
     if answer.capacity_bytes is None:
-        need = format_size(answer.comfortable_bytes)
-        return f"It needs a GPU with {need}. Name one with --gpu to see whether it fits (zeroplan gpus lists them)."
+        fits, tightly = format_size(answer.comfortable_bytes), format_size(answer.least_bytes)
+        also = "" if fits == tightly else f", and tightly one with {tightly}"
+        return f"It fits a GPU with {fits}{also}. Name yours with --gpu (zeroplan gpus lists them)."
     gpu = answer.job.cluster.gpu
     name = "" if gpu is None else gpu.full_name
     capacity, room = format_size(answer.capacity_bytes), format_size(abs(answer.room_bytes or 0))
@@ -160,7 +161,7 @@ def verdict_sentence(answer: Estimate) -> str:
         return f"It fits {name} ({capacity}), with {room} of room."
     if answer.verdict == "tight":
         return (
-            f"It fits {name} ({capacity}) tightly: {room} of room beside the peak, less than the allocator likes to cache; "
-            "set PYTORCH_ALLOC_CONF=expandable_segments:True."
+            f"It fits {name} ({capacity}) tightly: {room} of room beside the peak, less than the allocator would cache if it "
+            "could: nvidia-smi will show a card all but full. Set PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
     return f"It does not fit {name} ({capacity}): {room} too much."
