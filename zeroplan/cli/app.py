@@ -98,9 +98,12 @@ def _message(error: Exception) -> str:
 
 def _usage(error: Exception) -> str:
     """What the parser says, and the command whose help says more."""
+    from zeroplan.cli.wrong_flags import in_our_words  # noqa: PLC0415  only an error pays for it
+
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     names: list[str] = []
     context = getattr(error, "ctx", None)
+    message = in_our_words(error, context) or message
     while context is not None and context.parent is not None:
         names, context = [context.info_name, *names], context.parent
     return f"{message.rstrip('.')}; `{' '.join(['zeroplan', *names, '--help'])}` says what it takes"

@@ -30,6 +30,15 @@ class QuickCommand(TyperCommand):
         """Return the parameters, help among them, without typer's conversions."""
         return _as_typed(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401  as above
+        """Parse, and let every error know which command it is of: of a flag without its value the parser does not say it."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]  # the parser's own
+            raise
+
 
 class QuickGroup(TyperGroup):
     """The program itself, whose switches stay switches."""

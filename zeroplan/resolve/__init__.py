@@ -18,6 +18,7 @@ from zeroplan.catalog.model import model as find_model
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.request import Request, SetupRead, request_of
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.hardware import ClusterSpec, node_size
@@ -58,6 +59,9 @@ def job(**said: object) -> JobSpec:
     >>> job(params="7e9", gpus=8, stage=3).recipe.engine
     'fsdp2'
     """
+    for name in said:
+        if name not in Request.__dataclass_fields__:
+            raise TypeError(f"job() takes no {name!r}{nearest_fields(Request, name)}")
     return resolve(Request(**said)).job  # type: ignore[arg-type]  # Request checks every field
 
 

@@ -57,7 +57,7 @@ class Spec:
         for name, admissible in _admissible(type(self)):  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
             value = getattr(self, name)
             if not any(check.admits(value) for check in admissible):
-                raise SpecError(f"{name}={value!r} is not {_wanted(admissible)}")
+                raise SpecError(f"{name}={value!r} is not {_wanted(admissible)}{_meant(value, admissible)}")
         self.check_rules()
 
     def check_rules(self) -> None:
@@ -92,6 +92,14 @@ def _wanted(admissible: tuple[_Check, ...]) -> str:
     return " or ".join(said) or "nothing"
 
 
+def _meant(value: object, admissible: tuple[_Check, ...]) -> str:
+    from zeroplan.synonyms import meant  # noqa: PLC0415  only an error pays for it
+
+    choices = [str(choice) for check in admissible for choice in check.choices]
+    near = meant(value, choices) if isinstance(value, str) else ""
+    return f"; nearest: {near}" if near else ""
+
+
 def _checks(hint: object, bounds: Range | None = None) -> list[_Check]:
     origin = get_origin(hint)
     if origin is Annotated:
@@ -122,10 +130,15 @@ _UNION_ARMS = ("str", "int", "float", "bool")
 _WORDS = {"unexpected_keyword_argument": "no such key", "missing": "is missing"}
 
 
-def _nearest(cls: type, key: str) -> str:
+def nearest_fields(cls: type, key: str) -> str:
+    """What an unknown key may have meant, as the end of a sentence: another program's word for a field, or a misspelling."""
     import difflib  # noqa: PLC0415  only an error pays for it
 
-    names = [field.name for field in fields(cls)]
+    from zeroplan.synonyms import ours_for  # noqa: PLC0415
+
+    names, ours = [field.name for field in fields(cls)], ours_for(key)
+    if ours.partition("=")[0] in names:
+        return f"; here it is {ours}"
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
     return f"; nearest: {', '.join(near)}" if near else f"; there are {', '.join(names)}"
 
@@ -158,6 +171,6 @@ def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
         key = ".".join(str(part) for part in loc).encode("unicode_escape").decode("ascii")
         wrong = _WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
         if first["type"] == "unexpected_keyword_argument" and len(loc) == 1:
-            wrong += _nearest(cls, str(loc[0]))
+            wrong += nearest_fields(cls, str(loc[0]))
         shown = "" if first["type"] in _SAYS_ALL else f" (it is {first['input']!r:.80})"
         raise SpecError(f"{where}: {key + ': ' if key else ''}{wrong}{shown}") from None

@@ -1,0 +1,48 @@
+"""Who types another program's words is told ours, by the command line, by a job file and by Python."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zeroplan import job
+from zeroplan.cli.job_flags import FLAGS
+from zeroplan.synonyms import _ELSEWHERE, _OURS
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (("--batch-size", "4"), "--batch-size; here it is --micro-batch: Sequences per GPU"),
+        (("--gradient_checkpointing",), "here it is --recompute full: "),
+        (
+            ("--recompute",),
+            "--recompute requires an argument: Activation checkpointing: none, selective or full. ",
+        ),
+        (("--engine", "FSDP"), "nearest: fsdp2"),
+        (("--seqlen", "4096"), "(Possible options: "),
+        (("--global-batch-size", "8"), "No such option: --global-batch-size; `zeroplan"),  # a flag of another command
+    ],
+)
+def test_a_wrong_flag_is_answered_with_the_right_one(run: Run, wrong: tuple[str, ...], says: str):
+    code, out, error = run("estimate", "--model", "gpt2", *wrong)
+    assert (code, out) == (2, "")
+    assert says in error
+    assert "`zeroplan estimate --help`" in error or "--engine" in wrong
+
+
+def test_a_job_file_and_python_are_told_the_same(run: Run, tmp_path: Path):
+    (tmp_path / "job.toml").write_text('model = "gpt2"\nbatch_size = 4\n')
+    assert "batch_size: no such key; here it is micro_batch" in run("estimate", str(tmp_path / "job.toml"))[2]
+    with pytest.raises(TypeError, match=r"job\(\) takes no 'batch_size'; here it is micro_batch"):
+        job(model="gpt2", batch_size=4)
+
+
+def test_every_word_leads_to_a_flag_that_is_there_and_none_of_ours_away_from_itself():
+    flags = {flag.field for flag in FLAGS}
+    of_commands = {"global_batch", "price_per_gpu_hour", "json", "explain"}
+    assert {ours.partition("=")[0] for ours in _ELSEWHERE} <= flags | of_commands
+    assert not _OURS.keys() & (flags | of_commands)
+    assert len(_OURS) == sum(len(names.split()) for names in _ELSEWHERE.values())

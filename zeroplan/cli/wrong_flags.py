@@ -1,0 +1,26 @@
+"""What a flag that cannot be parsed was meant to be: ours for another program's, and what belongs behind one that has no value."""
+
+from typing import Any
+
+from zeroplan.synonyms import ours_for
+
+
+def in_our_words(error: Exception, context: Any) -> str:  # noqa: ANN401  click's context, whose home has moved
+    """What to say of the parser's error instead of what the parser says; empty where that will do."""
+    name, flags = getattr(error, "option_name", ""), _flags(context)
+    if type(error).__name__ == "NoSuchOption":
+        ours, _, value = ours_for(name).partition("=")
+        flag = f"--{ours.replace('_', '-')}"
+        return (
+            f"No such option: {name}; here it is {' '.join(filter(None, (flag, value)))}: {flags[flag]}"
+            if flag in flags
+            else ""
+        )
+    says_too_little = name in flags and "requires" in str(error)
+    return f"Option {name} requires an argument: {flags[name]}" if says_too_little else ""
+
+
+def _flags(context: Any) -> dict[str, str]:  # noqa: ANN401  as above
+    """Every flag of the command, and what its help says."""
+    parameters = () if context is None else context.command.params
+    return {flag: (getattr(one, "help", "") or "").rstrip(".") for one in parameters for flag in one.opts}
