@@ -15,8 +15,33 @@ from zeroplan.spec.job import JobSpec
 def read_job_file(path: Path) -> Request:
     """Read a job file; a relative ``config`` or ``deepspeed_config`` in it is meant relative to the file.
 
-    Raises SpecError in one line for everything that is no job file.
+    Raises SpecError in one line for everything that is no job file, and says where it belongs where that is known.
     """
+    try:
+        return _request(path)
+    except SpecError as error:
+        raise SpecError(_belonging(path) or f"{error}{_no_file_but_a_name(path)}") from None
+
+
+def _belonging(path: Path) -> str:
+    """Where a file goes that is no job file."""
+    from zeroplan.catalog.setups.reading import is_setup  # noqa: PLC0415  only an error pays for it
+
+    try:
+        return f"job file {str(path)!r} is another program's set-up; give it to --from" if is_setup(path) else ""
+    except SpecError:  # what cannot be read is said by who wanted a job file
+        return ""
+
+
+def _no_file_but_a_name(path: Path) -> str:
+    try:
+        meant = path.suffix not in (".toml", ".json") and not path.exists()
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        return ""
+    return "; a model is named with --model, a size with --params" if meant else ""
+
+
+def _request(path: Path) -> Request:
     data = _parsed(path, read_text(path, what="job file"))
     if not isinstance(data, dict):
         raise SpecError(f"job file {str(path)!r} holds a {type(data).__name__}, not keys and values; write params = 7e9, say")

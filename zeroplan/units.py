@@ -30,6 +30,20 @@ def parse_count(text: str, *, what: str = "count", examples: str = "7e9, 7b, 350
     return _parse(text, _COUNT_SUFFIX, what, examples)
 
 
+def parse_tokens(text: str, *, what: str) -> int:
+    """Read the length of a sequence. ``4k`` is refused: 4,000 are meant by some, 4,096 by most.
+
+    >>> parse_tokens("4096", what="--seq-len")
+    4096
+    """
+    count = parse_count(text, what=what, examples="4096 or 8192")
+    powers = {"k": (KB, KIB), "m": (MB, MIB)}.get(text.strip()[-1].lower())
+    if powers is not None:
+        said, meant = powers
+        raise SpecError(f"{what} {text!r} may mean {count:,} tokens or {count * meant // said:,}; write the number")
+    return count
+
+
 def parse_size(text: str, *, what: str = "size") -> int:
     """Read a size in bytes, to the nearest byte: ``80GiB``, ``79.1GiB``, ``25 MB``, ``500000000``.
 

@@ -42,6 +42,7 @@ app = typer.Typer(
     name="zeroplan",
     cls=_Program,
     help="Per-GPU memory of ZeRO and FSDP training, byte by byte, before you rent the GPU.",
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 
@@ -51,7 +52,9 @@ _UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ 
 
 @app.callback(invoke_without_command=True)
 def _root(
-    context: typer.Context, *, version: bool = typer.Option(default=False, help="Print the version and exit.", is_eager=True)
+    context: typer.Context,
+    *,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
 ) -> None:
     if version:
         from importlib.metadata import version as installed  # noqa: PLC0415  only this flag needs it

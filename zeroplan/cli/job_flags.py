@@ -5,6 +5,7 @@ flags as its signature, so that help, completion and parsing come from the same 
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -15,7 +16,7 @@ from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.settings import with_setting
-from zeroplan.units import parse_count
+from zeroplan.units import parse_count, parse_tokens
 
 
 class _Flag(NamedTuple):
@@ -203,6 +204,8 @@ def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Aske
     return Asked(request, folder(None if catalog is None else str(catalog)), chosen)
 
 
+#: ``8xH100``, as clouds and papers write it.
+_NUMBER_AND_NAME = re.compile(r"([0-9]+) ?[xX*] ?(\S.*)")
 _KEEP_LOGITS = {"no": False, "yes": True}
 
 
@@ -211,8 +214,12 @@ def _value(flag: _Flag, text: object) -> object:
         return text
     if flag.field == "keep_logits":
         return _KEEP_LOGITS.get(str(text), text)
+    if flag.field in ("gpus", "gpu") and (both := _NUMBER_AND_NAME.fullmatch(str(text))):
+        raise SpecError(f"--{flag.field} {text!r} says two things; write --gpus {both[1]} --gpu {both[2]}")
+    if flag.field == "seq_len":
+        return parse_tokens(str(text), what="--seq-len")
     if flag.number:
-        return parse_count(str(text), what="--" + flag.field.replace("_", "-"), examples="8, 4096 or 4k")
+        return parse_count(str(text), what="--" + flag.field.replace("_", "-"), examples="8 or 1024")
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
 
 

@@ -122,7 +122,7 @@ def question_of(
     """What is asked, from the flags."""
     from zeroplan.planner.asking import Question  # noqa: PLC0415  see plan_command
 
-    batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024 or 4k")
+    batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024")
     share = None if mfu is None else _share(mfu)
     return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
 

@@ -12,7 +12,7 @@ import typer
 from zeroplan.cli.verify import say
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.base import Spec
-from zeroplan.units import parse_count
+from zeroplan.units import parse_tokens
 
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
@@ -69,7 +69,7 @@ def profile_command(
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
             raise MeasurementError(f"{package} is not installed, and tracing needs it: pip install 'zeroplan[verify]'")
-    shortest = None if seq_len is None else parse_count(seq_len, what="--seq-len", examples="4096 or 4k")
+    shortest = None if seq_len is None else parse_tokens(seq_len, what="--seq-len")
     found = _traced(workload, config, *said, shortest=shortest)
     _write(found, Path(out))
     _summarise(found, out)

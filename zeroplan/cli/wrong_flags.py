@@ -1,13 +1,19 @@
 """What a flag that cannot be parsed was meant to be: ours for another program's, and what belongs behind one that has no value."""
 
+import re
 from typing import Any
 
 from zeroplan.synonyms import ours_for
+
+_NO_COMMAND = re.compile(r"No such command ('[^']*')")
 
 
 def in_our_words(error: Exception, context: Any) -> str:  # noqa: ANN401  click's context, whose home has moved
     """What to say of the parser's error instead of what the parser says; empty where that will do."""
     name, flags = getattr(error, "option_name", ""), _flags(context)
+    unknown = _NO_COMMAND.match(str(error))
+    if unknown is not None and context is not None and "show" in getattr(context.command, "commands", ()):
+        return f"No such command {unknown[1]}; to see one of them, write `zeroplan {context.info_name} show {unknown[1][1:-1]}`"
     if type(error).__name__ == "NoSuchOption":
         ours, _, value = ours_for(name).partition("=")
         flag = f"--{ours.replace('_', '-')}"

@@ -18,7 +18,7 @@ from zeroplan.report.series.timeline import timeline
 from zeroplan.report.words import headline, verdict_sentence
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.settings import with_setting
-from zeroplan.units import parse_count
+from zeroplan.units import parse_count, parse_tokens
 
 SCHEMA_VERSION = 1
 
@@ -156,7 +156,9 @@ def _value(control: Control, text: str) -> object:
     if control.kind == "text":
         return text
     if control.kind == "number":
-        return parse_count(text, what=control.label.lower(), examples="8, 4096 or 4k")
+        if control.name == "seq_len":
+            return parse_tokens(text, what=control.label.lower())
+        return parse_count(text, what=control.label.lower(), examples="8 or 1024")
     if text not in control.choices:
         raise SpecError(f"{control.label.lower()} {text!r} is none of {', '.join(filter(None, control.choices))}")
     return KEEP_LOGITS[text] if control.name == "keep_logits" else int(text) if text.isdigit() else text

@@ -59,7 +59,7 @@ def _question(said: Mapping[str, str]) -> Question:
     batch, objective = said.get("global_batch", "").strip(), said.get("objective", "").strip()
     for one in _OBJECTIVES:
         if objective in ("", one):
-            return Question(one, parse_count(batch, what="global batch", examples="1024 or 4k") if batch else None)
+            return Question(one, parse_count(batch, what="global batch", examples="1024") if batch else None)
     raise SpecError(f"best for {objective!r} is none of {', '.join(_OBJECTIVES)}")
 
 

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _DEFAULT_SEQ_LEN = 4096
+_ADDRESS_OF_THE_HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/")
 #: A repository on the Hub: ``owner/name`` (huggingface_hub, ``validate_repo_id``).
 _ON_THE_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
@@ -157,6 +158,10 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
         return read_profile(request.profile), ""
     if request.config == "":
         raise SpecError("--config '' names no file; give the path of a config.json or of its folder")
+    if request.config is not None and request.config.startswith(("https://", "http://")):
+        raise SpecError(
+            f"--config {request.config!r} is an address, and none is fetched; name the model with --model OWNER/NAME"
+        )
     if request.config is not None:
         return read_config(Path(request.config), treat_as=request.treat_as), _treated(request.treat_as)
     if isinstance(request.model, ModelSpec):
@@ -169,9 +174,12 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
 
 
 def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[ModelSpec, str]:
+    name = _ADDRESS_OF_THE_HUB.sub("", name)
     try:
         found = find_model(name, extra=own_folder(extra, "models"))
     except UnknownNameError as unknown:
+        if _exists(Path(name)):
+            raise UnknownNameError(f"{unknown}; there is a file or folder of this name, which goes to --config") from None
         if not _ON_THE_HUB.fullmatch(name):
             raise
         from zeroplan.catalog.hub import hub_model  # noqa: PLC0415  only a name the catalogue does not know gets here
@@ -193,6 +201,13 @@ def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
     except (OSError, ValueError):  # a name too long, or with a NUL
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # as above
         return False
 
 
