@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,10 @@ def test_it_is_ranked_and_written_for_a_reader(run: Run, tmp_path: Path):
     code, out, _ = run(*asked)
     assert code == 0
     assert "does not fit NVIDIA H100" in out
+    assert "Single changes: those that alone make it fit, then the others" in out
+    rows = [line for line in out.splitlines() if re.match(r" +[\d.]+ +[\d.]+   \w", line)]
+    assert {row[23:33].strip() for row in rows} <= {"fits", "tight", "too much"}
+    assert {row[41] for row in rows} == {"%"}
     assert "fsdp_config.fsdp_activation_checkpointing: true" in out
     found = json.loads(run(*asked, "--json")[1])
     verdicts = [change["fits"] for change in found["changes"]]

@@ -11,7 +11,10 @@ from zeroplan.units import GB, GIB
 
 _WIDTH = 100
 _MARGIN = " " * 49
-_WORDS = {"fits": "fits", "tight": "tight", "does_not_fit": "too much", "unknown": ""}
+_WORDS = {"fits": "fits", "tight": "tight", "does not fit": "too much", "unknown": ""}
+
+_ORDER = "what costs no time first, what frees most for the time it costs next, what changes the training or the bill last"
+_UNTIMED = "what frees most first, what changes the training or the bill last; what each costs in time is not known here"
 
 #: The change in the words of the file that was read; its flags where there was none.
 InWords = Callable[[Advice], tuple[str, ...]]
@@ -38,10 +41,11 @@ def _table(advised: Advised, words: InWords) -> Iterator[str]:
     if not advised.changes:
         yield "No single change frees memory; `zeroplan plan` searches whole layouts."
         return
-    yield "Single changes: those that cost no time first, then by what is freed per time that is lost"
-    yield f"{'frees GB':>10}{'then GB':>10}{'':>3}{'verdict':<10}{'tokens/s':>9}{'':>7}change"
+    enough = "those that alone make it fit, then the others; of each " if advised.before.fits is False else ""
+    yield from textwrap.wrap(f"Single changes: {enough}{_UNTIMED if advised.tokens_per_s is None else _ORDER}", _WIDTH)
+    yield f"{'frees GB':>10}{'then GB':>10}{'':>3}{'verdict':<10}{'speed':>9}{'':>7}change"
     for one in advised.changes:
-        verdict = _WORDS.get(one.after.verdict, one.after.verdict)
+        verdict = _WORDS[one.after.verdict]
         rate = "" if one.slower is None else f"{-one.slower:+.1%}"
         figures = f"{one.freed_bytes / GB:>10,.2f}{one.after.least_bytes / GB:>10,.2f}{'':>3}{verdict:<10}{rate:>9}"
         cost = f" ({one.other_cost})" if one.other_cost else ""
