@@ -68,3 +68,10 @@ def test_what_is_held_from_step_to_step_does_not_know_of_micro_batches(engine: s
     kinds = {line.kind for line in one.held}
     assert {Kind.PARAMETERS, Kind.OPTIMIZER_STATE} <= kinds
     assert (Kind.GRADIENTS in kinds) == (engine == "deepspeed" and stage == 3), "which keeps its share for good"
+
+
+def test_an_estimate_is_shown_in_a_line():
+    found = answer(model="gpt2", gpus=4, gpu="a100")
+    assert str(found) == repr(found)
+    assert f"{found.peak.name!r}, fits>" in str(found)
+    assert len(str(found)) < 200

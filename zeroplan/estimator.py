@@ -23,6 +23,7 @@ from zeroplan.transformer.activations import approximation
 from zeroplan.transformer.legend import legend
 from zeroplan.transformer.params import active_parameter_count, has_frozen, parameter_count, trained_count
 from zeroplan.transformer.recomputed import first_recomputed
+from zeroplan.units import format_size
 
 
 class EngineModule(Protocol):
@@ -89,6 +90,13 @@ class Estimate:
     """What one block of each kind keeps for its backward, where the moments give it as one line."""
     pipeline: tuple[PipelineRank, ...] = ()
     """Every rank of a pipeline, the one that this estimate is of first."""
+
+    def __repr__(self) -> str:
+        """Return the answer in a line: all fields with every line of every moment would fill a hundred screens."""
+        job, ranks = self.job, self.job.mesh.world_size
+        name = job.model.name or job.model.family
+        asked = f"{name!r}, {job.recipe.engine}, ZeRO stage {job.recipe.zero_stage}, ranks={ranks}"
+        return f"<Estimate of {asked}: peak {format_size(self.peak_bytes)} at {self.peak.name!r}, {self.verdict}>"
 
     @property
     def legend(self) -> dict[str, int]:
