@@ -41,7 +41,9 @@ def _advise(
 
         typer.echo(json.dumps(advice_payload(advised, words, notes), indent=2, ensure_ascii=False))
     else:
-        typer.echo(advice_text(advised, words, notes))
+        from zeroplan.cli.terminal import show  # noqa: PLC0415
+
+        show(advice_text(advised, words, notes))
     return 0
 
 

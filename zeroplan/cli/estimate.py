@@ -41,9 +41,10 @@ def estimate_command(
 
         typer.echo(estimate_markdown(answer, resolved.notes, changes, explain=explain))
     else:
-        from zeroplan.report.text import estimate_text  # noqa: PLC0415  only the rendering asked for is loaded
+        from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
+        from zeroplan.report.text import estimate_text  # noqa: PLC0415
 
-        typer.echo(estimate_text(answer, resolved.notes, changes, explain=explain))
+        show(estimate_text(answer, resolved.notes, changes, explain=explain))
     return NO if check and not answer.fits else 0
 
 

@@ -145,8 +145,12 @@ def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> 
         import json  # noqa: PLC0415
 
         typer.echo(json.dumps(plan_payload(plan, said), indent=2, ensure_ascii=False))
+    elif as_markdown:
+        typer.echo(plan_markdown(plan, said))
     else:
-        typer.echo(plan_markdown(plan, said) if as_markdown else plan_text(plan, said))
+        from zeroplan.cli.terminal import show  # noqa: PLC0415
+
+        show(plan_text(plan, said))
 
 
 def _target(emit: str | None, out: str | None, *, force: bool) -> "Target | None":

@@ -1,0 +1,36 @@
+"""On a narrow terminal an answer is folded between words; a pipe and what is to be copied get their lines whole."""
+
+from collections.abc import Callable
+
+import pytest
+
+from zeroplan.cli.terminal import fitted
+
+Run = Callable[..., tuple[int, str, str]]
+ASKED = ("--params", "13b", "--gpus", "2", "--gpu", "a100", "--seq-len", "4096")
+
+
+@pytest.mark.parametrize("asked", [("estimate", *ASKED), ("estimate", *ASKED, "--explain"), ("advise", *ASKED)])
+def test_every_word_stays_and_no_line_is_wider(run: Run, asked: tuple[str, ...]):
+    whole = run(*asked)[1]
+    assert max(map(len, whole.splitlines())) > 80
+    narrow = fitted(whole, 80)
+    assert narrow.split() == whole.split()
+    wide = [line.lstrip() for line in narrow.splitlines() if len(line) > 80]
+    assert all(line.startswith(("--", "= ", "source: ")) for line in wide)
+    assert fitted(whole, 140) == whole
+
+
+def test_a_sentence_of_several_lines_is_folded_as_one():
+    whole = f"  - a note {'of many words ' * 6}and\n    then\n  - another\nand one"
+    assert len(whole.splitlines()[0]) + len(" then") > 100
+    assert fitted(whole, 60).splitlines() == [
+        f"  - a note {'of many words ' * 3}of many".rstrip(), f"    words {'of many words ' * 2}and then", "  - another", "and one",
+    ]  # fmt: skip
+
+
+def test_only_a_terminal_is_folded(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    piped = run("estimate", *ASKED)[1]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert max(map(len, run("estimate", *ASKED)[1].splitlines())) <= 60 < max(map(len, piped.splitlines()))
