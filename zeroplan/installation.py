@@ -52,7 +52,7 @@ class Ability(NamedTuple):
 
 #: What can be done beyond estimating and planning, and the modules it asks for.
 _ABILITIES = (
-    ("estimate, plan, compare, diagnose", ("pydantic", "typer", "rich", "yaml", "numpy")),
+    ("estimate, plan, advise, compare, diagnose, models, gpus", ("pydantic", "typer", "rich", "yaml", "numpy")),
     ("plot, report", ("matplotlib",)),
     ("explore", ("fastapi", "uvicorn")),
     ("profile", ("torch", "transformers")),

@@ -12,7 +12,7 @@ from zeroplan.installation import Package, abilities, absent, installed
 def test_what_works_here_is_said(run):
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
-    assert "works  estimate, plan, compare, diagnose" in out
+    assert "works  estimate, plan, advise, compare, diagnose, models, gpus" in out
     assert f"python        {sys.version.split()[0]}" in out
 
 
@@ -29,7 +29,7 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pyt
     there = installation.find_spec
     monkeypatch.setattr(installation, "find_spec", lambda name: None if name in ("torch", "matplotlib") else there(name))
     told = {one.what: one for one in abilities(lambda: pytest.fail("asked a torch that is not there"))}
-    assert told["estimate, plan, compare, diagnose"].works
+    assert told["estimate, plan, advise, compare, diagnose, models, gpus"].works
     assert told["plot, report"].missing == "matplotlib is not installed: pip install 'zeroplan[plot]'"
     assert not told["verify --backend cpu"].works
     assert not told["verify --backend cuda"].works

@@ -25,6 +25,8 @@ def report_command(
     from zeroplan.explore.report import report_html  # noqa: PLC0415  start-up is part of every command's time
 
     path = Path(out)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise SpecError(f"--out {out!r} does not end in .html, which is what is written; a browser prints it as PDF")
     if path.exists() and not force:
         raise SpecError(f"{out!r} is there already; name another file with --out, or --force to replace it")
     if not path.parent.is_dir():

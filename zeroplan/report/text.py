@@ -61,7 +61,7 @@ def _states(answer: Estimate, *, explain: bool) -> Iterator[str]:
 def _peak(answer: Estimate, *, explain: bool) -> Iterator[str]:
     yield f"Peak allocated: {format_size(answer.peak_bytes)}"
     yield f"at this moment: {answer.peak.name}"
-    yield _head("  alive then")
+    yield _head("  alive then", "" if explain else "the largest of it; --explain lists all")
     by_kind = bytes_by_kind(answer.peak.lines)
     for kind in sorted(by_kind, key=lambda kind: -int(by_kind[kind])):
         if by_kind[kind]:

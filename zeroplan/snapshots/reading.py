@@ -135,7 +135,10 @@ def _unpickled(path: Path, where: str) -> object:
     except MemoryError:
         raise SpecError(f"{where} asks for more memory than there is") from None
     except Exception as error:  # noqa: BLE001  a broken pickle raises almost anything
-        raise SpecError(f"{where} is no complete pickle ({type(error).__name__})") from None
+        raise SpecError(
+            f"{where} is no complete pickle ({type(error).__name__}): give the file that torch.cuda.memory._dump_snapshot wrote, "
+            "or where there is only a message, ask what the job would have needed: zeroplan estimate"
+        ) from None
 
 
 @contextmanager
