@@ -93,7 +93,8 @@ def absent(*modules: str) -> str:
 def _install(modules: list[str], *, upgrade: bool = False) -> str:
     extras = dict.fromkeys(_BY_MODULE[module].extra for module in modules if module in _BY_MODULE)
     named = ",".join(extra for extra in extras if extra)
-    return f"pip install {'--upgrade ' if upgrade else ''}'zeroplan{f'[{named}]' if named else ''}'"
+    what = f"zeroplan[{named}]" if named else "zeroplan"
+    return f'pip install {"--upgrade " if upgrade else ""}"{what}"'  # which every shell takes, cmd.exe too
 
 
 def _too_old(module: str) -> str:

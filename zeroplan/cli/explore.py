@@ -25,7 +25,7 @@ def explore_command(
     """Serve a page on this machine: move a job's numbers and see its memory stage by stage, moment by moment."""
     for package in ("fastapi", "uvicorn"):
         if find_spec(package) is None:
-            raise MeasurementError(f"{package} is not installed, and the page needs it: pip install 'zeroplan[web]'")
+            raise MeasurementError(f'{package} is not installed, and the page needs it: pip install "zeroplan[web]"')
     listening = _listening(_port(port))
     address = f"http://{HOST}:{listening.getsockname()[1]}/"
     say(f"{address} (Ctrl-C ends it)")

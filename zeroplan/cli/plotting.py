@@ -58,7 +58,7 @@ def _where(out: str | None, theme: str, *, text: bool) -> _Where:
     if out is not None and not Path(out).parent.is_dir():
         raise SpecError(f"-o {out!r}: there is no folder {str(Path(out).parent)!r}; make it first")
     if not text and find_spec("matplotlib") is None:
-        raise MeasurementError("matplotlib is not installed, and drawing needs it: pip install 'zeroplan[plot]', or use --text")
+        raise MeasurementError('matplotlib is not installed, and drawing needs it: pip install "zeroplan[plot]", or use --text')
     if not text and out is None and not _has_display():
         raise SpecError("there is no display to draw on; write a file with -o FILE.png, or use --text")
     return _Where(None if out is None else Path(out), theme, text)

@@ -68,7 +68,7 @@ def profile_command(
             _one_of("--recompute", recompute, _RECOMPUTE), _one_of("--attention", attention, _ATTENTION))  # fmt: skip
     for package in ("torch", "transformers"):
         if find_spec(package) is None:
-            raise MeasurementError(f"{package} is not installed, and tracing needs it: pip install 'zeroplan[verify]'")
+            raise MeasurementError(f'{package} is not installed, and tracing needs it: pip install "zeroplan[verify]"')
     shortest = None if seq_len is None else parse_tokens(seq_len, what="--seq-len")
     found = _traced(workload, config, *said, shortest=shortest)
     _write(found, Path(out))

@@ -277,7 +277,7 @@ def require(job: "JobSpec") -> None:
             needed["bitsandbytes"] = "verify"
     for package, extra in needed.items():
         if find_spec(package) is None:
-            raise MeasurementError(f"{package} is not installed, and the engine needs it: pip install 'zeroplan[{extra}]'")
+            raise MeasurementError(f'{package} is not installed, and the engine needs it: pip install "zeroplan[{extra}]"')
 
 
 def _backend(name: str) -> str:

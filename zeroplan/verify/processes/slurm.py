@@ -93,7 +93,7 @@ def submit(task: Task, wanted: Wanted, folder: Path) -> Submitted:
 
 def _refuse_where_there_is_none() -> None:
     if find_spec("submitit") is None:
-        raise MeasurementError("submitit is not installed, and --slurm needs it: pip install 'zeroplan[slurm]'")
+        raise MeasurementError('submitit is not installed, and --slurm needs it: pip install "zeroplan[slurm]"')
     if shutil.which("sbatch") is None:
         raise NotHereError("there is no Slurm here: sbatch is not on the path; run this where jobs are submitted")
 
