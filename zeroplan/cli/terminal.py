@@ -27,9 +27,9 @@ def show(text: str) -> None:
 def fitted(text: str, width: int) -> str:
     """The text with its lines folded to a width below its own; a sentence of several lines is folded as one.
 
-    >>> print(fitted("  gradients   1.00  this rank's chunk of all of the gradients", 40))
-      gradients   1.00  this rank's chunk of
-                        all of the gradients
+    >>> print(fitted("  gradients   1.00  an example of a row with words", 40))
+      gradients   1.00  an example of a row
+                        with words
     """
     return text if width >= _ANSWER else "\n".join(_folded(text.split("\n"), width))
 
