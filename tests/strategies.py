@@ -7,9 +7,11 @@ together is not drawn together, as far as the rules of :mod:`zeroplan.spec` say 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from math import lcm
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from tests.drawn_profiles import profile
 from tests.profiles import by_hand
 from zeroplan import BatchSpec, ClusterSpec, DdpOptions, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec
 from zeroplan.catalog.gpu import gpu, gpu_names
@@ -18,12 +20,14 @@ from zeroplan.errors import SpecError
 from zeroplan.spec import megatron
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, GROUPS, AdapterSpec
 from zeroplan.spec.frozen import PARTS, FrozenSpec
+from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.model import DISPATCHED_FAMILIES, FAMILIES, MOE_FAMILIES, WINDOWED_FAMILIES, MlaSpec
-from zeroplan.spec.pipeline import PIPELINED
+from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
-from zeroplan.spec.recipe import DeepSpeedOptions
-from zeroplan.spec.split import SPLIT_FAMILIES
+from zeroplan.spec.recipe import DeepSpeedOptions, MegatronOptions
+from zeroplan.spec.split import SHARED_BESIDE_EXPERTS, SPLIT_FAMILIES
+from zeroplan.transformer.families import halves
 
 T = TypeVar("T")
 
@@ -32,6 +36,8 @@ ENGINES = tuple(ENGINE_STAGES)
 _PLAIN_HEADS = ("gpt2", "gpt_neox", "opt", "bloom")
 _DEEPSPEED_OPTIMIZERS = tuple(sorted(set(IMPLEMENTATIONS) - {"muon"}))
 _SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
+#: The shape of a model of which nothing but a number of parameters is known.
+PLACED_ELSEWHERE = ("llama",)
 _FIXED_BIASES = {
     "mistral": (False, False), "phi3": (False, False), "mixtral": (False, False), "gpt2": (True, True), "opt": (True, True),
     "bloom": (True, True),
@@ -67,14 +73,16 @@ def model(
     wide = family in _PLAIN_HEADS or draw.randint(0, 2)
     hidden = heads * head_dim if wide else 8 * _about(draw, 1, 1024)
     ffn = 4 * hidden if family == "bloom" else _up(8 * _about(draw, 1, 4000), ranks)
-    positions = draw.choice((64, 1024, 2048)) if family in ("gpt2", "opt") else 2**20
+    positions = draw.choice((64, 1024, 2048)) if family in ("gpt2", "opt") else draw.choice((4096, 2**20))
     attention_bias, mlp_bias = _biases(draw, family)
     n_layers = layers * _about(draw, 1, max(1, 96 // layers))
     mla = _latent(draw) if family == "deepseek_v3" else None
     return ModelSpec(
+        name=_mostly(draw, "", "mine"),
         family=family, hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=n_layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim if mla is None else mla.qk_nope_head_dim + mla.qk_rope_head_dim,
         vocab_size=_up(_about(draw, 16, 260_000), ranks), max_position_embeddings=positions,
+        unplaced_parameters=_mostly(draw, 0, _about(draw, 1, 10**9)) if family in PLACED_ELSEWHERE else 0,
         positions={"gpt2": positions, "opt": positions + 2}.get(family, 0),
         tie_word_embeddings=draw.choice((False, True)), attention_bias=attention_bias, mlp_bias=mlp_bias,
         sliding_window=_mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
@@ -137,17 +145,23 @@ def partly_frozen(draw: Random) -> ModelSpec:
 
 
 @cache
-def profiled() -> ModelSpec:
+def _profiled(number: int) -> ModelSpec:
+    """One of a few modules that were traced: to make one takes longer than to answer."""
+    return model_of(profile(Random(number)) if number else by_hand())  # noqa: S311  nothing secret is drawn
+
+
+def profiled(draw: Random) -> ModelSpec:
     """A module that was traced."""
-    return model_of(by_hand())
+    return _profiled(draw.randint(0, 100))
 
 
 # --- recipes -------------------------------------------------------------------------------------------------------------
 
+#: Which engines train a model in which manner: in words, all of which a recipe keeps to.
 _MANNERS = {
     "whole": ("ddp", "fsdp2", "deepspeed", "paper", "megatron"), "lora": ("ddp", "fsdp2", "deepspeed"),
-    "frozen": ("ddp", "fsdp2"), "profile": ("ddp", "fsdp2", "deepspeed"), "tp": ("fsdp2",), "cp": ("fsdp2",), "pp": ("fsdp2",),
-    "ep": ("fsdp2",), "paper tp": ("paper",),
+    "frozen": ("ddp", "fsdp2"), "profile": ("ddp", "fsdp2", "deepspeed"), "divided": ("paper",),
+    **dict.fromkeys(("tp", "cp", "tp cp", "ep", "cp ep", "pp", "pp tp", "pp cp", "pp tp cp", "pp ep", "pp cp ep"), ("fsdp2",)),
 }  # fmt: skip
 
 
@@ -157,17 +171,19 @@ def recipe(draw: Random, engines: Sequence[str] = ENGINES, *, manner: str = "who
     stages = [stage for stage in sorted(ENGINE_STAGES[engine]) if (manner, engine, stage) != ("lora", "deepspeed", 0)]  # type: ignore[index]
     said = {
         "engine": engine,
-        "zero_stage": draw.choice(stages),
+        "zero_stage": draw.choice((*stages, stages[-1])),  # the last one has most options
         **(_of_megatron(draw) if engine == "megatron" else _free(draw)),
     }
     said |= _optimizer(draw, engine, manner)
-    _only_what_goes(said, manner)
+    _only_what_goes(said, {*manner.split()})
     if engine == "ddp":
         said["ddp"] = DdpOptions(gradient_as_bucket_view=draw.choice((False, True)))
     if engine == "fsdp2":
         said["fsdp2"] = _fsdp2(draw, said, manner)
     if engine == "deepspeed":
         said["deepspeed"] = _deepspeed(draw, said, manner)
+    if engine == "megatron":
+        said["megatron"] = _overlaps(draw)
     if engine == "paper":
         said |= _paper(draw)
     return RecipeSpec(**said)
@@ -195,37 +211,41 @@ def _of_megatron(draw: Random) -> dict[str, Any]:
     }
 
 
+def _overlaps(draw: Random) -> MegatronOptions:
+    reduced = draw.choice((True, False))
+    return MegatronOptions(
+        overlap_grad_reduce=reduced, overlap_param_gather=reduced and draw.choice((True, False)),
+        overlap_p2p_comm=_mostly(draw, True, False),
+    )  # fmt: skip
+
+
 def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:
     if engine == "megatron":
         return {"optimizer": draw.choice(megatron.OPTIMIZERS)}
     offered = _DEEPSPEED_OPTIMIZERS if engine == "deepspeed" else tuple(sorted(IMPLEMENTATIONS))
-    optimizer = draw.choice(("adamw", draw.choice(_SPLIT_OPTIMIZERS if manner in ("tp", "cp") else offered)))
+    optimizer = draw.choice(("adamw", draw.choice(_SPLIT_OPTIMIZERS if "tp" in manner.split() else offered)))
     return {"optimizer": optimizer, "optimizer_impl": draw.choice((None, *IMPLEMENTATIONS[optimizer]))}
 
 
-def _only_what_goes(said: dict[str, Any], manner: str) -> None:
+def _only_what_goes(said: dict[str, Any], manner: set[str]) -> None:
     """Take back what is refused beside something else that was drawn."""
     engine = said["engine"]
-    if manner in ("lora", "frozen", "tp", "cp", "pp", "profile"):
+    if manner & {"lora", "frozen", "tp", "cp", "pp", "profile"}:
         said |= {"loss": "full"}
-    if manner in ("lora", "frozen") and said["attention"] == "eager":
+    if manner & {"lora", "frozen"} and said["attention"] == "eager":
         said["attention"] = "sdpa"
-    if manner in ("tp", "cp", "profile"):
+    if manner & {"tp", "cp"}:
         said["attention"] = "sdpa"
-    if manner != "whole" or engine in ("paper", "megatron") or said["recompute"] == "none":
+    if "whole" not in manner or engine in ("paper", "megatron") or said["recompute"] == "none":
         said["offload_activations"] = False
     if said.get("keep_logits") and (
-        said.get("loss", "full") != "full" or (said["keep_logits"] == "fp32" and manner in ("pp", "profile"))
+        said.get("loss", "full") != "full" or (said["keep_logits"] == "fp32" and manner & {"pp", "profile"})
     ):
         said["keep_logits"] = False
-    if manner == "tp":
+    if "tp" in manner:
         said["sync_every_micro_batch"] = True
-    if (manner == "cp" and said["precision"] == "fp32") or (
-        manner == "profile" and said["precision"] not in ("bf16", "bf16-mixed")
-    ):
+    if "cp" in manner and said["precision"] == "fp32":
         said["precision"] = "bf16-mixed"
-    if manner == "profile" and (engine == "ddp" or said["precision"] == "bf16"):
-        said["precision"] = "bf16"
     if engine == "deepspeed":
         said |= {(3, "selective"): {"recompute": "full"}}.get((said["zero_stage"], said["recompute"]), {})
         said |= {(0, "bf16"): {"precision": "bf16-mixed"}}.get((said["zero_stage"], said["precision"]), {})
@@ -319,9 +339,13 @@ def _plus_plus(draw: Random, *, reduce_scatter: bool) -> dict[str, Any]:
 def batch(draw: Random, one: ModelSpec | None = None, *, multiple: int = 1, steps: int = 1) -> BatchSpec:
     """From one short sequence to a large batch; lengths are a multiple of the one, micro-batches of the other."""
     longest = 8192 if one is None or not one.positions else one.max_position_embeddings
+    traced = None if one is None else one.profile
+    length = multiple * _about(draw, 1, max(1, longest // multiple))
+    if traced is not None:
+        length = traced.seq_len or max(length, traced.shortest)
     return BatchSpec(
         micro_batch_size=_about(draw, 1, 32),
-        seq_len=multiple * _about(draw, 1, max(1, longest // multiple)),
+        seq_len=length,
         grad_accum_steps=steps * draw.choice((1, 1, 2, 3, 8)),
     )
 
@@ -345,8 +369,18 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
     families = [name for name in FAMILIES if (name, told.attention) != ("gpt2", "eager") or not told.offload_activations]
     one = model(draw, families)
     return JobSpec(
-        model=one, recipe=_of_some_layers(draw, told, one), mesh=mesh(draw, told), batch=batch(draw, one), cluster=cluster(draw)
+        model=one,
+        recipe=_of_some_layers(draw, told, one),
+        mesh=mesh(draw, told),
+        batch=batch(draw, one),
+        cluster=_of_nodes(cluster(draw), told),
     )
+
+
+def _of_nodes(made: ClusterSpec, told: RecipeSpec) -> ClusterSpec:
+    """Of the nodes that quantized gradients are told of."""
+    options = told.deepspeed
+    return replace(made, gpus_per_node=options.gpus_per_node) if options.zero_quantized_gradients else made
 
 
 def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
@@ -367,103 +401,158 @@ def _frozen(draw: Random, engines: Sequence[str]) -> JobSpec:
     return _data_parallel(draw, partly_frozen(draw), recipe(draw, engines, manner="frozen"))
 
 
-def _profiled(draw: Random, engines: Sequence[str]) -> JobSpec:
-    return _data_parallel(draw, profiled(), recipe(draw, engines, manner="profile"))
+def _profiled_job(draw: Random, engines: Sequence[str]) -> JobSpec:
+    told, one = recipe(draw, engines, manner="profile"), profiled(draw)
+    assert one.profile is not None
+    return _data_parallel(draw, one, replace(told, attention=one.profile.attention))
 
 
 def _data_parallel(draw: Random, one: ModelSpec, told: RecipeSpec) -> JobSpec:
     return JobSpec(model=one, recipe=told, mesh=mesh(draw, told), batch=batch(draw, one), cluster=cluster(draw))
 
 
-def _tensor_parallel(draw: Random, engines: Sequence[str]) -> JobSpec:
-    tp, told = draw.choice((2, 4, 8)), recipe(draw, engines, manner="tp")
-    one = replace(model(draw, SPLIT_FAMILIES, ranks=tp), mlp_bias=False)
-    if one.family != "qwen2":
-        one = replace(one, attention_bias=False)
-    fed = batch(draw, one, multiple=tp)
-    if one.sliding_window is not None:
+def _split(draw: Random, engines: Sequence[str]) -> JobSpec:
+    """Ranks that share out a model under FSDP2, in one way or in several at once."""
+    manner = draw.choice(_SPLITS)
+    ways, told = manner.split(), recipe(draw, engines, manner=manner)
+    tp, cp = (draw.choice((2, 4, 8)) if way in ways else 1 for way in ("tp", "cp"))
+    pp = draw.choice((2, 2, 2, 4, 4, 8)) if "pp" in ways else 1
+    one = replace(_splittable(draw, ways, tp), name=manner)
+    if pp > 1:
+        told = _scheduled(draw, told, ways, one)
+        one = _in_stages(one, pp * (told.pipeline_stages_per_rank or (2 if told.pipeline_schedule in SPLIT else 1)))
+    fed = batch(draw, one, multiple=tp * (2 * cp if cp > 1 else 1), steps=pp)
+    if one.sliding_window is not None and (tp > 1 or cp > 1 or told.pipeline_schedule in SPLIT):
         one = replace(one, sliding_window=fed.seq_len + one.sliding_window)
-    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, tp=tp), batch=fed, cluster=cluster(draw))
+    split = _with_experts(draw, one, mesh(draw, told, cp=cp)) if "ep" in ways else mesh(draw, told)
+    return JobSpec(model=one, recipe=told, mesh=replace(split, tp=tp, cp=cp, pp=pp), batch=fed, cluster=cluster(draw))
 
 
-def _context_parallel(draw: Random, engines: Sequence[str]) -> JobSpec:
-    cp, told = draw.choice((2, 4, 8)), recipe(draw, engines, manner="cp")
-    one = replace(model(draw, SPLIT_FAMILIES), mlp_bias=False)
-    one = one if one.family == "qwen2" else replace(one, attention_bias=False)
-    fed = batch(draw, one, multiple=2 * cp)
-    if one.sliding_window is not None:
-        one = replace(one, sliding_window=fed.seq_len + one.sliding_window)
-    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, cp=cp), batch=fed, cluster=cluster(draw))
+def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
+    """A model that ranks can split in all of these ways."""
+    experts = SHARED_BESIDE_EXPERTS if {"cp", "pp"} & {*ways} else DISPATCHED_FAMILIES
+    families = experts if "ep" in ways else SPLIT_FAMILIES if {"tp", "cp"} & {*ways} else PIPELINED
+    one = model(draw, families, ranks=tp)
+    if {"tp", "cp"} & {*ways}:
+        one = replace(one, mlp_bias=False, attention_bias=one.family == "qwen2")
+    return one
 
 
-def _pipeline(draw: Random, engines: Sequence[str]) -> JobSpec:
-    told, pp, each = recipe(draw, engines, manner="pp"), draw.choice((2, 4, 8)), draw.choice((1, 1, 2, 3))
-    schedule = "interleaved-1f1b" if each > 1 else draw.choice((None, "gpipe", "1f1b"))
-    told = replace(told, pipeline_schedule=schedule, pipeline_stages_per_rank=each if each > 1 else None)
-    one = model(draw, PIPELINED)
-    least = 2 * pp * each - 2  # embedding and head count as layers
-    one = replace(one, tie_word_embeddings=False, num_hidden_layers=max(one.num_hidden_layers, least))
-    if one.moe is not None and one.moe.num_dense_layers:
-        one = replace(one, moe=replace(one.moe, num_dense_layers=0))
-    fed = batch(draw, one, steps=pp)
-    return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, pp=pp), batch=fed, cluster=cluster(draw))
+def _scheduled(draw: Random, told: RecipeSpec, ways: Sequence[str], one: ModelSpec) -> RecipeSpec:
+    """Any schedule that is told of these jobs, and several stages on each rank where it has such."""
+    there: list[Any] = [None, "gpipe", "1f1b", "interleaved-1f1b"]
+    halved = len(ways) == 1 and one.family in halves.TOLD and told.precision != "fp32"
+    schedule = draw.choice([*there, *SPLIT, *SPLIT] if halved else there)
+    if schedule in SPLIT:
+        kept = None if told.fsdp2.reshard_after_forward else told.fsdp2.reshard_after_forward
+        options = replace(told.fsdp2, reshard_after_forward=kept)
+        told = replace(
+            told, recompute="none", attention="sdpa", fsdp2=options, zero_stage=told.zero_stage if kept is False else 2
+        )
+    each = {"interleaved-1f1b": (2, 2, 3), "interleaved-zero-bubble": (None, 2, 3), "zbv": (None, 2)}.get(schedule, (None, 1))
+    return replace(told, pipeline_schedule=schedule, pipeline_stages_per_rank=draw.choice(each))
 
 
-def _expert_parallel(draw: Random, engines: Sequence[str]) -> JobSpec:
-    told, one = recipe(draw, engines, manner="ep"), model(draw, DISPATCHED_FAMILIES)
+def _in_stages(one: ModelSpec, stages: int) -> ModelSpec:
+    """With a layer for each of them, where embedding and head count as layers, and nothing that more than one stage needs."""
+    experts = None if one.moe is None else replace(one.moe, num_dense_layers=0)
+    return replace(one, tie_word_embeddings=False, num_hidden_layers=max(one.num_hidden_layers, 2 * stages - 2), moe=experts)
+
+
+def _with_experts(draw: Random, one: ModelSpec, split: MeshSpec) -> MeshSpec:
+    """Ranks that share out the experts, and an even share of each where others have the same."""
     assert one.moe is not None
     experts = one.moe.num_experts
-    split = mesh(draw, told, ep=draw.choice([ways for ways in range(2, experts + 1) if experts % ways == 0]))
-    beside = split.dp_shard // split.ep
-    if split.dp_shard > experts and (one.hidden_size % beside or one.moe.moe_intermediate_size % beside):
-        split = replace(split, dp_shard=split.ep)
-    return JobSpec(model=one, recipe=told, mesh=split, batch=batch(draw, one), cluster=cluster(draw))
+    ep = draw.choice([ways for ways in range(2, experts + 1) if experts % ways == 0])
+    split = replace(split, dp_shard=_up(split.dp_shard, ep), ep=ep)
+    sharing = split.dp_shard * split.cp
+    if sharing > experts and any(width % (sharing // ep) for width in (one.hidden_size, one.moe.moe_intermediate_size)):
+        split = replace(split, dp_shard=lcm(ep, split.cp) // split.cp)
+    return split
 
 
 def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, [name for name in engines if name == "megatron"])
     tp, cp, pp = (_mostly(draw, 1, 2, 4) for _ in range(3))
-    each = draw.choice((1, 1, 2)) if pp > 1 else 1
+    each = draw.choice((1, 1, 2, 3)) if pp > 1 else 1
     one = model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each, dense=pp == 1)
+    if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
+        one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as a layer each
     told = replace(
         told,
         sequence_parallel=told.sequence_parallel or (tp > 1 and one.moe is not None),
         attention="sdpa" if cp > 1 and told.attention == "eager" else told.attention,
-        pipeline_schedule="interleaved-1f1b" if each > 1 else None,
+        pipeline_schedule="interleaved-1f1b" if each > 1 else draw.choice((None, "1f1b")) if pp > 1 else None,
+        pipeline_stages_per_rank=each if each > 1 else draw.choice((None, 1)) if pp > 1 else None,
     )
     ep = draw.choice([ways for ways in (1, 2, 4) if one.moe.num_experts % ways == 0]) if one.moe else 1
     fed = batch(draw, one, multiple=2 * cp if cp > 1 else 1, steps=pp)
     return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, tp=tp, cp=cp, pp=pp, ep=ep), batch=fed, cluster=cluster(draw))
 
 
-def _on_paper(draw: Random, engines: Sequence[str]) -> JobSpec:
+def _divided(draw: Random, engines: Sequence[str]) -> JobSpec:
     """What divides by tensor-parallel ranks."""
-    told = recipe(draw, engines, manner="paper tp")
+    told = recipe(draw, engines, manner="divided")
     tp = draw.choice((2, 4, 8))
     one = model(draw, ranks=tp)
     return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, tp=tp), batch=batch(draw, one), cluster=cluster(draw))
 
 
 def cluster(draw: Random) -> ClusterSpec:
-    """No GPU, or one of the catalogue's."""
-    return _mostly(draw, ClusterSpec(), ClusterSpec(gpu=gpu(draw.choice(gpu_names())), gpus_per_node=draw.choice((None, 4, 8))))
+    """No GPU, or one of the catalogue's, or one that nobody makes."""
+    many = draw.choice((None, 4, 8))
+    if draw.randint(0, 3) < 3:
+        return ClusterSpec(gpus_per_node=many)
+    card = gpu(draw.choice(gpu_names()))
+    rates = [draw.uniform(0.001, 1) for _ in range(4)]
+    shares = SharesSpec(
+        matrices=rates[0], attention=rates[1], bandwidth=rates[2], stepping=rates[3], source=draw.choice(("a run", "another"))
+    )
+    return ClusterSpec(
+        gpu=_mostly(draw, card, _of_another_size(draw, card)), gpus_per_node=many, shares=_mostly(draw, None, shares)
+    )
+
+
+def _of_another_size(draw: Random, card: GpuSpec) -> GpuSpec:
+    size = _about(draw, 10**9, 10**13)
+    memory = replace(card.memory_bytes, value=size, check=draw.choice((None, {"bytes": float(size)})))
+    return replace(card, memory_bytes=memory, network_link_bytes_per_s=draw.choice((None, card.network_link_bytes_per_s)))
 
 
 Drawn = Callable[[Random, Sequence[str]], JobSpec]
+#: Ways in which a model is split under FSDP2; a pipeline takes longer to answer than the others.
+_SPLITS = ("pp", *(manner for manner in _MANNERS if {*manner.split()} & {"tp", "cp", "ep", "pp"}))
 #: Every manner of training, the engines that have it, and how often it is drawn.
 _JOBS: tuple[tuple[Drawn, tuple[str, ...], int], ...] = (
     (_whole, ("ddp", "fsdp2", "deepspeed", "paper"), 8), (_tuned, _MANNERS["lora"], 3), (_frozen, _MANNERS["frozen"], 2),
-    (_profiled, _MANNERS["profile"], 1), (_tensor_parallel, ("fsdp2",), 2), (_context_parallel, ("fsdp2",), 2),
-    (_pipeline, ("fsdp2",), 2), (_expert_parallel, ("fsdp2",), 2), (_by_megatron, ("megatron",), 2), (_on_paper, ("paper",), 1),
+    (_profiled_job, _MANNERS["profile"], 1), (_split, ("fsdp2",), 7), (_by_megatron, ("megatron",), 2), (_divided, ("paper",), 1),
 )  # fmt: skip
 
 
-def job(draw: Random, engines: Sequence[str] = ENGINES) -> JobSpec:
+class Drawing(NamedTuple):
+    """A job, and why others that were drawn before it with the same number are none: the rules of the specs, one line each."""
+
+    job: JobSpec
+    refused: tuple[str, ...]
+
+
+def drawing(draw: Random, engines: Sequence[str] = ENGINES) -> Drawing:
     """Any job of these engines; the few draws that contradict themselves are drawn again."""
     there = [drawn for drawn, having, weight in _JOBS for _ in range(weight) if set(having) & set(engines)]
-    for _ in range(20):
+    refused = list[str]()
+    while True:
         try:
-            return draw.choice(there)(draw, engines)
-        except SpecError:
-            continue
-    return _whole(Random(0), ("fsdp2",))  # noqa: S311  not reached where one draw in twenty is a job
+            return Drawing(draw.choice(there)(draw, engines), tuple(refused))
+        except SpecError as error:
+            refused.append(str(error))
+        if len(refused) > _MOST:
+            raise AssertionError(refused)
+
+
+#: Draws of one number that may contradict themselves, one after the other.
+_MOST = 20
+
+
+def job(draw: Random, engines: Sequence[str] = ENGINES) -> JobSpec:
+    """The same, the job alone."""
+    return drawing(draw, engines).job

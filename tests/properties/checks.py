@@ -7,6 +7,7 @@ as it is told to. A job that is refused in one line is answered, too.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -22,14 +23,16 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import engine_module
 from zeroplan.export.files import TARGETS, Export, Target, cannot_say, export, write
 from zeroplan.job_file import read_job_file
+from zeroplan.ledger import Collective
+from zeroplan.numeric import maximum
 from zeroplan.remedies import remedies
 from zeroplan.report.payload import estimate_payload
 from zeroplan.report.text import estimate_text
 from zeroplan.resolve import request_of, resolve
 from zeroplan.spec.base import read
 from zeroplan.spec.job import ENGINE_STAGES
+from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import DeepSpeedOptions
-from zeroplan.transformer.families.widths import WITHOUT_SDPA
 
 Check = Callable[[JobSpec, Random], None]
 
@@ -38,10 +41,16 @@ class Refused(Exception):  # noqa: N818  no error
     """The job is one that an engine refuses, in one line."""
 
 
+@lru_cache(maxsize=16)
+def _estimated(job: JobSpec) -> Estimate:
+    """The estimate, which several checks ask for, one after the other."""
+    return estimate(job)
+
+
 def answered(job: JobSpec) -> Estimate:
     """The estimate; the only other thing that may come of a job is a refusal in one line."""
     try:
-        return estimate(job)
+        return _estimated(job)
     except SpecError as error:
         refusal = str(error)
     assert refusal.strip()
@@ -107,6 +116,9 @@ def _padded(job: JobSpec, parameters: int) -> int:
 def is_explained(job: JobSpec, _: Random) -> None:
     """Every line's formula gives its bytes, every line has a source, and a symbol stands for one thing."""
     answer = answered(job)
+    profile = job.model.profile
+    if profile is not None and any(one.counted_by > 1 for each in profile.variants for one in (each.one, each.more)):
+        raise Refused("lengths of this trace count as the next multiple, for which formulas have no symbol")
     assert_explained(answer)
     assert_symbols_mean_one_thing(answer)
 
@@ -137,11 +149,13 @@ class _Columns:
         return self.numbers[name]
 
 
-def _points(job: JobSpec, draw: Random) -> list[JobSpec]:
-    """The job and one or two others of the same structure, with other ranks and batches."""
-    found = [job]
+def _points(job: JobSpec, draw: Random) -> list[tuple[JobSpec, tuple[Account, ...]]]:
+    """The job and one or two others of the same structure, with other ranks and batches, and the accounts of each."""
+    found = [(job, _accounts(job, job.mesh, job.batch))]
     for _ in range(draw.randint(1, 2)):
         ranks = max(1, job.mesh.dp_shard * draw.choice((1, 2, 3, 8)) // draw.choice((1, 1, 2, 4)))
+        if _gathers_differ_by_ranks(job.recipe):
+            ranks = job.mesh.dp_shard
         batch = BatchSpec(
             micro_batch_size=job.batch.micro_batch_size if job.model.profile else draw.randint(1, 16),
             seq_len=max(1, job.batch.seq_len * draw.choice((1, 2, 3)) // draw.choice((1, 1, 2))),
@@ -149,12 +163,18 @@ def _points(job: JobSpec, draw: Random) -> list[JobSpec]:
         )
         try:
             other = replace(job, mesh=replace(job.mesh, dp_shard=ranks), batch=batch)
-            estimate(other)
+            accounts = _accounts(other, other.mesh, other.batch)
         except SpecError:
             continue
         if _is_beyond_the_window(other) == _is_beyond_the_window(job):
-            found.append(other)
+            found.append((other, accounts))
     return found
+
+
+def _gathers_differ_by_ranks(recipe: RecipeSpec) -> bool:
+    """DeepSpeed's order of gathers is then found for each number of ranks by itself, which a column refuses."""
+    options = recipe.deepspeed
+    return recipe.engine == "deepspeed" and (options.zero_quantized_weights or options.offload_param != "none")
 
 
 def _is_beyond_the_window(job: JobSpec) -> bool:
@@ -171,44 +191,45 @@ def _accounts(job: JobSpec, mesh: Any, batch: Any) -> tuple[Account, ...]:
 
 
 def grid_is_its_points(job: JobSpec, draw: Random) -> None:
-    """Columns of ranks and batches give at every place what one job gives.
-
-    ZeRO++'s quantized weights are not asked: a column refuses shares that DeepSpeed cannot split where a single job does not gather
-    them together.
-    """
+    """Columns of ranks and batches give at every place what one job gives."""
     answered(job)
-    if job.recipe.engine == "deepspeed" and job.recipe.deepspeed.zero_quantized_weights:
-        raise Refused("shares of all ranks at once")
     points = _points(job, draw)
     names = ("micro_batch_size", "seq_len", *(("grad_accum_steps",) if job.mesh.pp == 1 else ()))
-    batch = {name: np.array([getattr(one.batch, name) for one in points], dtype=np.int64) for name in names}
-    ranks = np.array([one.mesh.dp_shard for one in points], dtype=np.int64)
+    batch = {name: np.array([getattr(one.batch, name) for one, _ in points], dtype=np.int64) for name in names}
+    ranks = np.array([one.mesh.dp_shard for one, _ in points], dtype=np.int64)
     mesh = {**asdict(job.mesh), "dp_shard": ranks, "dp_replicate": ranks * 0 + job.mesh.dp_replicate}
     grids = _accounts(job, _Columns(mesh), _Columns({**asdict(job.batch), **batch}))
-    for at, one in enumerate(points):
-        for grid, account in zip(grids, _accounts(one, one.mesh, one.batch), strict=True):
-            found, expected = (_moments(both, at) for both in (grid, account))
+    highest = [_moments(grid) for grid in grids]
+    for at, (_, accounts) in enumerate(points):
+        for grid, columns, account in zip(grids, highest, accounts, strict=True):
+            found, expected = ({name: _at(most, at) for name, most in every.items()} for every in (columns, _moments(account)))
             assert max(found.values()) == max(expected.values())
             assert all(found.get(name, -1) >= n_bytes for name, n_bytes in expected.items())
             states = [sum(_at(line.n_bytes, at) for line in both.states) for both in (grid, account)]
             assert states[0] == states[1], states
             sent = [
-                [(call.what, _at(call.sent_bytes, at)) for call in both.collectives if _at(call.sent_bytes, at)]
+                [(_what(call), _at(call.sent_bytes, at)) for call in both.collectives if _at(call.sent_bytes, at)]
                 for both in (grid, account)
             ]
             assert sent[0] == sent[1], sent
 
 
-def _moments(account: Account, at: int) -> dict[str, int]:
+def _what(call: Collective) -> str:
+    """What is sent; where ZeRO++ quantizes gradients from two nodes on, a column has one name for what else is reduced."""
+    return {"gradients that are not quantized": "gradients, bucket by bucket"}.get(call.what, call.what)
+
+
+def _moments(account: Account) -> dict[str, Any]:
     """The highest moment of each name: a grid has that of one micro-batch and that of several, of which one holds."""
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for moment in account.moments:
-        found[moment.name] = max(_at(moment.total_bytes, at), found.get(moment.name, 0))
+        found[moment.name] = maximum(moment.total_bytes, found.get(moment.name, 0))
     return found
 
 
 def _at(value: Any, at: int) -> int:
-    return int(value if isinstance(value, int) else np.broadcast_to(value, max(value.size, at + 1))[at])
+    """The number at this place of a column; a number is the same everywhere."""
+    return value if isinstance(value, int) else int(value.reshape(-1)[at if value.size > 1 else 0])
 
 
 # --- more never costs less -----------------------------------------------------------------------------------------------
@@ -227,37 +248,68 @@ def _changed(job: JobSpec, **parts: Any) -> JobSpec:
 
 
 def grows_with_the_batch(job: JobSpec, _: Random) -> None:
-    """Twice the sequences never need less."""
-    larger = _changed(job, batch=replace(job.batch, micro_batch_size=2 * job.batch.micro_batch_size))
+    """Twice the sequences never need less, but for a traced module that runs another program for one sequence than for several."""
+    profile, sequences = job.model.profile, job.batch.micro_batch_size
+    if profile is not None and sequences == 1 and any(variant.one != variant.more for variant in profile.variants):
+        raise Refused("one sequence alone runs a program of its own in this profile")
+    larger = _changed(job, batch=replace(job.batch, micro_batch_size=2 * sequences))
     assert _peak(larger) >= _peak(job)
 
 
 def grows_with_the_sequence(job: JobSpec, _: Random) -> None:
-    """Sequences twice as long never need less."""
+    """Sequences twice as long never need less, on either side of a sliding window.
+
+    Across it is not asked: a window that matters makes a mask, and torch takes another kernel than flash attention, which has
+    scratch of its own, or than the one that saves all scores in fp32.
+    """
     larger = _changed(job, batch=replace(job.batch, seq_len=2 * job.batch.seq_len))
+    if _is_beyond_the_window(larger) and not _is_beyond_the_window(job):
+        raise Refused("the longer sequence has a mask, with which torch runs another kernel")
     assert _peak(larger) >= _peak(job)
 
 
 def grows_with_layers(job: JobSpec, _: Random) -> None:
-    """Another layer never needs less."""
+    """Another layer never needs less, but for what DeepSpeed's stage 3 has gathered.
+
+    It looks ahead by elements, ``stage3_max_live_parameters`` and ``stage3_prefetch_bucket_size``: with another layer between them
+    embedding and head need not be there at once.
+    """
     if job.model.profile is not None:
         raise Refused("a profile has its layers")
-    deeper = _changed(job, model=replace(job.model, num_hidden_layers=job.model.num_hidden_layers + 1))
-    assert _peak(deeper) >= _peak(job)
+    model, moe = job.model, job.model.moe
+    if moe is not None and moe.num_dense_layers == model.num_hidden_layers:  # one more of the kind there is
+        moe = replace(moe, num_dense_layers=moe.num_dense_layers + 1)
+    deeper = _changed(job, model=replace(model, num_hidden_layers=model.num_hidden_layers + 1, moe=moe))
+    by_elements = job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3
+    ahead = max(0, _gathered(job) - _gathered(deeper)) if by_elements else 0
+    assert _peak(deeper) + ahead >= _peak(job)
+
+
+def _gathered(job: JobSpec) -> int:
+    """The most that is gathered at any moment."""
+    return max(sum(line.n_bytes for line in moment.lines if line.kind is Kind.GATHER) for moment in answered(job).moments)
+
+
+def _of_peak(job: JobSpec, *reasons: str) -> int:
+    """What these lines take at the peak."""
+    return sum(int(line.n_bytes) for line in answered(job).peak.lines if line.reason in reasons)
 
 
 def _held(job: JobSpec) -> dict[Kind, int]:
     """The states; of a pipeline those of its first rank, not of the one whose peak is the highest."""
-    answered(job)
-    return estimate(job, pipeline_rank=0 if job.mesh.pp > 1 else None).states_by_kind
+    answer = answered(job)
+    return (answer if job.mesh.pp == 1 else estimate(job, pipeline_rank=0)).states_by_kind
 
 
 def falls_with_ranks(job: JobSpec, _: Random) -> None:
     """Twice the ranks that shard never hold more parameters or optimizer state, but for DeepSpeed's padding to 2·N elements.
 
     AdamW in 8 bits is not asked: a tensor below 4,096 elements, as a shard may be, keeps its states in 32. Nor is
-    ZeroRedundancyOptimizer, which hands out whole tensors, at times less evenly.
+    ZeroRedundancyOptimizer, which hands out whole tensors, at times less evenly, nor Adafactor with experts, which keeps sums over
+    columns for each of a rank's experts: where ranks are more than experts, each has a slice of all of them.
     """
+    if job.recipe.optimizer == "adafactor" and job.model.moe is not None and job.recipe.engine == "fsdp2":
+        raise Refused("sums over columns are kept for every expert of which a rank has a slice")
     if job.recipe.optimizer == "adamw-8bit" or (job.recipe.engine, job.recipe.zero_stage) == ("ddp", 1):
         raise Refused("its states do not fall evenly")
     wider = _changed(job, mesh=replace(job.mesh, dp_shard=2 * job.mesh.dp_shard))
@@ -275,30 +327,43 @@ def falls_with_stage(job: JobSpec, _: Random) -> None:
         raise Refused("no stage above")
     higher = _changed(job, recipe=replace(recipe, zero_stage=min(above)))
     fewer, more = sum(_held(higher).values()), sum(_held(job).values())
-    own = 8 * (estimate(job).parameters // job.mesh.dp_shard + 2 * job.mesh.dp_shard) if recipe.engine == "deepspeed" else 0
+    own = 8 * (answered(job).parameters // job.mesh.dp_shard + 2 * job.mesh.dp_shard) if recipe.engine == "deepspeed" else 0
     assert fewer <= more + own
 
 
-def falls_with_recomputation(job: JobSpec, _: Random) -> None:
-    """More recomputation needs at most a block's input and a mask more.
+#: What only recomputation needs, or needs so late: a checkpoint's inputs.
+_OF_CHECKPOINTS = (
+    "block input", "inputs of the blocks before this one (checkpoints)", "attention mask of eager attention",
+    "masks of eager attention, local and global", "mask of the sliding window, booleans",
+    "position ids, int64, held by checkpoints",
+)  # fmt: skip
 
-    Where the backward of the highest block is the peak there is nothing left to save: the input of its checkpoint comes on top,
-    and the mask and the weights of attention that is written out, which only recomputation needs so late; what experts make is
-    made again beside the gradient that flows into them. Blocks that are frozen, or whose adapters are in the MLP alone, save
-    nothing below the lowest gradient, but checkpoints do: they are not asked. A profile made up by hand is not, either.
+
+def falls_with_recomputation(job: JobSpec, _: Random) -> None:
+    """More recomputation needs at most a checkpoint's inputs more, and beside a forward that is run again what flows into it.
+
+    Where the backward of the highest block is the peak there is nothing left to save: what its checkpoint holds comes on top. A
+    forward that is run again stands beside the gradient of its output, as the one that was run first did not. Blocks that are
+    frozen, or whose adapters are in the MLP alone, save nothing below the lowest gradient, but checkpoints do: they are not asked.
+    A profile made up by hand is not, either.
     """
     names = ("none", "selective", "full")
-    at, model, batch = names.index(job.recipe.recompute), job.model, job.batch
+    at, model = names.index(job.recipe.recompute), job.model
     if at == 0 or model.adapter is not None or model.frozen is not None or model.profile is not None:
         raise Refused("nothing to compare")
     more = _changed(job, recipe=_told(job, recompute_layers=None, offload_activations=False))
-    less = _changed(more, recipe=_told(more, recompute=names[at - 1]))
-    tokens, pairs = batch.micro_batch_size * batch.seq_len, batch.micro_batch_size * batch.seq_len**2
-    written_out = job.recipe.attention == "eager" or model.family in WITHOUT_SDPA
-    own = 4 * tokens * model.hidden_size + (4 * pairs * (1 + model.num_attention_heads) if written_out else 0)
-    if model.moe:
-        own += 8 * tokens * model.moe.num_experts_per_tok * (model.hidden_size + 2 * model.moe.moe_intermediate_size)
+    selective = at == 2 and (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3)
+    less = _changed(more, recipe=_told(more, recompute="selective" if selective else "none"))
+    own = _of_peak(more, *_OF_CHECKPOINTS)
+    if any(line.reason == "activations of the block that runs" for line in answered(more).peak.lines):  # its input among them
+        own += (4 if job.recipe.precision == "fp32" else 2) * _tokens(job) * model.hidden_size
+    if "again" in answered(more).peak.name or "recomputed" in answered(more).peak.name:
+        own += sum(int(line.n_bytes) for line in answered(more).peak.lines if line.kind is Kind.ACTIVATION_GRADIENTS)
     assert _peak(more) <= _peak(less) + own
+
+
+def _tokens(job: JobSpec) -> int:
+    return job.batch.micro_batch_size * job.batch.seq_len
 
 
 def _told(job: JobSpec, **parts: Any) -> RecipeSpec:
@@ -426,6 +491,9 @@ def _comparable(job: JobSpec) -> JobSpec:
             options, **{name: default[name] for name in default if name.startswith(f"{what}_") and name not in heeded}
         )
     fsdp2 = replace(fsdp2, reshard_after_forward=kept)
+    schedule = recipe.pipeline_schedule or ("1f1b" if job.mesh.pp > 1 else None)
+    each = recipe.pipeline_stages_per_rank or (stages_per_rank(schedule, None) if schedule else None)
+    recipe = replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=each)
     recipe = replace(recipe, optimizer_impl=impl, zero_stage=stage, fsdp2=fsdp2, deepspeed=options)
     return replace(job, recipe=recipe, cluster=replace(job.cluster, gpus_per_node=None))
 

@@ -1,28 +1,69 @@
 """As many random cases as there is time for: ``python -m tests.properties.nightly --cases 1000000 --seconds 28800 --seed 0``.
 
 A case is a number: of the job that is drawn with it, of which every check is asked, and of the invalid input that is made with it.
-Cases are taken in order from ``--seed`` on, on every core (``--processes``), so that a run goes on where another one ended: it says
-with which number. The first case that fails ends it, and is printed as the command that repeats it alone.
+Cases are taken in order from ``--seed`` on, by ``--workers`` processes, so that a run goes on where another one ended: it says with
+which number. The first case at which a check fails is printed as the command that repeats it alone; the check is not asked again,
+the others are. In the end come counts: how often each check held, which were not asked and why, which draws were none, and how
+often every choice was drawn.
+
+What a case may take is limited: seconds of a core, seconds in all, and memory. Processes are replaced now and then, and one that
+dies is a failure of the cases it had.
 """
 
+from __future__ import annotations
+
 import argparse
-import multiprocessing
 import os
+import resource
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from tests import strategies
 from tests.properties.checks import CHECKS, Refused
 from tests.properties.invalid import refuses
+from tests.properties.tally import Tally, kinds
 
-#: Cases that a process takes at once.
-CHUNK = 50
+#: Cases that a process takes at once, and how often it does before another takes its place.
+CHUNK, CHUNKS = 50, 200
+#: What one check of one case may take. [s of a core, s, bytes beyond what the process has]
+MOST_CPU, MOST_SECONDS, MOST_BYTES = 60, 600, 4 << 30
+#: Characters that are shown of a job.
+LONGEST = 4000
+#: Seconds between two lines of progress.
+EVERY = 60
 #: What is asked beside the checks: input that is broken is refused in one line.
 INVALID = "refuses"
 COMMAND = "python -m tests.properties.nightly --case {} --check {}"
+
+
+class TooLong(BaseException):  # no Exception, which the program may catch
+    """A check took longer than it may."""
+
+
+class Failure(NamedTuple):
+    """Which check fails at which case, and what to say of it."""
+
+    check: str
+    case: int
+    said: str
+
+
+class Chunk(NamedTuple):
+    """What became of so many cases from ``first`` on."""
+
+    first: int
+    tally: Tally
+    failures: tuple[Failure, ...]
 
 
 def drawn(case: int) -> Random:
@@ -30,41 +71,193 @@ def drawn(case: int) -> Random:
     return Random(case)  # noqa: S311  nothing secret is drawn
 
 
+def failures(case: int, names: Iterable[str], tally: Tally) -> Iterator[Failure]:
+    """The checks that do not hold for a case."""
+    try:
+        job, refused = strategies.drawing(drawn(case))
+    except Exception:  # noqa: BLE001  whatever it is, it is told
+        yield Failure("drawing", case, traceback.format_exc())
+        return
+    tally.count("cases", "drawn")
+    for reason in refused:
+        tally.reason("draws that contradict themselves, and were drawn again", reason)
+    for section, choice in kinds(job):
+        tally.count(section, choice)
+    checks: dict[str, Callable[[], str | None]] = {name: lambda ask=ask: ask(job, drawn(case)) for name, ask in CHECKS.items()}  # type: ignore[misc]
+    checks[INVALID] = lambda: refuses(case)
+    for name in names:
+        began = time.process_time()
+        try:
+            with _limited():
+                told = checks[name]()
+            tally.count("held", name)
+            if told:
+                tally.count(f"{name}: what was asked", told)
+        except Refused as reason:
+            tally.count("not asked", name)
+            tally.reason(f"not asked: {name}", str(reason))
+        except (Exception, TooLong):  # noqa: BLE001  whatever it is, it is told
+            tally.count("failed", name)
+            yield Failure(name, case, f"{traceback.format_exc()}\n{str(job)[:LONGEST] if name != INVALID else ''}")
+        tally.count("milliseconds of a core", name, round(1000 * (time.process_time() - began)))
+
+
 def held(case: int, names: Iterable[str] = (*CHECKS, INVALID)) -> str | None:
     """Nothing where every check holds; else what to run, and what it says."""
-    job = strategies.job(drawn(case))
-    for name in names:
+    return next((told(failure) for failure in failures(case, names, Tally())), None)
+
+
+def told(failure: Failure) -> str:
+    """A failure as the command that repeats it, and what was seen."""
+    return f"{COMMAND.format(failure.case, failure.check)}\n\n{failure.said}"
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise where this takes too long, of a core or altogether."""
+
+    def raises(*_: object) -> None:
+        raise TooLong
+
+    kept = [(one, signal.signal(one, raises)) for one in (signal.SIGPROF, signal.SIGALRM)]
+    signal.setitimer(signal.ITIMER_PROF, MOST_CPU)
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for one, before in kept:
+            signal.signal(one, before)
+
+
+# --- processes -----------------------------------------------------------------------------------------------------------
+
+
+def _bound_memory() -> None:
+    """Memory beyond so much is refused to this process, which then says so."""
+    has = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (has + MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def work(asked: Connection) -> None:
+    """Answer chunks until there is none: a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _bound_memory()
+    while (chunk := asked.recv()) is not None:
+        first, count, names = chunk
+        tally, found = Tally(), list[Failure]()
+        for case in range(first, first + count):
+            found += failures(case, [name for name in names if name not in {one.check for one in found}], tally)
+        asked.send(Chunk(first, tally, tuple(found)))
+
+
+class _Worker:
+    """A process, what it was asked, and how much it has answered."""
+
+    def __init__(self) -> None:
+        context = get_context("spawn")
+        self.connection, there = context.Pipe()
+        self.process: BaseProcess = context.Process(target=work, args=(there,), daemon=True)
+        self.process.start()
+        there.close()
+        self.first, self.count, self.left = 0, 0, CHUNKS
+
+    def ask(self, first: int, count: int, names: Iterable[str]) -> None:
+        self.first, self.count, self.left = first, count, self.left - 1
+        self.connection.send((first, count, tuple(names)))
+
+    def answer(self) -> Chunk:
         try:
-            refuses(case) if name == INVALID else CHECKS[name](job, drawn(case))
-        except Refused:
-            continue
-        except Exception:  # noqa: BLE001  whatever it is, it is told
-            return f"{COMMAND.format(case, name)}\n{job}\n{traceback.format_exc()}"
-    return None
+            return self.connection.recv()  # type: ignore[no-any-return]
+        except EOFError:
+            self.process.join()
+            self.left = 0
+            said = f"its process ended with {self.process.exitcode} in one of {self.count} cases from here on"
+            return Chunk(self.first, Tally(), (Failure("process", self.first, said),))
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.join()
+        self.connection.close()
 
 
-def chunk(first: int) -> tuple[int, str | None]:
-    """The first failure among so many cases from this one on."""
-    told = next((told for case in range(first, first + CHUNK) if (told := held(case))), None)
-    return first, told
+class Night:
+    """A run: chunks that are out, what came back, and which checks are still asked."""
 
+    def __init__(self, first: int, cases: int, seconds: float) -> None:
+        self.began, self.seconds = time.monotonic(), seconds
+        self.next, self.stop = first, first + cases
+        self.names = [*CHECKS, INVALID]
+        self.tally, self.failed = Tally(), dict[str, Failure]()
+        self.out = dict[Connection, _Worker]()
 
-def run(first: int, cases: int, seconds: float, processes: int) -> int:
-    """Take cases in order until one fails, time is over, or there are no more; the exit status."""
-    started, done, failure = time.monotonic(), 0, None
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for at, failure in pool.imap(chunk, range(first, first + cases, CHUNK)):
-            if failure is not None or time.monotonic() > started + seconds:
+    def run(self, workers: int) -> None:
+        """Take cases in order until time is over, or there are no more."""
+        said = time.monotonic()
+        while self._fill(workers):
+            for connection in wait(list(self.out), timeout=1):
+                self._take(self.out.pop(connection))  # type: ignore[arg-type]
+            if time.monotonic() - said > EVERY:
+                said = time.monotonic()
+                self.say()
+            if time.monotonic() - self.began > self.seconds:
                 break
-            done = at + CHUNK - first
-            if done % (20 * CHUNK) == 0:
-                print(f"{done:,} cases hold, {done / (time.monotonic() - started):.0f} a second", flush=True)  # noqa: T201
-        pool.terminate()
-    if failure is not None:
-        print(f"a case fails; to repeat it alone:\n\n    {failure}")  # noqa: T201
-        return 1
-    print(f"{done:,} cases hold; go on with --seed {first + done}")  # noqa: T201
-    return 0
+
+    def say(self) -> None:
+        """How far it has come."""
+        done, busy = self.tally.sections["cases"]["drawn"], sum(self.tally.sections["milliseconds of a core"].values()) / 1000
+        rate = f"{done / (time.monotonic() - self.began):.0f} a second, {done / max(busy, 0.001):.0f} per second of a core"
+        print(f"{done:,} cases, {rate}; failing: {', '.join(self.failed) or 'none'}", flush=True)  # noqa: T201
+
+    @property
+    def undone(self) -> int:
+        """The first case that nothing was said of yet."""
+        return min([self.next, *(worker.first for worker in self.out.values())])
+
+    def _fill(self, workers: int) -> bool:
+        """Ask as many processes as there may be, new ones where there are none; whether any is asked."""
+        while self.next < self.stop and len(self.out) < workers and self.names:
+            self._ask(_Worker())
+        return bool(self.out)
+
+    def _ask(self, worker: _Worker) -> None:
+        count = min(CHUNK, self.stop - self.next)
+        worker.ask(self.next, count, self.names)
+        self.next += count
+        self.out[worker.connection] = worker
+
+    def _take(self, worker: _Worker) -> None:
+        chunk = worker.answer()
+        self.tally.add(chunk.tally)
+        for failure in chunk.failures:
+            if failure.check not in self.failed:
+                self.failed[failure.check] = failure
+                print(f"\n{failure.check} fails; to repeat it alone:\n\n    {told(failure)}", flush=True)  # noqa: T201
+            if failure.check in self.names:
+                self.names.remove(failure.check)
+        if worker.left and self.next < self.stop and self.names:
+            self._ask(worker)
+        else:
+            worker.end()
+
+
+def run(first: int, cases: int, seconds: float, workers: int) -> int:
+    """A night; the exit status."""
+    night = Night(first, cases, seconds)
+    try:
+        night.run(workers)
+    except KeyboardInterrupt:
+        print("interrupted")  # noqa: T201
+    undone = night.undone
+    for worker in night.out.values():
+        worker.end()
+    print("\n".join(night.tally.lines()))  # noqa: T201
+    night.say()
+    for failure in night.failed.values():
+        print(f"fails: {COMMAND.format(failure.case, failure.check)}")  # noqa: T201
+    print(f"go on with --seed {undone}")  # noqa: T201
+    return 1 if night.failed else 0
 
 
 def main() -> int:
@@ -73,13 +266,13 @@ def main() -> int:
     reading.add_argument("--cases", type=int, default=1_000_000, help="how many at most")
     reading.add_argument("--seconds", type=float, default=8 * 3600, help="how long at most")
     reading.add_argument("--seed", type=int, default=0, help="the first case")
-    reading.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    reading.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     reading.add_argument("--case", type=int, help="this one alone")
     reading.add_argument("--check", choices=(*CHECKS, INVALID), help="of the one case, this check alone")
-    told = reading.parse_args()
-    if told.case is None:
-        return run(told.seed, told.cases, told.seconds, told.processes)
-    failure = held(told.case) if told.check is None else held(told.case, (told.check,))
+    asked = reading.parse_args()
+    if asked.case is None:
+        return run(asked.seed, asked.cases, asked.seconds, asked.workers)
+    failure = held(asked.case) if asked.check is None else held(asked.case, (asked.check,))
     print(failure or "it holds")  # noqa: T201
     return 1 if failure else 0
 

@@ -23,7 +23,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import Precision, RecipeSpec
-from zeroplan.transformer.megatron import WITH_DROPOUT, layer_lines, whole_layer_lines
+from zeroplan.transformer.megatron import WITH_DROPOUT, attention_lines, layer_lines, scores_line, whole_layer_lines
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.published import KORTHIKANTI
@@ -274,25 +274,39 @@ def states_of(rank: Rank, recipe: RecipeSpec, mesh: Mesh) -> Iterator[Line]:
 def _moments(
     rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, states: tuple[Line, ...]
 ) -> Iterator[Moment]:  # fmt: skip
-    alive = (*states, *_in_layers(rank, model, recipe, mesh, batch), *_embedded(rank, model, recipe, mesh, batch))
+    runs, embedded = layout(model).runs, tuple(_embedded(rank, model, recipe, mesh, batch))
+    alive = (*states, *_in_layers(rank, model, recipe, mesh, batch), *embedded)
     yield Moment("all that is in flight", Phase.FORWARD, alive)
     if rank.has_head:
         yield Moment("loss", Phase.LOSS, (*alive, head_line(model, recipe, mesh, batch)))
     if recipe.recompute == "full":
-        kind = layout(model).runs[-1].kind
-        again = whole_layer_lines(model, kind, recipe, mesh, batch)
+        again = whole_layer_lines(model, runs[-1].kind, recipe, mesh, batch)
         yield Moment("backward of a layer, recomputed", Phase.BACKWARD, (*alive, *again))
+    if recipe.recompute == "full" and len(runs) > 1:  # dense layers, when those of experts are done
+        below = _in_layers(rank, model, recipe, mesh, batch, runs=1)
+        again = whole_layer_lines(model, runs[0].kind, recipe, mesh, batch)
+        yield Moment("backward of a dense layer, recomputed", Phase.BACKWARD, (*states, *below, *embedded, *again))
+    if recipe.recompute == "selective" and recipe.attention == "eager":
+        below = _in_layers(rank, model, recipe, mesh, batch, fewer=1)
+        again = (*attention_lines(model, recipe, mesh, batch), scores_line(model, mesh, batch))
+        yield Moment("backward of attention, recomputed", Phase.BACKWARD, (*states, *below, *embedded, *again))
     yield Moment("optimizer step", Phase.STEP, states)
 
 
-def _in_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:
-    lacking, lacks = rank.lacks
-    for run in layout(model).runs:
+def _in_layers(
+    rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, runs: int | None = None, fewer: int = 0
+) -> Iterator[Line]:
+    """What layers keep, of the first ``runs``; without as many of the last run as are ``fewer``."""
+    (lacking, lacks), those = rank.lacks, layout(model).runs[:runs]
+    for run in those:
+        less, left_out = (fewer, f" - {fewer}") if fewer and run is those[-1] else (0, "")
         each = total_bytes(layer_lines(model, run.kind, recipe, mesh, batch))
         layers = _of_run(run.layers, rank.cut.each, mesh)
         reason = f"what {layers} {run.kind} layers of a chunk keep, of every chunk in flight"
-        formula = f"(K·{layers}{lacks})·S_{run.kind}" if lacks else f"K·{layers}·S_{run.kind}"
-        yield Line(Kind.ACTIVATIONS, (rank.chunks * layers - lacking) * each, reason, formula, SCHEDULE)
+        several = f"(K·{layers}{lacks}{left_out})" if lacks or less else f"K·{layers}"
+        yield Line(
+            Kind.ACTIVATIONS, (rank.chunks * layers - lacking - less) * each, reason, f"{several}·S_{run.kind}", SCHEDULE
+        )
 
 
 def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Line]:

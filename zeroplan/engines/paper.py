@@ -109,16 +109,33 @@ def _moments(
         Moment("optimizer step", Phase.STEP, states),
     ]
     if recipe.recompute != "none" and recipe.activation_model == "module":
-        last = block_pass(model, layout(model).runs[-1].kind, compute, batch)
-        before = (*states, _activations(recipe, kept, fewer=1), *head.shared)
-        again = (*last.checkpoint_in_backward, *last.saved)
-        moments.insert(2, Moment("backward of the last block, recomputed", Phase.BACKWARD, (*before, *again)))
+        for at in _last_of_each_kind(tuple(run.kind for run, _ in kept)):
+            kind = kept[at][0].kind
+            last = block_pass(model, kind, compute, batch)
+            before = (*states, _activations(recipe, kept, until=at), *head.shared)
+            name = _LAST if at == len(kept) - 1 else f"backward of the last {kind} block, recomputed"
+            moments.insert(-1, Moment(name, Phase.BACKWARD, (*before, *last.checkpoint_in_backward, *last.saved)))
     return tuple(moments)
 
 
-def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...], *, fewer: int = 0) -> Line:
-    """What the blocks keep, without the last few."""
-    layers = (*(run.layers for run, _ in kept[:-1]), kept[-1][0].layers - fewer)
+_LAST = "backward of the last block, recomputed"
+
+
+@lru_cache(maxsize=256)
+def _last_of_each_kind(kinds: tuple[str, ...]) -> tuple[int, ...]:
+    """Of runs of blocks the last one of each kind: more waits below it than below the others, in the order of the backward.
+
+    >>> _last_of_each_kind(("dense", "moe")), _last_of_each_kind(("a", "b", "a"))
+    ((1, 0), (2, 1))
+    """
+    return tuple(sorted({kind: at for at, kind in enumerate(kinds)}.values(), reverse=True))
+
+
+def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...], *, until: int | None = None) -> Line:
+    """What the blocks keep: all of them, or those below the last block of a run."""
+    layers = tuple(
+        run.layers if until is None or at < until else run.layers - 1 if at == until else 0 for at, (run, _) in enumerate(kept)
+    )
     n_bytes: Int = 0
     for count, (_, lines) in zip(layers, kept, strict=True):
         n_bytes = n_bytes + count * total_bytes(lines)

@@ -86,7 +86,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     complete = JobSpec(
         model=model,
         cluster=cluster,
-        recipe=_on_nodes(_recipe(request, stage), cluster),
+        recipe=_on_nodes(_recipe(request, stage), cluster, chosen),
         mesh=mesh_of(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
@@ -232,12 +232,13 @@ def cluster_of(request: Request, extra: Path | None) -> ClusterSpec:
     return ClusterSpec(gpu=gpu, gpus_per_node=request.gpus_per_node, shares=request.shares)
 
 
-def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec) -> RecipeSpec:
-    """Tell DeepSpeed's quantized gradients, which alone ask, how many GPUs share a node."""
-    known = node_size(cluster)
-    if known is None or not recipe.deepspeed.zero_quantized_gradients:
+def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec, chosen: Sequence[str]) -> RecipeSpec:
+    """Tell DeepSpeed's quantized gradients, which alone ask, how many GPUs share a node, where nobody said it to them."""
+    known, options = node_size(cluster), recipe.deepspeed
+    said = "gpus_per_node" in chosen or options.gpus_per_node != DeepSpeedOptions().gpus_per_node
+    if known is None or said or not options.zero_quantized_gradients:
         return recipe
-    return replace(recipe, deepspeed=replace(recipe.deepspeed, gpus_per_node=known))
+    return replace(recipe, deepspeed=replace(options, gpus_per_node=known))
 
 
 def mesh_of(request: Request, gpus: int) -> MeshSpec:

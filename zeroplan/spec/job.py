@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.hardware import ClusterSpec
+from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec
@@ -83,6 +83,8 @@ class JobSpec(Spec):
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
         self._check_resharding()
+        if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
+            self._check_nodes()
         if self.model.profile is not None:
             self._check_what_a_profile_tells()
         if self.model.adapter is not None:
@@ -94,6 +96,14 @@ class JobSpec(Spec):
         if self.recipe.recompute_layers is not None:
             self._check_recompute_layers(self.recipe.recompute_layers)
         self._check_model_ranks()
+
+    def _check_nodes(self) -> None:
+        """Refuse two numbers of GPUs that share a node, of which DeepSpeed's quantized gradients ask."""
+        known, said = node_size(self.cluster), self.recipe.deepspeed.gpus_per_node
+        if known is not None and known != said:
+            raise SpecError(
+                f"deepspeed.gpus_per_node={said} contradicts the {known} GPUs of a node; leave it out or add --gpus-per-node {said}"
+            )
 
     def _check_model_ranks(self) -> None:
         """Refuse ways of splitting the model that the engine does not have, or that are not modelled."""

@@ -54,6 +54,11 @@ def whole_layer_lines(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mes
     return lines if not _keeps_scores(recipe) else (*lines, scores_line(model, mesh, batch))
 
 
+def attention_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
+    """What of one layer is left when its MLP's backward is done, without the scores. [bytes]"""
+    return tuple(_line(part, recipe, mesh, batch) for part in _attention(model))
+
+
 def _keeps_scores(recipe: RecipeSpec) -> bool:
     """Fused attention never has them; selective recomputation drops them."""
     return recipe.attention == "eager" and recipe.recompute != "selective"

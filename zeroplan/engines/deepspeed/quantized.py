@@ -23,11 +23,15 @@ def refuse_quantized(recipe: RecipeSpec) -> None:
 
 
 def sharing_of(recipe: RecipeSpec, n_ranks: Int) -> Sharing:
-    """What of the ranks a gather depends on; in a grid the fewest are taken, whose shares are the largest."""
+    """What of the ranks a gather depends on; refuses a column of several numbers of them where it does depend on those."""
     quantized, copied = recipe.deepspeed.zero_quantized_weights, offloads_parameters(recipe)
     if not quantized and not copied:
         return Sharing()
     ranks = n_ranks if isinstance(n_ranks, int) else int(n_ranks.min())
+    if not isinstance(n_ranks, int) and ranks != n_ranks.max():
+        raise SpecError(
+            "gathers of quantized or offloaded parameters depend on the number of ranks; ask for one number after the other"
+        )
     if not quantized or ranks == 1:
         return Sharing(ranks, copied)
     return Sharing(ranks, copied, widths(recipe.precision).compute, half=recipe.precision == "fp16-mixed")

@@ -63,8 +63,11 @@ def _count(amounts: Amounts, formula: str, widths: tuple[int, int], mark: Monomi
 
 def _covers(first: Amounts, second: Amounts) -> bool:
     """Whether ``first`` is at least ``second``; what it lacks of one amount it may have too much of a larger one."""
+    for key, times in second.items():  # most pairs differ here, and there are many
+        if first.get(key, 0) < times and key not in _AT_MOST:  # nothing larger stands for it
+            return False
     lacks = [key for key in {**first, **second} if first.get(key, 0) < second.get(key, 0)]
-    if not all(key in _AT_MOST for key in lacks):  # nothing larger stands for it
+    if not all(key in _AT_MOST for key in lacks):
         return False
     surplus = {key: first.get(key, 0) - second.get(key, 0) for key in {**first, **second}} if lacks else {}
     for key, more in sorted(surplus.items(), key=lambda pair: len(pair[0])):

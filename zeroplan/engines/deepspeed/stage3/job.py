@@ -91,7 +91,7 @@ _ANY_SIZE = DeepSpeedOptions().reduce_bucket_size
 
 def trace_of_several(job: Job, micro: Int) -> Gathered:
     """What is gathered with several micro-batches per step, which takes twice as long to find; often that of one."""
-    if isinstance(micro, int) and micro == 1:
+    if (micro if isinstance(micro, int) else micro.max()) == 1:
         return job.trace
     return _trace(job.every, job.recipe, job.n_ranks, of=gathered_by_several) or job.trace
 

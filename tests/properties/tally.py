@@ -1,0 +1,89 @@
+"""What was asked in a night, and of what: counts that two processes can add up, and that do not grow with the number of cases."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zeroplan import JobSpec
+    from zeroplan.spec.base import Spec
+
+#: Different reasons of one section that are told apart; the rest are counted together.
+MOST_REASONS = 300
+_OTHERS = "others"
+_NUMBER = re.compile(r"(?<![\w.-])-?[0-9][0-9,.]*(e\+?[0-9]+)?")
+
+
+class Tally:
+    """Sections of counts: of checks that held, were not asked and why, of draws that were none and why, of what was drawn."""
+
+    def __init__(self) -> None:
+        self.sections: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def count(self, section: str, what: str, times: int = 1) -> None:
+        """Count once more; numbers in a reason are left out, so that it is the same one for every job."""
+        counts = self.sections[section]
+        counts[what if what in counts or len(counts) < MOST_REASONS else _OTHERS] += times
+
+    def reason(self, section: str, text: str) -> None:
+        """Count a sentence that has a job's numbers in it."""
+        self.count(section, _NUMBER.sub("N", text)[:150])
+
+    def add(self, other: Tally) -> None:
+        """Take over what another process counted."""
+        for section, counts in other.sections.items():
+            for what, times in counts.items():
+                self.count(section, what, times)
+
+    def lines(self) -> Iterator[str]:
+        """Everything, the frequent first."""
+        for section, counts in sorted(self.sections.items()):
+            yield f"\n{section} ({sum(counts.values()):,})"
+            for what, times in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
+                yield f"{times:>12,}  {what}"
+
+
+def kinds(job: JobSpec) -> Iterator[tuple[str, str]]:
+    """Which of every choice there is this job has: the section and the choice."""
+    recipe, model, mesh = job.recipe, job.model, job.mesh
+    ways = [way for way in ("tp", "cp", "pp", "ep", "dp_replicate") if getattr(mesh, way) > 1]
+    yield "drawn: engine and stage", f"{recipe.engine} {recipe.zero_stage}"
+    yield "drawn: family", model.family
+    yield "drawn: ranks", f"{recipe.engine} {' '.join(ways) or 'data alone'}"
+    yield "drawn: trained", _trained(job)
+    yield "drawn: GPU", "none" if job.cluster.gpu is None else "with measured shares" if job.cluster.shares else "named"
+    for what, value in _choices(recipe, recipe.engine):
+        yield "drawn: option", f"{what} = {value}"
+    for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window", "unplaced_parameters"):
+        if getattr(model, name):
+            yield "drawn: model", name
+    yield "drawn: model", f"of {_magnitude(model.hidden_size * model.num_hidden_layers)} wide and deep"
+    yield "drawn: tokens", _magnitude(job.batch.micro_batch_size * job.batch.seq_len)
+    yield "drawn: ranks that shard", _magnitude(mesh.dp_shard)
+
+
+def _trained(job: JobSpec) -> str:
+    model = job.model
+    if model.adapter is not None:
+        return "LoRA" if model.adapter.quantize == "none" else f"QLoRA {model.adapter.quantize}"
+    return "partly frozen" if model.frozen is not None else "a profile" if model.profile is not None else "everything"
+
+
+def _choices(spec: Spec, engine: str, path: str = "") -> Iterator[tuple[str, object]]:
+    """Words and switches as they are, of numbers whether they were said at all, and of options those of the job's engine."""
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if hasattr(value, "check_rules"):
+            yield from _choices(value, engine, f"{field.name}.") if field.name == engine else ()
+        elif isinstance(value, (str, bool)) or value is None:
+            yield path + field.name, value
+        else:
+            yield path + field.name, "a number"
+
+
+def _magnitude(number: int) -> str:
+    return f"10^{len(str(number)) - 1}"
