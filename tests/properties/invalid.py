@@ -1,10 +1,12 @@
 """Input that is broken in every way: a file or a flag, handed to the program itself. It answers, or says in one line why not.
 
 What is broken is a file that was whole (a config.json, a job file, a record, a snapshot, a set-up, a profile, a catalogue's entry),
-bent as data or as bytes, or a command line of flags that exist with values that do not. A case is a number, as in
+bent as data or as bytes, a command line of flags that exist with values that do not, or a question to the page. Megatron-LM's
+arguments are written and not read. A case is a number, as in
 :mod:`tests.properties.nightly`.
 """
 
+import asyncio
 import contextlib
 import io
 import json
@@ -15,17 +17,21 @@ import tomllib
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from random import Random
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import zeroplan
 from tests import strategies
 from tests.measured_twins import twin
 from tests.profiles import by_hand
+from tests.properties.folder import folder
 from tests.snapshots.written import Written, step
 from zeroplan.cli.app import main
+from zeroplan.explore.controls import controls
+from zeroplan.explore.server import explore_app
 
 #: What one command may take. [s of a core, bytes beyond what was there]
 MOST_SECONDS, MOST_BYTES = 30, 1 << 30
@@ -76,8 +82,9 @@ _ODD: tuple[Any, ...] = (
 
 
 class Broken(NamedTuple):
-    """The name of a file, what stands in it, and the command that is given its path in place of ``FILE``."""
+    """The name of a file, what stands in it, and the command that is given its path in place of ``FILE``; and which it is."""
 
+    what: str
     name: str
     content: bytes
     command: tuple[str, ...]
@@ -93,7 +100,8 @@ def _config(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
 
 
 def _job_as_json(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
-    return "job.json", json.loads(json.dumps(asdict(strategies.job(draw)))), ("estimate", "FILE")
+    command = draw.choice((("estimate",), ("estimate", "--json"), ("advise",), ("report", "--force", "--out", "OUT")))
+    return "job.json", json.loads(json.dumps(asdict(strategies.job(draw)))), (*command, "FILE")
 
 
 def _job_as_toml(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
@@ -114,7 +122,8 @@ def _job_as_toml(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
 
 def _record(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
     made = twin(model="gpt2", gpus=8, stage=draw.choice((2, 3)), seq_len=64)
-    return "record.json", json.loads(json.dumps(asdict(made))), ("compare", "FILE")
+    plan = ("plan", "--model", "gpt2", "--gpus", "4", "--gpu", "h100", "--engine", "fsdp2", "--calibrate", "FILE")
+    return "record.json", json.loads(json.dumps(asdict(made))), draw.choice((("compare", "FILE"), ("compare", "FOLDER"), plan))
 
 
 def _deepspeed(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
@@ -191,7 +200,8 @@ def _snapshot(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
     card = Written()
     for _ in range(draw.randint(1, 3)):
         step(card, states=draw.choice((True, False)))
-    return "snapshot.pickle", card.data(), ("diagnose", "FILE")
+    command = draw.choice((("diagnose", "FILE"), ("diagnose", "--model", "gpt2", "--gpus", "8", "--snapshot", "FILE")))
+    return "snapshot.pickle", card.data(), command
 
 
 _KINDS = (
@@ -227,7 +237,7 @@ def _odd(draw: Random) -> Any:
 
 def _bent(draw: Random, tree: Any) -> Any:
     """Data with a few keys dropped, added, or given another value."""
-    for _ in range(draw.randint(1, 3)):
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
         every = list(_places(tree))
         if not every:
             return _odd(draw)
@@ -311,7 +321,7 @@ _BOMBS = (
 def _damaged(draw: Random, content: bytes) -> bytes:
     """Bytes with some of them changed, gone, or doubled."""
     made = bytearray(content)
-    for _ in range(draw.randint(1, 4)):
+    for _ in range(draw.choice((1, 1, 2, 4))):
         at = draw.randrange(len(made) + 1)
         until = at + draw.randint(1, 20)
         what = draw.choice(("change", "cut", "double", "end", "digits"))
@@ -331,11 +341,12 @@ def _damaged(draw: Random, content: bytes) -> bytes:
 def _file(draw: Random) -> Broken:
     name, data, command = draw.choice(_KINDS)(draw)
     how = draw.choice(("bent", "bent", "bent", "damaged", "bomb"))
+    what = f"{command[0]}, {name} {how}"
     if how == "bomb":
-        return Broken(name, draw.choice(_BOMBS), command)
+        return Broken(what, name, draw.choice(_BOMBS), command)
     if how == "bent":
-        return Broken(name, _written(name, _bent(draw, data)), command)
-    return Broken(name, _damaged(draw, _written(name, data)), command)
+        return Broken(what, name, _written(name, _bent(draw, data)), command)
+    return Broken(what, name, _damaged(draw, _written(name, data)), command)
 
 
 # --- flags ---------------------------------------------------------------------------------------------------------------
@@ -456,35 +467,115 @@ _VALUES = (
 )
 
 
+#: What a flag is meant to be given.
+_MEANT = {
+    "params": ("7e9", "70b"), "treat-as": ("llama",), "lora-rank": ("8", "16"), "lora-targets": ("all-linear", "q_proj,v_proj"),
+    "quantize": ("nf4", "none"), "freeze": ("embedding", "norm,head"), "freeze-layers": ("1", "3"), "gpus": ("8", "16", "64"),
+    "gpu": ("h100", "mi300x"), "gpus-per-node": ("4", "8"), "replicas": ("2",), "tensor-parallel": ("2", "4"),
+    "context-parallel": ("2", "4"), "pipeline-parallel": ("2", "4"), "expert-parallel": ("2", "8"),
+    "pipeline-schedule": ("1f1b", "interleaved-1f1b", "zbv"), "pipeline-stages-per-rank": ("2",), "stage": ("0", "1", "2", "3"),
+    "engine": ("ddp", "fsdp2", "deepspeed", "paper", "megatron"), "precision": ("bf16", "fp32", "bf16-mixed"),
+    "optimizer": ("adamw", "sgd", "muon"), "optimizer-impl": ("fused", "foreach"), "offload-optimizer": ("cpu", "nvme"),
+    "offload-param": ("cpu", "nvme"), "recompute": ("full", "selective", "none"), "recompute-layers": ("1", "4"),
+    "attention": ("eager", "flash"), "loss": ("chunked", "fused"), "keep-logits": ("yes", "fp32"), "activations": ("megatron",),
+    "seq-len": ("64", "1024"), "micro-batch": ("1", "4"), "grad-accum": ("2", "8"),
+    "set": ("fsdp2.reshard_after_forward=4", "deepspeed.reduce_bucket_size=1e6", "megatron.overlap_grad_reduce=true"),
+}  # fmt: skip
+
+
 def _flags(draw: Random) -> Broken:
     command = [draw.choice(("estimate", "estimate", "estimate", "advise", "gpus", "models"))]
-    if draw.choice((True, False)):
-        command += ["--model", draw.choice(("gpt2", "llama-3.1-8b", "mixtral-8x7b"))]
+    job = command[0] in ("estimate", "advise")
+    if job and draw.randint(0, 9):
+        command += ["--model", draw.choice(("gpt2", "llama-3.1-8b", "mixtral-8x7b")), "--gpus", draw.choice(("8", "16"))]
     for _ in range(draw.randint(1, 6)):
-        if draw.randint(0, 3):
-            command += [f"--{draw.choice(_FLAGS)}", draw.choice(_VALUES)]
-        else:
+        meant = draw.randint(0, 9)
+        if not draw.randint(0, 3):
             command.append(f"--{draw.choice(_SWITCHES)}")
-    return Broken("unused", b"", tuple(command))
+        elif meant and job:
+            flag = draw.choice(sorted(_MEANT))
+            command += [f"--{flag}", draw.choice(_MEANT[flag])]
+        else:
+            command += [f"--{draw.choice(_FLAGS)}", draw.choice(_VALUES)]
+    return Broken(f"{command[0]}, flags", "unused", b"", tuple(command))
+
+
+# --- the page ------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _page() -> Any:
+    """The page's application, which answers without a socket."""
+    return explore_app()
+
+
+def _said_in_an_address(draw: Random) -> bytes:
+    """What may stand behind the question mark: values that controls have, others, and bytes that are none."""
+    said = ["model=gpt2"] if draw.randint(0, 3) else []
+    for _ in range(draw.randint(0, 4)):
+        control = draw.choice(controls())
+        usual = control.choices or tuple(str(number) for number in (control.least, 2 * control.least, control.most))
+        odd = draw.randint(0, 7) == 7
+        name = draw.choice(("gpus ", "seq-len", "", "é", control.name)) if odd else control.name
+        value = draw.choice(_VALUES if odd else usual)
+        said.append(f"{quote(name)}={quote(value) if draw.randint(0, 9) else value}")
+    made = "&".join(said).encode("utf-8", "replace")
+    return made if draw.randint(0, 7) else _damaged(draw, made)
+
+
+def asked_by_a_browser(draw: Random) -> str:
+    """Ask the page something broken; it answers, or refuses in one line. Returns the status."""
+    where = draw.choice(("answer", "answer", "answer", "changes", "controls", "none"))
+    host = draw.choice((b"127.0.0.1", b"127.0.0.1", b"127.0.0.1:1", b"localhost:8000", b"[::1]", b"example.org", b"\xff"))
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "GET", "path": f"/api/{where}", "raw_path": f"/api/{where}".encode(),
+        "root_path": "", "scheme": "http", "query_string": _said_in_an_address(draw), "headers": [(b"host", host)],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000),
+    }  # fmt: skip
+    heard = list[dict[str, Any]]()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        heard.append(message)
+
+    asyncio.run(_page()(scope, receive, send))
+    status = heard[0]["status"]
+    told = json.loads(b"".join(message.get("body", b"") for message in heard[1:]), parse_constant=_no_number)
+    assert status in (200, 404, 414, 421, 422), (status, scope)
+    if status not in (200, 404):
+        assert told["error"].strip(), scope
+        assert "\n" not in told["error"], told
+    return f"the page, {where}: {status}"
+
+
+def _no_number(name: str) -> None:
+    raise AssertionError(f"{name} is no JSON")
 
 
 # --- asked ---------------------------------------------------------------------------------------------------------------
 
 
-def refuses(case: int) -> None:
-    """Hand a broken input to the program; raises AssertionError where it neither answers nor refuses in one line."""
+def refuses(case: int) -> str:
+    """Hand a broken input to the program, and say what came of it.
+
+    Raises AssertionError where the program neither answers nor refuses in one line.
+    """
     draw = Random(case)  # noqa: S311  nothing secret is drawn
+    if draw.randint(0, 5) == 5:
+        return asked_by_a_browser(draw)
     made = draw.choice((_file, _file, _flags))(draw)
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / made.name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(made.content)
-        command = [{"FILE": str(path), "FOLDER": folder}.get(word, word) for word in made.command]
-        asked(command)
+    own = folder(f"broken {made.name.replace('/', ' ')}")
+    path = own / made.name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(made.content)
+    places = {"FILE": str(path), "FOLDER": str(own), "OUT": str(folder("written") / "answer.html")}
+    return f"{made.what}: {asked([places.get(word, word) for word in made.command])}"
 
 
-def asked(command: list[str]) -> None:
-    """Run a command in this process."""
+def asked(command: list[str]) -> object:
+    """Run a command in this process; its exit status."""
     out, err = io.StringIO(), io.StringIO()
     began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     code: object = None
@@ -502,3 +593,4 @@ def asked(command: list[str]) -> None:
         assert said.count("\n") == 1, (command, said)
         assert len(said) < 2000, command
     assert "Traceback" not in said, command
+    return code

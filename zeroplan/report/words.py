@@ -1,7 +1,8 @@
 """Sentences that every rendering of an answer shares: what the job is, what a parameter costs, whether it fits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.ledger import Kind
@@ -120,7 +121,7 @@ def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
     Where they do not (whole copies beside shards, padding, uneven chunks), what one rank alone would hold and what this one
     holds.
     """
-    whole, here, mesh = _unsharded(answer), answer.states_by_kind, answer.job.mesh
+    whole, here, mesh = _unsharded(answer.job), answer.states_by_kind, answer.job.mesh
     before = sum(whole.values()) if kind is None else whole[kind]
     after = sum(here.values()) if kind is None else here[kind]
     split, shards = f" / {mesh.tp} (tensor-parallel)" if mesh.tp > 1 else "", mesh.dp_shard * mesh.cp
@@ -131,9 +132,9 @@ def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
     return f"{_short(before / answer.parameters)} x Ψ before sharding, {_short(after / answer.parameters)} x Ψ on this GPU"
 
 
-def _unsharded(answer: Estimate) -> dict[Kind, int]:
-    """The states of the same job on one data-parallel rank, which holds everything."""
-    job = answer.job
+@lru_cache(maxsize=16)
+def _unsharded(job: JobSpec) -> Mapping[Kind, int]:
+    """The states of the same job on one data-parallel rank, which holds everything; an answer asks for each kind of them."""
     fsdp2 = replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False)
     here = replace(job.recipe.deepspeed, offload_optimizer="none", offload_param="none")
     recipe = replace(

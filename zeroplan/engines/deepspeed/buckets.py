@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.flat import Placed, Row, Sizes, count_below
@@ -39,7 +39,7 @@ class Flush(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Schedule:
-    """All buckets of one backward pass, the last one first, so that their places ascend; one object per model and size."""
+    """All buckets of one backward pass, the last one first, so that their places mostly ascend; one object per model and size."""
 
     whole: Row
     size: int
@@ -153,9 +153,18 @@ def _columns(whole: Row, size: int, flushes: tuple[Flush, ...], *, leaves: bool)
 
 
 def flush_over(buckets: Schedule, element: Int) -> Int:
-    """Index of the bucket that holds the element before ``element``, so one that spans a border there if any does."""
-    index: Int = count_below(buckets.lows, element) - 1
+    """Index of the first bucket that is reduced with something below ``element``: one that spans a border there if any does."""
+    index: Int = count_below(_lowest_until(buckets), element) - 1
     return index
+
+
+@lru_cache(maxsize=256)
+def _lowest_until(buckets: Schedule) -> tuple[int, ...]:
+    """Of each bucket where it or one that was reduced before it begins: buckets need not come from the end to the front.
+
+    Modules run in another order than they are registered in, as norms do, and an embedding may be registered behind the blocks.
+    """
+    return tuple(accumulate(reversed(buckets.lows), min))[::-1]
 
 
 class Front(NamedTuple):

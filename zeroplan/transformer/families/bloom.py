@@ -13,9 +13,9 @@ MLP = "transformers 5.23, models/bloom/modeling_bloom.py, BloomMLP.forward"
 GELU = "transformers 5.23, models/bloom/modeling_bloom.py, bloom_gelu_forward and bloom_gelu_back"
 
 
-def bloom(tape: Tape, given: Value, _block: Block) -> Value:
+def bloom(tape: Tape, given: Value, block: Block) -> Value:
     """One block; the attention weights are among its outputs, so that those of the block below are alive while it runs."""
-    if not tape.saving:
+    if not tape.saving and not block.alone:
         tape.make(op.TENSOR, "attention weights of the block below, one of its outputs", "e·a·T·s", LAYER)
     normal = op.layer_norm(tape, given, LAYER_BEFORE_ATTENTION, LAYER_NORM)
     middle, weights = _attention(tape, normal, given)

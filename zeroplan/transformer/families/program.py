@@ -22,3 +22,5 @@ class Block(NamedTuple):
     """GELU is ``gelu_fast``, written out in single operators."""
     dispatched: bool = False
     """Experts are on several ranks."""
+    alone: bool = False
+    """There is no block below."""

@@ -75,6 +75,8 @@ class Structure(NamedTuple):
     dispatched: bool = False
     ring: int = 1
     """Context-parallel ranks, which share the sequence."""
+    alone: bool = False
+    """There is no block below, of which BLOOM's would hold something."""
 
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
@@ -184,6 +186,7 @@ def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, ring
         recompute != "none" and x.expert_ranks > 1,
         x.expert_ranks > 1,
         ring,
+        model.family == "bloom" and model.num_hidden_layers == 1,
     )
     plan = _plan(structure)
     sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
@@ -350,6 +353,7 @@ def _block(structure: Structure) -> Block:
         structure.parallel,
         structure.fast_gelu,
         structure.dispatched,
+        structure.alone,
     )
 
 
