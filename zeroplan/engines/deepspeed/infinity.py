@@ -15,25 +15,21 @@ from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule
 from zeroplan.engines.deepspeed.flat import Placed, Row
 from zeroplan.engines.deepspeed.offload import members
+from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
 from zeroplan.engines.formulas import times
 from zeroplan.engines.pinned import taken_bytes
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, for_each_value, round_up
+from zeroplan.numeric import Int, ceil_div, for_each_value, round_up
 from zeroplan.spec.recipe import ADAM, DeepSpeedOptions, RecipeSpec
 
 _SWAP = "DeepSpeed 0.19.8, runtime/swap_tensor"
 _BUFFERS = f"{_SWAP}/utils.py, SwapBufferManager"
 _PARAMETERS = f"{_SWAP}/partitioned_param_swapper.py, AsyncPartitionedParameterSwapper"
 _STATES = f"{_SWAP}/optimizer_utils.py, OptimizerSwapper"
-_STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
-_FLAT = f"{_STAGE3}, _create_param_groups_fp16_flat_cpu_memory"
 
 #: ``MIN_AIO_BYTES`` and ``AIO_ALIGNED_BYTES`` of ``runtime/swap_tensor/utils.py``.
 _LEAST_BYTES, _ALIGNED_BYTES = 1 << 20, 1 << 10
-_FP64 = 8
-#: ``_constant_buffered_norm2`` takes a norm in pieces of so many elements.
-_NORM_PIECE = 250_000_000
 #: Adam's buffers: weights, momentum, variance, and the gradient beside them.
 _STATES_OF_ADAM, _WITH_GRADIENT = 3, 4
 
@@ -142,7 +138,7 @@ def sub_groups(whole: Row, size: int, n_ranks: int) -> Iterator[tuple[int, ...]]
     """Yield this rank's shares of the parameters of each sub-group: it is closed by the share that reaches ``size``."""
     inside, filled = list[int](), 0
     for each in whole.placed:
-        inside.append(-((each.start - each.end) // n_ranks))
+        inside.append(ceil_div(each.end - each.start, n_ranks))
         filled += inside[-1]
         if filled >= size:
             yield tuple(inside)
@@ -290,7 +286,7 @@ def casts_on_the_way(buckets: Schedule, flush: Flush, n_ranks: Int, *, kept: int
     n_bytes = for_each_value(lambda ranks: _casts(buckets, ranks, kept, master)[index], n_ranks)
     formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
     reason = "shares of a bucket's gradients as the optimizer takes them, and one in fp64 for its norm"
-    return (Line(Kind.REDUCE, n_bytes, reason, formula, f"{_STAGE3}, partition_grads"),)
+    return (Line(Kind.REDUCE, n_bytes, reason, formula, f"{STAGE3}, partition_grads"),)
 
 
 @lru_cache(maxsize=256)
@@ -302,8 +298,8 @@ def _highest(inside: tuple[Placed, ...], n_ranks: int, kept: int, master: int) -
     """Yield the bytes at each gradient of a bucket, in the order of the parameters."""
     before = 0
     for each in sorted(inside, key=lambda one: one.start):
-        share = -((each.start - each.end) // n_ranks)
-        yield before + kept * share + max(_FP64 * min(share, _NORM_PIECE), master * share if kept != master else 0)
+        share = ceil_div(each.end - each.start, n_ranks)
+        yield before + kept * share + max(FP64 * min(share, NORM_PIECE), master * share if kept != master else 0)
         before += master * share
 
 
@@ -345,7 +341,7 @@ def _stayed(buckets: Schedule, n_ranks: int, master: int) -> tuple[int, ...]:
     """Elements that stay, of no bucket, of the first that is reduced, of the first two and so on."""
     totals = [0]
     for inside in reversed(members(buckets)):
-        stay = (share for each in inside if _stays(share := -((each.start - each.end) // n_ranks), master))
+        stay = (share for each in inside if _stays(share := ceil_div(each.end - each.start, n_ranks), master))
         totals.append(totals[-1] + sum(stay))
     return tuple(totals)
 
@@ -369,7 +365,7 @@ def weights_in_host(recipe: RecipeSpec, mine: Shares) -> tuple[Line, ...]:
     buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, width)
     rows = (
         (Kind.PARAMETERS, _field(recipe, mine, "in_host"), "weights in host memory, up to max_in_cpu, filled or not", "G_host",
-         _FLAT),
+         FLAT_ON_HOST),
         (Kind.PARAMETERS, _field(recipe, mine, "alone"), "shares of weights too small for NVMe", "G_alone", _PARAMETERS),
         (Kind.GATHER, buffers, "buffers for weights from NVMe: buffer_count of buffer_size", "G_read", _PARAMETERS),
         (Kind.OPTIMIZER_TEMPORARY, _field(recipe, mine, "written"),
@@ -389,7 +385,7 @@ def optimizer_in_host(recipe: RecipeSpec, mine: Shares) -> tuple[Line, ...]:
         Line(Kind.OPTIMIZER_STATE, _WITH_GRADIENT * width * resident,
              "sub-groups too small for NVMe: weights, gradients and states", f"{_WITH_GRADIENT}·{times(width, 'G_few')}", _STATES),
         Line(Kind.GRADIENTS, mine.kept * mine.elements, "this rank's share of the gradients, summed up", times(mine.kept, "G_r"),
-             f"{_STAGE3}, grad_partitions_flat_buffer"),
+             f"{STAGE3}, grad_partitions_flat_buffer"),
     )  # fmt: skip
 
 

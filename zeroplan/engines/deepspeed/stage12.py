@@ -8,6 +8,7 @@ from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed.numbers import numbers_partitioned
 from zeroplan.engines.deepspeed.offload import kept_as, note, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
+from zeroplan.engines.deepspeed.sources import FP64, SHARE, STAGE12
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments, reduced_after_moments
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
@@ -31,11 +32,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.transformer.params import layout
 
-_FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
-_SHARE = "2·ceil(Ψ/(2·N))"
-_WHOLE = f"N·{_SHARE}"
-_NORM = f"{_FILE}, get_grad_norm_direct"
-_FP64 = 8
+_WHOLE = f"N·{SHARE}"
+_NORM = f"{STAGE12}, get_grad_norm_direct"
 
 
 _FLAT_IS_THE_PEAK = (
@@ -52,8 +50,8 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     job = job_of(model, recipe, mesh, batch)
     tensors = (LocalTensor((job.partition,), in_block=False),)
     flat, master, *frozen = _weights(job)
-    updated = (master, *state_lines(recipe.optimizer, kept_as(recipe, impl), tensors, job.master, symbol=_SHARE))
-    temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=_SHARE)
+    updated = (master, *state_lines(recipe.optimizer, kept_as(recipe, impl), tensors, job.master, symbol=SHARE))
+    temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=SHARE)
     these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
     here = tuple(map(on_host, updated)) if away else updated
     persistent = (flat, *frozen, *here, *way_back(job), *layout(model).buffers)
@@ -85,8 +83,8 @@ def _weights(job: Job) -> tuple[Line, ...]:
     flat = times(job.element, _WHOLE)
     master = "weights of this rank's share, fp32" if job.master == 4 else "weights of this rank's share, 16 bits"
     return (
-        Line(Kind.PARAMETERS, job.element * job.n_ranks * job.partition, "all weights, flat and padded", flat, _FILE),
-        Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, _SHARE), _FILE),
+        Line(Kind.PARAMETERS, job.element * job.n_ranks * job.partition, "all weights, flat and padded", flat, STAGE12),
+        Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, SHARE), STAGE12),
         *frozen_weights(job),
     )
 
@@ -109,19 +107,19 @@ def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of ``step``: norm, flattening, update."""
     own, share = own_gradients(job), job.partition
     master = Line(Kind.GRADIENTS, job.master * share, "gradients of this rank's share, as the optimizer takes them",
-                  times(job.master, _SHARE), f"{_FILE}, step")  # fmt: skip
+                  times(job.master, SHARE), f"{STAGE12}, step")  # fmt: skip
     update = (own,) if keeps_partition(job) else (master,)
     moments = [Moment("optimizer step: update", Phase.STEP, update + temporary)]
     if not keeps_partition(job):
         flat = Line(
             Kind.OPTIMIZER_TEMPORARY, job.element * share, "gradients of this rank's share, flattened",
-            f"{job.element}·{_SHARE}", _FILE,
+            f"{job.element}·{SHARE}", STAGE12,
         )  # fmt: skip
         cast = (own, flat, master) if job.element != job.master else (own, master)
         moments.insert(0, Moment("optimizer step: gradients flattened", Phase.STEP, cast))
     if job.recipe.deepspeed.compute_grad_norm:
         norm = Line(
-            Kind.OPTIMIZER_TEMPORARY, _FP64 * job.largest, "largest gradient of this rank's share in fp64", "8·G_max", _NORM
+            Kind.OPTIMIZER_TEMPORARY, FP64 * job.largest, "largest gradient of this rank's share in fp64", "8·G_max", _NORM
         )
         moments.insert(0, Moment("gradient norm", Phase.STEP, (own, norm)))
     return tuple(moments)
@@ -135,12 +133,12 @@ def _step_away(job: Job) -> tuple[Moment, ...]:
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of construction: the model is laid flat, then the share's weights are made, with gradients once."""
     psi, share = job.whole.n_elements, job.partition
-    arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", _FILE)
+    arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", STAGE12)
     frozen = frozen_weights(job)
     copied = (arrived, weights[0], *frozen) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0], *frozen)
-    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{_SHARE}",
-                 f"{_FILE}, initialize_optimizer_states")  # fmt: skip
-    clone = Line(Kind.TEMPORARY, job.element * share, "copy of the share before its cast", f"{job.element}·{_SHARE}", _FILE)
+    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{SHARE}",
+                 f"{STAGE12}, initialize_optimizer_states")  # fmt: skip
+    clone = Line(Kind.TEMPORARY, job.element * share, "copy of the share before its cast", f"{job.element}·{SHARE}", STAGE12)
     copied_first = job.element != job.master or offloads_optimizer(job.recipe)
     if offloads_optimizer(job.recipe):
         zeros = on_host(zeros)
@@ -161,7 +159,7 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
             "all_reduce", "gradients, bucket by bucket",
             "in the backward of every micro-batch" if job.recipe.zero_stage == 2 else "for the last micro-batch",
             n, calls * rounds, element * ceil_div(psi, calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
-            f"{_FILE}, allreduce_and_scatter", element * psi * rounds,
+            f"{STAGE12}, allreduce_and_scatter", element * psi * rounds,
         ),
         Collective(
             "all_gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), element * n * job.partition,

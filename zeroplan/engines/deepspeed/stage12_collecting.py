@@ -27,8 +27,6 @@ from zeroplan.ledger import Line, Moment, Phase
 from zeroplan.numeric import Int, where
 from zeroplan.transformer.blocks import BackwardPoint
 
-_FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
-
 
 def collecting_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
     """Return the moments of a backward pass where every gradient stays until its end, the end itself left out."""

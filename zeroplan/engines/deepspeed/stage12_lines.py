@@ -25,6 +25,7 @@ from zeroplan.engines.deepspeed.passes import (
     embedding_instant,
     kept_symbols,
 )
+from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.formulas import product, times
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.sources import INPUT_BUFFER
@@ -36,10 +37,9 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import BackwardPoint
 
-_FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
-_KEEP = f"{_FILE}, copy_grads_in_partition"
-_BUCKETS = f"{_FILE}, setup_buckets"
-_ALL_REDUCE = f"{_FILE}, allreduce_bucket"
+_KEEP = f"{STAGE12}, copy_grads_in_partition"
+_BUCKETS = f"{STAGE12}, setup_buckets"
+_ALL_REDUCE = f"{STAGE12}, allreduce_bucket"
 
 
 class Job(NamedTuple):
@@ -108,7 +108,7 @@ def frozen_weights(job: Job) -> tuple[Line, ...]:
     if job.whole.model.adapter is None:
         return ()
     n_bytes, formula = job.element * frozen_elements(job.whole.model), times(job.element, "Ψ_frozen")
-    return (Line(Kind.PARAMETERS, n_bytes, "frozen weights, whole on every rank", formula, _FILE),)
+    return (Line(Kind.PARAMETERS, n_bytes, "frozen weights, whole on every rank", formula, STAGE12),)
 
 
 def starts_with(job: Job, block: int) -> bool:
@@ -134,7 +134,7 @@ def has_buckets(job: Job) -> bool:
 def own_gradients(job: Job) -> Line:
     """Return the reduced gradients that this rank keeps for the step."""
     if keeps_partition(job):
-        return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", "8·ceil(Ψ/(2·N))", _FILE)
+        return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", "8·ceil(Ψ/(2·N))", STAGE12)
     reason = "gradients of every parameter that reaches into this rank's share, each whole"
     line = Line(Kind.GRADIENTS, job.element * job.touched, reason, times(job.element, "G_p"), _KEEP)
     return on_host(line) if offloads_optimizer(job.recipe) else line
@@ -153,7 +153,7 @@ def earlier_gradients(job: Job) -> Line:
 
 
 def _every_gradient(job: Job) -> Line:
-    return Line(whole_gradients(job), job.element * job.whole.n_elements, "all gradients", times(job.element, "Ψ"), _FILE)
+    return Line(whole_gradients(job), job.element * job.whole.n_elements, "all gradients", times(job.element, "Ψ"), STAGE12)
 
 
 @lru_cache(maxsize=256)
@@ -187,7 +187,7 @@ def kept_buckets(job: Job) -> tuple[Line, ...]:
 def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Line:
     """Return whole gradients of ``elements`` elements, which ``symbol`` stands for if given. [bytes]"""
     formula = times(job.element, symbol) if symbol else product(job.element, elements)
-    return Line(whole_gradients(job), job.element * elements, reason, formula, _FILE)
+    return Line(whole_gradients(job), job.element * elements, reason, formula, STAGE12)
 
 
 def whole_gradients(job: Job) -> Kind:
@@ -261,4 +261,4 @@ def waiting(buckets: Schedule, element: int, block: int, gradients: int, current
     latest, before = waiting_elements(buckets, block, gradients)
     elements = current + before if current else latest
     reason = "gradient just made, and one that waits outside the bucket"
-    return Line(Kind.UNSHARDED_GRADIENTS, element * elements, reason, product(element, elements), _FILE)
+    return Line(Kind.UNSHARDED_GRADIENTS, element * elements, reason, product(element, elements), STAGE12)

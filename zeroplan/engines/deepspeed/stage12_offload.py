@@ -13,6 +13,7 @@ from zeroplan.engines.deepspeed.buckets import Schedule, flush_over
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter, pick
 from zeroplan.engines.deepspeed.offload import members, offloads_optimizer
 from zeroplan.engines.deepspeed.passes import Passes, kept_before, kept_bytes, running_bytes, running_lines
+from zeroplan.engines.deepspeed.sources import FP64, SHARE, STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
     bucket_lines,
@@ -28,13 +29,10 @@ from zeroplan.engines.pinned import beyond, beyond_symbol, block_bytes, rounding
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, for_each_value, maximum, where
 
-_FILE = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py"
-_BUFFER = f"{_FILE}, temp_grad_buffer_for_gpu_offload"
-_NORM = f"{_FILE}, set_norm_for_param_grad_in_gpu"
-_CLONED = f"{_FILE}, reduce_independent_p_g_buckets_and_remove_grads"
-_WAY_THERE = f"{_FILE}, param_buffer_of_bit16_for_cpu_offload_groups"
-_SHARE = "2·ceil(Ψ/(2·N))"
-_FP64 = 8
+_BUFFER = f"{STAGE12}, temp_grad_buffer_for_gpu_offload"
+_NORM = f"{STAGE12}, set_norm_for_param_grad_in_gpu"
+_CLONED = f"{STAGE12}, reduce_independent_p_g_buckets_and_remove_grads"
+_WAY_THERE = f"{STAGE12}, param_buffer_of_bit16_for_cpu_offload_groups"
 
 
 def way_back(job: Job) -> tuple[Line, ...]:
@@ -57,10 +55,10 @@ def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) 
     return (
         *states,
         Line(Kind.GRADIENTS, job.master * share, "gradients of this rank's share, as the optimizer takes them",
-             times(job.master, _SHARE), f"{_FILE}, initialize_optimizer_states"),
-        Line(Kind.PARAMETERS, element * share, buffer, times(element, _SHARE), _WAY_THERE),
+             times(job.master, SHARE), f"{STAGE12}, initialize_optimizer_states"),
+        Line(Kind.PARAMETERS, element * share, buffer, times(element, SHARE), _WAY_THERE),
         Line(Kind.GRADIENTS, element * largest_parameter(job.whole), "buffer for one gradient, as large as the largest parameter",
-             times(element, "G_big"), f"{_FILE}, temp_grad_buffer_for_cpu_offload"),
+             times(element, "G_big"), f"{STAGE12}, temp_grad_buffer_for_cpu_offload"),
         *_sums(job),
         *temporary,
         *((beyond(_beyond(job)),) if job.recipe.deepspeed.offload_optimizer_pin_memory else ()),
@@ -73,7 +71,7 @@ def _sums(job: Job) -> tuple[Line, ...]:
         return ()
     n_bytes = where(job.accumulates, job.element * job.touched, 0)
     reason = "gradients summed over micro-batches, of every parameter that reaches into this rank's share, each whole"
-    return (Line(Kind.GRADIENTS, n_bytes, reason, f"{job.element}·M·G_p", f"{_FILE}, accumulated_grads_in_cpu"),)
+    return (Line(Kind.GRADIENTS, n_bytes, reason, f"{job.element}·M·G_p", f"{STAGE12}, accumulated_grads_in_cpu"),)
 
 
 def _beyond(job: Job) -> Int:
@@ -118,7 +116,7 @@ def _own_slice(job: Job, index: int) -> Int:
 
 def _norm(elements: Int) -> Line:
     reason = "gradient of this rank in fp64, for its norm, on the way to the host"
-    return Line(Kind.REDUCE, _FP64 * elements, reason, product(_FP64, elements), _NORM)
+    return Line(Kind.REDUCE, FP64 * elements, reason, product(FP64, elements), _NORM)
 
 
 def offloading_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
@@ -175,7 +173,7 @@ def _highest(job: Job, these: Passes) -> tuple[Int, Int]:
     largest: Int = 0
     for index in range(len(job.buckets.flushes) - 1, 0, -1):
         flush, own = job.buckets.flushes[index], _own_slice(job, index)
-        beside = job.element * (flush.arriving + (flush.fill if flush.alone else 0)) + _FP64 * own
+        beside = job.element * (flush.arriving + (flush.fill if flush.alone else 0)) + FP64 * own
         alive = where(
             own > 0, beside + kept_bytes(these, max(flush.block, 0)) + running_bytes(these, flush.block, flush.made), 0
         )

@@ -25,6 +25,7 @@ from zeroplan.engines.deepspeed.passes import (
     running_lines,
     shared_at,
 )
+from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
     at_the_embedding,
@@ -48,7 +49,7 @@ from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.losses import HEAD_INPUT
 
-_ADD = "DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py, _add_to_grad_partition_buffer"
+_ADD = f"{STAGE12}, _add_to_grad_partition_buffer"
 
 
 def reducing_moments(job: Job, these: Passes) -> tuple[Moment, ...]:

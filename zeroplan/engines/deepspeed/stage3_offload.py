@@ -20,18 +20,14 @@ from zeroplan.engines.deepspeed.infinity import (
     weights_in_host,
 )
 from zeroplan.engines.deepspeed.offload import members, offloads_optimizer, offloads_parameters, on_host
+from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
 from zeroplan.engines.formulas import times
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.recipe import RecipeSpec
 
-_STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
-_NORM = f"{_STAGE3}, partition_grads and _constant_buffered_norm2"
-_FLAT = f"{_STAGE3}, _create_param_groups_fp16_flat_cpu_memory"
-_FP64 = 8
-#: ``_constant_buffered_norm2`` takes a norm in pieces of so many elements.
-_NORM_PIECE = 250_000_000
+_NORM = f"{STAGE3}, partition_grads and _constant_buffered_norm2"
 
 
 def states_on_gpu(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -62,7 +58,7 @@ def on_the_way(
         return casts_on_the_way(buckets, flush, n_ranks, kept=kept, master=master)
     share = ceil_div(_largest(buckets)[buckets.flushes.index(flush)], n_ranks)
     cast = master * share if kept != master else 0
-    n_bytes = kept * share + maximum(_FP64 * minimum(share, _NORM_PIECE), cast)
+    n_bytes = kept * share + maximum(FP64 * minimum(share, NORM_PIECE), cast)
     formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
     return (Line(Kind.REDUCE, n_bytes, "share of a gradient, back from the host, and in fp64 for its norm", formula, _NORM),)
 
@@ -74,7 +70,7 @@ def beside_flushes(buckets: Schedule, element: int) -> tuple[tuple[int, ...], ..
     Which bucket takes most depends on the number of ranks.
     """
     return tuple(
-        (0, *(ceil_div(largest, ranks) * (element + _FP64) // element for ranks in (8, 1))) for largest in _largest(buckets)
+        (0, *(ceil_div(largest, ranks) * (element + FP64) // element for ranks in (8, 1))) for largest in _largest(buckets)
     )
 
 
@@ -89,12 +85,12 @@ def host_lines(recipe: RecipeSpec, shares: Shares, states: tuple[Line, ...], tem
     if swaps_parameters(recipe):
         lines += weights_in_host(recipe, shares)
     elif offloads_parameters(recipe):
-        lines.append(weights._replace(source=_FLAT))
+        lines.append(weights._replace(source=FLAT_ON_HOST))
     if swaps_optimizer(recipe):
         lines += [*optimizer_in_host(recipe, shares), *temporary]
     elif offloads_optimizer(recipe):
         reason = "gradients of this rank's share, as the optimizer takes them"
-        formula, source = times(shares.master, "G_r"), f"{_STAGE3}, initialize_optimizer_states"
+        formula, source = times(shares.master, "G_r"), f"{STAGE3}, initialize_optimizer_states"
         taken = Line(Kind.GRADIENTS, shares.master * shares.elements, reason, formula, source)
         lines += [master, *optimizer, gradients, taken, *temporary]
     pins = _beyond(recipe, shares)

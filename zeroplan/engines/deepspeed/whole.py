@@ -9,6 +9,7 @@ from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.flat import Row, embedding_elements, embedding_symbol, largest_parameter
 from zeroplan.engines.deepspeed.numbers import numbers_unpartitioned
 from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
+from zeroplan.engines.deepspeed.sources import SHARE
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
 from zeroplan.engines.deepspeed.stage12_lines import Job, at_the_embedding, job_of, symbols, whole_gradients, window
 from zeroplan.engines.formulas import times
@@ -25,7 +26,6 @@ _FUSED = "DeepSpeed 0.19.8, runtime/fp16/fused_optimizer.py, FP16_Optimizer"
 _UNFUSED = "DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py, FP16_UnfusedOptimizer"
 _BF16 = "DeepSpeed 0.19.8, runtime/bf16_optimizer.py, BF16_Optimizer"
 _ENGINE = "DeepSpeed 0.19.8, runtime/engine.py"
-_SHARE = "2·ceil(Ψ/(2·N))"
 
 #: Elements of one all-reduce at stage 0, whatever ``reduce_bucket_size`` says (``MEMORY_OPT_ALLREDUCE_SIZE``).
 _ALL_REDUCE_ELEMENTS = 500_000_000
@@ -72,19 +72,19 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     whole = job.n_ranks * job.partition
     tensors = (LocalTensor((job.partition,), in_block=False),)
     weights = (
-        Line(Kind.PARAMETERS, 2 * whole, "all weights, flat and padded", f"2·N·{_SHARE}", _BF16),
-        Line(Kind.OPTIMIZER_STATE, 4 * job.partition, "weights of this rank's share, fp32", f"4·{_SHARE}", _BF16),
-        Line(Kind.GRADIENTS, 4 * whole, "all gradients added up in fp32, flat and padded", f"4·N·{_SHARE}", _BF16),
+        Line(Kind.PARAMETERS, 2 * whole, "all weights, flat and padded", f"2·N·{SHARE}", _BF16),
+        Line(Kind.OPTIMIZER_STATE, 4 * job.partition, "weights of this rank's share, fp32", f"4·{SHARE}", _BF16),
+        Line(Kind.GRADIENTS, 4 * whole, "all gradients added up in fp32, flat and padded", f"4·N·{SHARE}", _BF16),
     )
-    state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE)
+    state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     persistent = (*weights, *state, *layout(model).buffers)
-    temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=_SHARE)
+    temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     made = _all(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", _BF16)
     cast = Line(
         Kind.TEMPORARY, 4 * largest_parameter(job.whole), "largest gradient cast to fp32", "4·G_one", f"{_BF16}._update_hp_grad"
     )
     these = passes(model, recipe, batch)
-    copy = Line(Kind.REDUCE, 2 * whole, "fp32 gradients cast to bf16 for the all-reduce", f"2·N·{_SHARE}",
+    copy = Line(Kind.REDUCE, 2 * whole, "fp32 gradients cast to bf16 for the all-reduce", f"2·N·{SHARE}",
                 f"{_ENGINE}, allreduce_bucket")  # fmt: skip
     training = (
         *_forward_and_backward(job, these),

@@ -12,6 +12,7 @@ from zeroplan.engines.deepspeed.infinity import on_nvme, refuse_few_buffers, ref
 from zeroplan.engines.deepspeed.notes import Gathered
 from zeroplan.engines.deepspeed.offload import offloads_parameters
 from zeroplan.engines.deepspeed.quantized import sharing_of
+from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.formulas import product, times
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Kind, Line
@@ -21,7 +22,6 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec, Recompute
 
-STAGE3 = "DeepSpeed 0.19.8, runtime/zero/stage3.py"
 COORDINATOR = "DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py"
 
 

@@ -3,15 +3,14 @@
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter
-from zeroplan.engines.deepspeed.stage3.job import STAGE3, Job, staying_lines
+from zeroplan.engines.deepspeed.sources import FP64, STAGE3
+from zeroplan.engines.deepspeed.stage3.job import Job, staying_lines
 from zeroplan.engines.deepspeed.stage3.states import persistent_line
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, step_temporary_lines
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, ceil_div, for_each_value
 from zeroplan.spec.recipe import OptimizerImpl
-
-_FP64 = 8
 
 
 def largest_group(job: Job) -> Int:
@@ -35,7 +34,7 @@ def _groups_of(whole: Row, size: int, n_ranks: int) -> tuple[int, ...]:
     """
     filled, groups = 0, list[int]()
     for each in whole.placed:
-        filled += -((each.start - each.end) // n_ranks)
+        filled += ceil_div(each.end - each.start, n_ranks)
         if filled >= size:
             groups.append(filled)
             filled = 0
@@ -62,7 +61,7 @@ def step_moments(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
     group = largest_group(job)
     largest = "G_max" if job.every is job.whole else "G_one"
-    norm = Line(Kind.OPTIMIZER_TEMPORARY, _FP64 * part, "largest share of a gradient in fp64", f"8·ceil({largest}/N)",
+    norm = Line(Kind.OPTIMIZER_TEMPORARY, FP64 * part, "largest share of a gradient in fp64", f"8·ceil({largest}/N)",
                 f"{STAGE3}, get_grad_norm_direct")  # fmt: skip
     flat = Line(
         Kind.OPTIMIZER_TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", times(job.kept, "G_g"), STAGE3

@@ -6,7 +6,8 @@ from zeroplan.engines.deepspeed.flat import Sizes, shares
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.quantized_gradients import quantized_collectives
 from zeroplan.engines.deepspeed.secondary import within_group
-from zeroplan.engines.deepspeed.stage3.job import COORDINATOR, STAGE3, Job, trace_of_several
+from zeroplan.engines.deepspeed.sources import STAGE3
+from zeroplan.engines.deepspeed.stage3.job import COORDINATOR, Job, trace_of_several
 from zeroplan.engines.deepspeed.stage3.step import group_count
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Int, ceil_div, where
