@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zeroplan.engines.deepspeed import estimators
+from tests import published_estimators as estimators
 from zeroplan.units import GIB
 
 GOLDEN = tomllib.loads((Path(__file__).parents[1] / "golden" / "deepspeed_estimators.toml").read_text())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
+from tests.published_activations import first_stage_activation_bytes, split_layer_activation_bytes
 from zeroplan.engines.megatron import account
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
@@ -20,7 +21,6 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.megatron import layer_lines
-from zeroplan.transformer.published import first_stage_activation_bytes, split_layer_activation_bytes
 
 GPT = ModelSpec(
     family="gpt2", hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from tests.published_estimators import zero2_estimate, zero3_estimate
 from zeroplan import estimate
-from zeroplan.engines.deepspeed.estimators import zero2_estimate, zero3_estimate
 from zeroplan.errors import SpecError
 from zeroplan.transformer.params import layout, parameter_count
 

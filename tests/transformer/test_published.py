@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from zeroplan.ledger import total_bytes
-from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.published import (
+from tests.published_activations import (
     first_stage_activation_bytes,
     layer_activation_bytes,
-    megatron_layer_lines,
     parameter_and_optimizer_bytes,
     split_layer_activation_bytes,
     zero_activation_bytes,
 )
+from zeroplan.ledger import total_bytes
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.published import megatron_layer_lines
 from zeroplan.units import GB, GIB
 
 GOLDEN: dict[str, list[dict[str, Any]]] = tomllib.loads(

@@ -1,7 +1,6 @@
-"""How many floating-point operations does a training step take, by the usual model count?"""
+"""With which matrices is a token multiplied, and how wide is its attention: what operations are counted by."""
 
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.parameters import Layout, Parameter
 
 
@@ -17,23 +16,6 @@ def matmul_parameters(model: ModelSpec, layout: Layout) -> int:
 def block_matrices(layout: Layout) -> int:
     """Those of them that are in the blocks. [elements]"""
     return sum(run.layers * _matrices(run.parameters) for run in layout.runs)
-
-
-def model_flops_per_token(model: ModelSpec, layout: Layout, *, seq_len: int, recompute: Recompute = "none") -> float:
-    """Forward and backward of one token in a sequence of ``seq_len``. [FLOPs]
-
-    6·N for the N matrix parameters that the token meets, plus 12·L·a·d·s for scores and their product with the values: two
-    operations per multiply-add, and a backward of twice the forward. The attention term is that of full attention: a causal
-    kernel that skips the masked half does half of it. ``recompute="full"`` adds the forward of the blocks once more, and
-    ``"selective"`` nothing, since what it repeats is cheap or unequal between implementations; model FLOPs utilisation is
-    usually quoted without either. Leaves out norms, activations, softmax, loss, and the optimizer.
-    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B (6N + 12LHQT).
-    """
-    matrices = 6.0 * matmul_parameters(model, layout)
-    scores = 6.0 * model.num_hidden_layers * seq_len * attention_widths(model)
-    if recompute != "full":
-        return matrices + scores
-    return matrices + scores + 2.0 * block_matrices(layout) + scores / 3.0
 
 
 def _matrices(parameters: tuple[Parameter, ...]) -> int:

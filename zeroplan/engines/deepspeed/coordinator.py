@@ -60,9 +60,6 @@ def gathered_by_several(
     return None if astuple(single) == astuple(several) else several
 
 
-Named = tuple[tuple[str, Note], ...]
-
-
 class _Handle:
     """One all-gather: its parameters, those not yet used, and whether it has been waited for."""
 

@@ -16,8 +16,6 @@ WITHOUT_SDPA = frozenset({"gemma2", "bloom", "gpt_oss"})
 
 #: Families whose blocks are written as programs (``traced.py``).
 PROGRAMMED = frozenset({"phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "gpt_oss"})
-#: Families whose layers see a sliding window, where the model has one.
-WINDOWED = frozenset({"mistral", "phi3", "gemma2", "gemma3_text"})
 #: Every so many layers one sees the whole sequence, the others a window.
 GLOBAL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
 
@@ -107,7 +105,7 @@ def beyond_the_window(model: ModelSpec, x: Widths) -> Bool:
 
     Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``. Attention that is written out always has one.
     """
-    if x.attention != "sdpa" or model.family not in WINDOWED or model.sliding_window is None:
+    if x.attention != "sdpa" or model.sliding_window is None:
         return False
     beyond = x.seq_len >= model.sliding_window
     return beyond if isinstance(beyond, bool) or (beyond.any() and not beyond.all()) else bool(beyond.all())
