@@ -17,6 +17,7 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
+from zeroplan.transformer.parameters import Layout
 
 
 class LocalTensor(NamedTuple):
@@ -38,6 +39,15 @@ class LocalTensor(NamedTuple):
         for size in self.shape:
             product = product * size
         return product
+
+
+def whole_tensors(tree: Layout) -> tuple[LocalTensor, ...]:
+    """All parameters of a layout, each tensor whole, those of like blocks once with their number."""
+    return (
+        *(LocalTensor(one.shape, in_block=False) for one in tree.embeddings),
+        *(LocalTensor(one.shape, run.layers) for run in tree.runs for one in run.parameters),
+        *(LocalTensor(one.shape, in_block=False) for one in tree.tail),
+    )
 
 
 #: Implementations each optimizer has on CUDA, its default first (``_default_to_fused_or_foreach`` prefers foreach).

@@ -26,7 +26,7 @@ from typing import (
 from zeroplan.errors import SpecError
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+    from pydantic import TypeAdapter, ValidationError
 
 
 class Range(NamedTuple):
@@ -122,33 +122,11 @@ def _wording(plain: type, bounds: Range | None) -> str:
 
 
 S = TypeVar("S")
+#: Errors of pydantic's whose words are all there is to say; of others the value is shown.
 _SAYS_ALL = ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden")
-
-
 #: What pydantic appends to the place of an error inside ``str | int``, and its words where ours are plainer.
 _UNION_ARMS = ("str", "int", "float", "bool")
 _WORDS = {"unexpected_keyword_argument": "no such key", "missing": "is missing"}
-
-
-def nearest_fields(cls: type, key: str) -> str:
-    """What an unknown key may have meant, as the end of a sentence: another program's word for a field, or a misspelling."""
-    import difflib  # noqa: PLC0415  only an error pays for it
-
-    from zeroplan.synonyms import ours_for  # noqa: PLC0415
-
-    names, ours = [field.name for field in fields(cls)], ours_for(key)
-    if ours.partition("=")[0] in names:
-        return f"; here it is {ours}"
-    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
-    return f"; nearest: {', '.join(near)}" if near else f"; there are {', '.join(names)}"
-
-
-@cache
-def _reader(cls: type) -> "TypeAdapter[object]":
-    """What pydantic reads a class with, which takes longer to make than to use."""
-    from pydantic import TypeAdapter  # noqa: PLC0415
-
-    return TypeAdapter(cls)
 
 
 def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
@@ -164,13 +142,38 @@ def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
     try:
         return cast("S", _reader(cls).validate_json(json.dumps(data, default=str)))  # type: ignore[arg-type]  # as above
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        # A key that is misspelt is missing too: the misspelling says more.
-        first = next((one for one in errors if one["type"] == "unexpected_keyword_argument"), errors[0])
-        loc = first["loc"][:-1] if first["loc"][1:] and first["loc"][-1] in _UNION_ARMS else first["loc"]
-        key = ".".join(str(part) for part in loc).encode("unicode_escape").decode("ascii")
-        wrong = _WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
-        if first["type"] == "unexpected_keyword_argument" and len(loc) == 1:
-            wrong += nearest_fields(cls, str(loc[0]))
-        shown = "" if first["type"] in _SAYS_ALL else f" (it is {first['input']!r:.80})"
-        raise SpecError(f"{where}: {key + ': ' if key else ''}{wrong}{shown}") from None
+        raise SpecError(f"{where}: {_in_one_line(error, cls)}") from None
+
+
+@cache
+def _reader(cls: type) -> "TypeAdapter[object]":
+    """What pydantic reads a class with, which takes longer to make than to use."""
+    from pydantic import TypeAdapter  # noqa: PLC0415
+
+    return TypeAdapter(cls)
+
+
+def _in_one_line(error: "ValidationError", cls: type) -> str:
+    """The error that says most: a key that is misspelt is missing too, and the misspelling says more."""
+    errors = error.errors(include_url=False)
+    first = next((one for one in errors if one["type"] == "unexpected_keyword_argument"), errors[0])
+    loc = first["loc"][:-1] if first["loc"][1:] and first["loc"][-1] in _UNION_ARMS else first["loc"]
+    key = ".".join(str(part) for part in loc).encode("unicode_escape").decode("ascii")
+    wrong = _WORDS.get(first["type"]) or first["msg"].removeprefix("Value error, ")
+    if first["type"] == "unexpected_keyword_argument" and len(loc) == 1:
+        wrong += nearest_fields(cls, str(loc[0]))
+    shown = "" if first["type"] in _SAYS_ALL else f" (it is {first['input']!r:.80})"
+    return f"{key + ': ' if key else ''}{wrong}{shown}"
+
+
+def nearest_fields(cls: type, key: str) -> str:
+    """What an unknown key may have meant, as the end of a sentence: another program's word for a field, or a misspelling."""
+    import difflib  # noqa: PLC0415  only an error pays for it
+
+    from zeroplan.synonyms import ours_for  # noqa: PLC0415
+
+    names, ours = [field.name for field in fields(cls)], ours_for(key)
+    if ours.partition("=")[0] in names:
+        return f"; here it is {ours}"
+    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    return f"; nearest: {', '.join(near)}" if near else f"; there are {', '.join(names)}"

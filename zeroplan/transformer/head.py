@@ -16,7 +16,17 @@ from zeroplan.transformer.families.widths import (
     kinds_of_layers,
     widths,
 )
-from zeroplan.transformer.losses import FULL, HEAD, capped, chunked_loss, frozen_head, full_loss, fused_loss, head_in_32_bits
+from zeroplan.transformer.losses import (
+    FULL,
+    HEAD,
+    LossPass,
+    capped,
+    chunked_loss,
+    frozen_head,
+    full_loss,
+    fused_loss,
+    head_in_32_bits,
+)
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
@@ -61,16 +71,9 @@ def head_pass(
         return split_head(model, compute, batch, recomputed=recomputed, fp32_output=fp32_output)
     x = widths(model, compute, batch)
     norm = _final_norm(model, x)
-    frozen = _is_frozen(model, "head")
-    way = _LOSSES[loss](x._replace(autocast=False) if frozen else x, model.vocab_size, norm.saved)
-    if frozen:
-        way = frozen_head(way, keeps_input=compute.keeps_inputs)
-    if frozen and x.element != x.residual:
-        way = head_in_32_bits(way, x, model.vocab_size, norm.saved)
-    if model.family in CAPPED:
-        way = capped(way, x, model.vocab_size, loss)
+    way = _way_to_the_loss(model, x, norm.saved, loss, keeps_inputs=compute.keeps_inputs)
     (named, first_input), mask = _embedding_by_name(model, x, input_away=compute.offloaded), _mask(model, x)
-    matrix = 0 if frozen else x.hidden * model.vocab_size
+    matrix = 0 if _is_frozen(model, "head") else x.hidden * model.vocab_size
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
     shared, tables = _shared(model, x), () if _unrotated(model) else (_rotary(model, x),)
@@ -86,6 +89,19 @@ def head_pass(
         (*way.points, *at_norm),
         with_blocks=(*tables, *masks),
     )
+
+
+def _way_to_the_loss(
+    model: ModelSpec, x: Widths, norm_saved: tuple[Line, ...], loss: Loss, *, keeps_inputs: bool
+) -> LossPass:  # fmt: skip
+    """The head's multiplication and the loss; of a frozen head, and of logits that are bent, what is otherwise."""
+    frozen, vocab = _is_frozen(model, "head"), model.vocab_size
+    way = _LOSSES[loss](x._replace(autocast=False) if frozen else x, vocab, norm_saved)
+    if frozen:
+        way = frozen_head(way, keeps_input=keeps_inputs)
+    if frozen and x.element != x.residual:
+        way = head_in_32_bits(way, x, vocab, norm_saved)
+    return capped(way, x, vocab, loss) if model.family in CAPPED else way
 
 
 def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:

@@ -41,6 +41,8 @@ _KNOWN: dict[str, tuple[str, ...]] = {
                               "per_op_sac_force_recompute_mm_shapes_by_fqns", "visualize_memory_budget_pareto", "memory_budget"),
     "compile": ("components", "backend", "enable_async_tensor_parallel"),
 }  # fmt: skip
+#: ``training.local_batch_size`` where it is left out.
+_DEFAULT_BATCH = 8
 #: torch's names of the schedules (torch.distributed.pipelining), whatever their case.
 _SCHEDULES = {
     "gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved-1f1b", "zbvzerobubble": "zbv",
@@ -253,17 +255,18 @@ def _batch(reading: _Reading, ranks: int) -> None:
     seq = table.count(seq_key) or 2048
     tokens = table.count("num_tokens_per_microbatch_per_dp_rank")
     size_key = "local_batch_size" if "local_batch_size" in table.data else "batch_size"
-    size = table.count(size_key)
+    said = table.count(size_key)
+    size = said or _DEFAULT_BATCH
     if tokens is not None:
         if tokens % seq:
             raise SpecError(f"{table.where}: {tokens} tokens per micro-batch are no whole sequences of {seq_key}={seq}")
-        size, size_key = tokens // seq, "num_tokens_per_microbatch_per_dp_rank"
+        said = size = tokens // seq
+        size_key = "num_tokens_per_microbatch_per_dp_rank"
     reading.tell("seq_len", f"training.{seq_key}", seq, filled=seq_key not in table.data)
-    through = _through_a_pipeline(reading, size or 8, in_tokens=tokens is not None)
-    whole = (size or 8) * ranks * (through or 1 if tokens is not None else 1)
-    steps = _steps(table, whole, size or 8, ranks)
+    through = _through_a_pipeline(reading, size, in_tokens=tokens is not None)
+    steps = _steps(table, size * ranks * (through or 1 if tokens is not None else 1), size, ranks)
     if through is None:
-        reading.tell("micro_batch", f"training.{size_key}", size or 8, filled=size is None)
+        reading.tell("micro_batch", f"training.{size_key}", size, filled=said is None)
         reading.tell("grad_accum", "training.global_batch_size", steps)
         return
     if steps > 1:
@@ -271,7 +274,7 @@ def _batch(reading: _Reading, ranks: int) -> None:
             f"{table.where}: a pipeline that runs {steps} times per step is not modelled; use a larger local_batch_size"
         )
     key = "parallelism.pipeline_parallel_microbatch_size"
-    reading.tell("micro_batch", key, size or 8 if tokens is not None else (size or 8) // through)
+    reading.tell("micro_batch", key, size if tokens is not None else size // through)
     reading.tell("grad_accum", key, through)
 
 

@@ -17,7 +17,7 @@ from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.block_runs import run_pass
 from zeroplan.engines.ddp.step import Lines, Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
-from zeroplan.engines.optimizers import LocalTensor, counted, implementation, state_lines, step_temporary_lines
+from zeroplan.engines.optimizers import counted, implementation, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -188,11 +188,7 @@ def _column(share: Callable[[int], Lines], ranks: Int) -> Lines:
 
 @lru_cache(maxsize=1024)
 def _all_updated(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, element_bytes: int) -> tuple[Lines, Lines]:
-    whole = trained_layout(model)
-    before = [LocalTensor(one.shape, in_block=False) for one in whole.embeddings]
-    blocks = [LocalTensor(one.shape, run.layers) for run in whole.runs for one in run.parameters]
-    after = [LocalTensor(one.shape, in_block=False) for one in whole.tail]
-    tensors = (*before, *blocks, *after)
+    tensors = whole_tensors(trained_layout(model))
     return (
         state_lines(optimizer, impl, tensors, element_bytes, symbol="Ψ"),
         step_temporary_lines(optimizer, impl, tensors, element_bytes, symbol="Ψ"),

@@ -13,7 +13,7 @@ from zeroplan.engines.deepspeed.sources import SHARE
 from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
 from zeroplan.engines.deepspeed.stage12_lines import Job, at_the_embedding, job_of, symbols, whole_gradients, window
 from zeroplan.engines.formulas import times
-from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
+from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
@@ -68,54 +68,55 @@ def _symbols(job: Job, these: Passes) -> tuple[Symbol, ...]:
 
 def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
     """Answer for stage 1 with bf16 weights and fp32 gradient accumulation."""
-    job = job_of(model, recipe, mesh, batch)
-    whole = job.n_ranks * job.partition
-    tensors = (LocalTensor((job.partition,), in_block=False),)
-    weights = (
-        Line(Kind.PARAMETERS, 2 * whole, "all weights, flat and padded", f"2·N·{SHARE}", _BF16),
-        Line(Kind.OPTIMIZER_STATE, 4 * job.partition, "weights of this rank's share, fp32", f"4·{SHARE}", _BF16),
-        Line(Kind.GRADIENTS, 4 * whole, "all gradients added up in fp32, flat and padded", f"4·N·{SHARE}", _BF16),
-    )
+    job, these = job_of(model, recipe, mesh, batch), passes(model, recipe, batch)
+    weights, tensors = _flat_in_fp32(job), (LocalTensor((job.partition,), in_block=False),)
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
-    persistent = (*weights, *state, *layout(model).buffers)
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
-    made = _all(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", _BF16)
-    cast = Line(
-        Kind.TEMPORARY, 4 * largest_parameter(job.whole), "largest gradient cast to fp32", "4·G_one", f"{_BF16}._update_hp_grad"
-    )
-    these = passes(model, recipe, batch)
-    copy = Line(Kind.REDUCE, 2 * whole, "fp32 gradients cast to bf16 for the all-reduce", f"2·N·{SHARE}",
-                f"{_ENGINE}, allreduce_bucket")  # fmt: skip
-    training = (
-        *_forward_and_backward(job, these),
-        Moment("end of backward: gradients added in fp32", Phase.BACKWARD, (made, cast)),
-        Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (made, copy)),
-        *_step("update", made, *temporary),
-    )
+    persistent = (*weights, *state, *layout(model).buffers)
     arrived = _all(job, Kind.PARAMETERS, 2, "the model as it arrived on the GPU", _BF16)
     init = (
         Moment("initialisation: weights laid flat", Phase.INIT, (weights[0], arrived)),
         Moment("initialisation: optimizer", Phase.INIT, weights),
     )
-    moments = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
+    training = _accumulating_in_fp32(job, these, temporary)
     return Account(
         persistent,
-        (*init, *moments),
+        (*init, *(Moment(name, phase, persistent + lines) for name, phase, lines in training)),
         (*_collectives(job), _weight_gather(job)),
         symbols=(*_symbols(job, these), *counted(*persistent, *temporary)),
         kept=kept_in_a_block(these),
     )
 
 
+def _flat_in_fp32(job: Job) -> tuple[Line, ...]:
+    """What ``BF16_Optimizer`` lays flat: weights, this rank's share of them in fp32, and gradients."""
+    whole = job.n_ranks * job.partition
+    return (
+        Line(Kind.PARAMETERS, 2 * whole, "all weights, flat and padded", f"2·N·{SHARE}", _BF16),
+        Line(Kind.OPTIMIZER_STATE, 4 * job.partition, "weights of this rank's share, fp32", f"4·{SHARE}", _BF16),
+        Line(Kind.GRADIENTS, 4 * whole, "all gradients added up in fp32, flat and padded", f"4·N·{SHARE}", _BF16),
+    )
+
+
+def _accumulating_in_fp32(job: Job, these: Passes, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """A step whose gradients are bf16 as they are made, and added up in fp32; beside what persists."""
+    made = _all(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", _BF16)
+    cast = Line(
+        Kind.TEMPORARY, 4 * largest_parameter(job.whole), "largest gradient cast to fp32", "4·G_one", f"{_BF16}._update_hp_grad"
+    )
+    copy = Line(Kind.REDUCE, 2 * job.n_ranks * job.partition, "fp32 gradients cast to bf16 for the all-reduce", f"2·N·{SHARE}",
+                f"{_ENGINE}, allreduce_bucket")  # fmt: skip
+    return (
+        *_forward_and_backward(job, these),
+        Moment("end of backward: gradients added in fp32", Phase.BACKWARD, (made, cast)),
+        Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (made, copy)),
+        *_step("update", made, *temporary),
+    )
+
+
 @lru_cache(maxsize=256)
 def _tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
-    """Return all parameters, each tensor on its own, those of like blocks once with their number."""
-    parts = layout(model)
-    return (
-        *(LocalTensor(each.shape, in_block=False) for each in parts.embeddings),
-        *(LocalTensor(each.shape, run.layers) for run in parts.runs for each in run.parameters),
-        *(LocalTensor(each.shape, in_block=False) for each in parts.tail),
-    )
+    return whole_tensors(layout(model))
 
 
 def _takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:

@@ -236,40 +236,43 @@ def reducing(plan: Plan, position: Position, alive: tuple[Line, ...], widths: tu
 
     ``widths`` are those of the reduction's output with its cast, of a gradient that is copied in, and its formula.
     """
-    group, width = plan.trained_blocks[position.run], plan.width.compute
-    experts, kind, (out, copied, copied_formula) = _apart(group), group.symbol, widths
+    group = plan.trained_blocks[position.run]
+    experts, kind = _apart(group), group.symbol
     into = Line(
         Kind.REDUCE, plan.reduce_bytes * experts.padded, "reduce-scatter input of this block's experts",
         f"{plan.reduce_bytes}·X_{kind}", REDUCE,
     )  # fmt: skip
-    others = group.numel - experts.numel
+    theirs = (*_waiting_for_experts(plan, group, widths), into, copied_in(plan, experts, kind, widths))
+    yield Moment(f"backward: reducing the experts of {position.name}", Phase.BACKWARD, (*alive, *theirs))
+    others = (into, *_reducing_the_rest(plan, group, widths))
+    yield Moment(f"backward: reducing {position.name}", Phase.BACKWARD, (*alive, *others))
+
+
+def _waiting_for_experts(plan: Plan, group: Group, widths: tuple[int, Int, str]) -> tuple[Line, Line]:
+    """What of a block is not its experts, while those are reduced."""
+    experts, kind, width = _apart(group), group.symbol, plan.width.compute
+    _, copied, copied_formula = widths
     twice, twice_formula = _beside_accumulated(plan)
-    waiting = (
+    return (
         Line(Kind.UNSHARDED_PARAMETERS, width * (group.padded - experts.padded), "this block's beside its experts",
              f"{width}·D_{kind}", GATHER),
-        Line(Kind.UNSHARDED_GRADIENTS, (copied + twice) * others, "this block's beside its experts, made",
+        Line(Kind.UNSHARDED_GRADIENTS, (copied + twice) * (group.numel - experts.numel), "this block's beside its experts, made",
              f"({copied_formula}{twice_formula})·(G_{kind} - Y_{kind})", REDUCE),
     )  # fmt: skip
-    yield Moment(
-        f"backward: reducing the experts of {position.name}", Phase.BACKWARD,
-        (*alive, *waiting, into, copied_in(plan, experts, kind, widths)),
-    )  # fmt: skip
-    shards = (1 - plan.several) if plan.recipe.sync_every_micro_batch else 1
+
+
+def _reducing_the_rest(plan: Plan, group: Group, widths: tuple[int, Int, str]) -> tuple[Line, Line, Line]:
+    experts, kind, (out, copied, copied_formula) = _apart(group), group.symbol, widths
+    shards, first = (1 - plan.several, "(1-M)·") if plan.recipe.sync_every_micro_batch else (1, "")
     stored = plan.width.stored
-    first = "(1-M)·" if plan.recipe.sync_every_micro_batch else ""
-    made = maximum(copied * others, out * (group.shard - experts.shard))
-    yield Moment(
-        f"backward: reducing {position.name}", Phase.BACKWARD,
-        (
-            *alive,
-            into,
-            Line(Kind.GRADIENTS, shards * stored * experts.shard, "this rank's chunk of the experts' gradients",
-                 f"{first}{stored}·X_{kind}/F", REDUCE),
-            Line(Kind.REDUCE, plan.reduce_bytes * (group.padded - experts.padded), "reduce-scatter input of the rest of this block",
-                 f"{plan.reduce_bytes}·D_{kind}", REDUCE),
-            Line(Kind.UNSHARDED_GRADIENTS, made, "the rest of this block's while copied in, or the reduce-scatter output",
-                 f"max({copied_formula}·(G_{kind} - Y_{kind}), {out}·D_{kind}/N)", REDUCE),
-        ),
+    made = maximum(copied * (group.numel - experts.numel), out * (group.shard - experts.shard))
+    return (
+        Line(Kind.GRADIENTS, shards * stored * experts.shard, "this rank's chunk of the experts' gradients",
+             f"{first}{stored}·X_{kind}/F", REDUCE),
+        Line(Kind.REDUCE, plan.reduce_bytes * (group.padded - experts.padded), "reduce-scatter input of the rest of this block",
+             f"{plan.reduce_bytes}·D_{kind}", REDUCE),
+        Line(Kind.UNSHARDED_GRADIENTS, made, "the rest of this block's while copied in, or the reduce-scatter output",
+             f"max({copied_formula}·(G_{kind} - Y_{kind}), {out}·D_{kind}/N)", REDUCE),
     )  # fmt: skip
 
 
