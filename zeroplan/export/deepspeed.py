@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import ADAM, RecipeSpec
 
 _OFFLOADED = ("offload_optimizer", "offload_param")
 #: Options of a job that are no keys of ``zero_optimization``.
@@ -38,7 +38,7 @@ def with_optimizer(job: JobSpec) -> dict[str, object]:
     The learning rate is left to the user: without one DeepSpeed takes its optimizer's default.
     """
     config, recipe = configuration(job), job.recipe
-    if recipe.optimizer not in ("adam", "adamw"):
+    if recipe.optimizer not in ADAM:
         return {**config, "zero_allow_untested_optimizer": True}
     params: dict[str, object] = {}
     if recipe.optimizer_impl not in (None, "fused"):

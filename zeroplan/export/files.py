@@ -10,9 +10,10 @@ from zeroplan.export import megatron, torchtitan
 from zeroplan.export.accelerate import accelerate_yaml
 from zeroplan.export.deepspeed import with_optimizer
 from zeroplan.export.fsdp2 import fsdp2_script
+from zeroplan.spec.hardware import node_size
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Split
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 
 Target = Literal["deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron"]
 TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron")
@@ -91,7 +92,7 @@ _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
     (lambda recipe: recipe.engine == "ddp" and recipe.recompute != "none", "accelerate does not recompute under DDP"),
     (lambda recipe: recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view,
      "accelerate's configuration has no gradient_as_bucket_view"),
-    (lambda recipe: recipe.engine == "fsdp2" and type(recipe.fsdp2.reshard_after_forward) is int,
+    (lambda recipe: recipe.engine == "fsdp2" and ways_of_resharding(recipe.fsdp2) is not None,
      "accelerate's reshard_after_forward is true or false"),
     (lambda recipe: recipe.engine == "fsdp2" and recipe.precision == "bf16-mixed" and recipe.fsdp2.reduce_dtype == "fp32",
      "accelerate's FSDP2 reduces gradients in bf16 (reduce_dtype='param')"),
@@ -214,7 +215,7 @@ def _json(job: JobSpec) -> str:
 def _nodes(job: JobSpec) -> tuple[int, int]:
     """GPUs on a node, and nodes."""
     cluster, world = job.cluster, job.mesh.world_size
-    per_node = cluster.gpus_per_node or (8 if cluster.gpu is None else cluster.gpu.gpus_per_node)
+    per_node = node_size(cluster) or 8
     if world > per_node and world % per_node:
         raise SpecError(
             f"{world:,} GPUs are no whole nodes of {per_node}, which launchers need; say --gpus-per-node, or another --gpus"

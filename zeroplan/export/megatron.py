@@ -14,7 +14,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.megatron import chunks_of
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import stages_per_rank
-from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
+from zeroplan.spec.recipe import ADAM, MegatronOptions, RecipeSpec, ways_of_resharding
 from zeroplan.units import format_size
 
 _GATED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -52,9 +52,9 @@ def missing(recipe: RecipeSpec) -> str:
         ),
         (recipe.loss != "full", "its loss is not Megatron's own"),
         (recipe.precision == "bf16", "Megatron keeps fp32 weights beside 16-bit ones"),
-        (recipe.optimizer not in ("adam", "adamw"), "only Adam is written"),
+        (recipe.optimizer not in ADAM, "only Adam is written"),
         (recipe.offloads, "what is offloaded is not written"),
-        (sharded and type(recipe.fsdp2.reshard_after_forward) is int, "Megatron reshards over all ranks or none"),
+        (sharded and ways_of_resharding(recipe.fsdp2) is not None, "Megatron reshards over all ranks or none"),
         (bool(recipe.keep_logits), "Megatron lets go of its logits"),
         (
             recipe.pipeline_schedule not in (None, "1f1b", *(("interleaved-1f1b",) if recipe.engine == "megatron" else ())),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zeroplan.errors import SpecError
 from zeroplan.export.fsdp2 import reshards
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 
 
 class _Flavor(NamedTuple):
@@ -56,7 +56,7 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.loss == "fused", "torchtitan has no fused head and loss"),
         (recipe.precision == "fp16-mixed", "torchtitan has no fp16"),
         (recipe.optimizer != "adamw", "only the optimizer adamw is written"),
-        (sharded and type(recipe.fsdp2.reshard_after_forward) is int, "torchtitan reshards over all ranks or none"),
+        (sharded and ways_of_resharding(recipe.fsdp2) is not None, "torchtitan reshards over all ranks or none"),
         (sharded and recipe.precision == "bf16-mixed" and recipe.fsdp2.reduce_dtype == "param", "torchtitan reduces in fp32"),
         (recipe.ddp.gradient_as_bucket_view and not sharded, "torchtitan's DDP has no gradient_as_bucket_view"),
         (recipe.attention != "sdpa", "only the attention sdpa is written"),

@@ -1,7 +1,7 @@
 """What is held gathered in the course of a pass under ZeRO-3: the notes that are taken, and what they come to."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,3 +143,17 @@ def per_module(notes: Iterable[Noted]) -> tuple[tuple[str, Note], ...]:
         most = max(note.gathering, named[RECOMPUTED].gathering if RECOMPUTED in named else 0)
         named[RECOMPUTED] = named[f"{RECOMPUTED}: {step.name}"] = note._replace(gathering=most)
     return tuple(named.items())
+
+
+def rising(first: int, n_blocks: int, held: Callable[[int], int]) -> tuple[tuple[int, int], ...]:
+    """The last of so many blocks, and earlier ones at which more is gathered than at all after them; with the elements gathered.
+
+    >>> rising(1, 3, lambda block: {1: 7, 2: 4, 3: 5}[block])
+    ((3, 5), (1, 7))
+    """
+    chosen: list[tuple[int, int]] = []
+    for block in range(first + n_blocks - 1, first - 1, -1):
+        elements = held(block)
+        if not chosen or elements > chosen[-1][1]:
+            chosen.append((block, elements))
+    return tuple(chosen)

@@ -17,9 +17,9 @@ AT_ONCE = "torch 2.13, torch/distributed/pipelining/schedules.py, _add_unshard_r
 HALVES = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_backward_weight"
 
 
-def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str) -> Line:
+def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str, *, root: bool = True) -> Line:
     """What is outside the blocks, and these layers of them."""
-    elements: Int = plan.root.padded
+    elements: Int = plan.root.padded if root else 0
     for count, group in zip(layers, plan.blocks, strict=True):
         elements = elements + count * group.padded
     return Line(

@@ -7,12 +7,12 @@ from zeroplan.engines.fsdp2.buffers import reduce_output_bytes
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.pipeline.backward import sizes_of_block
-from zeroplan.engines.pipeline.lines import UNSYNCED, accumulated, as_made, in_elements
+from zeroplan.engines.pipeline.lines import accumulated, as_made, in_elements, unsharded_parameters
 from zeroplan.engines.pipeline.tensor import taking_its_share
 from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import maximum
 
 
 def reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
@@ -58,11 +58,7 @@ def _left(plan: Plan, layers: tuple[int, ...], *, fresh: bool) -> Iterator[Line]
 
 
 def _unsharded_blocks(plan: Plan, layers: tuple[int, ...]) -> tuple[Line, ...]:
-    elements: Int = 0
-    for count, group in zip(layers, plan.blocks, strict=True):
-        elements = elements + count * group.padded
-    line = Line(Kind.UNSHARDED_PARAMETERS, plan.width.compute * elements, "blocks not sharded again yet", source=UNSYNCED)
-    return (in_elements(line, plan.width.compute),)
+    return (unsharded_parameters(plan, layers, "blocks not sharded again yet", root=False),)
 
 
 def _done(plan: Plan, layers: tuple[int, ...]) -> Iterator[Line]:

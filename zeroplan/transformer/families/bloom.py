@@ -5,7 +5,7 @@ from zeroplan.transformer.families.attend import Attended, in_order_of_tokens, m
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Store, Tape, Value
 
 LAYER = "transformers 5.23, models/bloom/modeling_bloom.py, BloomBlock.forward"
 ATTENTION = "transformers 5.23, models/bloom/modeling_bloom.py, BloomAttention.forward"
@@ -72,9 +72,8 @@ def _gelu(tape: Tape, value: Value) -> Value:
     made = op.tensor(tape, "gelu, input of the second projection", value.dtype, value.shape, GELU)
     tape.drop(terms)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("terms of tanh GELU's derivative", f"4·{formula}", GELU)
-        return [(value, op.gradient(tape, value, "gradient of the input of gelu", GELU))]
-
+    backward = op.makes(
+        "gradient of the input of gelu", GELU, value, beside=("terms of tanh GELU's derivative", f"4·{formula}")
+    )
     tape.add("gelu", (made,), (value.store,), backward)
     return made

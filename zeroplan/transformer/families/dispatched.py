@@ -91,11 +91,8 @@ def _normalised(tape: Tape, chosen: Value) -> Value:
     total = tape.make(op.TENSOR, "router: sum of the top-k weights", "4·T", ROUTER)
     before = tape.make(op.TENSOR, "router: top-k weights before they are divided by their sum", "4·T·t", ROUTER)
     made = Value(chosen.store, chosen.dtype, chosen.shape)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("gradient of the sum of the top-k weights, not yet summed", "8·T·t", ROUTER)
-        return [(chosen, op.gradient(tape, chosen, "gradient of the top-k weights", ROUTER))]
-
+    beside = ("gradient of the sum of the top-k weights, not yet summed", "8·T·t")
+    backward = op.makes("gradient of the top-k weights", ROUTER, chosen, beside=beside)
     tape.add("router: division by the sum", (made,), (total, before), backward)
     tape.drop(total, before)
     return made

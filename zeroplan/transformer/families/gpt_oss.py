@@ -53,11 +53,8 @@ def _turned(tape: Tape, value: Value, name: str) -> Value:
     halves = tape.make(op.TEMPORARY, f"{name}: both halves turned", f"{dtype}·{value.shape}", ATTENTION)
     made = op.tensor(tape, name, dtype, value.shape, ATTENTION)
     tape.drop(halves)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary(f"gradients of the halves of the {name}", f"{value.dtype}·{value.shape}", ATTENTION)
-        return [(value, op.gradient(tape, value, f"gradient of the {name}", ATTENTION))]
-
+    beside = (f"gradients of the halves of the {name}", f"{value.dtype}·{value.shape}")
+    backward = op.makes(f"gradient of the {name}", ATTENTION, value, beside=beside)
     tape.add(f"rotary positions of the {name}", (made,), (), backward)
     return made
 
@@ -183,10 +180,9 @@ def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
     """``clamp``; its backward says with booleans, one for each limit, where the value was between them."""
     made = op.tensor(tape, reason, value.dtype, value.shape, GATE)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("where no limit was met", f"{masks}·{value.shape}", GATE)
-        return [(value, op.gradient(tape, value, f"gradient through the {reason}", GATE))]
-
+    backward = op.makes(
+        f"gradient through the {reason}", GATE, value, beside=("where no limit was met", f"{masks}·{value.shape}")
+    )
     tape.add(reason, (made,), (value.store,), backward)
     return made
 

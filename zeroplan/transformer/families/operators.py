@@ -40,9 +40,15 @@ def passes(*values: Value) -> Backward:
     return lambda _tape, taken: [through(value, taken[0]) for value in values]
 
 
-def makes(reason: str, source: str, *values: Value) -> Backward:
-    """The backward that makes a gradient of each of ``values``, and nothing beside them."""
-    return lambda tape, _taken: [(value, gradient(tape, value, reason, source)) for value in values]
+def makes(reason: str, source: str, *values: Value, beside: tuple[str, str] | None = None) -> Backward:
+    """The backward that makes a gradient of each of ``values``; ``beside`` it, and before, a temporary: its reason and formula."""
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        if beside is not None:
+            tape.temporary(*beside, source)
+        return [(value, gradient(tape, value, reason, source)) for value in values]
+
+    return backward
 
 
 def cast(tape: Tape, value: Value, dtype: str, site: Site) -> Value:

@@ -27,7 +27,7 @@ from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.parts import LAYER
 from zeroplan.transformer.families.sizes import quantities
-from zeroplan.transformer.families.tape import Alive, Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window
 
 GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single"
@@ -224,11 +224,8 @@ def gathered(tape: Tape, value: Value, name: str, *, split: bool) -> Value:
     by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", "e·T·h·min(1, b-1)", GATHER)
     made = op.tensor(tape, f"{name}, gathered along the sequence", value.dtype, "T·h", GATHER)
     tape.drop(by_rank)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary(f"gradient of the {name}, cut by ranks", "e·T·h", SCATTER)
-        return [(value, op.gradient(tape, value, f"gradient of the {name}, reduced and scattered", SCATTER))]
-
+    beside = (f"gradient of the {name}, cut by ranks", "e·T·h")
+    backward = op.makes(f"gradient of the {name}, reduced and scattered", SCATTER, value, beside=beside)
     tape.add(f"{name}: gathered along the sequence", (made,), (), backward)
     tape.summed_anew.add(made)
     return made
@@ -242,10 +239,7 @@ def scattered(tape: Tape, value: Value, name: str, *, split: bool) -> Value:
     cut = tape.make(Kind.TEMPORARY, f"{name}, cut by ranks", "e·T·h", SCATTER)
     made = op.tensor(tape, f"{name}, reduced and scattered along the sequence", value.dtype, "T/p·h", SCATTER)
     tape.drop(cut)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary(f"gradient of the {name}, gathered rank by rank", "e·T·h·min(1, b-1)", GATHER)
-        return [(value, op.gradient(tape, value, f"gradient of the {name}, gathered along the sequence", GATHER))]
-
+    beside = (f"gradient of the {name}, gathered rank by rank", "e·T·h·min(1, b-1)")
+    backward = op.makes(f"gradient of the {name}, gathered along the sequence", GATHER, value, beside=beside)
     tape.add(f"{name}: scattered along the sequence", (made,), (), backward)
     return made

@@ -21,6 +21,7 @@ from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record, record_paths
 from zeroplan.spec.base import Count, Spec, read
+from zeroplan.spec.hardware import node_size
 from zeroplan.verify.failures import FailedError, NotHereError, ran_out_of_memory, text_of, whose
 from zeroplan.verify.task import Task
 from zeroplan.verify.whole import write_whole
@@ -101,8 +102,7 @@ def _refuse_where_there_is_none() -> None:
 def _layout(task: Task) -> tuple[int, int]:
     """Nodes, and ranks on each."""
     ranks, cluster = task.job.mesh.world_size, task.job.cluster
-    known = cluster.gpus_per_node or (None if cluster.gpu is None else cluster.gpu.gpus_per_node)
-    per_node = min(ranks, known or _PER_NODE)
+    per_node = min(ranks, node_size(cluster) or _PER_NODE)
     if ranks % per_node:
         raise SpecError(f"{ranks:,} ranks do not fill nodes of {per_node} alike; say how many share one with --gpus-per-node")
     return math.ceil(ranks / per_node), per_node

@@ -6,7 +6,7 @@ from functools import lru_cache
 from zeroplan.engines.deepspeed.adapted import before_its_gradient, highest_places
 from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol
 from zeroplan.engines.deepspeed.infinity import swaps_optimizer
-from zeroplan.engines.deepspeed.notes import Gathered, Note
+from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
 from zeroplan.engines.deepspeed.passes import (
     Instant,
     Passes,
@@ -82,12 +82,7 @@ def _highest_blocks(
     trace: Gathered, first: int, n_blocks: int, at: tuple[int, int, bool, bool]
 ) -> tuple[tuple[int, int], ...]:  # fmt: skip
     """Return the last block, and earlier ones where more is gathered, with the elements gathered, at a point (:func:`_held`)."""
-    chosen: list[tuple[int, int]] = []
-    for block in range(first + n_blocks - 1, first - 1, -1):
-        held = _held(trace.backward[block], *at)
-        if not chosen or held > chosen[-1][1]:
-            chosen.append((block, held))
-    return tuple(chosen)
+    return rising(first, n_blocks, lambda block: _held(trace.backward[block], *at))
 
 
 def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, apart: bool) -> int:  # noqa: FBT001  hashed as a tuple above

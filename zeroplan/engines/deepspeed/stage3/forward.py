@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import lru_cache
 
+from zeroplan.engines.deepspeed.notes import rising
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
@@ -47,9 +48,4 @@ def _experts_first_gathered(job: Job, these: Passes, run: RunPass) -> Iterator[M
 @lru_cache(maxsize=256)
 def _highest_forward(most: tuple[int, ...], first: int, n_blocks: int) -> tuple[tuple[int, int], ...]:
     """Return the last block, and earlier ones where more is gathered in the forward; with the elements gathered."""
-    chosen: list[tuple[int, int]] = []
-    for block in range(first + n_blocks - 1, first - 1, -1):
-        held = most[block]
-        if not chosen or held > chosen[-1][1]:
-            chosen.append((block, held))
-    return tuple(chosen)
+    return rising(first, n_blocks, lambda block: most[block])
