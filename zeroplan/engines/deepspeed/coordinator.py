@@ -9,6 +9,7 @@ from collections import Counter, deque
 from dataclasses import astuple
 from functools import lru_cache
 from itertools import accumulate, permutations
+from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.flat import Row, embedding_elements, has_tied_head
 from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
@@ -18,46 +19,39 @@ from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.recipe import DeepSpeedOptions, Recompute
 
 _NEVER = 10**18
-_AS_THEY_ARE = Sharing()
 _FEW = 4
 """A module has no more parameters of its own, nor a leaf module those in it, in any family."""
 
 
-@lru_cache(maxsize=64)
-def gathered(
-    whole: Row,
-    options: DeepSpeedOptions,
-    recompute: Recompute,
-    sharing: Sharing = _AS_THEY_ARE,
-    on_nvme: frozenset[int] = frozenset(),
-) -> Gathered:
-    """Replay one pass of the model, with one micro-batch per step.
+class Pass(NamedTuple):
+    """What decides how a pass is gathered."""
 
-    Those ``on_nvme`` are gathered ahead only once they have been read.
-    """
-    return _Replay(whole, options, trace(whole, again=recompute == "full"), sharing=sharing, on_nvme=on_nvme).run()
+    whole: Row
+    options: DeepSpeedOptions
+    recompute: Recompute
+    sharing: Sharing
+    on_nvme: frozenset[int]
+    """Parameters that are gathered ahead only once they have been read."""
 
 
 @lru_cache(maxsize=64)
-def gathered_by_several(
-    whole: Row,
-    options: DeepSpeedOptions,
-    recompute: Recompute,
-    sharing: Sharing = _AS_THEY_ARE,
-    on_nvme: frozenset[int] = frozenset(),
-) -> Gathered | None:
+def gathered(one: Pass) -> Gathered:
+    """Replay one pass of the model, with one micro-batch per step."""
+    return _Replay(one).run()
+
+
+@lru_cache(maxsize=64)
+def gathered_by_several(one: Pass) -> Gathered | None:
     """The same with several micro-batches per step; None where nothing differs.
 
     The coordinator decides once, in the first pass with a complete trace, which parameters to release where
     (``__params_to_release`` is cached), and abides by it. With several micro-batches that pass is the second of the first
     step, before the first step has gathered the persistent parameters.
     """
-    steps = trace(whole, again=recompute == "full")
-    first = _Replay(whole, options, steps, persistent_missing=True, sharing=sharing, on_nvme=on_nvme)
+    first = _Replay(one, persistent_missing=True)
     first.decide()
-    single = gathered(whole, options, recompute, sharing, on_nvme)
-    several = _Replay(whole, options, steps, decided=first.decided, sharing=sharing, on_nvme=on_nvme, later=True).run()
-    return None if astuple(single) == astuple(several) else several
+    several = _Replay(one, decided=first.decided, later=True).run()
+    return None if astuple(gathered(one)) == astuple(several) else several
 
 
 class _Handle:
@@ -88,16 +82,14 @@ class _Replay:
 
     def __init__(
         self,
-        whole: Row,
-        options: DeepSpeedOptions,
-        steps: tuple[Step, ...],
+        one: Pass,
         *,
         persistent_missing: bool = False,
         decided: set[tuple[int, int]] | None = None,
-        sharing: Sharing,
-        on_nvme: frozenset[int],
         later: bool = False,
     ) -> None:
+        whole, options = one.whole, one.options
+        steps = trace(whole, again=one.recompute == "full")
         self.numel = [each.end - each.start for each in whole.placed]
         self.frozen = [each.parameter.frozen for each in whole.placed]
         self.profiled = whole.model.profile is not None
@@ -109,8 +101,8 @@ class _Replay:
         self.resident = frozenset() if persistent_missing else self.persistent
         self.decided = set() if decided is None else decided
         self.decides = decided is None
-        self.sharing = sharing
-        self.on_nvme = on_nvme
+        self.sharing = one.sharing
+        self.on_nvme = one.on_nvme
         self.read: set[int] = set()
         self.most_read, self.read_twice = 0, False
         self.uses = _uses(steps)

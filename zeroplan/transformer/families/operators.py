@@ -83,7 +83,7 @@ def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) ->
 
 
 def linear(
-    tape: Tape, value: Value, width: str, site: Site, *, reads: str = "h", bias: bool = False, out: str = ""
+    tape: Tape, value: Value, width: str, site: Site, *, reads: str = "h", bias: bool = False
 ) -> Value:  # fmt: skip
     """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with casts of its input, weight and bias.
 
@@ -95,7 +95,7 @@ def linear(
     casts = [_weight(tape, elements, site, tracked=elements is kept) for elements in weights] if tape.autocast else []
     with tape.unless_constant(value):
         given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
-    made = tensor(tape, out or f"output of the {site.name}", "e", f"T·{width}", site.source)
+    made = tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
     if not bias:
         tape.product(made.store)
 

@@ -229,16 +229,15 @@ class Tape:
         self.scratch.append(store)
         return store
 
-    def weight_gradient(self, formula: str, *, seen: bool = True, waits: bool = False) -> None:
+    def weight_gradient(self, formula: str, *, waits: bool = False) -> None:
         """Make a weight's gradient, which stays for the engine.
 
         ``waits``: it comes to the weight through an operator that ran before others, and so after their backward.
         """
         self.gradients.append(formula)
+        self.current.append(formula)
         if waits:
             self.waiting.append(formula)
-        if seen:
-            self.current.append(formula)
 
     def run_backward(self, output: Value, incoming: Store) -> None:
         """Go through the operators the other way round, with the gradient of the output arriving."""

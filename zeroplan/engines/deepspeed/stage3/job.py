@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule
-from zeroplan.engines.deepspeed.coordinator import gathered, gathered_by_several
+from zeroplan.engines.deepspeed.coordinator import Pass, gathered, gathered_by_several
 from zeroplan.engines.deepspeed.flat import Row, embedding_elements, embedding_symbol, has_tied_head, row, shares, trained_row
 from zeroplan.engines.deepspeed.infinity import on_nvme, refuse_few_buffers, refuse_twice, staying, staying_of, swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered
@@ -70,11 +70,11 @@ def make_job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Job:
 _Replayed = TypeVar("_Replayed", Gathered, Gathered | None)
 
 
-def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[..., _Replayed]) -> _Replayed:
+def _trace(whole: Row, recipe: RecipeSpec, n_ranks: Int, *, of: Callable[[Pass], _Replayed]) -> _Replayed:
     """What is gathered with a single micro-batch per step, or with several."""
     options, disk = recipe.deepspeed, on_nvme(whole, recipe.deepspeed, widths(recipe.precision).compute, n_ranks)
     again: Recompute = "full" if recipe.recompute == "full" else "none"  # selectively the same modules are passed
-    found = of(whole, _of_gathers(options), again, sharing_of(recipe, n_ranks), disk)
+    found = of(Pass(whole, _of_gathers(options), again, sharing_of(recipe, n_ranks), disk))
     if disk and found is not None:
         refuse_few_buffers(options, found.most_read)
         refuse_twice(found.read_twice)
