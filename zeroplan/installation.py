@@ -5,7 +5,6 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -69,6 +68,8 @@ def installed(package: Package) -> str | None:
     >>> installed(Package("no-such-package", "no_such_package", "")) is None
     True
     """
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415  start-up is part of every command's time
+
     if find_spec(package.module) is None:
         return None
     try:
@@ -77,17 +78,27 @@ def installed(package: Package) -> str | None:
         return "of unknown version"
 
 
+def not_installed(*modules: str, by: str = "") -> str:
+    """Which of these modules are not there, and how to get them; ``by`` is what needs them. Empty where all are there.
+
+    >>> not_installed("pydantic", by="the page")
+    ''
+    """
+    lacking = [module for module in modules if find_spec(module) is None]
+    if not lacking:
+        return ""
+    several = len(lacking) > 1
+    needed = f", and {by} needs {'them' if several else 'it'}" if by else ""
+    return f"{' and '.join(lacking)} {'are' if several else 'is'} not installed{needed}: {_install(lacking)}"
+
+
 def absent(*modules: str) -> str:
     """What is missing of these modules, or older than zeroplan asks for, and how to get it; empty where nothing is.
 
     >>> absent("pydantic")
     ''
     """
-    lacking = [module for module in modules if find_spec(module) is None]
-    if lacking:
-        names = " and ".join(lacking)
-        return f"{names} {'is' if len(lacking) == 1 else 'are'} not installed: {_install(lacking)}"
-    return next((said for module in modules if (said := _too_old(module))), "")
+    return not_installed(*modules) or next((said for module in modules if (said := _too_old(module))), "")
 
 
 def _install(modules: list[str], *, upgrade: bool = False) -> str:
@@ -117,6 +128,8 @@ def _parts(said: str) -> tuple[int, ...]:
 @cache
 def _least() -> dict[str, str]:
     """The oldest release of each package that zeroplan's own metadata asks for; of several extras the one that asks least."""
+    from importlib.metadata import PackageNotFoundError, requires  # noqa: PLC0415  start-up is part of every command's time
+
     try:
         asked = requires("zeroplan") or ()
     except PackageNotFoundError:  # run from its source

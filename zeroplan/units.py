@@ -53,6 +53,18 @@ def parse_size(text: str, *, what: str = "size") -> int:
     return _parse(text, _BYTE_SUFFIX, what, "80GiB, 80GB or a number of bytes", rounded=text.strip()[-1:].isalpha())
 
 
+def parse_fraction(text: str) -> float | None:
+    """Read a part of a whole; None for what is no number.
+
+    >>> parse_fraction("0.45"), parse_fraction("45%"), parse_fraction("much")
+    (0.45, 0.45, None)
+    """
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None
+
+
 def _parse(text: str, suffixes: dict[str, int], what: str, examples: str, *, rounded: bool = False) -> int:
     match = _NUMBER.fullmatch(text)
     if match is None or match[2].lower() not in suffixes:

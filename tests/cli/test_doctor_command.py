@@ -43,8 +43,8 @@ def test_what_is_older_than_asked_for_is_named_with_what_it_takes(monkeypatch: p
         "rich>=13",
     ]
     there = {"torch": "2.9.1+cu128", "transformers": "5.0", "rich": "9.2"}
-    monkeypatch.setattr(installation, "requires", lambda _name: asked)
-    monkeypatch.setattr(installation, "version", there.__getitem__)
+    monkeypatch.setattr("importlib.metadata.requires", lambda _name: asked)
+    monkeypatch.setattr("importlib.metadata.version", there.__getitem__)
     monkeypatch.setattr(installation, "find_spec", lambda _name: object())
     installation._least.cache_clear()
     assert absent("transformers", "torch") == 'torch 2.9.1+cu128 is older than 2.11: pip install --upgrade "zeroplan[verify]"'

@@ -137,7 +137,7 @@ def test_a_record_of_another_job_is_one_line_and_two(run: Run, record: str):
 
 def test_without_matplotlib_text_is_left(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     found = importlib.util.find_spec
-    monkeypatch.setattr(plotting, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    monkeypatch.setattr("zeroplan.installation.find_spec", lambda name: None if name == "matplotlib" else found(name))
     code, _, err = run("plot", "stages", *JOB, "-o", str(tmp_path / "one.png"))
     assert code == 4
     assert err.endswith('pip install "zeroplan[plot]", or use --text\n')

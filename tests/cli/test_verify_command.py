@@ -431,7 +431,7 @@ def test_what_cannot_be_asked_is_one_line(run: Run, arguments: tuple[str, ...], 
 def test_what_is_not_installed_names_the_extra(
     run: Run, monkeypatch: pytest.MonkeyPatch, package: str, engine: str, extra: str
 ):
-    monkeypatch.setattr("zeroplan.cli.verify.find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr("zeroplan.installation.find_spec", lambda name: None if name == package else object())
     code, out, err = run(*CPU, "--gpus", "2", "--stage", "3", "--engine", engine)
     assert (code, out) == (4, "")
     assert f"{package} is not installed" in err

@@ -19,7 +19,7 @@ import pytest
 
 import zeroplan
 from tests.verify import stand_in
-from zeroplan.cli.verify import say
+from zeroplan.cli import say
 from zeroplan.errors import MeasurementError
 from zeroplan.verify.cases.results import opened
 from zeroplan.verify.failures import NotHereError, text_of, whose

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeroplan.cli import json_text
 from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.cli.plan import Calibrate, shares_measured
 from zeroplan.resolve import Request, SetupRead, resolve, with_setup
@@ -37,9 +38,7 @@ def _advise(
         return _words(found, job, one)
 
     if as_json:
-        import json  # noqa: PLC0415  only the rendering asked for is loaded
-
-        typer.echo(json.dumps(advice_payload(advised, words, notes), indent=2, ensure_ascii=False))
+        typer.echo(json_text(advice_payload(advised, words, notes)))
     else:
         from zeroplan.cli.terminal import show  # noqa: PLC0415
 

@@ -8,12 +8,10 @@ from typing import Any, TextIO
 
 import typer
 
+from zeroplan.cli import BAD_INPUT, CANNOT_RUN, INTERRUPTED
 from zeroplan.cli.quick import Commands, QuickGroup
 from zeroplan.errors import MeasurementError, ZeroplanError
 
-#: What a shell makes of SIGINT, 128 + 2.
-INTERRUPTED = 130
-BAD_INPUT, CANNOT_RUN = 2, 4
 #: A value of thousands of signs is shown by its two ends.
 _LONGEST_MESSAGE = 600
 

@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeroplan.cli import DISAGREES
 from zeroplan.errors import SpecError
+from zeroplan.units import parse_fraction
 
 if TYPE_CHECKING:
     from zeroplan.measurement import Measurement
 
-DISAGREES = 3
 TOLERANCE = "0.02"
 
 
@@ -48,10 +49,7 @@ def _records(path: Path) -> "list[Measurement]":
 
 def parse_tolerance(text: str) -> float:
     """Read a tolerance as a fraction: ``0.02``, or ``2%``."""
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
+    value = parse_fraction(text)
+    if value is None or not 0 <= value <= 1:
         raise SpecError(f"--tolerance {text!r} is not a fraction from 0 to 1; write 0.02 or 2%")
     return value

@@ -1,8 +1,8 @@
 """What ``verify`` and ``compare`` print of a comparison: one rendering for one record or several."""
 
-import json
 from typing import NamedTuple
 
+from zeroplan.cli import json_text
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.measurement import Measurement
 from zeroplan.report.comparison import comparison_markdown, comparison_payload, comparison_text, rank_line, summary_line
@@ -40,7 +40,7 @@ def printed(held: tuple[Held, ...], *, tolerance: float, as_json: bool, as_markd
     """Return the comparison of each run, a line for its other ranks, and for several runs a line that sums them up."""
     if as_json:
         rows = [comparison_payload(one.comparison, one.measurement, tolerance=tolerance) for one in held]
-        return json.dumps({"schema_version": SCHEMA_VERSION, "comparisons": rows}, indent=2, ensure_ascii=False)
+        return json_text({"schema_version": SCHEMA_VERSION, "comparisons": rows})
     rendering = comparison_markdown if as_markdown else comparison_text
     chosen = judged(held)
     parts = [rendering(one.comparison, one.measurement, tolerance=tolerance) for one in chosen]

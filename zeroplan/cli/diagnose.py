@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zeroplan.cli import json_text
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.resolve import Resolved
 from zeroplan.units import parse_count
@@ -61,6 +62,4 @@ def _printed(found: "Diagnosis", where: str, rows: "tuple[Compared, ...]", job: 
 
     if not as_json:
         return diagnosis_text(found, where=where, rows=rows, job=job)
-    import json  # noqa: PLC0415
-
-    return json.dumps(diagnosis_payload(found, where=where, rows=rows), indent=2, ensure_ascii=False)
+    return json_text(diagnosis_payload(found, where=where, rows=rows))

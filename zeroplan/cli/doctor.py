@@ -1,9 +1,10 @@
 """``zeroplan doctor``: what is installed here, and what can be done with it."""
 
-import json
 from typing import Annotated
 
 import typer
+
+from zeroplan.cli import json_text
 
 
 def doctor_command(*, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
@@ -12,7 +13,7 @@ def doctor_command(*, as_json: Annotated[bool, typer.Option("--json", help="As J
     from zeroplan.report.doctor import doctor_payload, doctor_text, versions  # noqa: PLC0415
 
     found, able = versions(), abilities(_no_gpu)
-    typer.echo(json.dumps(doctor_payload(found, able), indent=2) if as_json else doctor_text(found, able))
+    typer.echo(json_text(doctor_payload(found, able)) if as_json else doctor_text(found, able))
 
 
 def _no_gpu() -> str:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from zeroplan.cli import NO, json_text
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
@@ -11,7 +12,6 @@ from zeroplan.remedies import Remedy, remedies
 from zeroplan.resolve import Resolved
 
 _OUTPUT = "Output"
-NO = 1
 
 
 @takes_a_job
@@ -49,8 +49,6 @@ def estimate_command(
 
 
 def _json(answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...]) -> str:
-    import json  # noqa: PLC0415  only the rendering asked for is loaded
+    from zeroplan.report.payload import estimate_payload  # noqa: PLC0415  only the rendering asked for is loaded
 
-    from zeroplan.report.payload import estimate_payload  # noqa: PLC0415
-
-    return json.dumps(estimate_payload(answer, notes, changes), indent=2, ensure_ascii=False)
+    return json_text(estimate_payload(answer, notes, changes))

@@ -1,13 +1,13 @@
 """``zeroplan explore``: a local page to move a job's numbers and watch."""
 
 import os
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroplan.cli.verify import say
+from zeroplan.cli import say
 from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.installation import not_installed
 
 if TYPE_CHECKING:
     import socket
@@ -23,9 +23,8 @@ def explore_command(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
 ) -> None:
     """Serve a page on this machine: move a job's numbers and see its memory stage by stage, moment by moment."""
-    for package in ("fastapi", "uvicorn"):
-        if find_spec(package) is None:
-            raise MeasurementError(f'{package} is not installed, and the page needs it: pip install "zeroplan[web]"')
+    if lacking := not_installed("fastapi", "uvicorn", by="the page"):
+        raise MeasurementError(lacking)
     listening = _listening(_port(port))
     address = f"http://{HOST}:{listening.getsockname()[1]}/"
     say(f"{address} (Ctrl-C ends it)")

@@ -1,6 +1,5 @@
 """``zeroplan gpus``: which accelerators are known, and every figure of one with its source."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from zeroplan.catalog.gpu import gpu, gpus
+from zeroplan.cli import json_text
 from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.report.catalog import gpu_table, gpu_text
@@ -32,7 +32,7 @@ def list_gpus(
     if context.invoked_subcommand is not None:
         return
     chosen = _chosen(own_folder(folder(catalog), "gpus"), vendor, min_memory, matching)
-    typer.echo(json.dumps([asdict(one) for one in chosen], indent=2, ensure_ascii=False) if as_json else gpu_table(chosen))
+    typer.echo(json_text([asdict(one) for one in chosen]) if as_json else gpu_table(chosen))
 
 
 @gpus_app.command("show")
@@ -44,7 +44,7 @@ def show_gpu(
 ) -> None:
     """Show one accelerator: every figure, its source, and what it follows from."""
     found = gpu(name, extra=own_folder(folder(catalog), "gpus"))
-    typer.echo(json.dumps(asdict(found), indent=2, ensure_ascii=False) if as_json else gpu_text(found))
+    typer.echo(json_text(asdict(found)) if as_json else gpu_text(found))
 
 
 def _chosen(own: Path | None, vendor: str | None, min_memory: str | None, matching: str | None) -> list[GpuSpec]:

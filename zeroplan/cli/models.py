@@ -1,6 +1,5 @@
 """``zeroplan models``: which models are known, and the shape, source and parameter count of one."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from zeroplan.catalog.model import ModelEntry, model_entry, models
+from zeroplan.cli import json_text
 from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.report.catalog import model_table, model_text
@@ -48,7 +48,7 @@ def list_models(
         and least <= parameter_count(one.spec) <= most
         and (matching is None or matching.lower() in one.name)
     ]
-    typer.echo(json.dumps([_payload(one) for one in chosen], indent=2, ensure_ascii=False) if as_json else model_table(chosen))
+    typer.echo(json_text([_payload(one) for one in chosen]) if as_json else model_table(chosen))
 
 
 @models_app.command("show")
@@ -60,7 +60,7 @@ def show_model(
 ) -> None:
     """Show one model: shape, parameters tensor by tensor, published count and source."""
     found = model_entry(name, extra=own_folder(folder(catalog), "models"))
-    typer.echo(json.dumps(_payload(found), indent=2, ensure_ascii=False) if as_json else model_text(found))
+    typer.echo(json_text(_payload(found)) if as_json else model_text(found))
 
 
 def _by_size(own: Path | None) -> list[ModelEntry]:

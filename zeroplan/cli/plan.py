@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from zeroplan.cli import NO, json_text
 from zeroplan.cli.job_flags import Asked, takes_a_request
 from zeroplan.errors import SpecError
-from zeroplan.units import parse_count
+from zeroplan.resolve import Request
+from zeroplan.units import parse_count, parse_fraction
 
 if TYPE_CHECKING:
     from zeroplan.export.files import Target
     from zeroplan.planner.asking import Question
     from zeroplan.planner.objectives import Objective
-    from zeroplan.planner.result import Plan
+    from zeroplan.planner.result import Best, Plan
     from zeroplan.report.plan import Beside
     from zeroplan.spec.hardware import SharesSpec
 
 _PLAN, _OUTPUT = "Plan", "Output"
-NO = 1
 _HELD = (
     "accelerate hands on logits in fp32, and a loop holds them while it goes backward: they are counted; --keep-logits no, where "
     "yours lets go of them"
@@ -53,78 +54,89 @@ Calibrate = Annotated[
 ]  # fmt: skip
 
 
+Tokens = Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")]
+PricePerGpuHour = Annotated[str | None, _text("What a GPU costs per hour: what the budget costs.", "AMOUNT")]
+Emit = Annotated[
+    str | None, _text("Write what runs the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron.", "TARGET", _OUTPUT)
+]
+Out = Annotated[str | None, _text("The folder to write into. (default: the current one)", "FOLDER", _OUTPUT)]
+Force = Annotated[bool, typer.Option("--force", help="Write over files that are there.", rich_help_panel=_OUTPUT)]
+Json = Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)]
+
+
 @takes_a_request
 def plan_command(
-    *,
-    asked: Asked,
-    global_batch: GlobalBatch = None,
-    objective: ObjectiveName = None,
-    min_gpus: MinGpus = False,
-    max_seq: MaxSeq = False,
-    max_batch: MaxBatch = False,
-    max_params: MaxParams = False,
-    search_optimizer: SearchOptimizer = False,
-    mfu: Mfu = None,
-    calibrate: Calibrate = None,
-    tokens: Annotated[str | None, _text("A token budget, as 15T: how many days it takes.", "COUNT")] = None,
-    price_per_gpu_hour: Annotated[str | None, _text("What a GPU costs per hour: what the budget costs.", "AMOUNT")] = None,
-    emit: Annotated[
-        str | None,
-        _text("Write what runs the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron.", "TARGET", _OUTPUT),
-    ] = None,
-    out: Annotated[str | None, _text("The folder to write into. (default: the current one)", "FOLDER", _OUTPUT)] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.", rich_help_panel=_OUTPUT)] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)] = False,
-) -> int:
+    *, asked: Asked, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
+    max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, search_optimizer: SearchOptimizer = False,
+    mfu: Mfu = None, calibrate: Calibrate = None, tokens: Tokens = None, price_per_gpu_hour: PricePerGpuHour = None,
+    emit: Emit = None, out: Out = None, force: Force = False, as_json: Json = False, as_markdown: Markdown = False,
+) -> int:  # fmt: skip
     """The best layout that fits, its step time, why it is the best, and the configuration that runs it."""
-    from zeroplan.export.accelerate import as_accelerate_has_it  # noqa: PLC0415  no other command pays for the planner and NumPy
-    from zeroplan.export.command import estimate_command  # noqa: PLC0415
-    from zeroplan.export.files import unsaid_by  # noqa: PLC0415
-    from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415
-    from zeroplan.report.plan import Beside  # noqa: PLC0415
-    from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
+    from zeroplan.report.plan import Beside  # noqa: PLC0415  no other command pays for the planner and NumPy
 
     if as_json and as_markdown:
         raise SpecError("--json and --markdown are two renderings; choose one")
     target = _target(emit, out, force=force)
-    question = question_of(global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch)
-    question = question._replace(
-        max_params=max_params, search_optimizer=search_optimizer, shares=shares_measured(calibrate, asked)
+    question = question_of(
+        global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
+    question = question._replace(search_optimizer=search_optimizer, shares=shares_measured(calibrate, asked))
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
+    answer, request, notes = _planned(asked, question, target)
+    beside = Beside("", budget, price)
+    if answer.best is not None:
+        beside = _with_command(beside, answer.best, request)
+        if target is not None:
+            beside = _with_files(beside, answer.best, target, Path(out or "."), force=force)
+        beside = beside._replace(notes=(*beside.notes, *notes))
+    _show(answer, beside, as_json=as_json, as_markdown=as_markdown)
+    return NO if answer.best is None else 0
+
+
+def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tuple[Plan, Request, tuple[str, ...]]":
+    """The plan, what was asked by then, and what must be said of the file that is to be written."""
+    from zeroplan.export.accelerate import as_accelerate_has_it  # noqa: PLC0415  see plan_command
+    from zeroplan.export.files import unsaid_by  # noqa: PLC0415
+    from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415
+    from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
+
     told, from_setup = told_by_a_setup(asked.request)
     request = as_accelerate_has_it(told) if target == "accelerate" else told
     answer = ask(request, question, extra=asked.extra, unsaid=unsaid_by(target))
     answer = replace(answer, notes=(*from_setup, *answer.notes))
-    if answer.best is None:
-        _show(answer, Beside("", budget, price), as_json=as_json, as_markdown=as_markdown)
-        return NO
-    if max_params:
+    notes = (_HELD,) if request.keep_logits != told.keep_logits else ()
+    if question.max_params and answer.best is not None:
         request = replace(request, params=parameter_count(answer.base.model))
-    command = estimate_command(answer.best.layout.job, request)
-    beside = Beside(command, budget, price)
-    if target is not None:
-        from zeroplan.export.files import export, write  # noqa: PLC0415
+    return answer, request, notes
 
-        made = export(answer.best.layout.job, target)
-        paths = write(made, Path(out or "."), force=force)
-        held = (_HELD,) if request.keep_logits != told.keep_logits else ()
-        beside = beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=(*made.notes, *held))
-    _show(answer, beside, as_json=as_json, as_markdown=as_markdown)
-    return 0
+
+def _with_command(beside: "Beside", best: "Best", request: Request) -> "Beside":
+    from zeroplan.export.command import estimate_command  # noqa: PLC0415  see plan_command
+
+    return beside._replace(command=estimate_command(best.layout.job, request))
+
+
+def _with_files(beside: "Beside", best: "Best", target: "Target", folder: Path, *, force: bool) -> "Beside":
+    """Write what runs a layout, and tell where it is."""
+    from zeroplan.export.files import export, write  # noqa: PLC0415  see plan_command
+
+    made = export(best.layout.job, target)
+    paths = write(made, folder, force=force)
+    return beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=made.notes)
 
 
 def question_of(
-    global_batch: str | None, objective: str | None, mfu: str | None, *, min_gpus: bool, max_seq: bool, max_batch: bool
-) -> "Question":
+    global_batch: str | None, objective: str | None, mfu: str | None, *, min_gpus: bool, max_seq: bool, max_batch: bool,
+    max_params: bool,
+) -> "Question":  # fmt: skip
     """What is asked, from the flags."""
     from zeroplan.planner.asking import Question  # noqa: PLC0415  see plan_command
 
     batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024")
     share = None if mfu is None else _share(mfu)
-    return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch)
+    return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch, max_params=max_params)
 
 
 def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | None":
@@ -142,9 +154,7 @@ def _show(plan: "Plan", said: "Beside", *, as_json: bool, as_markdown: bool) -> 
     from zeroplan.report.plan import plan_markdown, plan_payload, plan_text  # noqa: PLC0415  see plan_command
 
     if as_json:
-        import json  # noqa: PLC0415
-
-        typer.echo(json.dumps(plan_payload(plan, said), indent=2, ensure_ascii=False))
+        typer.echo(json_text(plan_payload(plan, said)))
     elif as_markdown:
         typer.echo(plan_markdown(plan, said))
     else:
@@ -175,10 +185,10 @@ def _objective(text: str | None) -> "Objective":
 
 
 def _share(text: str) -> float:
-    try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise SpecError(f"--mfu {text!r} is not a share; write 0.45 or 45%") from None
+    share = parse_fraction(text)
+    if share is None:
+        raise SpecError(f"--mfu {text!r} is not a share; write 0.45 or 45%")
+    return share
 
 
 def _price(text: str) -> float:

@@ -3,19 +3,19 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from zeroplan.cli import NO, say_notes
 from zeroplan.cli.compare import TOLERANCE, parse_tolerance
 from zeroplan.cli.job_flags import Asked, takes_a_job, takes_a_request
-from zeroplan.cli.plan import NO, GlobalBatch, MaxBatch, MaxParams, MaxSeq, Mfu, MinGpus, ObjectiveName, question_of
+from zeroplan.cli.plan import GlobalBatch, MaxBatch, MaxParams, MaxSeq, Mfu, MinGpus, ObjectiveName, question_of
 from zeroplan.cli.quick import QuickCommand
 from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.installation import not_installed
 from zeroplan.report.palette import THEMES
 from zeroplan.resolve import Resolved
 
@@ -57,8 +57,8 @@ def _where(out: str | None, theme: str, *, text: bool) -> _Where:
         raise SpecError(f"-o {out!r} does not end in .png, .svg or .pdf; the ending chooses the format")
     if out is not None and not Path(out).parent.is_dir():
         raise SpecError(f"-o {out!r}: there is no folder {str(Path(out).parent)!r}; make it first")
-    if not text and find_spec("matplotlib") is None:
-        raise MeasurementError('matplotlib is not installed, and drawing needs it: pip install "zeroplan[plot]", or use --text')
+    if not text and (lacking := not_installed("matplotlib", by="drawing")):
+        raise MeasurementError(f"{lacking}, or use --text")
     if not text and out is None and not _has_display():
         raise SpecError("there is no display to draw on; write a file with -o FILE.png, or use --text")
     return _Where(None if out is None else Path(out), theme, text)
@@ -100,11 +100,6 @@ def _print(kind: str, series: object) -> None:
         console.print(Text.assemble(*((part.text, part.colour or "") for part in row)))
 
 
-def _say_notes(resolved: Resolved) -> None:
-    for note in resolved.notes:
-        print(f"note: {note}", file=sys.stderr, flush=True)
-
-
 def _job_picture(kind: str) -> Callable[..., int | None]:
     """A command that draws a job and takes nothing else."""
 
@@ -112,7 +107,7 @@ def _job_picture(kind: str) -> Callable[..., int | None]:
         where = _where(out, theme, text=text)
         series: Callable[[Any], object] = getattr(import_module(f"zeroplan.report.series.{kind}"), kind)
         made = series(resolved.job)
-        _say_notes(resolved)
+        say_notes(resolved.notes)
         _drawn(kind, made, where)
 
     command.__doc__ = _HELP[kind]
@@ -135,14 +130,14 @@ def _pareto(
     theme: _Theme = "light", text: _Text = False,
 ) -> int:  # fmt: skip
     """Every layout that `zeroplan plan` computes, by memory and speed: the front, and the best one. Exit code 1: nothing fits."""
-    from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415  only this kind pays for the planner
+    from zeroplan.planner.asking import ask  # noqa: PLC0415  only this kind pays for the planner
     from zeroplan.report.series.pareto import pareto  # noqa: PLC0415
 
     where = _where(out, theme, text=text)
-    question = question_of(global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch)
-    request, notes = told_by_a_setup(asked.request)
-    answer = ask(request, question._replace(max_params=max_params), extra=asked.extra)
-    answer = replace(answer, notes=(*notes, *answer.notes))
+    question = question_of(
+        global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
+    )
+    answer = ask(asked.request, question, extra=asked.extra)
     _drawn("pareto", pareto(answer), where)
     return NO if answer.best is None else 0
 
@@ -168,7 +163,7 @@ def _timeline(
     measured = None if record is None else read_record(Path(record))
     if resolved is not None:
         made = timeline(resolved.job, measured, where=f"record {record!r}")
-        _say_notes(resolved)
+        say_notes(resolved.notes)
     elif measured is not None:
         made = timeline(measured.job, measured)
     else:

@@ -3,14 +3,14 @@
 import os
 import sys
 from dataclasses import MISSING, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from zeroplan.cli.verify import say
+from zeroplan.cli import say
 from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.installation import not_installed
 from zeroplan.spec.base import Spec
 from zeroplan.units import parse_tokens
 
@@ -66,9 +66,8 @@ def profile_command(
         raise SpecError("--out '' names no file; give the path of the profile to write")
     said = (_one_of("--engine", engine, _ENGINES), _one_of("--precision", precision, _PRECISIONS),
             _one_of("--recompute", recompute, _RECOMPUTE), _one_of("--attention", attention, _ATTENTION))  # fmt: skip
-    for package in ("torch", "transformers"):
-        if find_spec(package) is None:
-            raise MeasurementError(f'{package} is not installed, and tracing needs it: pip install "zeroplan[verify]"')
+    if lacking := not_installed("torch", "transformers", by="tracing"):
+        raise MeasurementError(lacking)
     shortest = None if seq_len is None else parse_tokens(seq_len, what="--seq-len")
     found = _traced(workload, config, *said, shortest=shortest)
     _write(found, Path(out))

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import typer
 
+from zeroplan.report.words import WIDTH
+
 #: A gap between columns: the last column that has room for words is folded under itself.
 _GAP = re.compile(r"(?<=\S) {2,}(?=\S)")
 _ROOM = 18
-#: How wide an answer is: zeroplan.report.text.
-_ANSWER = 100
 _TO_COPY = ("zeroplan ", "--", "accelerate ", "torchrun ", "deepspeed ", "= ", "source: ")
 
 
@@ -31,7 +31,7 @@ def fitted(text: str, width: int) -> str:
       gradients   1.00  an example of a row
                         with words
     """
-    return text if width >= _ANSWER else "\n".join(_folded(text.split("\n"), width))
+    return text if width >= WIDTH else "\n".join(_folded(text.split("\n"), width))
 
 
 def _folded(lines: list[str], width: int) -> Iterator[str]:
@@ -46,7 +46,7 @@ def _folded(lines: list[str], width: int) -> Iterator[str]:
 def _goes_on(line: str, following: str) -> bool:
     """Whether the following line is the rest of a sentence: its first word had no room any more."""
     prose = following.strip() and not _GAP.search(line) and not _GAP.search(following)
-    full = prose and len(line) + 1 + len(following.split(maxsplit=1)[0]) > _ANSWER
+    full = prose and len(line) + 1 + len(following.split(maxsplit=1)[0]) > WIDTH
     return bool(full) and _indent(following) == _hanging(line) and not line.lstrip().startswith(_TO_COPY)
 
 

@@ -1,16 +1,15 @@
 """``zeroplan verify``: is the estimate true? Runs the real engine and holds what it took against what was predicted."""
 
-import sys
-from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
-from zeroplan.cli.compare import DISAGREES, TOLERANCE, parse_tolerance
+from zeroplan.cli import DISAGREES, say, say_notes
+from zeroplan.cli.compare import TOLERANCE, parse_tolerance
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.installation import not_installed
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.units import format_gb, parse_count
 
@@ -107,38 +106,87 @@ def _verify(
     as_json: _Json = False,
 ) -> int:
     """Run the job's real engine, on real GPUs or without, and hold what it took against the estimate; 3 beyond the tolerance."""
-    limit, folder = parse_tolerance(tolerance), None if out is None else Path(out)
-    run = {"a job": resolved, "--of": of, "--nproc": nproc, "--steps": steps, "--workload": workload, "--slurm": slurm or None,
-           "--as-rank": None if rank == "0" else rank, "--all-layers": all_layers or None, "--snapshot": snapshot}  # fmt: skip
-    of_slurm = {
-        "--partition": partition,
-        "--account": account,
-        "--time-limit": time_limit,
-        "--slurm-option": slurm_option or None,
-    }
+    flags = _Flags(backend, nproc, rank, of, steps, all_layers, workload, timeout, slurm, snapshot)
+    of_slurm = OfSlurm(partition, account, time_limit, tuple(slurm_option or ()))
+    into = _Into(None if out is None else Path(out), parse_tolerance(tolerance), as_json)
     if not slurm:
-        _refuse_without("slurm", of_slurm)
+        _refuse_without("slurm", of_slurm.given())
+    said = {"a job": resolved, **flags.given()}
     if matrix is not None:
-        from zeroplan.cli.verify_bulk import Asked, verify_matrix  # noqa: PLC0415  only many cases need it
-
-        _refuse_beside("matrix", run)
-        return verify_matrix(Asked(matrix, _backend(backend), limit, _seconds(timeout), folder, as_json))
+        _refuse_beside("matrix", said)
+        return _many(matrix, flags, into)
     if resume is not None:
-        from zeroplan.cli.verify_slurm import resume as taken_up  # noqa: PLC0415  only Slurm needs it
+        _refuse_beside("resume", said)
+        return _resumed(Path(resume), into)
+    return _one(resolved or resolve(Request()), flags, of_slurm, into)  # which says what is missing
 
-        _refuse_beside("resume", run)
-        return taken_up(Path(resume), tolerance=limit, as_json=as_json)
-    job, notes = resolved or resolve(Request())  # which says what is missing
-    flags = _Flags(backend, nproc, rank, steps, all_layers, workload or "", timeout, slurm, snapshot)
-    task = _task(job, flags)
-    for note in notes:
-        say(f"note: {note}")
-    if slurm:
-        from zeroplan.cli.verify_slurm import Flags, verify_on_slurm  # noqa: PLC0415  only Slurm needs it
 
-        asked = Flags(partition, account, time_limit, tuple(slurm_option or ()))
-        return verify_on_slurm(task, asked, folder, tolerance=limit, as_json=as_json)
-    return answer(_run(task, folder), tolerance=limit, as_json=as_json)
+class _Flags(NamedTuple):
+    """How to run, as typed; ``every`` rank in a process of its own."""
+
+    backend: str
+    nproc: str | None
+    rank: str
+    of: str | None
+    steps: str | None
+    all_layers: bool
+    workload: str | None
+    timeout: str
+    every: bool
+    snapshot: str | None
+
+    def given(self) -> "dict[str, object]":
+        """What says which job is run, and how; None where nothing is said."""
+        return {"--of": self.of, "--nproc": self.nproc, "--steps": self.steps, "--workload": self.workload,
+                "--slurm": self.every or None, "--as-rank": None if self.rank == "0" else self.rank,
+                "--all-layers": self.all_layers or None, "--snapshot": self.snapshot}  # fmt: skip
+
+
+class OfSlurm(NamedTuple):
+    """What is asked of Slurm, as typed."""
+
+    partition: str | None
+    account: str | None
+    time_limit: str | None
+    options: tuple[str, ...]
+
+    def given(self) -> "dict[str, object]":
+        """The flags; None where nothing is said."""
+        return {"--partition": self.partition, "--account": self.account, "--time-limit": self.time_limit,
+                "--slurm-option": self.options or None}  # fmt: skip
+
+
+class _Into(NamedTuple):
+    """Where records go, and what is made of them."""
+
+    folder: Path | None
+    tolerance: float
+    as_json: bool
+
+
+def _many(matrix: str, flags: _Flags, into: _Into) -> int:
+    from zeroplan.cli.verify_bulk import Asked, verify_matrix  # noqa: PLC0415  only many cases need it
+
+    return verify_matrix(
+        Asked(matrix, _backend(flags.backend), into.tolerance, _seconds(flags.timeout), into.folder, into.as_json)
+    )
+
+
+def _resumed(folder: Path, into: _Into) -> int:
+    from zeroplan.cli.verify_slurm import resume  # noqa: PLC0415  only Slurm needs it
+
+    return resume(folder, tolerance=into.tolerance, as_json=into.as_json)
+
+
+def _one(resolved: Resolved, flags: _Flags, of_slurm: OfSlurm, into: _Into) -> int:
+    """Run one job, here or under Slurm."""
+    task = _task(resolved.job, flags)
+    say_notes(resolved.notes)
+    if flags.every:
+        from zeroplan.cli.verify_slurm import verify_on_slurm  # noqa: PLC0415  only Slurm needs it
+
+        return verify_on_slurm(task, of_slurm, into.folder, tolerance=into.tolerance, as_json=into.as_json)
+    return answer(_run(task, into.folder), tolerance=into.tolerance, as_json=into.as_json)
 
 
 def answer(kept: "list[Measurement]", *, tolerance: float, as_json: bool) -> int:
@@ -165,20 +213,6 @@ def _refuse_without(flag: str, others: "Mapping[str, object]") -> None:
 verify_command = takes_a_job(_verify, or_none=True, gpus_as="of")
 
 
-class _Flags(NamedTuple):
-    """How to run, as typed; ``every`` rank in a process of its own."""
-
-    backend: str
-    nproc: str | None
-    rank: str
-    steps: str | None
-    all_layers: bool
-    workload: str
-    timeout: str
-    every: bool
-    snapshot: str | None
-
-
 class _Keeper:
     """Collects records as they come, and writes each at once where a folder was named."""
 
@@ -192,12 +226,6 @@ class _Keeper:
             from zeroplan.verify.record import write_record  # noqa: PLC0415  only a run pays for it
 
             say(f"record: {write_record(measured, self._folder)}")
-
-
-def say(text: str) -> None:
-    """Progress and what went wrong on the way: beside the answer, not in it. Where nobody can be told, the run goes on."""
-    with suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _run(task: "Task", folder: Path | None) -> "list[Measurement]":
@@ -239,7 +267,7 @@ def _task(job: "JobSpec", flags: _Flags) -> "Task":
         all_layers=flags.all_layers,
         rank=None if every else rank,
         steps=_number(flags.steps or _steps(backend, job), "--steps", 1, 1000),
-        workload=flags.workload,
+        workload=flags.workload or "",
         timeout_s=_seconds(flags.timeout),
         snapshots=_snapshots(flags.snapshot, backend),
     )
@@ -268,16 +296,13 @@ def _refuse_what_is_no_run(task: "Task") -> None:
 
 def require(job: "JobSpec") -> None:
     """Refuse, with the extra to install, what is not there; nothing is imported."""
-    needed = {"torch": "verify", "transformers": "verify"}
+    needed = ["torch", "transformers"]
     if job.recipe.engine == "deepspeed":
-        needed["deepspeed"] = "deepspeed"
+        needed.append("deepspeed")
     if job.model.adapter is not None:
-        needed["peft"] = "verify"
-        if job.model.adapter.quantize != "none":
-            needed["bitsandbytes"] = "verify"
-    for package, extra in needed.items():
-        if find_spec(package) is None:
-            raise MeasurementError(f'{package} is not installed, and the engine needs it: pip install "zeroplan[{extra}]"')
+        needed += ["peft"] if job.model.adapter.quantize == "none" else ["peft", "bitsandbytes"]
+    if lacking := not_installed(*needed, by="the engine"):
+        raise MeasurementError(lacking)
 
 
 def _backend(name: str) -> str:

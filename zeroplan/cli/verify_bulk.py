@@ -1,6 +1,5 @@
 """``zeroplan verify --matrix``: many cases, a bar that says how far it is, results kept line by line, a table at the end."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -12,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from zeroplan.cli.compare import DISAGREES
-from zeroplan.cli.verify import require, say
+from zeroplan.cli import CANNOT_RUN, DISAGREES, json_text, say
+from zeroplan.cli.verify import require
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Tensors
 from zeroplan.units import format_size
@@ -51,10 +50,7 @@ def verify_matrix(asked: Asked) -> int:
     typer.echo(_as_json(found) if asked.as_json else table(found, tolerance=asked.tolerance))
     if any(one.agrees is False for one in found):
         return DISAGREES
-    return 0 if all(one.result.outcome in SETTLED for one in found) else _NO_RESULT
-
-
-_NO_RESULT = 4
+    return 0 if all(one.result.outcome in SETTLED for one in found) else CANNOT_RUN
 
 
 def _not_installed(cases: tuple[Case, ...]) -> dict[Task, str]:
@@ -220,4 +216,4 @@ def _as_json(found: list[Judged]) -> str:
         }
         for one in found
     ]  # fmt: skip
-    return json.dumps({"schema_version": SCHEMA_VERSION, "cases": cases}, indent=2, ensure_ascii=False)
+    return json_text({"schema_version": SCHEMA_VERSION, "cases": cases})

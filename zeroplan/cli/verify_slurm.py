@@ -1,42 +1,31 @@
 """``zeroplan verify --slurm`` and ``--resume``: a job's ranks as a job of Slurm's, awaited now or later."""
 
 from pathlib import Path
-from typing import NamedTuple
 
-from zeroplan.cli.verify import answer, say
+from zeroplan.cli import say
+from zeroplan.cli.verify import OfSlurm, answer
 from zeroplan.errors import SpecError
 from zeroplan.units import parse_count
 from zeroplan.verify.processes.slurm import Submitted, Wanted, submit, taken_up, wait
 from zeroplan.verify.task import Task
 
 
-class Flags(NamedTuple):
-    """What is asked of Slurm, as typed."""
-
-    partition: str | None
-    account: str | None
-    time_limit: str | None
-    options: tuple[str, ...]
-
-    def wanted(self) -> Wanted:
-        """Read them."""
-        minutes = (
-            30 if self.time_limit is None else parse_count(self.time_limit, what="--time-limit", examples="30, for minutes")
-        )
-        options = {}
-        for text in self.options:
-            name, equals, value = text.partition("=")
-            if not equals or not name.strip("-"):
-                raise SpecError(f"--slurm-option {text!r} is not NAME=VALUE; write qos=debug, say")
-            options[name.strip("-").replace("-", "_")] = value
-        return Wanted(partition=self.partition or "", account=self.account or "", minutes=minutes, options=options or None)
+def _wanted(asked: OfSlurm) -> Wanted:
+    minutes = 30 if asked.time_limit is None else parse_count(asked.time_limit, what="--time-limit", examples="30, for minutes")
+    options = {}
+    for text in asked.options:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip("-"):
+            raise SpecError(f"--slurm-option {text!r} is not NAME=VALUE; write qos=debug, say")
+        options[name.strip("-").replace("-", "_")] = value
+    return Wanted(partition=asked.partition or "", account=asked.account or "", minutes=minutes, options=options or None)
 
 
-def verify_on_slurm(task: Task, flags: Flags, folder: Path | None, *, tolerance: float, as_json: bool) -> int:
+def verify_on_slurm(task: Task, asked: OfSlurm, folder: Path | None, *, tolerance: float, as_json: bool) -> int:
     """Submit a task and wait for it."""
     if folder is None:
         raise SpecError("--slurm needs a folder that all nodes see, for its records and to be taken up again: --record-dir DIR")
-    submitted = submit(task, flags.wanted(), folder)
+    submitted = submit(task, _wanted(asked), folder)
     say(f"Slurm job {submitted.job_id}: {task.job.mesh.world_size:,} ranks; everything of it is in {folder}")
     return _awaited(submitted, folder, tolerance=tolerance, as_json=as_json)
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from zeroplan.advice import Advice, Advised
 from zeroplan.estimator import Estimate
 from zeroplan.report.payload import SCHEMA_VERSION
-from zeroplan.report.words import headline, verdict_sentence
+from zeroplan.report.words import WIDTH, headline, notes_part, paragraphs, verdict_sentence
 from zeroplan.units import GB, GIB
 
-_WIDTH = 100
 _MARGIN = " " * 49
 _WORDS = {"fits": "fits", "tight": "tight", "does not fit": "too much", "unknown": ""}
 
@@ -23,9 +22,8 @@ InWords = Callable[[Advice], tuple[str, ...]]
 def advice_text(advised: Advised, words: InWords, notes: tuple[str, ...]) -> str:
     """Return the answer for a terminal."""
     before = advised.before
-    parts = [[headline(before), *textwrap.wrap(verdict_sentence(before), _WIDTH), _rate(advised)], list(_table(advised, words))]
-    parts.append(["Notes", *(_item(note) for note in notes)] if notes else [])
-    return "\n\n".join("\n".join(line for line in part if line) for part in parts if part)
+    parts = [[headline(before), *textwrap.wrap(verdict_sentence(before), WIDTH), _rate(advised)], list(_table(advised, words))]
+    return paragraphs([*([line for line in part if line] for part in parts), notes_part(notes)])
 
 
 def _rate(advised: Advised) -> str:
@@ -42,7 +40,7 @@ def _table(advised: Advised, words: InWords) -> Iterator[str]:
         yield "No single change frees memory; `zeroplan plan` searches whole layouts."
         return
     enough = "those that alone make it fit, then the others; of each " if advised.before.fits is False else ""
-    yield from textwrap.wrap(f"Single changes: {enough}{_UNTIMED if advised.tokens_per_s is None else _ORDER}", _WIDTH)
+    yield from textwrap.wrap(f"Single changes: {enough}{_UNTIMED if advised.tokens_per_s is None else _ORDER}", WIDTH)
     yield f"{'frees GB':>10}{'then GB':>10}{'':>3}{'verdict':<10}{'speed':>9}{'':>7}change"
     for one in advised.changes:
         verdict = _WORDS[one.after.verdict]
@@ -51,10 +49,6 @@ def _table(advised: Advised, words: InWords) -> Iterator[str]:
         cost = f" ({one.other_cost})" if one.other_cost else ""
         yield f"{figures:<{len(_MARGIN)}}{one.change.change}{cost}"
         yield from (f"{_MARGIN}  {word}" for word in words(one))
-
-
-def _item(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
 
 
 def advice_payload(advised: Advised, words: InWords, notes: tuple[str, ...]) -> dict[str, object]:

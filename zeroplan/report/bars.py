@@ -13,7 +13,7 @@ from zeroplan.report.series.scaling import Point, ScalingLine, ScalingSeries
 from zeroplan.report.series.stages import StagesSeries
 from zeroplan.report.series.timeline import TimelineSeries
 from zeroplan.report.series.validation import ValidationSeries
-from zeroplan.report.words import plural
+from zeroplan.report.words import plural, spread
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
@@ -208,9 +208,7 @@ def _cell(series: HeatSeries, batch: int, length: int, *, signs: bool) -> Segmen
 
 def pareto_bars(series: "ParetoSeries", *, width: int, signs: bool) -> list[Row]:
     """A row per layout of the front, the quickest first, the best one marked; below how many layouts there are."""
-    last = len(series.front) - 1
-    chosen = {round(last * at / (_FRONT - 1)) for at in range(_FRONT)} if last >= _FRONT else range(last + 1)
-    named = {*(series.front[at] for at in chosen), *(() if series.best is None else (series.best,))}
+    named = {*spread(series.front, _FRONT), *(() if series.best is None else (series.best,))}
     front = sorted(named, key=lambda one: (-one.tokens_per_s, one.needed_bytes))
     rows: list[Row] = [*_head(series.caption, width)]
     room = max(_LEAST_BAR, width - 45)
@@ -223,7 +221,7 @@ def pareto_bars(series: "ParetoSeries", *, width: int, signs: bool) -> list[Row]
     rows += [(Segment("nothing fits"),)] if series.best is None else [()]
     told = f"* best for {series.objective}; " if series.best is not None else ""
     of = f"tokens/s of one GPU; the GPU has {series.capacity_bytes / GIB:,.1f} GiB"
-    some = f"; {len(front):,} of {len(series.front):,} on the front" if last >= _FRONT else ""
+    some = f"; {len(front):,} of {len(series.front):,} on the front" if len(series.front) > _FRONT else ""
     return [*rows, *((Segment(line),) for line in textwrap.wrap(f"{told}{of}{some}", width)), *_layouts(series)]
 
 

@@ -1,11 +1,11 @@
 """Predicted against measured, line by line, the largest disagreement first: as text, as Markdown, as data for JSON."""
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 
 from zeroplan.comparison import Compared, Comparison
 from zeroplan.measurement import Measurement
+from zeroplan.report.words import item, model_words, paragraphs
 from zeroplan.units import GB, GIB, KB, KIB, MB, MIB, format_size
 
 _WHAT = 34
@@ -23,7 +23,7 @@ def comparison_text(comparison: Comparison, measurement: Measurement, *, toleran
         [verdict(comparison, tolerance=tolerance)],
         list(_remarks(measurement)),
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return paragraphs(parts)
 
 
 def comparison_markdown(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> str:
@@ -37,7 +37,7 @@ def comparison_markdown(comparison: Comparison, measurement: Measurement, *, tol
         [verdict(comparison, tolerance=tolerance)],
         [f"- {remark}" for remark in measurement.remarks],
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return paragraphs(parts)
 
 
 def comparison_payload(comparison: Comparison, measurement: Measurement, *, tolerance: float) -> dict[str, object]:
@@ -74,19 +74,14 @@ def rank_line(comparison: Comparison, measurement: Measurement) -> str:
 def headline(measurement: Measurement) -> str:
     """What was run."""
     job = measurement.job
-    what = f"workload {measurement.workload}" if measurement.workload else _model(measurement)
+    what = f"workload {measurement.workload}" if measurement.workload else model_words(measurement.job)
     return f"{what}, {job.recipe.engine} ZeRO stage {job.recipe.zero_stage}, rank {measurement.rank} of {job.mesh.world_size:,}"
-
-
-def _model(measurement: Measurement) -> str:
-    model = measurement.job.model
-    return model.name or f"a {model.family} model"
 
 
 def _own_workload(measurement: Measurement) -> list[str]:
     """Say that two different things may stand side by side."""
     measured = "measured is the workload with its own module and batch"
-    predicted = f"predicted is the job, {_model(measurement)} at the job's batch and sequence length"
+    predicted = f"predicted is the job, {model_words(measurement.job)} at the job's batch and sequence length"
     return [f"{measured}; {predicted}: the two agree as far as they are the same"] if measurement.workload else []
 
 
@@ -180,5 +175,4 @@ def row_payload(row: Compared) -> dict[str, object]:
 def _remarks(measurement: Measurement) -> Iterator[str]:
     if measurement.remarks:
         yield "Remarks"
-        for remark in measurement.remarks:
-            yield textwrap.fill(remark, 110, initial_indent="  - ", subsequent_indent="    ")
+        yield from (item(remark, 110) for remark in measurement.remarks)

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 
 from zeroplan.comparison import Compared
 from zeroplan.report.comparison import compared_table, row_payload
+from zeroplan.report.words import EXPANDABLE, WIDTH, paragraphs
 from zeroplan.snapshots.diagnosis import Diagnosis, Failure, Held
 from zeroplan.snapshots.replayed import Replayed
 from zeroplan.units import GB, GIB, format_size
 
 SCHEMA_VERSION = 1
-_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 _WORTH_IT = 0.03
 """Which part of what was reserved must be saved for the setting to be named."""
-_WHAT, _WIDTH, _SITE = 34, 100, 46
+_WHAT, _SITE = 34, 46
 
 
 def diagnosis_text(found: Diagnosis, *, where: str, rows: tuple[Compared, ...] = (), job: str = "") -> str:
@@ -24,7 +24,7 @@ def diagnosis_text(found: Diagnosis, *, where: str, rows: tuple[Compared, ...] =
         [f"Predicted: {job}", *compared_table("In use at the peak", rows)] if rows else [],
         list(_advice(found)),
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return paragraphs(parts)
 
 
 def diagnosis_payload(found: Diagnosis, *, where: str, rows: tuple[Compared, ...] = ()) -> dict[str, object]:
@@ -82,7 +82,7 @@ def _site(held: Held, at: int) -> str:
 
 def _advice(found: Diagnosis) -> Iterator[str]:
     for text in _advised(found):
-        yield textwrap.fill(text, _WIDTH)
+        yield textwrap.fill(text, WIDTH)
 
 
 def _advised(found: Diagnosis) -> Iterator[str]:
@@ -103,7 +103,7 @@ def _of_the_allocator(replayed: Replayed, reserved_bytes: int) -> Iterator[str]:
     saved = reserved_bytes - replayed.expandable_bytes
     if saved > _WORTH_IT * reserved_bytes:
         yield (
-            f"With {_EXPANDABLE} the same requests would have reserved {format_size(replayed.expandable_bytes)}, "
+            f"With {EXPANDABLE} the same requests would have reserved {format_size(replayed.expandable_bytes)}, "
             f"{format_size(saved)} less, by a model of the allocator; without it the model reserves {_agreement(replayed)}."
         )
 
@@ -118,6 +118,6 @@ def _of_a_failure(failure: Failure, found: Diagnosis) -> str:
     lacking = failure.asked_bytes - failure.free_bytes
     if failure.fragmented(found.largest_free_bytes):
         idle = f"{format_size(failure.idle_bytes)} were reserved and not in use, but no one piece was large enough"
-        way_out = "its segments were expandable already" if found.replayed is None else f"{_EXPANDABLE} lets them join"
+        way_out = "its segments were expandable already" if found.replayed is None else f"{EXPANDABLE} lets them join"
         return f"{idle}: {way_out}."
     return f"{format_size(max(0, lacking - failure.idle_bytes))} were lacking, all that was reserved and idle counted as room."

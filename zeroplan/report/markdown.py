@@ -3,10 +3,19 @@
 from collections.abc import Iterator, Sequence
 
 from zeroplan.estimator import Estimate
-from zeroplan.ledger import Line, bytes_by_kind
+from zeroplan.ledger import Line
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
-from zeroplan.report.words import NO_CHANGE, headline, job_lines, per_parameter, verdict_sentence
+from zeroplan.report.words import (
+    NO_CHANGE,
+    every_note,
+    headline,
+    job_lines,
+    kinds_by_size,
+    paragraphs,
+    per_parameter,
+    verdict_sentence,
+)
 from zeroplan.units import GB, GIB, MB, MIB, format_size
 
 
@@ -24,9 +33,9 @@ def estimate_markdown(
         list(_card(answer)),
         list(_verdict(answer, changes)),
         list(_communication(answer)),
-        [f"- {note}" for note in (*notes, *([answer.approximate] if answer.approximate else []), *answer.notes)],
+        [f"- {note}" for note in every_note(answer, notes)],
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return paragraphs(parts)
 
 
 def _cells(*cells: str) -> str:
@@ -55,10 +64,8 @@ def _peak(answer: Estimate, *, explain: bool) -> Iterator[str]:
         return
     yield _cells("alive then", "GB", "GiB")
     yield "|---|---:|---:|"
-    by_kind = bytes_by_kind(answer.peak.lines)
-    for kind in sorted(by_kind, key=lambda kind: -int(by_kind[kind])):
-        if by_kind[kind]:
-            yield _cells(kind.value, *_amounts(int(by_kind[kind])))
+    for kind, n_bytes in kinds_by_size(answer.peak.lines):
+        yield _cells(kind.value, *_amounts(n_bytes))
 
 
 def _line(answer: Estimate, line: Line) -> str:

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TypedDict
 
+from zeroplan.engines.account import PipelineRank
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Band, Collective, Kind, Line, Moment
 from zeroplan.remedies import Remedy
+from zeroplan.traffic import Traffic
 
 SCHEMA_VERSION = 1
 
@@ -39,26 +41,14 @@ class MomentPayload(TypedDict):
 
 def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Sequence[Remedy] = ()) -> dict[str, object]:
     """Return the answer in the shape of ``zeroplan estimate --json``; ``json.dumps`` takes it as it is."""
-    states = answer.states_by_kind
     return {
         "schema_version": SCHEMA_VERSION,
         "job": asdict(answer.job),
         "parameters": answer.parameters,
         "active_parameters": answer.active_parameters,
         "trained_parameters": answer.trained_parameters,
-        "states": {
-            "parameters_bytes": states[Kind.PARAMETERS],
-            "gradients_bytes": states[Kind.GRADIENTS],
-            "optimizer_bytes": states[Kind.OPTIMIZER_STATE],
-            "total_bytes": sum(states.values()),
-            "lines": [_line(line) for line in answer.states],
-        },
-        "peak": {
-            "moment": answer.peak.name,
-            "phase": answer.peak.phase.value,
-            "allocated_bytes": answer.peak_bytes,
-            "lines": [_line(line) for line in answer.peak.lines if line.n_bytes],
-        },
+        "states": _states(answer),
+        "peak": {**_moment(answer.peak), "lines": [_line(line) for line in answer.peak.lines if line.n_bytes]},
         "moments": [_moment(moment) for moment in answer.moments],
         "reserved": _band(answer.reserved),
         "outside_allocator": {
@@ -71,29 +61,45 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
         "nvme_bytes": answer.nvme_bytes,
         "nvme_bytes_per_node": answer.nvme_bytes_per_node,
         "nvme_lines": [_line(line) for line in answer.nvme],
-        "pipeline_ranks": [
-            {
-                "rank": one.rank,
-                "stages": one.stages,
-                "parameters": one.parameters,
-                "moment": one.moment,
-                "allocated_bytes": int(one.peak_bytes),
-            }
-            for one in answer.pipeline
-        ],
+        "pipeline_ranks": [_pipeline_rank(one) for one in answer.pipeline],
         "fits": answer.fits,
         "verdict": answer.verdict,
         "capacity_bytes": answer.capacity_bytes,
         "room_bytes": answer.room_bytes,
         "changes": [change._asdict() for change in changes],
-        "communication": {
-            "total_bytes": int(answer.traffic.total_bytes),
-            "relative_to_ddp": answer.traffic.relative_to_ddp,
-            "relative_bytes_to_ddp": answer.traffic.relative_bytes_to_ddp,
-            "collectives": [_collective(call) for call in answer.traffic.collectives if call.sent_bytes],
-        },
+        "communication": _communication(answer.traffic),
         "approximate": answer.approximate,
         "notes": list(notes),
+    }
+
+
+def _states(answer: Estimate) -> dict[str, object]:
+    states = answer.states_by_kind
+    return {
+        "parameters_bytes": states[Kind.PARAMETERS],
+        "gradients_bytes": states[Kind.GRADIENTS],
+        "optimizer_bytes": states[Kind.OPTIMIZER_STATE],
+        "total_bytes": sum(states.values()),
+        "lines": [_line(line) for line in answer.states],
+    }
+
+
+def _pipeline_rank(one: PipelineRank) -> dict[str, object]:
+    return {
+        "rank": one.rank,
+        "stages": one.stages,
+        "parameters": one.parameters,
+        "moment": one.moment,
+        "allocated_bytes": int(one.peak_bytes),
+    }
+
+
+def _communication(traffic: Traffic) -> dict[str, object]:
+    return {
+        "total_bytes": int(traffic.total_bytes),
+        "relative_to_ddp": traffic.relative_to_ddp,
+        "relative_bytes_to_ddp": traffic.relative_bytes_to_ddp,
+        "collectives": [_collective(call) for call in traffic.collectives if call.sent_bytes],
     }
 
 

@@ -4,16 +4,25 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zeroplan.ledger import bytes_by_kind
 from zeroplan.planner.result import Best, Layout, More, Plan
 from zeroplan.report.payload import SCHEMA_VERSION
-from zeroplan.report.words import plural, recompute_words
+from zeroplan.report.words import (
+    EXPANDABLE,
+    WIDTH,
+    item,
+    kinds_by_size,
+    model_words,
+    notes_part,
+    paragraphs,
+    plural,
+    recompute_words,
+    spread,
+)
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.steptime import Part
 from zeroplan.units import GB, GIB, format_size
 
-_WIDTH = 100
 _DAY_S = 86_400
 _MOST_OF_FRONT = 6
 
@@ -33,9 +42,7 @@ def plan_text(plan: Plan, beside: Beside) -> str:
     """Return the answer for a terminal."""
     answer = [list(_nothing(plan))] if plan.best is None else _answer(plan, plan.best, beside)
     parts = [list(_head(plan)), *answer, list(_fallen(plan))]
-    notes = [*plan.notes, *beside.notes]
-    parts.append(["Notes", *(_item(note) for note in notes)] if notes else [])
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return paragraphs([*parts, notes_part([*plan.notes, *beside.notes])])
 
 
 def plan_markdown(plan: Plan, beside: Beside) -> str:
@@ -47,9 +54,9 @@ def plan_markdown(plan: Plan, beside: Beside) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     base, gpu = plan.base, plan.base.cluster.gpu
-    name = base.model.name or f"a {base.model.family} model"
     gpus = plural(base.mesh.world_size, "GPU") if gpu is None else f"{base.mesh.world_size:,} x {gpu.full_name}"
-    yield f"{name} on {gpus}, {base.recipe.precision}, {base.recipe.optimizer}, {plural(base.batch.seq_len, 'token')} per sequence"
+    recipe, tokens = base.recipe, plural(base.batch.seq_len, "token")
+    yield f"{model_words(base)} on {gpus}, {recipe.precision}, {recipe.optimizer}, {tokens} per sequence"
     yield f"{plural(plan.considered, 'layout')} considered, {plan.evaluated:,} of them computed"
 
 
@@ -96,7 +103,7 @@ def _answer(plan: Plan, best: Best, beside: Beside) -> list[list[str]]:
 
 
 def _best(objective: str, best: Best, beside: Beside) -> Iterator[str]:
-    yield from textwrap.wrap(f"Best for {objective}: {layout_words(best.layout.job)}", _WIDTH)
+    yield from textwrap.wrap(f"Best for {objective}: {layout_words(best.layout.job)}", WIDTH)
     yield f"  {beside.command}"
     for path in beside.written:
         yield f"  written: {path}"
@@ -106,10 +113,8 @@ def _best(objective: str, best: Best, beside: Beside) -> Iterator[str]:
 
 def _memory(best: Best) -> Iterator[str]:
     yield f"{'Memory of a GPU':<44}{'GB':>10}{'GiB':>10}"
-    kinds = bytes_by_kind(best.estimate.peak.lines)
-    for kind in sorted(kinds, key=lambda one: -int(kinds[one])):
-        if kinds[kind]:
-            yield _row(f"  {kind.value}", int(kinds[kind]))
+    for kind, n_bytes in kinds_by_size(best.estimate.peak.lines):
+        yield _row(f"  {kind.value}", n_bytes)
     yield _row("  context and communicators", int(best.estimate.outside_band.expected_bytes))
     yield _row("  together, at the peak", best.layout.least_bytes)
     yield _row("  with what the allocator caches", best.layout.comfortable_bytes)
@@ -119,7 +124,7 @@ def _memory(best: Best) -> Iterator[str]:
         yield _row("  host memory of a node, if it has that much", best.estimate.host_bytes_per_node or 0)
     yield f"  at this moment: {best.estimate.peak.name}"
     if best.tight:
-        yield "  tight: it fits only while the cache stays small; set PYTORCH_ALLOC_CONF=expandable_segments:True"
+        yield f"  tight: it fits only while the cache stays small; set {EXPANDABLE}"
 
 
 def _row(what: str, n_bytes: int) -> str:
@@ -167,7 +172,7 @@ def _why(best: Best) -> Iterator[str]:
     if more is None:
         yield "One more GB would buy nothing."
     else:
-        yield from textwrap.wrap(f"One more GB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", _WIDTH)
+        yield from textwrap.wrap(f"One more GB would buy {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
 
 
 def _others(plan: Plan) -> Iterator[str]:
@@ -175,23 +180,16 @@ def _others(plan: Plan) -> Iterator[str]:
         return
     yield "The next ones, and why they are not the best"
     for rival in plan.rivals:
-        yield _item(layout_words(rival.layout.job))
-        yield from textwrap.wrap(rival.why_not, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+        yield item(layout_words(rival.layout.job))
+        yield from textwrap.wrap(rival.why_not, WIDTH, initial_indent="      ", subsequent_indent="      ")
 
 
 def _front(plan: Plan) -> Iterator[str]:
     if len(plan.front) < 2:
         return
     yield f"{'Time against memory: nothing is both quicker and smaller':<58}{'GB':>8}{'tokens/s per GPU':>20}"
-    chosen = plan.front if len(plan.front) <= _MOST_OF_FRONT else _spread(plan.front)
-    for one in chosen:
+    for one in spread(plan.front, _MOST_OF_FRONT):
         yield f"  {layout_words(one.job):<56.56}{one.least_bytes / GB:>8,.1f}{one.tokens_per_s:>20,.0f}"
-
-
-def _spread(front: tuple[Layout, ...]) -> list[Layout]:
-    """Both ends, and some between."""
-    last = len(front) - 1
-    return [front[round(last * at / (_MOST_OF_FRONT - 1))] for at in range(_MOST_OF_FRONT)]
 
 
 def _nothing(plan: Plan) -> Iterator[str]:
@@ -199,7 +197,7 @@ def _nothing(plan: Plan) -> Iterator[str]:
     room = 0 if gpu is None else int(gpu.memory_bytes.value)
     yield f"Nothing fits {'' if gpu is None else gpu.full_name} ({format_size(room)}). The closest:"
     for rival in plan.rivals:
-        yield _item(layout_words(rival.layout.job))
+        yield item(layout_words(rival.layout.job))
         yield f"      {rival.why_not}"
     if plan.fallen:
         most = max(plan.fallen, key=lambda one: one.layouts)
@@ -213,11 +211,7 @@ def _fallen(plan: Plan) -> Iterator[str]:
     for one in plan.fallen:
         yield f"  {one.layouts:>8,}  {one.rule.value}"
         if one.example:
-            yield from textwrap.wrap(one.example, _WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
-
-
-def _item(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+            yield from textwrap.wrap(one.example, WIDTH, initial_indent=" " * 12, subsequent_indent=" " * 12)
 
 
 def plan_payload(plan: Plan, beside: Beside) -> dict[str, object]:

@@ -4,10 +4,21 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from zeroplan.estimator import Estimate
-from zeroplan.ledger import Band, Line, bytes_by_kind
+from zeroplan.ledger import Band, Line
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import symbols_of, with_numbers
-from zeroplan.report.words import NO_CHANGE, headline, job_lines, per_parameter, verdict_sentence
+from zeroplan.report.words import (
+    NO_CHANGE,
+    WIDTH,
+    every_note,
+    headline,
+    job_lines,
+    kinds_by_size,
+    notes_part,
+    paragraphs,
+    per_parameter,
+    verdict_sentence,
+)
 from zeroplan.traffic import wire_time
 from zeroplan.transformer.legend import SYMBOLS
 from zeroplan.units import GB, GIB, MB, MIB, format_size
@@ -16,7 +27,6 @@ _COMMON_SYMBOLS = {"Ψ": "parameters", "L": "blocks", "N": "ranks that share one
 #: Columns: what a line is, and why; with the two figures between them a line has 100.
 _WHAT = 34
 _REASON = 42
-_WIDTH = 100
 
 
 def estimate_text(
@@ -36,9 +46,9 @@ def estimate_text(
         list(_communication(answer, explain=explain)),
         list(_kept(answer)) if explain else [],
         list(_legend(answer)) if explain else [],
-        list(_notes(answer, notes)),
+        notes_part(every_note(answer, notes)),
     ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return paragraphs(parts)
 
 
 def _row(what: str, n_bytes: int, reason: str = "") -> str:
@@ -62,13 +72,11 @@ def _peak(answer: Estimate, *, explain: bool) -> Iterator[str]:
     yield f"Peak allocated: {format_size(answer.peak_bytes)}"
     yield f"at this moment: {answer.peak.name}"
     yield _head("  alive then", "" if explain else "the largest of it; --explain lists all")
-    by_kind = bytes_by_kind(answer.peak.lines)
-    for kind in sorted(by_kind, key=lambda kind: -int(by_kind[kind])):
-        if by_kind[kind]:
-            lines = [line for line in answer.peak.lines if line.kind is kind and line.n_bytes]
-            yield _row(kind.value, int(by_kind[kind]), "" if explain else _main_reason(lines))
-            if explain:
-                yield from _explained(answer, lines)
+    for kind, n_bytes in kinds_by_size(answer.peak.lines):
+        lines = [line for line in answer.peak.lines if line.kind is kind and line.n_bytes]
+        yield _row(kind.value, n_bytes, "" if explain else _main_reason(lines))
+        if explain:
+            yield from _explained(answer, lines)
 
 
 def _pipeline(answer: Estimate) -> Iterator[str]:
@@ -124,9 +132,9 @@ def _band_row(what: str, band: Band) -> str:
 
 
 def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str]:
-    yield textwrap.fill(verdict_sentence(answer), _WIDTH, break_long_words=False)
+    yield textwrap.fill(verdict_sentence(answer), WIDTH, break_long_words=False)
     if changes is not None and not changes and answer.fits is False:
-        yield textwrap.fill(NO_CHANGE, _WIDTH)
+        yield textwrap.fill(NO_CHANGE, WIDTH)
     if changes:
         yield from _changes(changes)
 
@@ -135,7 +143,7 @@ def _changes(changes: Sequence[Remedy]) -> Iterator[str]:
     """Each change as flags to copy, with what it would need and in words: a table, or where flags are long, one by one."""
     title = f"It would fit with {'one of these' if len(changes) > 1 else 'this change'}"
     width = max(_WHAT, *(len(change.flags) for change in changes))
-    if width + 22 > _WIDTH:
+    if width + 22 > WIDTH:
         yield f"{title}:"
         for one in changes:
             yield f"  {one.flags}"
@@ -145,11 +153,11 @@ def _changes(changes: Sequence[Remedy]) -> Iterator[str]:
     for one in changes:
         row = f"  {one.flags:<{width}}{one.needed_bytes / GB:>10,.2f}{one.needed_bytes / GIB:>10,.2f}"
         together = f"{row}  {one.change}"
-        yield together if len(together) <= _WIDTH else f"{row}\n{_indented(one.change)}"
+        yield together if len(together) <= WIDTH else f"{row}\n{_indented(one.change)}"
 
 
 def _indented(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return textwrap.fill(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
@@ -173,7 +181,7 @@ def _communication(answer: Estimate, *, explain: bool) -> Iterator[str]:
             sizes = f"{each / MB:>10,.1f}{each / MIB:>10,.1f}{sent / GB:>9,.2f}{sent / GIB:>9,.2f}"
             figures = f"  {call.operation:<14}{int(call.calls):>7,}{sizes}  "
             yield textwrap.fill(
-                f"{call.what}, {call.when}", _WIDTH, initial_indent=figures, subsequent_indent=" " * len(figures)
+                f"{call.what}, {call.when}", WIDTH, initial_indent=figures, subsequent_indent=" " * len(figures)
             )
             if explain and call.source:
                 yield f"      source: {call.source}"
@@ -193,11 +201,3 @@ def _legend(answer: Estimate) -> Iterator[str]:
     for name, value in answer.legend.items():
         if value or name in written:
             yield f"  {name:<10}{value:>20,}  {meanings[name]}"
-
-
-def _notes(answer: Estimate, notes: Sequence[str]) -> Iterator[str]:
-    every = [*notes, *([answer.approximate] if answer.approximate else []), *answer.notes]
-    if every:
-        yield "Notes"
-        for note in every:
-            yield textwrap.fill(note, _WIDTH, initial_indent="  - ", subsequent_indent="    ")

@@ -1,11 +1,13 @@
-"""Sentences that every rendering of an answer shares: what the job is, what a parameter costs, whether it fits."""
+"""What every rendering of an answer shares: how text is laid out, what the job is, what a parameter costs, whether it fits."""
 
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 from zeroplan.estimator import Estimate, estimate, step_implementation
-from zeroplan.ledger import Kind
+from zeroplan.ledger import Kind, Line, bytes_by_kind
 from zeroplan.remedies import MOST_GPUS
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
@@ -13,10 +15,50 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import format_size
 
+T = TypeVar("T")
+WIDTH = 100
+"""Of a terminal, for running text. [signs]"""
+EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 NO_CHANGE = (
     "Nothing that zeroplan tries makes it fit: recomputation, a higher ZeRO stage, smaller micro-batches, shorter sequences, "
     f"up to {MOST_GPUS:,} GPUs."
 )
+
+
+def paragraphs(parts: Iterable[Sequence[str]]) -> str:
+    """Parts of an answer, line by line, an empty line between them; a part without lines is left out."""
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def item(text: str, width: int = WIDTH) -> str:
+    """One of a list."""
+    return textwrap.fill(text, width, initial_indent="  - ", subsequent_indent="    ")
+
+
+def notes_part(notes: Sequence[str]) -> list[str]:
+    """The notes of an answer under their heading; nothing where there are none."""
+    return ["Notes", *map(item, notes)] if notes else []
+
+
+def every_note(answer: Estimate, notes: Sequence[str]) -> list[str]:
+    """What was filled in, what is not exact, and what an engine's account has to say."""
+    return [*notes, *([answer.approximate] if answer.approximate else []), *answer.notes]
+
+
+def kinds_by_size(lines: tuple[Line, ...]) -> list[tuple[Kind, int]]:
+    """Bytes by kind, the largest first; kinds without bytes are left out."""
+    kinds = [(kind, int(n_bytes)) for kind, n_bytes in bytes_by_kind(lines).items() if n_bytes]
+    return sorted(kinds, key=lambda one: -one[1])
+
+
+def spread(front: Sequence[T], most: int) -> list[T]:
+    """All of a front, or where there are more than so many both ends and some between.
+
+    >>> spread("abcde", 3)
+    ['a', 'c', 'e']
+    """
+    last = len(front) - 1
+    return list(front) if last < most else [front[round(last * at / (most - 1))] for at in range(most)]
 
 
 def headline(answer: Estimate) -> str:
@@ -163,6 +205,6 @@ def verdict_sentence(answer: Estimate) -> str:
     if answer.verdict == "tight":
         return (
             f"It fits {name} ({capacity}) tightly: {room} of room beside the peak, less than the allocator would cache if it "
-            "could: nvidia-smi will show a card all but full. Set PYTORCH_ALLOC_CONF=expandable_segments:True."
+            f"could: nvidia-smi will show a card all but full. Set {EXPANDABLE}."
         )
     return f"It does not fit {name} ({capacity}): {room} too much."

@@ -8,7 +8,7 @@ from zeroplan.estimator import Verdict, verdict
 from zeroplan.planner.result import Layout, Plan
 from zeroplan.report.plan import layout_words
 from zeroplan.report.series.parts import Caption
-from zeroplan.report.words import plural
+from zeroplan.report.words import model_words, plural
 from zeroplan.spec.recipe import Engine
 
 _BEYOND = 1.3
@@ -67,8 +67,7 @@ def pareto(plan: Plan) -> ParetoSeries:
 
 def _caption(plan: Plan, gpu: str) -> Caption:
     base = plan.base
-    name = base.model.name or f"a {base.model.family} model"
-    job = f"{name} on {base.mesh.world_size:,} x {gpu}; {base.recipe.precision}, {base.recipe.optimizer}"
+    job = f"{model_words(base)} on {base.mesh.world_size:,} x {gpu}; {base.recipe.precision}, {base.recipe.optimizer}"
     fitting = "" if plan.best is not None else "; nothing fits"
     counted = f"{plural(plan.considered, 'layout')} considered, {plan.evaluated:,} of them computed{fitting}"
     lines = (f"{job}, {plural(base.batch.seq_len, 'token')} per sequence", counted, *plan.notes)

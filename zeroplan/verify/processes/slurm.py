@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
+from zeroplan.installation import not_installed
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record, record_paths
 from zeroplan.spec.base import Count, Spec, read
@@ -93,8 +93,8 @@ def submit(task: Task, wanted: Wanted, folder: Path) -> Submitted:
 
 
 def _refuse_where_there_is_none() -> None:
-    if find_spec("submitit") is None:
-        raise MeasurementError('submitit is not installed, and --slurm needs it: pip install "zeroplan[slurm]"')
+    if lacking := not_installed("submitit", by="--slurm"):
+        raise MeasurementError(lacking)
     if shutil.which("sbatch") is None:
         raise NotHereError("there is no Slurm here: sbatch is not on the path; run this where jobs are submitted")
 
