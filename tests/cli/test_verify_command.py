@@ -457,7 +457,10 @@ def test_records_are_kept_of_the_ranks_that_finished(here: Path):
     messages.put({"rank": "0", "record": str(write_record(twin(), here))})
     messages.put(None)
     task = Task(job=replace(twin().job, mesh=MeshSpec(dp_shard=2)), transport="gloo")
-    with pytest.raises(MeasurementError, match=r"rank 1 died \(exit code 9; NCCL: a collective \(ALLREDUCE\) timed out"):
+    with pytest.raises(
+        MeasurementError,
+        match=r"the launcher of the ranks died \(exit code 9; NCCL: a collective \(ALLREDUCE\) timed out.*\) before rank 1 left",
+    ):
         listen(task, Started(process, messages, here), Listener(kept.append, said.append))
     assert kept == [twin()]
     assert "what went wrong" in said[0]

@@ -90,10 +90,12 @@ def listen(task: Task, started: Started, to: Listener) -> None:
             message = started.messages.get(timeout=task.timeout_s + 2 * _GRACE_S)
         except queue.Empty:
             raise _silent(task, waiting, started, to.say) from None
-        if message is not None and int(message.get("rank", -1)) not in waiting:
+        if message is None:
+            raise _hung_up(task, waiting, started, to.say)
+        if int(message.get("rank", -1)) not in waiting:
             continue
         _heed(message, waiting, started, to)
-        if message is not None and "say" in message and time.monotonic() - began > _PROGRESS_AFTER_S:
+        if "say" in message and time.monotonic() - began > _PROGRESS_AFTER_S:
             to.progress(f"rank {message['rank']}: {message['say']}")
 
 
@@ -104,9 +106,22 @@ def _silent(task: Task, waiting: set[int], started: Started, say: Callable[[str]
     return FailedError(f"no rank made progress for {task.timeout_s:g} s (waiting for rank {names}); ended")
 
 
-def _heed(message: Message | None, waiting: set[int], started: Started, to: Listener) -> None:
-    if message is None:
-        raise _died(min(waiting), how_ended(started.process.wait()), started, to.say)
+def _hung_up(task: Task, waiting: set[int], started: Started, say: Callable[[str], None]) -> FailedError:
+    """The process that was started is gone without a word: the rank itself, or the one that launched the ranks."""
+    how = how_ended(started.process.wait())
+    if task.transport == "fake":
+        return _died(min(waiting), how, started, say)
+    _show(started.folder / STARTED_STDERR, "the launcher", say)
+    for rank in sorted(waiting):
+        _show(_errors_of(rank, started), f"rank {rank}", say)
+    why = next(filter(None, (_of_its_transport(rank, started) for rank in sorted(waiting))), "")
+    ranks = f"rank{'s' if waiting - {min(waiting)} else ''} {', '.join(map(str, sorted(waiting)))}"
+    return FailedError(
+        f"the launcher of the ranks died ({how}{'; ' + why if why else ''}) before {ranks} left a record; the ranks were ended"
+    )
+
+
+def _heed(message: Message, waiting: set[int], started: Started, to: Listener) -> None:
     if "record" in message:
         waiting.discard(int(message["rank"]))
         to.keep(read_record(Path(message["record"])))
@@ -123,11 +138,14 @@ def _heed(message: Message | None, waiting: set[int], started: Started, to: List
 
 def _died(rank: int, how: str, started: Started, say: Callable[[str], None]) -> FailedError:
     _show_tail(rank, started, say)
-    errors = started.folder / f"rank{rank}.stderr"
-    why = of_a_transport(errors.read_text(encoding="utf-8", errors="replace")) if errors.exists() else ""
+    why = _of_its_transport(rank, started)
     return FailedError(
         f"rank {rank} died ({how}{'; ' + why if why else ''}) before it left a record; the other ranks were ended"
     )
+
+
+def _of_its_transport(rank: int, started: Started) -> str:
+    return of_a_transport(_written(_errors_of(rank, started)))
 
 
 def _failure(message: Message, started: Started, say: Callable[[str], None]) -> ZeroplanError:
@@ -175,12 +193,25 @@ def how_ended(code: int) -> str:
 
 
 def _show_tail(rank: int, started: Started, say: Callable[[str], None]) -> None:
-    for name in (f"rank{rank}.stderr", STARTED_STDERR):
-        path = started.folder / name
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:] if path.exists() else []
-        if lines:
-            say("\n".join((f"--- last lines of rank {rank}'s standard error ---", *lines, "--- end ---")))
-            return
+    """Show how a rank's standard error ends, which is that of the process started here before the rank has a file of its own."""
+    if not _show(_errors_of(rank, started), f"rank {rank}", say):
+        _show(started.folder / STARTED_STDERR, f"rank {rank}", say)
+
+
+def _errors_of(rank: int, started: Started) -> Path:
+    return started.folder / f"rank{rank}.stderr"
+
+
+def _show(path: Path, whose: str, say: Callable[[str], None]) -> bool:
+    """Show the last lines of a file; whether there were any."""
+    lines = _written(path).splitlines()[-_TAIL_LINES:]
+    if lines:
+        say("\n".join((f"--- last lines of {whose}'s standard error ---", *lines, "--- end ---")))
+    return bool(lines)
+
+
+def _written(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _read(process: "subprocess.Popen[str]", messages: "queue.SimpleQueue[Message | None]") -> None:
