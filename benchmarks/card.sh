@@ -57,7 +57,7 @@ if [[ $backend == cuda && -z $(ls "$folder"/*.snapshot.pickle 2>/dev/null) ]]; t
 fi
 step "matrix" 3600 "${zeroplan[@]}" verify --matrix "$matrix" --backend "$backend" --record-dir "$folder"
 if [[ $backend == cuda ]] && "$python" -c 'import pytest' >/dev/null 2>&1; then
-    step "tests" 200 "$python" -m pytest -q -p no:cacheprovider "$root/tests/verify/test_on_gpus.py"
+    step "tests" 200 "$python" -m pytest -q -p no:cacheprovider "$root/tests/verify/backends/test_on_gpus.py"
 fi
 if [[ $backend == cuda ]]; then
     cd "$root" || exit 4

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.causal_models import causal_model  # noqa: E402
-from tests.verify.unwatched import plain_kernels  # noqa: E402
+from tests.verify.watching.unwatched import plain_kernels  # noqa: E402
 from zeroplan.verify.watching.allocations import Timeline, mark, recorded  # noqa: E402
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""FSDP2 with CPU offload: what leaves the GPU, what stays, and where it goes. Against the engine: tests/verify/test_simulate.py."""
+"""FSDP2 with CPU offload: what leaves the GPU, what stays, and where it goes. Against the engine: tests/verify."""
 
 from __future__ import annotations
 

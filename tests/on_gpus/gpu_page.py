@@ -133,7 +133,7 @@ def _published() -> Iterator[str]:
     rows = tomllib.loads(PUBLISHED.read_text(encoding="utf-8"))["row"]
     yield "## Measured and published by others\n"
     yield (
-        "*Simulated* is the source's own program, run again on tensors without bytes (`tests/verify/test_published.py`, nothing\n"
+        "*Simulated* is the source's own program, run again on tensors without bytes (`tests/verify/published`, nothing\n"
         "fitted); *estimate* is `zeroplan estimate` of the job. Sources do not say which driver ran, and not always which GPU.\n"
     )
     head = ("what", "GPU", "torch", "when", "counter", "measured", "zeroplan", "how", "source")

@@ -12,16 +12,16 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_the_fake_group_shows_every_rank_what_real_ranks_show(tmp_path: Path):
     """One test for all, so that each group of ranks is started once."""
-    from tests.verify.ranks import CASES, can_be
+    from tests.verify.watching.ranks import CASES, can_be
 
     said = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.verify.ranks", str(tmp_path)],
+        [sys.executable, "-m", "tests.verify.watching.ranks", str(tmp_path)],
         cwd=ROOT, env=os.environ | said, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

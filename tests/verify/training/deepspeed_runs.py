@@ -18,13 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 
 import torch
 
-from tests.verify.unwatched import Peaks, tracked_peaks, unwatched_peaks, watched
+from tests.verify.watching.unwatched import Peaks, tracked_peaks, unwatched_peaks, watched
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.training.engine import stored_dtype

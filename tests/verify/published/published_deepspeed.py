@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 
 import deepspeed

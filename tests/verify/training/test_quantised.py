@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.verify.test_adapted import TWO, job
+from tests.verify.training.test_adapted import TWO, job
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec

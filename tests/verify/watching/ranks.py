@@ -1,7 +1,7 @@
 """Every engine, one after the other, in real ranks over gloo and as each rank of a fake group: a process for each rank.
 
-Run as ``python -m tests.verify.ranks FOLDER``; there, ``TRANSPORT-RANKS-RANK.json`` says what each case took. The processes are
-forks of one that has imported all there is to import, which is what takes the time.
+Run as ``python -m tests.verify.watching.ranks FOLDER``; there, ``TRANSPORT-RANKS-RANK.json`` says what each case took.
+The processes are forks of one that has imported all there is to import, which is what takes the time.
 """
 
 import gc

@@ -18,7 +18,7 @@ from zeroplan.verify.processes.torchrun import main as as_a_program
 
 pytestmark = pytest.mark.torch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 512,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.verify.test_tracker import FSDP2
+from tests.verify.watching.test_tracker import FSDP2
 from zeroplan.ledger import Phase
 
 torch = pytest.importorskip("torch")

@@ -229,7 +229,7 @@ def test_deepspeed_takes_what_the_profile_says(stage: str, odd: Profile, tmp_pat
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "zeroplan", "verify", *asked, "--json"], capture_output=True, text=True, check=False,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = compare_with_estimate(read(Measurement, json.loads(done.stdout)["comparisons"][0]["measurement"], where="record"))

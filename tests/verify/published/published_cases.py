@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
-from tests.verify.unwatched import plain_kernels
+from tests.verify.watching.unwatched import plain_kernels
 from zeroplan.catalog.model import model
 from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.verify.test_tracker import DDP, FSDP2
+from tests.verify.watching.test_tracker import DDP, FSDP2
 from zeroplan.ledger import Kind
 from zeroplan.measurement import CourseMeasured, StepMeasured
 
@@ -19,7 +19,7 @@ def courses(step: StepMeasured) -> dict[str, CourseMeasured]:
 
 @pytest.mark.parametrize("name", ["llama, sgd", "gpt2, recomputed", "mixtral", "ddp, accumulation", "zero-1"])
 def test_the_profiler_and_the_tracker_see_the_same_in_every_block(name: str):
-    from tests.verify.unwatched import watched
+    from tests.verify.watching.unwatched import watched
     from zeroplan.verify.training.run import run
     from zeroplan.verify.watching.log import Log
     from zeroplan.verify.watching.profiled import Ledger, Profiled

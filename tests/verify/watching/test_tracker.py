@@ -78,7 +78,7 @@ DDP = {
 @pytest.mark.parametrize("name", [*FSDP2, *DDP])
 def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_same(name: str):
     """And every collective of the real run is in the fake one."""
-    from tests.verify.unwatched import tracked_peaks, unwatched_peaks, watched
+    from tests.verify.watching.unwatched import tracked_peaks, unwatched_peaks, watched
 
     asked = (FSDP2 | DDP)[name]
     steps = 3 if name in DDP else 2  # DDP's buckets are rebuilt in the second

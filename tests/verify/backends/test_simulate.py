@@ -8,7 +8,7 @@ import pytest
 
 from tests.measured.errors import different_kinds
 from tests.transformer.tiny_configs import tiny_config
-from tests.verify.test_tracker import DDP, FSDP2, HALF, TWICE, WEIGHTS, job
+from tests.verify.watching.test_tracker import DDP, FSDP2, HALF, TWICE, WEIGHTS, job
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.model import model
 from zeroplan.comparison import compare_with_estimate

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.test_adapted import SHAPE
+from tests.verify.training.test_adapted import SHAPE
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec

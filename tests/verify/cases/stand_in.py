@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT))
 
 

@@ -18,7 +18,7 @@ from typing import NoReturn
 import pytest
 
 import zeroplan
-from tests.verify import stand_in
+from tests.verify.cases import stand_in
 from zeroplan.cli import say
 from zeroplan.errors import MeasurementError
 from zeroplan.verify.cases.results import opened

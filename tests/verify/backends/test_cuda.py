@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.verify.test_tracker import job
+from tests.verify.watching.test_tracker import job
 from zeroplan import __version__
 from zeroplan.measurement import BlocksMeasured, CardMeasured, Measurement, PhaseMeasured
 from zeroplan.spec.mesh import MeshSpec

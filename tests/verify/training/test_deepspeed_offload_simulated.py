@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.verify.test_deepspeed_simulated import Run, answers
+from tests.verify.training.test_deepspeed_simulated import Run, answers
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.measurement import Measurement
 from zeroplan.spec.base import read

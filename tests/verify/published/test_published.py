@@ -31,7 +31,7 @@ def test_llama_7b_under_fsdp2_takes_what_torchtitan_measured(recompute: str):
     The peak is in the loss's backward. Requests alone are 22.62 GiB and 49.44 GiB; cuBLAS and what the allocator does not split off
     make up the rest. Nothing of torch's own changes since March 2024, and no kernel's scratch, is alive then.
     """
-    from tests.verify.published_cases import shown_peaks, torchtitan
+    from tests.verify.published.published_cases import shown_peaks, torchtitan
 
     peaks = shown_peaks(torchtitan(recompute), workspace_bytes=CUBLAS_ON_H100)
     second = max((key for key in peaks if key[0] == 1), key=lambda key: peaks[key])
@@ -47,7 +47,7 @@ WEIGHT = 16 * MIB
 
 def test_twenty_layers_under_ddp_take_what_the_recipe_printed():
     """To the MB. At that time cuBLAS had its workspace not from torch."""
-    from tests.verify.published_cases import shown_peaks, zero_recipe
+    from tests.verify.published.published_cases import shown_peaks, zero_recipe
 
     peaks = shown_peaks(zero_recipe(zero_stage=0), workspace_bytes=0)
     assert peaks[0, Phase.BACKWARD] // MB == BEFORE_THE_STEP
@@ -60,7 +60,7 @@ def test_twenty_layers_under_zero_1_take_what_the_recipe_printed():
     A rank's weights are therefore updated one after another, where biases came between them, and Adam's denominator of the last
     one is still held when the next is made.
     """
-    from tests.verify.published_cases import shown_peaks, zero_recipe
+    from tests.verify.published.published_cases import shown_peaks, zero_recipe
 
     peaks = shown_peaks(zero_recipe(zero_stage=1), workspace_bytes=0)
     assert peaks[0, Phase.BACKWARD] // MB == BEFORE_THE_STEP
@@ -74,8 +74,8 @@ CUBLAS_ON_A100 = (2 * 4096 + 8 * 16) * KIB
 
 
 def lightning_peak(program: Literal["Trainer", "Fabric"]) -> int:
-    from tests.verify.published_cases import shown_peaks
-    from tests.verify.published_lightning import lightning
+    from tests.verify.published.published_cases import shown_peaks
+    from tests.verify.published.published_lightning import lightning
 
     peaks = shown_peaks(lightning(program), workspace_bytes=CUBLAS_ON_A100)
     step, phase = max(peaks, key=lambda key: peaks[key])

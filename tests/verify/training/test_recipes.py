@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.transformer.tiny_configs import tiny_config
-from tests.verify.test_tracker import WEIGHTS, job
+from tests.verify.watching.test_tracker import WEIGHTS, job
 from zeroplan.catalog.config import model_from_config
 from zeroplan.comparison import compare
 from zeroplan.errors import MeasurementError
@@ -67,7 +67,7 @@ DDP = {
 
 @pytest.mark.parametrize("name", FSDP2)
 def test_the_tracker_sees_what_the_profiler_sees_and_on_fake_tensors_the_same(name: str):
-    from tests.verify.unwatched import unwatched_peaks, watched_peaks
+    from tests.verify.watching.unwatched import unwatched_peaks, watched_peaks
 
     real = watched_peaks(FSDP2[name], fake=False)
     assert real == unwatched_peaks(FSDP2[name])
@@ -76,7 +76,7 @@ def test_the_tracker_sees_what_the_profiler_sees_and_on_fake_tensors_the_same(na
 
 @pytest.mark.parametrize("name", DDP)
 def test_under_ddp_it_sees_what_the_profiler_sees(name: str):
-    from tests.verify.unwatched import unwatched_peaks, watched_peaks
+    from tests.verify.watching.unwatched import unwatched_peaks, watched_peaks
 
     assert watched_peaks(DDP[name], fake=False, steps=3) == unwatched_peaks(DDP[name], steps=3)
 
@@ -98,7 +98,7 @@ def test_backward_and_peak_are_what_is_estimated(name: str):
 
 def test_selective_recomputation_keeps_every_second_product_and_what_attention_gives():
     """Of a block of seven products the first, third, fifth and seventh; of its attention the output and the log-sum-exp."""
-    from tests.verify.unwatched import watched
+    from tests.verify.watching.unwatched import watched
 
     tracker = watched(FSDP2["llama, selective"], fake=True)
     start = next(span.start for span in tracker.spans if (span.step, span.phase) == (1, Phase.BACKWARD))

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.verify.slurm_here import is_here, slurm
+from tests.verify.processes.slurm_here import is_here, slurm
 from zeroplan.cli.app import main
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 Run = Callable[..., tuple[int, str, str]]
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -116,7 +116,7 @@ def test_a_job_is_submitted_left_and_taken_up_again(here: Path, run: Run, capfd:
 
 def test_a_rank_that_fails_ends_the_others_and_says_why(here: Path, run: Run):
     (here / "work.py").write_text(
-        "import os\nfrom tests.verify.ranks import _work\n\n\ndef bad():\n    made = _work()\n\n    def wrong(output):\n"
+        "import os\nfrom tests.verify.watching.ranks import _work\n\n\ndef bad():\n    made = _work()\n\n    def wrong(output):\n"
         "        if os.environ['RANK'] == '1':\n            raise ZeroDivisionError('of my own making')\n        return output\n\n"
         "    return made.module, made.batch, wrong\n"
     )
