@@ -87,40 +87,43 @@ def _flavor(job: JobSpec) -> _Flavor:
 
 def _tables(job: JobSpec) -> dict[str, dict[str, _Value]]:
     """Tables and keys that both forms have."""
+    return {
+        "training": _training(job),
+        "parallelism": _parallelism(job),
+        "optimizer": {"implementation": _IMPLEMENTATIONS[job.recipe.optimizer_impl]},
+        "compile": {"enable": False},
+    }
+
+
+def _training(job: JobSpec) -> dict[str, _Value]:
     recipe, mesh, batch = job.recipe, job.mesh, job.batch
+    of_a_rank = batch.micro_batch_size * batch.grad_accum_steps
+    return {
+        "local_batch_size": of_a_rank if mesh.pp > 1 else batch.micro_batch_size,
+        "global_batch_size": of_a_rank * mesh.dp_replicate * mesh.dp_shard,
+        "seq_len": batch.seq_len,
+        "enable_cpu_offload": recipe.engine == "fsdp2" and recipe.fsdp2.cpu_offload,
+        "dtype": "float32" if recipe.precision in ("fp32", "bf16-mixed") else "bfloat16",
+        "mixed_precision_param": "float32" if recipe.precision == "fp32" else "bfloat16",
+    }
+
+
+def _parallelism(job: JobSpec) -> dict[str, _Value]:
+    recipe, mesh = job.recipe, job.mesh
     sharded = recipe.engine == "fsdp2"
-    ranks = mesh.dp_replicate * mesh.dp_shard
-    degrees = {
-        "data_parallel_replicate_degree": mesh.dp_replicate if sharded else ranks,
+    schedule: dict[str, _Value] = {
+        "pipeline_parallel_schedule": SCHEDULES[recipe.pipeline_schedule or "1f1b"],
+        "pipeline_parallel_microbatch_size": job.batch.micro_batch_size,
+    }
+    return {
+        "data_parallel_replicate_degree": mesh.dp_replicate if sharded else mesh.dp_replicate * mesh.dp_shard,
         "data_parallel_shard_degree": mesh.dp_shard if sharded else 1,
         "tensor_parallel_degree": mesh.tp,
         "context_parallel_degree": mesh.cp,
         "pipeline_parallel_degree": mesh.pp,
         "expert_parallel_degree": mesh.ep,
-    }
-    pipelined = mesh.pp > 1
-    of_a_rank = batch.micro_batch_size * batch.grad_accum_steps
-    schedule: dict[str, _Value] = {
-        "pipeline_parallel_schedule": SCHEDULES[recipe.pipeline_schedule or "1f1b"],
-        "pipeline_parallel_microbatch_size": batch.micro_batch_size,
-    }
-    whole = "float32" if recipe.precision in ("fp32", "bf16-mixed") else "bfloat16"
-    return {
-        "training": {
-            "local_batch_size": of_a_rank if pipelined else batch.micro_batch_size,
-            "global_batch_size": of_a_rank * ranks,
-            "seq_len": batch.seq_len,
-            "enable_cpu_offload": sharded and recipe.fsdp2.cpu_offload,
-            "dtype": whole,
-            "mixed_precision_param": "float32" if recipe.precision == "fp32" else "bfloat16",
-        },
-        "parallelism": {
-            **degrees,
-            **(schedule if pipelined else {}),
-            "fsdp_reshard_after_forward": "always" if reshards(recipe) else "never",
-        },
-        "optimizer": {"implementation": _IMPLEMENTATIONS[recipe.optimizer_impl]},
-        "compile": {"enable": False},
+        **(schedule if mesh.pp > 1 else {}),
+        "fsdp_reshard_after_forward": "always" if reshards(recipe) else "never",
     }
 
 

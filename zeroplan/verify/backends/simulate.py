@@ -58,12 +58,8 @@ def simulate(
     Raises :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
     began = time.perf_counter()
-    as_it_is = all_layers or make is not None or job.recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job)
-    as_it_is = as_it_is or job.recipe.recompute_layers is not None  # which are not alike
-    as_it_is = as_it_is or job.mesh.pp > 1  # stages have few layers, and more of them cut elsewhere
-    recording = None if as_it_is else _from_few_layers(job, rank, steps)
-    unscaled = job.recipe.precision == "fp16-mixed" and job.recipe.engine != "deepspeed"  # which has a scaler of its own
-    remarks = (*_ALWAYS, *(_NO_SCALER if unscaled else ()), *_stands_for(job.recipe))
+    recording = _from_few_layers(job, rank, steps) if make is None and not all_layers and _layers_are_alike(job) else None
+    remarks = _remarks(job.recipe)
     if recording is not None:
         remarks += (f"few layers were run and extended to {job.model.num_hidden_layers}: layers are alike",)
     else:
@@ -87,6 +83,19 @@ def simulate(
         remarks=remarks,
         seconds=time.perf_counter() - began,
     )
+
+
+def _layers_are_alike(job: JobSpec) -> bool:
+    """Whether a few may tell of all."""
+    recipe = job.recipe
+    some_recomputed = recipe.recompute_layers is not None
+    cut = job.mesh.pp > 1  # stages have few layers, and more of them cut elsewhere
+    return not (recipe.engine in _COUNT_ELEMENTS or _hands_out_tensors(job) or some_recomputed or cut)
+
+
+def _remarks(recipe: RecipeSpec) -> tuple[str, ...]:
+    unscaled = recipe.precision == "fp16-mixed" and recipe.engine != "deepspeed"  # which has a scaler of its own
+    return (*_ALWAYS, *(_NO_SCALER if unscaled else ()), *_stands_for(recipe))
 
 
 def _stands_for(recipe: RecipeSpec) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.pretended import nvme
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.engine import labelled
+from zeroplan.verify.training.engine import Asking, all_labelled
 from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.watcher import Watcher
@@ -106,9 +106,7 @@ class DeepSpeed:
         taken = self.optimizer.register_step_pre_hook(lambda *_: self._claim_taken())
         with ExitStack() as stack:
             stack.callback(taken.remove)
-            for owner, name, kind in _LABELS:
-                if hasattr(owner, name):
-                    stack.enter_context(labelled(watcher, owner, name, kind))
+            stack.enter_context(all_labelled(watcher, _ASKING))
             yield
         self._watcher = None
 
@@ -139,7 +137,7 @@ class DeepSpeed:
 
 
 #: Functions of DeepSpeed (0.18, 0.19) and what they ask memory for.
-_LABELS: tuple[tuple[object, str, Kind], ...] = (
+_ASKING: Asking = (
     (PartitionedParameterCoordinator, "fetch_sub_module", Kind.GATHER),
     (DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", Kind.REDUCE),
     (DeepSpeedZeroOptimizer, "setup_buckets", Kind.REDUCE),

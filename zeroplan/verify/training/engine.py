@@ -5,7 +5,7 @@ watcher knows what a buffer is for.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -84,6 +84,20 @@ def weights_dtype(job: JobSpec) -> torch.dtype:
 COMPUTE: dict[Precision, torch.dtype] = {
     "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32,
 }  # fmt: skip
+
+
+#: Functions of an engine, each by its owner and name, and what they ask memory for.
+Asking = tuple[tuple[object, str, Kind], ...]
+
+
+@contextmanager
+def all_labelled(watcher: Watcher, asking: Asking) -> Iterator[None]:
+    """Say what for these functions ask for memory, as long as this is open; versions that lack one do without it."""
+    with ExitStack() as patches:
+        for owner, name, kind in asking:
+            if hasattr(owner, name):
+                patches.enter_context(labelled(watcher, owner, name, kind))
+        yield
 
 
 def labelled(watcher: Watcher, owner: object, name: str, kind: Kind) -> AbstractContextManager[None]:

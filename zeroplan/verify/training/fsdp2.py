@@ -1,7 +1,7 @@
 """FSDP2 as PyTorch's own examples use it, and what its buffers are for."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.replaced import replaced
-from zeroplan.verify.training.engine import COMPUTE, labelled
+from zeroplan.verify.training.engine import COMPUTE, Asking, all_labelled
 from zeroplan.verify.training.experts import ExpertMeshes, divide_by_nothing, placement
 from zeroplan.verify.training.optimizers import make_optimizer, trained
 from zeroplan.verify.training.workload import Workload
@@ -112,16 +112,12 @@ def resharding(recipe: RecipeSpec) -> bool | int:
 @contextmanager
 def fsdp2_labels(watcher: Watcher) -> Iterator[None]:
     """Tell the tracker what FSDP2's buffers are for, by the function of FSDP2 that asks for them."""
-    with ExitStack() as patches:
-        for owner, name, kind in _FSDP2_LABELS:
-            if hasattr(owner, name):
-                patches.enter_context(labelled(watcher, owner, name, kind))
-        patches.enter_context(_reduced_gradients(watcher))
+    with all_labelled(watcher, _ASKING), _reduced_gradients(watcher):
         yield
 
 
 #: Not every torch has each: 2.15 leaves it to autograd to accumulate in another dtype.
-_FSDP2_LABELS: tuple[tuple[object, str, Kind], ...] = (
+_ASKING: Asking = (
     (_fsdp_param_group, "foreach_all_gather", Kind.GATHER),
     (_fsdp_param_group, "foreach_reduce", Kind.REDUCE),
     (FSDPParam, "init_all_gather_outputs", Kind.UNSHARDED_PARAMETERS),
