@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from tests.causal_models import tiny_spec
+from tests.columns import Columns
 from tests.formulas import assert_explained
 from zeroplan import JobSpec, estimate
 from zeroplan.engines.ddp import account, bucket_count
 from zeroplan.ledger import Phase, total_bytes
-from zeroplan.numeric import Int
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -24,20 +23,6 @@ LLAMA = tiny_spec("llama", heads=4, kv_heads=2, head_dim=8, ffn=72, vocab=100, l
 GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=8, ffn=128, vocab=90, layers=3)
 PSI = parameter_count(LLAMA)
 BATCH = BatchSpec(micro_batch_size=2, seq_len=16)
-
-
-class GridMesh(NamedTuple):
-    dp_shard: Int
-    dp_replicate: Int = 1
-    tp: Int = 1
-    cp: Int = 1
-    ep: Int = 1
-
-
-class GridBatch(NamedTuple):
-    micro_batch_size: Int
-    seq_len: Int
-    grad_accum_steps: Int
 
 
 def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
@@ -146,14 +131,17 @@ def test_every_moment_has_a_name_of_its_own_whatever_the_numbers() -> None:
 )
 def test_a_grid_is_its_points(spec: ModelSpec, fields: dict[str, object]) -> None:
     recipe = recipe_of(**fields)  # type: ignore[arg-type]
-    points = list(product((1, 3, 8, 500), (1, 2, 5), (16, 130), (1, 2, 3)))
-    ranks, micro, length, accum = (np.array(column, dtype=np.int64) for column in zip(*points, strict=True))
-    grid = account(spec, recipe, GridMesh(ranks), GridBatch(micro, length, accum))
-    singles = [account(spec, recipe, GridMesh(n), GridBatch(b, s, a)) for n, b, s, a in points]
+    points = [
+        (MeshSpec(dp_shard=ranks), BatchSpec(micro_batch_size=micro, seq_len=length, grad_accum_steps=accum))
+        for ranks, micro, length, accum in product((1, 3, 8, 500), (1, 2, 5), (16, 130), (1, 2, 3))
+    ]
+    columns = Columns(points)
+    grid = account(spec, recipe, columns, columns)
+    singles = [account(spec, recipe, mesh, batch) for mesh, batch in points]
     for index, moment in enumerate(grid.moments):
         expected = [single.moments[index].total_bytes for single in singles]
-        assert np.broadcast_to(moment.total_bytes, ranks.shape).tolist() == expected, moment.name
+        assert np.broadcast_to(moment.total_bytes, len(points)).tolist() == expected, moment.name
     for index, collective in enumerate(grid.collectives):
         for field in ("calls", "n_bytes", "sent_bytes", "volume_elements"):
-            column = np.broadcast_to(getattr(collective, field), ranks.shape).tolist()
+            column = np.broadcast_to(getattr(collective, field), len(points)).tolist()
             assert column == [getattr(single.collectives[index], field) for single in singles]

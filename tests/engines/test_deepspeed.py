@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import JobSpec, MoeSpec, estimate, job
 from zeroplan.engines.deepspeed import account
@@ -47,19 +48,6 @@ TINY = ModelSpec(
 TIED = replace(TINY, tie_word_embeddings=True)
 PSI = parameter_count(LLAMA_7B)
 BATCH = BatchSpec(micro_batch_size=1, seq_len=2048)
-
-
-@dataclass
-class Grid:
-    """A mesh and a batch of columns."""
-
-    dp_shard: Any
-    micro_batch_size: Any
-    seq_len: Any
-    grad_accum_steps: Any
-    dp_replicate: int = 1
-    tp: int = 1
-    ep: int = 1
 
 
 def recipe(stage: int, **fields: Any) -> RecipeSpec:
@@ -209,13 +197,14 @@ RECIPES = [
     pairs=st.tuples(*[st.tuples(st.integers(1, top), st.integers(1, top)) for top in (40, 4, 50, 3)]),
 )
 def test_a_grid_is_its_points(model: ModelSpec, chosen: RecipeSpec, pairs: tuple[tuple[int, int], ...]) -> None:
-    columns = [np.array(pair, dtype=np.int64) for pair in pairs]
-    grid = Grid(*columns)
-    whole = account(model, chosen, grid, grid)
-    for index in (0, 1):
-        n_ranks, micro_batch, seq_len, accumulate = (pair[index] for pair in pairs)
-        batch = BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=accumulate)
-        point = account(model, chosen, MeshSpec(dp_shard=n_ranks), batch)
+    points = [
+        (MeshSpec(dp_shard=ranks), BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=accumulate))
+        for ranks, micro_batch, seq_len, accumulate in zip(*pairs, strict=True)
+    ]
+    columns = Columns(points)
+    whole = account(model, chosen, columns, columns)
+    for index, (mesh, batch) in enumerate(points):
+        point = account(model, chosen, mesh, batch)
         assert _numbers(whole, index) == _numbers(point, 0)
 
 

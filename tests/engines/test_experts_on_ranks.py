@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from tests.columns import Columns
 from tests.expert_jobs import JOBS, expert_job, expert_model
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan.engines.fsdp2 import account
@@ -35,29 +35,15 @@ def test_a_rank_holds_its_part_of_its_experts_and_of_everything_else() -> None:
     assert answer.states_by_kind[Kind.PARAMETERS] == 4 * (46_702_792_704 // 64 + 32 * (4096 - 4096 * 8 // 64))
 
 
-class Columns(NamedTuple):
-    """A mesh and a batch of columns."""
-
-    dp_shard: np.ndarray
-    micro_batch_size: np.ndarray
-    grad_accum_steps: np.ndarray
-    seq_len: int = 64
-    dp_replicate: int = 1
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    ep: int = 8
-
-
 def test_a_column_of_ranks_and_batches_is_its_points() -> None:
     one = expert_job(recompute="full")
-    columns = Columns(*(np.array(column, dtype=np.int64) for column in ([8, 16, 32, 64], [1, 2, 2, 4], [1, 2, 3, 1])))
+    points = [
+        (MeshSpec(dp_shard=ranks, ep=8), BatchSpec(micro_batch_size=size, seq_len=64, grad_accum_steps=steps))
+        for ranks, size, steps in ((8, 1, 1), (16, 2, 2), (32, 2, 3), (64, 4, 1))
+    ]
+    columns = Columns(points)
     whole = account(one.model, one.recipe, columns, columns)
-    for at, (ranks, size, steps) in enumerate(zip(*columns[:3], strict=True)):
-        mesh, batch = (
-            MeshSpec(dp_shard=int(ranks), ep=8),
-            BatchSpec(micro_batch_size=int(size), seq_len=64, grad_accum_steps=int(steps)),
-        )
+    for at, (mesh, batch) in enumerate(points):
         point = account(one.model, one.recipe, mesh, batch)
         for column, moment in zip(whole.moments, point.moments, strict=True):
             assert np.broadcast_to(column.total_bytes, 4)[at] == moment.total_bytes, moment.name

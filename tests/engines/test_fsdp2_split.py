@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tests.columns import Columns
 from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, SpecError, estimate
 from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model
@@ -22,27 +23,17 @@ LLAMA = model("llama-3.1-8b")
 JOB = JobSpec(model=LLAMA, mesh=MeshSpec(dp_shard=2, tp=4), batch=BatchSpec(seq_len=4096))
 
 
-@dataclass(frozen=True)
-class Columns:
-    dp_shard: np.ndarray
-    dp_replicate: np.ndarray
-    micro_batch_size: np.ndarray
-    seq_len: np.ndarray
-    grad_accum_steps: np.ndarray
-    tp: int = 2
-    cp: int = 1
-    ep: int = 1
-
-
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_columns_are_their_points(recompute: str):
     recipe = RecipeSpec(recompute=recompute)
-    points = [(1, 1, 1, 128, 1), (8, 1, 3, 4096, 2), (4, 2, 2, 64, 3)]
-    columns = Columns(*(np.array(column, dtype=np.int64) for column in zip(*points, strict=True)))
+    points = [
+        (MeshSpec(dp_shard=1, tp=2), BatchSpec(seq_len=128)),
+        (MeshSpec(dp_shard=8, tp=2), BatchSpec(micro_batch_size=3, seq_len=4096, grad_accum_steps=2)),
+        (MeshSpec(dp_shard=4, dp_replicate=2, tp=2), BatchSpec(micro_batch_size=2, seq_len=64, grad_accum_steps=3)),
+    ]
+    columns = Columns(points)
     grid = fsdp2.account(LLAMA, recipe, columns, columns)
-    for at, (shard, replicate, micro_batch, seq_len, steps) in enumerate(points):
-        mesh = MeshSpec(dp_shard=shard, dp_replicate=replicate, tp=2)
-        batch = BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps)
+    for at, (mesh, batch) in enumerate(points):
         one = fsdp2.account(LLAMA, recipe, mesh, batch)
         totals = [int(np.broadcast_to(moment.total_bytes, 3)[at]) for moment in grid.moments]
         assert max(totals) == max(moment.total_bytes for moment in one.moments)
@@ -79,12 +70,17 @@ def test_tensor_parallel_traffic_stays_among_neighbours_and_nothing_hides_it():
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_columns_of_shared_sequences_are_their_points(tp: int):
-    points = np.array([(1, 1, 1, 128, 1), (8, 2, 3, 4096, 2)], dtype=np.int64)
-    columns = Columns(*points.T, tp=tp, cp=4)
+    points = [
+        (MeshSpec(cp=4, tp=tp), BatchSpec(seq_len=128)),
+        (
+            MeshSpec(dp_shard=8, dp_replicate=2, cp=4, tp=tp),
+            BatchSpec(micro_batch_size=3, seq_len=4096, grad_accum_steps=2),
+        ),
+    ]
+    columns = Columns(points)
     grid = fsdp2.account(LLAMA, RecipeSpec(), columns, columns)
-    for at, micro_batch, seq_len, shard, replicate, steps in ((0, 1, 128, 1, 1, 1), (1, 3, 4096, 8, 2, 2)):
-        batch = BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps)
-        one = fsdp2.account(LLAMA, RecipeSpec(), MeshSpec(dp_shard=shard, dp_replicate=replicate, cp=4, tp=tp), batch)
+    for at, (mesh, batch) in enumerate(points):
+        one = fsdp2.account(LLAMA, RecipeSpec(), mesh, batch)
         totals = [int(np.broadcast_to(moment.total_bytes, 2)[at]) for moment in grid.moments]
         assert max(totals) == max(moment.total_bytes for moment in one.moments)
         sent = [int(np.broadcast_to(call.sent_bytes, 2)[at]) for call in grid.collectives]

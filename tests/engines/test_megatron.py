@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+from tests.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from tests.published_activations import first_stage_activation_bytes, split_layer_activation_bytes
 from zeroplan.engines.megatron import account
@@ -120,27 +120,16 @@ def test_experts_are_shared_out_among_those_that_have_the_same() -> None:
     assert whole.states_by_kind[Kind.OPTIMIZER_STATE] == split.states_by_kind[Kind.OPTIMIZER_STATE]
 
 
-class Columns(NamedTuple):
-    """A mesh and a batch of columns."""
-
-    dp_shard: np.ndarray
-    micro_batch_size: np.ndarray
-    grad_accum_steps: np.ndarray
-    seq_len: int = 256
-    dp_replicate: int = 1
-    tp: int = 2
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
-
-
 def test_a_column_of_ranks_and_batches_is_its_points() -> None:
     one = JOBS["gpt, tp"]
-    columns = Columns(*(np.array(column, dtype=np.int64) for column in ([1, 3, 64], [1, 2, 5], [1, 2, 7])))
+    points = [
+        (MeshSpec(dp_shard=ranks, tp=2), BatchSpec(micro_batch_size=size, seq_len=256, grad_accum_steps=steps))
+        for ranks, size, steps in ((1, 1, 1), (3, 2, 2), (64, 5, 7))
+    ]
+    columns = Columns(points)
     whole = account(one.model, one.recipe, columns, columns)
-    for at, (ranks, size, steps) in enumerate(zip(*columns[:3], strict=True)):
-        batch = BatchSpec(micro_batch_size=int(size), seq_len=256, grad_accum_steps=int(steps))
-        point = account(one.model, one.recipe, MeshSpec(dp_shard=int(ranks), tp=2), batch)
+    for at, (mesh, batch) in enumerate(points):
+        point = account(one.model, one.recipe, mesh, batch)
         for column, moment in zip(whole.moments, point.moments, strict=True):
             assert np.broadcast_to(column.total_bytes, 3)[at] == moment.total_bytes, moment.name
         for sent, call in zip(whole.collectives, point.collectives, strict=True):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 
+from tests.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import SpecError, estimate, job
 from zeroplan.catalog.model import model
@@ -48,30 +47,18 @@ def test_kinds_that_take_turns_do_so_on_either_side(first: int):
     assert {one.layer for one in corners(gemma, first)} >= {0, first - 1, first, gemma.num_hidden_layers - 1}
 
 
-class Columns(NamedTuple):
-    """Numbers of a mesh and of a batch, two at once."""
-
-    dp_shard: np.ndarray
-    micro_batch_size: np.ndarray
-    seq_len: np.ndarray
-    grad_accum_steps: np.ndarray
-    dp_replicate: int = 1
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    pp: int = 1
-
-
 @pytest.mark.parametrize(("engine", "stage"), ENGINES)
 def test_columns_are_their_points(engine: Engine, stage: Stage):
     recipe = RecipeSpec(engine=engine, zero_stage=stage, recompute="full", recompute_layers=5)
-    points = [(8, 3, 2048, 2), (4, 1, 512, 1)]
-    columns = Columns(*(np.array(column, dtype=np.int64) for column in zip(*points, strict=True)))
+    points = [
+        (MeshSpec(dp_shard=8), BatchSpec(micro_batch_size=3, seq_len=2048, grad_accum_steps=2)),
+        (MeshSpec(dp_shard=4), BatchSpec(seq_len=512)),
+    ]
+    columns = Columns(points)
     llama, module = model("llama-3.2-1b"), engine_module(engine)
     grid = module.account(llama, recipe, columns, columns)
-    for at, (shard, micro_batch, seq_len, steps) in enumerate(points):
-        batch = BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=steps)
-        one = module.account(llama, recipe, MeshSpec(dp_shard=shard), batch)
+    for at, (mesh, batch) in enumerate(points):
+        one = module.account(llama, recipe, mesh, batch)
         totals = [int(np.broadcast_to(moment.total_bytes, 2)[at]) for moment in grid.moments]
         assert max(totals) == max(moment.total_bytes for moment in one.moments)
 

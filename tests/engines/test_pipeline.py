@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
+from tests.columns import Columns
 from tests.formulas import assert_explained
 from zeroplan.engines.pipeline import accounts, accounts_of, highest_of, ranks_in_question
 from zeroplan.engines.pipeline.halves_walk import split_states
@@ -80,18 +80,12 @@ def test_ranks_have_the_whole_model_together() -> None:
 @pytest.mark.parametrize(("pp", "schedule"), [(4, "1f1b"), (2, "zbv")])
 def test_a_column_of_shards_and_micro_batch_sizes_is_its_points(pp: int, schedule: str) -> None:
     job = _job(pp=pp, pipeline_schedule=schedule)
-
-    class _Columns:
-        dp_replicate, tp, cp, ep = 1, 1, 1, 1
-        dp_shard = np.array([2, 4, 8])
-        micro_batch_size = np.array([1, 2, 3])
-        seq_len, grad_accum_steps = 32, 6
-
-    _Columns.pp = pp  # type: ignore[attr-defined]
-    columns = accounts(job.model, job.recipe, _Columns(), _Columns())  # type: ignore[arg-type]
-    for at in range(3):
-        mesh = replace(job.mesh, dp_shard=int(_Columns.dp_shard[at]))
-        batch = replace(job.batch, micro_batch_size=int(_Columns.micro_batch_size[at]))
+    points = [
+        (replace(job.mesh, dp_shard=shards), replace(job.batch, micro_batch_size=size))
+        for shards, size in ((2, 1), (4, 2), (8, 3))
+    ]
+    columns = accounts(job.model, job.recipe, Columns(points), Columns(points))  # type: ignore[arg-type]
+    for at, (mesh, batch) in enumerate(points):
         for rank, point in enumerate(accounts(job.model, job.recipe, mesh, batch)):
             assert columns[rank].pipeline[0].peak_bytes[at] == point.pipeline[0].peak_bytes  # type: ignore[index]
     assert needed(job, job.batch).least_bytes == estimate(job).least_bytes
