@@ -7,9 +7,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from tests.published_runs import Run, every_other, predicted
-from zeroplan import BatchSpec, ClusterSpec, JobSpec, MegatronOptions, MeshSpec, ModelSpec, RecipeSpec, SpecError, estimate
-from zeroplan.catalog.gpu import gpu
+from tests.published_runs import Run, cluster_of, every_other, predicted, shape_of
+from zeroplan import BatchSpec, JobSpec, MegatronOptions, MeshSpec, RecipeSpec, SpecError, estimate
 
 FILE = Path(__file__).parent / "golden" / "throughput_megatron.toml"
 #: What is tried where a source does not state it.
@@ -51,15 +50,10 @@ def _jobs(sizes: dict, table: dict, row: dict) -> list[JobSpec]:
 
 
 def _job(sizes: dict, table: dict, row: dict, micro_batch: int, chunks: int) -> JobSpec:
-    card, network = gpu("a100-sxm-80gb"), table["node_network_gbit_per_s"]
-    if network:
-        card = replace(
-            card, network_link_bytes_per_s=replace(card.network_link_bytes_per_s, value=network * 1e9 / 8 / 8, check=None)
-        )
     several = row["pp"] > 1 and chunks > 1
     return JobSpec(
-        model=_model(sizes, row),
-        cluster=ClusterSpec(gpu=card),
+        model=replace(shape_of({**sizes, "family": "gpt2", "kv_heads": sizes["heads"]}, row), name=row["model"]),
+        cluster=cluster_of("a100-sxm-80gb", table),
         recipe=RecipeSpec(
             engine="megatron",
             zero_stage=0,
@@ -73,23 +67,4 @@ def _job(sizes: dict, table: dict, row: dict, micro_batch: int, chunks: int) -> 
         ),
         mesh=MeshSpec(dp_shard=row["gpus"] // row["tp"] // row["pp"], tp=row["tp"], pp=row["pp"]),
         batch=BatchSpec(seq_len=row["seq_len"], micro_batch_size=micro_batch, grad_accum_steps=row["sequences"] // micro_batch),
-    )
-
-
-def _model(sizes: dict, row: dict) -> ModelSpec:
-    return ModelSpec(
-        family="gpt2",
-        name=row["model"],
-        hidden_size=sizes["hidden"],
-        intermediate_size=sizes["ffn"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["heads"],
-        head_dim=sizes["hidden"] // sizes["heads"],
-        vocab_size=sizes["vocab"],
-        max_position_embeddings=row["seq_len"],
-        positions=row["seq_len"],
-        tie_word_embeddings=True,
-        attention_bias=True,
-        mlp_bias=True,
     )

@@ -60,14 +60,10 @@ def _run(models: dict, table: dict, row: dict) -> Run:
 
 
 def _job(sizes: dict, table: dict, row: dict) -> JobSpec:
-    card, network = gpu(table["gpu"]), table["node_network_gbit_per_s"]
-    if network:
-        figure = replace(card.network_link_bytes_per_s, value=network * 1e9 / 8 / 8, check=None)
-        card = replace(card, network_link_bytes_per_s=figure)
     replicas = row["gpus"] // 8 if table["sharding"] == "hsdp" else 1
     return JobSpec(
-        model=_model(sizes, row),
-        cluster=ClusterSpec(gpu=card),
+        model=shape_of(sizes, row),
+        cluster=cluster_of(table["gpu"], table),
         recipe=RecipeSpec(
             engine="fsdp2",
             zero_stage=2 if table["sharding"] == "zero2" else 3,
@@ -80,7 +76,16 @@ def _job(sizes: dict, table: dict, row: dict) -> JobSpec:
     )
 
 
-def _model(sizes: dict, row: dict) -> ModelSpec:
+def cluster_of(name: str, table: dict) -> ClusterSpec:
+    """Nodes of eight GPUs, on the network that the source states."""
+    card, network = gpu(name), table["node_network_gbit_per_s"]
+    if network:
+        figure = replace(card.network_link_bytes_per_s, value=network * 1e9 / 8 / 8, check=None)
+        card = replace(card, network_link_bytes_per_s=figure)
+    return ClusterSpec(gpu=card)
+
+
+def shape_of(sizes: dict, row: dict) -> ModelSpec:
     learned = sizes["family"] == "gpt2"
     return ModelSpec(
         family=sizes["family"],

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.engines_that_run import STAGES
 from zeroplan import Estimate, estimate, job
 from zeroplan.ledger import Kind, Phase
 
@@ -47,19 +48,7 @@ def test_the_verdict_by_hand(room: int, verdict: str):
     assert estimate(replace(found.job, cluster=cluster)).verdict == verdict
 
 
-@pytest.mark.parametrize(
-    ("engine", "stage"),
-    [
-        ("ddp", 0),
-        ("ddp", 1),
-        ("fsdp2", 2),
-        ("fsdp2", 3),
-        ("deepspeed", 0),
-        ("deepspeed", 1),
-        ("deepspeed", 2),
-        ("deepspeed", 3),
-    ],
-)
+@pytest.mark.parametrize(("engine", "stage"), STAGES)
 def test_what_is_held_from_step_to_step_does_not_know_of_micro_batches(engine: str, stage: int):
     """Gradients of earlier micro-batches are there at many moments, but not between steps."""
     said = {"params": 1_000_000_000, "gpus": 8, "engine": engine, "stage": stage}

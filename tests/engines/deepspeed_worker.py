@@ -7,12 +7,8 @@ run in a fork that has torch and DeepSpeed already imported, and prints one meas
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
-import tempfile
-import traceback
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +19,7 @@ os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 import torch
 
 from tests.causal_models import causal_model
+from tests.deepspeed_forks import serve
 from zeroplan.export.deepspeed import configuration
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
@@ -151,35 +148,9 @@ def live_at_peak(timeline: Timeline, start: str, end: str, *, top: int) -> list[
     return [f"peak {peak.live_bytes:,} at {' > '.join(peak.operators[-3:])}", *rows]
 
 
-def answer_and_leave(line: str, answer: Path) -> None:
-    """Measure in this fork and end it, whatever happens."""
-    try:
-        answer.write_text(json.dumps(measure(json.loads(line))))
-    except Exception:  # noqa: BLE001  any failure is reported, and the fork must end
-        traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
 def main() -> None:
-    torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False
-    warnings.filterwarnings("ignore")
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  each fork would compile it again
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    from deepspeed.utils import logger
-
-    logger.setLevel(logging.ERROR)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # DeepSpeed prints to standard output
-    for line in sys.stdin:
-        with tempfile.NamedTemporaryFile("r") as answer:
-            if os.fork() == 0:
-                answer_and_leave(line, Path(answer.name))
-            os.wait()
-            answers.write((answer.read() or '{"error": "the run failed; see standard error"}') + "\n")
-            answers.flush()
+    serve(lambda line: json.dumps(measure(json.loads(line))), where_it_fails='{"error": "the run failed; see standard error"}')
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from tests.engines_that_run import STAGES
 from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, estimate
 from zeroplan.catalog.model import model
 from zeroplan.errors import SpecError
@@ -105,17 +106,7 @@ def _fsdp2_on_the_host(dice: _Dice) -> JobSpec:
 
 
 def _activations_away(dice: _Dice) -> JobSpec:
-    engines = (
-        ("ddp", 0),
-        ("ddp", 1),
-        ("fsdp2", 2),
-        ("fsdp2", 3),
-        ("deepspeed", 0),
-        ("deepspeed", 1),
-        ("deepspeed", 2),
-        ("deepspeed", 3),
-    )
-    return _with(_job(dice, WHOLE, *dice.any(*engines)), offload_activations=True, recompute=dice.any("full", "selective"))
+    return _with(_job(dice, WHOLE, *dice.any(*STAGES)), offload_activations=True, recompute=dice.any("full", "selective"))
 
 
 def _deepspeed(stages: Sequence[int], **said: Sequence[object]) -> Callable[[_Dice], JobSpec]:

@@ -7,14 +7,14 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.autograd_runs import saved_bytes, step_timeline
+from tests.autograd_runs import step_timeline
 from tests.causal_models import causal_model, tiny_spec
+from tests.transformer.saved_by_autograd import PRECISIONS, assert_saved_as_is_said, passes
 from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.comparison import cpu_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute
 from zeroplan.transformer.families.widths import WITHOUT_SDPA
 from zeroplan.transformer.head import head_pass
 from zeroplan.verify.watching.allocations import Allocation
@@ -38,7 +38,6 @@ FAMILIES = (
 
 #: One of each kind of block, for what does not depend on biases.
 KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox", "opt", "bloom")
-PRECISIONS = {"bf16": (2, False), "fp32": (4, False), "autocast": (2, True)}
 
 #: (micro-batch, tokens, heads, key/value heads, head_dim, MLP width, vocabulary, hidden width). The widths differ from each
 #: other, so that no two tensors are confused; GPT-2's hidden width is heads · head_dim.
@@ -63,25 +62,12 @@ PEAKS = {
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_tensors_are_those_of_autograd(family: str, precision: str, attention: str, shape: str) -> None:
-    _holds_saved_tensors(*_case(family, precision, attention, SHAPES[shape]))
+    assert_saved_as_is_said(*_case(family, precision, attention, SHAPES[shape]))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_repeating_one_key_value_head_for_one_sequence_is_a_view(precision: str) -> None:
-    _holds_saved_tensors(*_case("llama", precision, "eager", (1, 32, 4, 1, 16, 64, 64, 48)))
-
-
-def _holds_saved_tensors(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> None:
-    one, two = (saved_bytes(spec, compute, batch, layers=layers) for layers in (1, 2))
-    block, head = _passes(spec, compute, batch)
-    casts = 2 if compute.autocast else 0
-    assert two - one == cpu_bytes(block.saved, compute) + casts * block.cast_elements
-    # Input ids are the caller's; 4 bytes hold the sum of label weights.
-    tables = cpu_bytes(head.shared[1:], compute)
-    tables -= _held_by_name_only(head)
-    outside = cpu_bytes(head.saved + head.loss, compute) + tables + casts * spec.vocab_size * spec.hidden_size + 4
-    outside += _embedding_scale(spec, compute)
-    assert one - (two - one) == outside
+    assert_saved_as_is_said(*_case("llama", precision, "eager", (1, 32, 4, 1, 16, 64, 64, 48)))
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -91,7 +77,7 @@ def _holds_saved_tensors(spec: ModelSpec, compute: Compute, batch: BatchSpec) ->
 def test_a_block_peaks_where_it_says(family: str, precision: str, attention: str, shape: str) -> None:
     spec, compute, batch = _case(family, precision, attention, PEAKS[shape])
     timeline = step_timeline(spec, compute, batch)
-    block, head = _passes(spec, compute, batch)
+    block, head = passes(spec, compute, batch)
     assert isinstance(head.hidden_bytes, int)
     casts = 2 * block.cast_elements if compute.autocast else 0
     at_start = cpu_bytes(block.saved, compute) + casts + head.hidden_bytes
@@ -113,7 +99,7 @@ def test_a_block_peaks_where_it_says(family: str, precision: str, attention: str
 def test_full_recomputation_keeps_the_input_and_peaks_at_the_same_points(family: str, precision: str, shape: str) -> None:
     spec, compute, batch = _case(family, precision, "sdpa", PEAKS[shape])
     timeline = step_timeline(spec, compute, batch, recompute=True)
-    block, head = _passes(spec, compute, batch)
+    block, head = passes(spec, compute, batch)
     forward = timeline.peak_bytes("forward 1", "forward 1 end") - timeline.live_bytes("forward 1")
     kept = 2 * block.cast_elements if compute.autocast else 0
     predicted = cpu_bytes(block.forward_recompute, compute) + kept + RANDOM_STATE - _there_already(block)
@@ -189,11 +175,6 @@ def _case(family: str, precision: str, attention: str, shape: tuple[int, ...]) -
     )
 
 
-def _passes(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> tuple[BlockPass, HeadPass]:
-    kind = "dense" if spec.moe is None else "moe"
-    return block_pass(spec, kind, compute, batch), head_pass(spec, compute, batch)
-
-
 def _live(point: BackwardPoint, compute: Compute) -> int:
     """Everything alive of the block at a point, where weight gradients stay: a plain training loop."""
     gradient_bytes = 4 if compute.autocast else compute.element_bytes
@@ -207,20 +188,9 @@ def _mixed_addition(spec: ModelSpec, compute: Compute, batch: BatchSpec) -> int:
     return 4 * batch.micro_batch_size * batch.seq_len * spec.hidden_size if ends_with_it else 0
 
 
-def _embedding_scale(spec: ModelSpec, compute: Compute) -> int:
-    """One number that Gemma multiplies embeddings by."""
-    scaled = spec.family in ("gemma2", "gemma3_text")
-    return (4 if compute.autocast else compute.element_bytes) if scaled else 0
-
-
 def _there_already(block: BlockPass) -> int:
     """What is alive while a block runs forward and was so before it began: BLOOM's weights of the block below."""
     return sum(int(line.n_bytes) for line in block.forward_recompute if "of the block below" in line.reason)
-
-
-def _held_by_name_only(head: HeadPass) -> int:
-    """Tables that a name keeps until the end of the forward, and no operator: BLOOM's ALiBi, OPT's position ids."""
-    return sum(int(line.n_bytes) for line in head.shared if line.reason.endswith(("by name", "ALiBi")))
 
 
 def _bias_copies(spec: ModelSpec, compute: Compute) -> int:
@@ -249,4 +219,4 @@ def test_the_last_point_has_made_every_gradient_of_the_block(family: str) -> Non
     decoder = causal_model(spec, compute).get_decoder()
     block = (decoder.h if hasattr(decoder, "h") else decoder.layers)[0]
     elements = sum(parameter.numel() for parameter in block.parameters())
-    assert _passes(spec, compute, batch)[0].points[-1].gradients == elements
+    assert passes(spec, compute, batch)[0].points[-1].gradients == elements

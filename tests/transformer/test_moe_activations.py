@@ -7,10 +7,11 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.autograd_runs import saved_bytes, step_timeline
+from tests.autograd_runs import step_timeline
 from tests.causal_models import causal_model
 from tests.fake_blocks import block_run
 from tests.moe_models import moe_spec
+from tests.transformer.saved_by_autograd import PRECISIONS, assert_saved_as_is_said
 from zeroplan.comparison import cpu_bytes
 from zeroplan.ledger import Line
 from zeroplan.spec.batch import BatchSpec
@@ -28,7 +29,6 @@ MODELS = {
     "deepseek_v3": ("deepseek_v3", True),
     "deepseek_v3, whole queries": ("deepseek_v3", False),
 }
-PRECISIONS = {"bf16": (2, False), "fp32": (4, False), "autocast": (2, True)}
 #: (micro-batch, tokens, heads, key/value heads, head_dim, MLP width, vocabulary, hidden width), as in test_activations.
 SHAPES = {
     "grouped heads": (2, 40, 4, 2, 16, 176, 104, 72),
@@ -47,15 +47,7 @@ PEAKS = {
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_saved_tensors_are_those_of_autograd(model: str, precision: str, attention: str, shape: str) -> None:
-    spec, compute, batch = _case(model, precision, attention, SHAPES[shape])
-    one, two = (saved_bytes(spec, compute, batch, layers=layers) for layers in (1, 2))
-    block, head = block_pass(spec, "moe", compute, batch), head_pass(spec, compute, batch)
-    casts = 2 if compute.autocast else 0
-    assert two - one == cpu_bytes(block.saved, compute) + casts * block.cast_elements
-    # Input ids are the caller's; 4 bytes hold the sum of label weights.
-    tables = cpu_bytes(head.shared[1:], compute)
-    outside = cpu_bytes(head.saved + head.loss, compute) + tables + casts * spec.vocab_size * spec.hidden_size + 4
-    assert one - (two - one) == outside
+    assert_saved_as_is_said(*_case(model, precision, attention, SHAPES[shape]))
 
 
 @pytest.mark.parametrize("model", MODELS)

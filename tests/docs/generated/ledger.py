@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.docs.generated.jobs import of, title
 from tests.docs.generated.markdown import Sources, code, gigabytes, once, table
+from tests.engines_that_run import STAGES
 from zeroplan.ledger import Kind
 
 if TYPE_CHECKING:
@@ -15,17 +16,6 @@ if TYPE_CHECKING:
 
     from zeroplan import Estimate, Line, Moment
 
-#: The engines and stages, in the order of the pages.
-STAGES = (
-    ("ddp", 0),
-    ("ddp", 1),
-    ("fsdp2", 2),
-    ("fsdp2", 3),
-    ("deepspeed", 0),
-    ("deepspeed", 1),
-    ("deepspeed", 2),
-    ("deepspeed", 3),
-)
 #: What a model brings along whatever the engine: it has pages of its own.
 OF_THE_MODEL = (Kind.ACTIVATIONS, Kind.LOGITS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY, Kind.WORKSPACE)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.docs.generated.jobs import example, title
-from tests.docs.generated.ledger import STAGES
 from tests.docs.generated.markdown import Sources, code, gigabytes, once, table
+from tests.engines_that_run import STAGES
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.engines.device import outside, workspace_line
 from zeroplan.engines.device_figures import figures

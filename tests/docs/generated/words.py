@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, get_args
 
 import zeroplan
 from tests.docs.generated.jobs import of
-from tests.docs.generated.ledger import STAGES
 from tests.docs.generated.markdown import code, one_line, prose, table
+from tests.engines_that_run import STAGES
 from zeroplan.cli.job_flags import FLAGS
 from zeroplan.engines.optimizers import IMPLEMENTATIONS
 from zeroplan.ledger import Kind, Phase

@@ -8,12 +8,8 @@ error.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
-import tempfile
-import traceback
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +20,7 @@ os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1")
 
 import torch
 
+from tests.deepspeed_forks import serve
 from tests.verify.watching.unwatched import Peaks, tracked_peaks, unwatched_peaks, watched
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
@@ -89,37 +86,15 @@ def fails(job: JobSpec, rank: int) -> dict[str, object]:
 QUESTIONS = {"exact": exact, "simulated": simulated, "fails": fails}
 
 
-def answer_and_leave(line: str, answer: Path) -> None:
-    """Run in this fork and end it, whatever happens."""
-    try:
-        question = json.loads(line)
-        job = read(JobSpec, question["job"], where="job")
-        answer.write_text(json.dumps(QUESTIONS[question["ask"]](job, question["rank"])))
-    except Exception:  # noqa: BLE001  any failure is reported, and the fork must end
-        traceback.print_exc()
-    finally:
-        os._exit(0)
+def answered(line: str) -> str:
+    question = json.loads(line)
+    job = read(JobSpec, question["job"], where="job")
+    return json.dumps(QUESTIONS[question["ask"]](job, question["rank"]))
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  each fork would compile it again
-    import transformers.models.gpt2.modeling_gpt2
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    from deepspeed.utils import logger
-
-    logger.setLevel(logging.ERROR)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # DeepSpeed prints to standard output
     with collected_when_told():  # by the runs, many times in each
-        for line in sys.stdin:
-            with tempfile.NamedTemporaryFile("r") as answer:
-                if os.fork() == 0:
-                    answer_and_leave(line, Path(answer.name))
-                os.wait()
-                answers.write((answer.read() or "{}") + "\n")
-                answers.flush()
+        serve(answered, where_it_fails="{}")
 
 
 if __name__ == "__main__":
