@@ -119,6 +119,7 @@ def test_a_catalogue_of_ones_own(run: Run, own: Path, monkeypatch: pytest.Monkey
         (("nope",), "nope"),
         (("--family", "gpt5"), "gpt5"),
         (("--min-params", "7x"), "--min-params '7x'"),
+        (("--min-params", "13"), "write 13b"),
         (("--max-params", "-1"), "-1"),
         (("--catalog", "/nowhere"), "/nowhere"),
         (("--catalog", ""), "''"),

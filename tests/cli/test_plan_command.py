@@ -23,6 +23,8 @@ def test_the_answer_has_all_that_is_promised(run: Run):
                  "matrix multiplications", "tokens/s per GPU", "MFU", "days and cost", "Binding:", "One more GB would buy",
                  "why they are not the best", "Time against memory", "What fell, and to which rule"):  # fmt: skip
         assert said in out, said
+    front = out.partition("Time against memory")[2].partition("\n\n")[0].splitlines()[1:]
+    assert "sequences per GPU" in front[1]  # a layout is told from the next to its last word
 
 
 def test_the_command_it_names_says_the_same_memory(run: Run):

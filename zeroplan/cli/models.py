@@ -14,7 +14,7 @@ from zeroplan.report.catalog import model_table, model_text
 from zeroplan.resolve import own_folder
 from zeroplan.spec.model import FAMILIES
 from zeroplan.transformer.params import active_parameter_count, parameter_count
-from zeroplan.units import parse_count
+from zeroplan.units import MB, parse_count
 
 models_app = typer.Typer(help="The models zeroplan knows.", invoke_without_command=True, no_args_is_help=False)
 
@@ -39,6 +39,10 @@ def list_models(
     if family is not None and family not in FAMILIES:
         raise SpecError(f"--family {family!r} is not one of {', '.join(FAMILIES)}")
     least = 0 if min_params is None else parse_count(min_params, what="--min-params")
+    if min_params is not None and min_params.isdigit() and least < MB:
+        raise SpecError(
+            f"--min-params {min_params} is {least:,} parameters, fewer than any model has; write {min_params}b, say"
+        )
     most = 10**18 if max_params is None else parse_count(max_params, what="--max-params")
     chosen = [
         one

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 
 from zeroplan.catalog.model import ModelEntry
+from zeroplan.report.words import plural
 from zeroplan.spec.hardware import Figure, GpuSpec
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import active_parameter_count, layout, parameter_count
@@ -12,15 +13,15 @@ from zeroplan.units import GB, GIB, format_size
 
 def gpu_table(chosen: Sequence[GpuSpec]) -> str:
     """One line per accelerator: memory as torch reports it, dense bf16 (or fp16) peak, bandwidth, link in the node."""
-    head = f"{'name':<24}{'GB':>8}{'GiB':>8}{'TFLOP/s':>9}{'TB/s':>7}{'link GB/s':>11}  link in the node"
+    head = f"{'name':<28}{'GB':>8}{'GiB':>8}{'TFLOP/s':>9}{'TB/s':>7}{'link GB/s':>11}  link in the node"
     rows = [
-        f"{one.name:<24}{one.memory_bytes.value / GB:>8.1f}{one.memory_bytes.value / GIB:>8.1f}"
+        f"{one.name:<28}{one.memory_bytes.value / GB:>8.1f}{one.memory_bytes.value / GIB:>8.1f}"
         f"{_half_precision(one) / 1e12:>9.0f}{one.memory_bandwidth_bytes_per_s.value / 1e12:>7.2f}"
         f"{one.node_link_bytes_per_s.value / GB:>11.1f}  {one.node_link}"
         for one in chosen
     ]
     foot = "memory as torch reports it; TFLOP/s dense, bf16 (fp16 where there is no bf16); links per GPU and direction"
-    return "\n".join([head, *rows, f"{len(chosen)} accelerators; {foot}"])
+    return "\n".join([head, *rows, f"{plural(len(chosen), 'accelerator')}; {foot}"])
 
 
 def _half_precision(one: GpuSpec) -> float:
@@ -70,7 +71,7 @@ def model_table(chosen: Sequence[ModelEntry]) -> str:
         f"{one.spec.hidden_size:>8,}{one.spec.vocab_size:>9,}  {one.spec.family}"
         for one in chosen
     ]
-    return "\n".join([head, *rows, f"{len(chosen)} models"])
+    return "\n".join([head, *rows, plural(len(chosen), "model")])
 
 
 def _active(one: ModelEntry) -> str:

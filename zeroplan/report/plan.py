@@ -23,6 +23,7 @@ from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.steptime import Part
 from zeroplan.units import GB, GIB, format_size
 
+_OF_A_ROW = 55
 _DAY_S = 86_400
 _MOST_OF_FRONT = 6
 
@@ -189,7 +190,9 @@ def _front(plan: Plan) -> Iterator[str]:
         return
     yield f"{'Time against memory: nothing is both quicker and smaller':<58}{'GB':>8}{'tokens/s per GPU':>20}"
     for one in spread(plan.front, _MOST_OF_FRONT):
-        yield f"  {layout_words(one.job):<56.56}{one.least_bytes / GB:>8,.1f}{one.tokens_per_s:>20,.0f}"
+        words, *more = textwrap.wrap(layout_words(one.job), _OF_A_ROW, subsequent_indent="  ")
+        yield f"  {words:<{_OF_A_ROW + 1}}{one.least_bytes / GB:>8,.1f}{one.tokens_per_s:>20,.0f}"
+        yield from (f"  {rest}" for rest in more)
 
 
 def _nothing(plan: Plan) -> Iterator[str]:
