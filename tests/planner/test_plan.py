@@ -9,7 +9,7 @@ import pytest
 from zeroplan import JobSpec, MeshSpec, SpecError, estimate, job
 from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
 from zeroplan.planner.asking import Question, ask
-from zeroplan.planner.objectives import TIE, complexity, field, pareto
+from zeroplan.planner.objectives import TIE, complexity, complexity_of, field, pareto
 from zeroplan.planner.rules import Rule
 from zeroplan.planner.search import job_at, search
 from zeroplan.planner.space import structures
@@ -52,7 +52,7 @@ def test_a_layout_of_the_search_is_the_job(model: str, gpu: str, gpus: int, offl
 
 
 def by_brute_force(base: JobSpec, total: int) -> tuple[float, int, int]:
-    """The order's key of the best layout, layout by layout: rate in steps of what counts as equal, complexity, memory."""
+    """The order's key of the best layout, layout by layout: steps of a tie behind the quickest, complexity, memory."""
     gpu, keys = base.cluster.gpu, []
     assert gpu is not None
     of_gpu = total // base.mesh.world_size
@@ -72,8 +72,9 @@ def by_brute_force(base: JobSpec, total: int) -> tuple[float, int, int]:
                 if answer.comfortable_bytes <= gpu.memory_bytes.value:
                     rate = float(time_of(answer.job).tokens_per_s)
                     plainness = complexity(recipe) + 6 * (replicas > 1)
-                    keys.append((-round(math.log(rate) / TIE), plainness, answer.least_bytes))
-    return min(keys)
+                    keys.append((rate, plainness, answer.least_bytes))
+    quickest = max(keys)[0]
+    return min((math.floor(math.log(quickest / rate) / TIE), plainness, n_bytes) for rate, plainness, n_bytes in keys)
 
 
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "gpt2-xl"])
@@ -82,10 +83,19 @@ def test_the_best_is_what_brute_force_finds(model: str):
     answer = plan(base, Fixed(global_batch_size=32))
     assert answer.best is not None
     found = answer.best.layout
-    key = (-round(math.log(found.tokens_per_s) / TIE), None, found.least_bytes)
-    oracle = by_brute_force(base, 32)
-    assert key[0] == oracle[0]
-    assert key[2] == oracle[2]
+    assert (0, found.least_bytes) == by_brute_force(base, 32)[::2]
+
+
+def test_of_what_is_as_quick_as_the_quickest_the_simplest_is_taken():
+    """One whose rate is a hair better, and that asks for chunks of the loss, is not."""
+    answer = plan(job(model="llama-2-13b", gpu="a100", gpus=4), Fixed())
+    found, room = answer.cloud.layouts, job(gpu="a100", model="gpt2").cluster.gpu.memory_bytes.value
+    fits = found.comfortable_bytes <= room
+    quick = fits & (found.tokens_per_s > found.tokens_per_s[fits].max() * math.exp(-TIE))
+    assert complexity_of(answer.best.layout.job) == found.complexity[quick].min()
+    told = {rival.why_not: complexity_of(rival.layout.job) for rival in answer.rivals if "asks more" in rival.why_not}
+    assert told
+    assert min(told.values()) > complexity_of(answer.best.layout.job)
 
 
 def test_what_is_considered_is_counted_once():

@@ -95,7 +95,9 @@ def plan(
     considered = layouts.layouts + sum(one.layouts for one in tally.fallen)
     tally.cut(Rule.MEMORY, int((~fits).sum()))
     tally.cut(Rule.TIGHT, int((fits & ~easy).sum()) if easy.any() else 0)
-    answers = _Field(base, found, layouts, ordered(layouts, objective), fits, easy, room, mfu)
+    kept = easy if easy.any() else fits if fits.any() else np.ones_like(fits)
+    order = ordered(layouts, objective, float(layouts.tokens_per_s[kept].max()))
+    answers = _Field(base, found, layouts, order, fits, easy, room, mfu)
     best = _best(answers) if fits.any() else None
     return Plan(
         base=base,

@@ -1,10 +1,12 @@
 """Why is the best layout the best, and what holds it back?"""
 
-from zeroplan.planner.objectives import TIE
+from zeroplan.planner.objectives import TIE, complexity_of
 from zeroplan.planner.result import Layout, More
 from zeroplan.steptime import StepTime
 from zeroplan.units import GB
 
+_SMALL = 5 * 10**6
+"""Less than two digits of GB show. [bytes]"""
 _WAITING = ("waiting", "collectives", "copies")
 
 
@@ -15,7 +17,10 @@ def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str
         more = rival.least_bytes - best.least_bytes
         if more > 0:
             return f"as quick, but needs {more / GB:,.2f} GB more"
-        return f"as quick, with {-more / GB:,.2f} GB less, but asks more of the recipe"
+        than = "and as small" if -more < _SMALL else f"with {-more / GB:,.2f} GB less"
+        if complexity_of(rival.job) > complexity_of(best.job):
+            return f"as quick, {than}, but asks more of the recipe"
+        return f"{max(slower, 0):.1%} slower, {than}"
     name, seconds = _largest_excess(its, winner)
     return f"{slower:.1%} slower: {seconds:,.2f} s more for every {_per(its)} in {name}"
 

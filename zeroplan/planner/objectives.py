@@ -6,8 +6,11 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroplan.numeric import Int
 from zeroplan.planner.search import Found
-from zeroplan.planner.space import ENGINES, Column
+from zeroplan.planner.space import ENGINES, Column, Grid
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import SMALL_BUCKET, RecipeSpec, ways_of_resharding
 
 Objective = Literal["throughput", "headroom", "cost"]
@@ -57,8 +60,17 @@ def tokens(one: Found) -> NDArray[np.float64]:
 
 def _complexities(one: Found) -> Column:
     grid = one.grid
-    split = sum(degree > 1 for degree in (grid.tp, grid.cp, grid.pp, grid.ep))
-    return grid.row(complexity(one.recipe) + 2 * len(_ENGINES) * ((grid.dp_replicate > 1) + 2 * split))
+    return grid.row(complexity(one.recipe) + _arranged(grid))
+
+
+def complexity_of(job: JobSpec) -> int:
+    """How much a whole layout asks of a user: its recipe, replicas, and every way in which the model is split."""
+    return complexity(job.recipe) + int(_arranged(job.mesh))
+
+
+def _arranged(mesh: Grid | MeshSpec) -> Int:
+    split = sum(degree > 1 for degree in (mesh.tp, mesh.cp, mesh.pp, mesh.ep))
+    return 2 * len(_ENGINES) * ((mesh.dp_replicate > 1) + 2 * split)
 
 
 _ENGINES = (*ENGINES, "megatron")
@@ -86,9 +98,12 @@ def complexity(recipe: RecipeSpec) -> int:
     return len(_ENGINES) * sum(int(one) for one in set_beyond) + _ENGINES.index(recipe.engine)
 
 
-def ordered(layouts: Field, objective: Objective) -> Column:
-    """Positions, the best first. On a number of GPUs that is given, what is quickest costs least."""
-    rates = -np.round(np.log(layouts.tokens_per_s) / TIE)
+def ordered(layouts: Field, objective: Objective, quickest: float) -> Column:
+    """Positions, the best first. On a number of GPUs that is given, what is quickest costs least.
+
+    ``quickest`` is the rate from which ties are counted: what is at most a tie slower is as quick. [tokens/s]
+    """
+    rates = np.floor(np.log(quickest / layouts.tokens_per_s) / TIE)
     if objective == "headroom":
         return np.lexsort((layouts.complexity, rates, layouts.least_bytes))
     return np.lexsort((layouts.least_bytes, layouts.complexity, rates))
