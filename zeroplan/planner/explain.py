@@ -5,8 +5,8 @@ from zeroplan.planner.result import Layout, More
 from zeroplan.steptime import StepTime
 from zeroplan.units import GB
 
-_SMALL = 5 * 10**6
-"""Less than two digits of GB show. [bytes]"""
+#: What two digits of GB, and one of a per cent, do not show.
+_SMALL, _TOLD = 5 * 10**6, 0.0005
 _WAITING = ("waiting", "collectives", "copies")
 
 
@@ -15,12 +15,12 @@ def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str
     slower = best.tokens_per_s / rival.tokens_per_s - 1
     if slower < TIE:
         more = rival.least_bytes - best.least_bytes
-        if more > 0:
+        if more > _SMALL:
             return f"as quick, but needs {more / GB:,.2f} GB more"
-        than = "and as small" if -more < _SMALL else f"with {-more / GB:,.2f} GB less"
+        than = f"with {-more / GB:,.2f} GB less" if more < -_SMALL else "and as small"
         if complexity_of(rival.job) > complexity_of(best.job):
             return f"as quick, {than}, but asks more of the recipe"
-        return f"{max(slower, 0):.1%} slower, {than}"
+        return f"{f'{slower:.1%} slower' if slower > _TOLD else 'as quick'}, {than}"
     name, seconds = _largest_excess(its, winner)
     return f"{slower:.1%} slower: {seconds:,.2f} s more for every {_per(its)} in {name}"
 
