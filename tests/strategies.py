@@ -25,7 +25,7 @@ from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.model import DISPATCHED_FAMILIES, FAMILIES, MOE_FAMILIES, WINDOWED_FAMILIES, MlaSpec
 from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
-from zeroplan.spec.recipe import DeepSpeedOptions, MegatronOptions
+from zeroplan.spec.recipe import ADAM, DeepSpeedOptions, MegatronOptions
 from zeroplan.spec.split import SHARED_BESIDE_EXPERTS, SPLIT_FAMILIES
 from zeroplan.transformer.families import halves
 
@@ -221,7 +221,7 @@ def _overlaps(draw: Random) -> MegatronOptions:
 
 def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:
     if engine == "megatron":
-        return {"optimizer": draw.choice(megatron.OPTIMIZERS)}
+        return {"optimizer": draw.choice(ADAM)}
     offered = _DEEPSPEED_OPTIMIZERS if engine == "deepspeed" else tuple(sorted(IMPLEMENTATIONS))
     optimizer = draw.choice(("adamw", draw.choice(_SPLIT_OPTIMIZERS if "tp" in manner.split() else offered)))
     return {"optimizer": optimizer, "optimizer_impl": draw.choice((None, *IMPLEMENTATIONS[optimizer]))}

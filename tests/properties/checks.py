@@ -524,7 +524,8 @@ def _comparable(job: JobSpec) -> JobSpec:
     each = recipe.pipeline_stages_per_rank or (stages_per_rank(schedule, None) if schedule else None)
     recipe = replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=each)
     recipe = replace(recipe, optimizer_impl=impl, zero_stage=stage, fsdp2=fsdp2, deepspeed=options)
-    return replace(job, recipe=recipe, cluster=replace(job.cluster, gpus_per_node=None))
+    per_node = options.gpus_per_node if options.zero_quantized_gradients else None
+    return replace(job, recipe=recipe, cluster=replace(job.cluster, gpus_per_node=per_node))
 
 
 CHECKS: dict[str, Check] = {
