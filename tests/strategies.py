@@ -346,7 +346,7 @@ def batch(draw: Random, one: ModelSpec | None = None, *, multiple: int = 1, step
     return BatchSpec(
         micro_batch_size=_about(draw, 1, 32),
         seq_len=length,
-        grad_accum_steps=steps * draw.choice((1, 1, 2, 3, 8)),
+        grad_accum_steps=steps * draw.choice((1, 1, 2, 3, 8) if steps == 1 else (1, 1, 2, 3)),
     )
 
 
@@ -520,8 +520,13 @@ def _of_another_size(draw: Random, card: GpuSpec) -> GpuSpec:
 
 
 Drawn = Callable[[Random, Sequence[str]], JobSpec]
-#: Ways in which a model is split under FSDP2; a pipeline takes longer to answer than the others.
-_SPLITS = ("pp", *(manner for manner in _MANNERS if {*manner.split()} & {"tp", "cp", "ep", "pp"}))
+#: Ways in which a model is split under FSDP2; a pipeline, which takes longer to answer than the others, is drawn less often.
+_SPLITS = tuple(
+    manner
+    for manner in _MANNERS
+    if {*manner.split()} & {"tp", "cp", "ep", "pp"}
+    for _ in range(2 if manner == "pp" or "pp" not in manner.split() else 1)
+)
 #: Every manner of training, the engines that have it, and how often it is drawn.
 _JOBS: tuple[tuple[Drawn, tuple[str, ...], int], ...] = (
     (_whole, ("ddp", "fsdp2", "deepspeed", "paper"), 8), (_tuned, _MANNERS["lora"], 3), (_frozen, _MANNERS["frozen"], 2),

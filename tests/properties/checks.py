@@ -370,21 +370,23 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
     own = _of_peak(more, *_OF_CHECKPOINTS)
     if any(line.reason == "activations of the block that runs" for line in answered(more).peak.lines):  # its input among them
         own += (4 if job.recipe.precision == "fp32" else 2) * _tokens(job) * model.hidden_size
-    own += _beside_a_forward_run_again(more, less)
+    own += _beside_a_checkpoint(more, less)
     if answered(more).peak.name == "experts gathered for their forward":  # at which too much is said (docs/limits.md)
         own += _of_peak(more, ATTENTION_EXCESS)
     assert _peak(more) <= _peak(less) + own
 
 
-def _beside_a_forward_run_again(more: JobSpec, less: JobSpec) -> int:
-    """What the backward has made until then, and the outputs that selective recomputation keeps: they are there from its start."""
+def _beside_a_checkpoint(more: JobSpec, less: JobSpec) -> int:
+    """What the backward has made until a forward is run again, and the outputs that selective recomputation keeps of a block.
+
+    Those are there from the start of the second forward, and in the first they are others than the ones that autograd saves:
+    projections before the rotation, which goes on beside them.
+    """
     answer = answered(more)
-    if "again" not in answer.peak.name and "recomputed" not in answer.peak.name:
-        return 0
-    kept = (
-        [sum(int(line.n_bytes) for line in lines) for _, lines in answer.kept] if more.recipe.recompute == "selective" else []
-    )
-    return max(0, _gradients_at_peak(more) - _gradients_at_peak(less)) + max(kept, default=0)
+    again = "again" in answer.peak.name or "recomputed" in answer.peak.name
+    selective = more.recipe.recompute == "selective" and (again or answer.peak.name.startswith("forward"))
+    kept = max((sum(int(line.n_bytes) for line in lines) for _, lines in answer.kept), default=0) if selective else 0
+    return kept + (max(0, _gradients_at_peak(more) - _gradients_at_peak(less)) if again else 0)
 
 
 def _gradients_at_peak(job: JobSpec) -> int:

@@ -1,5 +1,7 @@
 """Which moments of a tape can be the highest for some batch: those at which no other has at least as much of everything."""
 
+from functools import lru_cache
+
 from zeroplan.transformer.families.sizes import Monomial, expanded
 from zeroplan.transformer.families.tape import Alive
 
@@ -56,9 +58,17 @@ def _amounts(moment: Alive, widths: tuple[int, int], *, scratch_apart: bool) -> 
 
 
 def _count(amounts: Amounts, formula: str, widths: tuple[int, int], mark: Monomial) -> None:
-    for monomial, times in expanded(formula, *widths).items():
-        key = mark + tuple(sorted(_AS_WIDE.get(symbol, symbol) for symbol in monomial))
+    for key, times in _marked(formula, widths, mark):
         amounts[key] = amounts.get(key, 0) + times
+
+
+@lru_cache(maxsize=4096)
+def _marked(formula: str, widths: tuple[int, int], mark: Monomial) -> tuple[tuple[Monomial, int], ...]:
+    """What a formula is of, each with its mark and in one order: the formulas of a tape are few."""
+    return tuple(
+        (mark + tuple(sorted(_AS_WIDE.get(symbol, symbol) for symbol in monomial)), times)
+        for monomial, times in expanded(formula, *widths).items()
+    )
 
 
 def _covers(first: Amounts, second: Amounts) -> bool:
