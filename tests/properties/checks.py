@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import inf
 from random import Random
 from typing import Any
 
@@ -16,10 +17,11 @@ import numpy as np
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from tests.properties.folder import folder
 from zeroplan import BatchSpec, Estimate, JobSpec, Kind, MeshSpec, RecipeSpec, estimate
+from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model as published
 from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
-from zeroplan.estimator import engine_module
+from zeroplan.estimator import account_of, engine_module
 from zeroplan.export.files import TARGETS, Export, Target, cannot_say, export, write
 from zeroplan.job_file import read_job_file
 from zeroplan.ledger import Collective, Phase
@@ -29,9 +31,11 @@ from zeroplan.report.payload import estimate_payload
 from zeroplan.report.text import estimate_text
 from zeroplan.resolve import request_of, resolve
 from zeroplan.spec.base import read
+from zeroplan.spec.hardware import node_size
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.pipeline import stages_per_rank
-from zeroplan.spec.recipe import DeepSpeedOptions
+from zeroplan.spec.recipe import DeepSpeedOptions, MegatronOptions
+from zeroplan.steptime import StepTime, step_time
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 
 Check = Callable[[JobSpec, Random], None]
@@ -436,6 +440,39 @@ def adapters_take_less(job: JobSpec, _: Random) -> None:
     assert sum(_held(job).values()) < sum(_held(whole).values())
 
 
+# --- time ----------------------------------------------------------------------------------------------------------------
+
+
+def has_a_time(job: JobSpec, _: Random) -> None:
+    """A step takes some time and no part of it less than none, and no GPU computes faster than it can.
+
+    What Megatron-LM lets go on beside the rest does not take more. That twice the sequences take longer is not asked: collectives
+    and copies are each hidden behind the same computing, so that where they last longest more of it hides more than it takes.
+    """
+    if job.cluster.gpu is None:
+        job = replace(job, cluster=replace(job.cluster, gpu=gpu("h100-sxm-80gb"), gpus_per_node=node_size(job.cluster) or 8))
+    time = _time(job)
+    assert all(0 <= part.seconds < inf and 0 <= part.hidden_s < inf for part in time.parts), time.parts
+    assert 0 < time.seconds < inf
+    assert 0 < time.mfu <= 1, time.mfu
+    assert time.tokens_per_s > 0
+    if job.recipe.engine == "megatron":
+        alone = replace(job, recipe=replace(job.recipe, megatron=MegatronOptions(overlap_p2p_comm=False)))
+        assert time.seconds <= _time(alone).seconds * _ROUNDING, "what goes on beside costs"
+
+
+#: Times are floats.
+_ROUNDING = 1 + 1e-9
+
+
+def _time(job: JobSpec) -> StepTime:
+    answered(job)
+    try:
+        return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster)
+    except SpecError as error:
+        raise Refused(str(error)) from None
+
+
 # --- what is written reads back ------------------------------------------------------------------------------------------
 
 #: What the files of a target say, and is therefore not said beside them.
@@ -535,6 +572,7 @@ CHECKS: dict[str, Check] = {
     for check in (
         adds_up, is_explained, can_be_said, grid_is_its_points, grows_with_the_batch, grows_with_the_sequence, grows_with_layers,
         falls_with_ranks, falls_with_stage, falls_with_recomputation, stages_agree_on_one_rank, adapters_take_less,
+        has_a_time,
         reads_back,
     )
 }  # fmt: skip
