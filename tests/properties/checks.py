@@ -285,9 +285,8 @@ def grows_with_layers(job: JobSpec, _: Random) -> None:
     if moe is not None and moe.num_dense_layers == model.num_hidden_layers:  # one more of the kind there is
         moe = replace(moe, num_dense_layers=moe.num_dense_layers + 1)
     deeper = _changed(job, model=replace(model, num_hidden_layers=model.num_hidden_layers + 1, moe=moe))
-    by_elements = job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3
     highest = answered(job).peak.name
-    less = max(0, _gathered(job, highest) - _gathered(deeper, highest)) if by_elements else 0
+    less = max(0, _gathered(job, highest) - _gathered(deeper, highest)) if _gathers_ahead(job) else 0
     if (job.recipe.engine, job.recipe.zero_stage) == ("ddp", 1):
         less = max(0, _of_optimizer(job) - _of_optimizer(deeper))
     assert _peak(deeper) + less >= _peak(job)
@@ -298,6 +297,11 @@ def _of_optimizer(job: JobSpec) -> int:
     kinds = (Kind.OPTIMIZER_STATE, Kind.OPTIMIZER_TEMPORARY)
     step = [moment for moment in answered(job).moments if moment.phase is Phase.STEP]
     return max(sum(int(line.n_bytes) for line in moment.lines if line.kind in kinds) for moment in step)
+
+
+def _gathers_ahead(job: JobSpec) -> bool:
+    """DeepSpeed's stage 3 does, by elements: what is there at once depends on what comes next."""
+    return job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3
 
 
 def _gathered(job: JobSpec, name: str) -> int:
@@ -362,19 +366,22 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
     Where the backward of the highest block is the peak there is nothing left to save: what its checkpoint holds comes on top. A
     forward that is run again stands beside what the backward has made until then, as the one that was run first did not. Blocks
     that are frozen, or whose adapters are in the MLP alone, save nothing below the lowest gradient, but checkpoints do: they are
-    not asked. A profile made up by hand is not, either.
+    not asked. A profile made up by hand is not, either. Where DeepSpeed looks ahead, a block that is run again is what comes next.
     """
     names = ("none", "selective", "full")
     at, model = names.index(job.recipe.recompute), job.model
     if at == 0 or model.adapter is not None or model.frozen is not None or model.profile is not None:
         raise Refused("nothing to compare")
     more = _changed(job, recipe=_told(job, recompute_layers=None, offload_activations=False))
-    selective = at == 2 and (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3)
+    selective = at == 2 and not _gathers_ahead(job)  # which has none
     less = _changed(more, recipe=_told(more, recompute="selective" if selective else "none"))
     own = _of_peak(more, *_OF_CHECKPOINTS)
     if any(line.reason == "activations of the block that runs" for line in answered(more).peak.lines):  # its input among them
         own += (4 if job.recipe.precision == "fp32" else 2) * _tokens(job) * model.hidden_size
     own += _beside_a_checkpoint(more, less)
+    if _gathers_ahead(job):
+        highest = answered(more).peak.name
+        own += max(0, _gathered(more, highest) - _gathered(less, highest))
     if answered(more).peak.name == "experts gathered for their forward":  # at which too much is said (docs/limits.md)
         own += _of_peak(more, ATTENTION_EXCESS)
     assert _peak(more) <= _peak(less) + own

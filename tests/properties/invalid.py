@@ -14,7 +14,7 @@ import pickle
 import resource
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import asdict
 from functools import cache
@@ -165,7 +165,12 @@ def _accelerate(_: Random) -> tuple[str, Any, tuple[str, ...]]:
         "num_machines": 1,
         "num_processes": 8,
         "mixed_precision": "bf16",
-        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_activation_checkpointing": True},
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_reshard_after_forward": True,
+            "fsdp_activation_checkpointing": True,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        },
     }
     return "accelerate.yaml", said, ("estimate", "--model", "gpt2", "--from", "FILE")
 
@@ -204,20 +209,12 @@ def _snapshot(draw: Random) -> tuple[str, Any, tuple[str, ...]]:
     return "snapshot.pickle", card.data(), command
 
 
-_KINDS = (
-    _config,
-    _job_as_json,
-    _job_as_toml,
-    _record,
-    _deepspeed,
-    _trainer,
-    _accelerate,
-    _torchtitan,
-    _profile,
-    _gpu_entry,
-    _model_entry,
-    _snapshot,
-)
+#: What draws each kind: the name of a file, its data, and the command.
+KINDS: dict[str, Callable[[Random], tuple[str, Any, tuple[str, ...]]]] = {
+    "config": _config, "job-json": _job_as_json, "job-toml": _job_as_toml, "record": _record, "deepspeed": _deepspeed,
+    "trainer": _trainer, "accelerate": _accelerate, "torchtitan": _torchtitan, "profile": _profile, "gpu": _gpu_entry,
+    "model": _model_entry, "snapshot": _snapshot,
+}  # fmt: skip
 
 
 # --- how they are broken -------------------------------------------------------------------------------------------------
@@ -264,7 +261,7 @@ def _nested(depth: int, kind: type) -> Any:
     return made
 
 
-def _written(name: str, data: Any) -> bytes:
+def written(name: str, data: Any) -> bytes:
     """The data in the form that the name says."""
     if name.endswith(".pickle"):
         return pickle.dumps(data)
@@ -339,14 +336,14 @@ def _damaged(draw: Random, content: bytes) -> bytes:
 
 
 def _file(draw: Random) -> Broken:
-    name, data, command = draw.choice(_KINDS)(draw)
+    name, data, command = draw.choice(tuple(KINDS.values()))(draw)
     how = draw.choice(("bent", "bent", "bent", "damaged", "bomb"))
     what = f"{command[0]}, {name} {how}"
     if how == "bomb":
         return Broken(what, name, draw.choice(_BOMBS), command)
     if how == "bent":
-        return Broken(what, name, _written(name, _bent(draw, data)), command)
-    return Broken(what, name, _damaged(draw, _written(name, data)), command)
+        return Broken(what, name, written(name, _bent(draw, data)), command)
+    return Broken(what, name, _damaged(draw, written(name, data)), command)
 
 
 # --- flags ---------------------------------------------------------------------------------------------------------------
