@@ -73,7 +73,8 @@ def run_suite(folder: Path, pytest_arguments: list[str]) -> None:
 
 def report(data: list[Path], folder: Path) -> dict[str, Any]:
     """What coverage knows of each file from these files of data, or folders of them, together."""
-    together, made = folder / "together", folder / "coverage.json"
+    together, made = folder / "together" / ".coverage", folder / "coverage.json"
+    together.parent.mkdir()
     coverage = [sys.executable, "-m", "coverage"]
     subprocess.run([*coverage, "combine", "--quiet", "--keep", "--data-file", together, *data], check=True)
     subprocess.run([*coverage, "json", "--quiet", "--data-file", together, "-o", made], check=True)

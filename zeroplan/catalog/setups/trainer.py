@@ -220,15 +220,22 @@ def _optimizer(reading: Reading) -> None:
     if (name or _DEFAULT_OPTIM) not in _OPTIMIZERS:
         raise reading.table.refused("optim", f"use one of {', '.join(_OPTIMIZERS)}")
     optimizer, impl = _OPTIMIZERS[name or _DEFAULT_OPTIM]
-    args = reading.table.text("optim_args") or ""
-    if "momentum" in args:
-        if name != "sgd":
-            raise reading.table.refused("optim_args")
+    args = _optim_args(reading.table)
+    momentum = args.get("momentum", "").strip("0.") != ""  # a momentum of 0.0 keeps nothing
+    if args.get("centered", "").lower() in ("true", "1", "yes") or (momentum and name != "sgd"):
+        raise reading.table.refused("optim_args")
+    if momentum:
         optimizer = "sgd-momentum"
     filled = name is None or reading.deepspeed is not None  # DeepSpeed's own section goes before it
     reading.tell("optimizer", "optim", optimizer, filled=filled)
     if impl is not None:
         reading.tell("optimizer_impl", "optim", impl, filled=filled)
+
+
+def _optim_args(table: Table) -> dict[str, str]:
+    """``optim_args`` as transformers takes it apart (trainer_optimizer.py, ``_parse_optim_args``)."""
+    text = (table.text("optim_args") or "").replace(" ", "")
+    return {key: value for key, _, value in (one.partition("=") for one in text.split(","))}
 
 
 def _model(reading: Reading) -> None:
