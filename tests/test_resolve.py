@@ -1,5 +1,7 @@
 """What is filled in where a user says little, and what is refused because it would be ignored."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,6 +67,8 @@ TINY = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidd
         (Request(model=TINY, treat_as="llama"), "--treat-as"),
         (Request(params="7b", activations="megatron"), "engine 'paper'"),
         (Request(params="7b", engine="paper", sequence_parallel=True), "activation_model='megatron'"),
+        (Request(profile=""), "--profile '' names no file; give the path of what `zeroplan profile` wrote"),
+        (Request(params="7b", from_file=""), "--from '' names no file; give the path of a set-up"),
     ],
 )
 def test_what_would_be_ignored_is_refused(request_: Request, says: str):
@@ -83,3 +87,11 @@ def test_treat_as_does_not_drop_the_config_of_a_job_file():
     asked = Request(config="somewhere").overridden_by(Request(treat_as="llama"))
     assert (asked.config, asked.treat_as) == ("somewhere", "llama")
     assert asked.overridden_by(Request(params="7b")).treat_as is None
+
+
+def test_a_set_up_that_brings_its_deepspeed_configuration_stands_alone(tmp_path: Path):
+    file = tmp_path / "own.json"
+    file.write_text('{"zero_optimization": {"stage": 2}}')
+    said = r"--deepspeed-config beside DeepSpeed configuration '.*own.json', which brings its own; leave one of them out"
+    with pytest.raises(SpecError, match=said):
+        resolve(Request(params="7b", from_file=str(file), deepspeed_config="other.json"))

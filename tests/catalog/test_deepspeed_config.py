@@ -249,6 +249,12 @@ def test_what_is_not_modelled_or_makes_no_sense_is_refused_in_one_line(resolved:
     assert "ds_config.json" in str(refused.value)
 
 
+def test_numbers_that_json_writes_with_a_point_are_whole(resolved: Callable[..., Resolved]):
+    """2e8, say: DeepSpeed's own documentation writes its buckets so."""
+    job = resolved({"zero_optimization": {"stage": 2.0, "reduce_bucket_size": 2e8}}).job
+    assert (job.recipe.zero_stage, job.recipe.deepspeed.reduce_bucket_size) == (2, 200_000_000)
+
+
 @pytest.mark.parametrize(
     "harmless",
     [
