@@ -23,7 +23,7 @@ from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, numbers,
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
-from zeroplan.spec.split import shards_of_experts_are_even
+from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.transformer.params import parameter_count
 
@@ -107,7 +107,8 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
     tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
     grid = grid.only(fitting)
     if split.ep > 1 and base.model.moe is not None and recipe.engine == "fsdp2":
-        even = np.asarray(shards_of_experts_are_even(base.model, grid.dp_shard * (grid.cp * grid.tp), grid.ep))
+        sharing, widths_along = grid.dp_shard * (grid.cp * grid.tp), widths_of_experts(base.model)
+        even = np.asarray(shards_of_experts_are_even(base.model.moe.num_experts, widths_along, sharing, grid.ep))
         tally.cut(Rule.EXPERTS, grid.layouts - grid.only(even).layouts)
         grid = grid.only(even)
     if split.pp > 1:

@@ -142,13 +142,13 @@ class JobSpec(Spec):
         ):
             if asked:
                 raise SpecError(f"ep={ep} (experts on several ranks) with {asked} is not modelled; use {instead}")
-        self._check_chunks_of_experts()
+        self._check_chunks_of_experts(moe.num_experts)
 
-    def _check_chunks_of_experts(self) -> None:
+    def _check_chunks_of_experts(self, experts: int) -> None:
         """Refuse what ``fully_shard`` refuses: along dim 1, where experts are fewer than ranks, chunks must be even."""
-        sharing, ep = self.mesh.dp_shard * self.mesh.cp, self.mesh.ep
-        if not shards_of_experts_are_even(self.model, sharing, ep):
-            first, second = widths_of_experts(self.model)
+        sharing, ep, widths = self.mesh.dp_shard * self.mesh.cp, self.mesh.ep, widths_of_experts(self.model)
+        if not shards_of_experts_are_even(experts, widths, sharing, ep):
+            first, second = widths
             raise SpecError(
                 f"{sharing // ep:,} ranks that have the same experts ({sharing:,} that shard / ep={ep}) do not divide "
                 f"the widths {first:,} and {second:,} of their weights, which FSDP2 needs; use another ep"
@@ -234,8 +234,6 @@ class JobSpec(Spec):
         """Refuse what is not modelled with them: GPT-2 hands its mask to a block in a place where it is saved like the input."""
         if self.model.profile is not None:
             raise SpecError("offload_activations with a profile is not modelled; leave it out")
-        if self.model.frozen is not None:
-            raise SpecError("offload_activations with frozen parameters is not modelled; leave it out")
         if self.model.family == "gpt2" and self.recipe.attention == "eager":
             raise SpecError("offload_activations with gpt2 and attention 'eager' is not modelled; use attention 'sdpa'")
 

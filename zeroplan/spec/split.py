@@ -83,21 +83,16 @@ def _check_family_of_shared_sequences(model: ModelSpec, mesh: MeshSpec) -> None:
     raise SpecError(f"cp={mesh.cp} of {what}{beside} is not modelled; use cp=1, or one of {', '.join(families)}")
 
 
-def shards_of_experts_are_even(model: ModelSpec, sharing: Int, ep: int) -> Bool:
+def shards_of_experts_are_even(experts: int, widths: tuple[int, int], sharing: Int, ep: int) -> Bool:
     """Whether ``fully_shard`` can cut experts among so many ranks that shard: along dim 1, where these are more than experts.
 
-    >>> from zeroplan.spec.model import ModelSpec, MoeSpec
-    >>> tiny = ModelSpec(family="mixtral", hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    ...                  num_key_value_heads=2, head_dim=16, vocab_size=256,
-    ...                  moe=MoeSpec(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96))
-    >>> shards_of_experts_are_even(tiny, 16, 2), shards_of_experts_are_even(tiny, 20, 2)
+    ``widths`` are those of the two weights along it, :func:`widths_of_experts`.
+
+    >>> shards_of_experts_are_even(8, (192, 64), 16, 2), shards_of_experts_are_even(8, (192, 64), 20, 2)
     (True, False)
     """
-    if model.moe is None:
-        return True
     ranks = sharing // ep
-    divided = (widths_of_experts(model)[0] % ranks == 0) & (model.hidden_size % ranks == 0)
-    return (sharing <= model.moe.num_experts) | divided
+    return (sharing <= experts) | ((widths[0] % ranks == 0) & (widths[1] % ranks == 0))
 
 
 def widths_of_experts(model: ModelSpec) -> tuple[int, int]:

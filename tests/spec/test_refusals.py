@@ -1,0 +1,127 @@
+"""What contradicts itself in a description is refused, with the line that says what and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, AnyStr
+
+import pytest
+
+from tests.profiles import by_hand
+from zeroplan import JobSpec, ModelSpec, MoeSpec, RecipeSpec, SpecError
+from zeroplan.spec.base import Spec
+from zeroplan.spec.frozen import FrozenSpec
+from zeroplan.spec.profile import Profile, model_of
+from zeroplan.spec.recipe import MegatronOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 16, "vocab_size": 256,
+}  # fmt: skip
+MOE = MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
+
+
+def model(family: str, **said: Any) -> ModelSpec:
+    return ModelSpec(family=family, **(SIZES | said))
+
+
+def job(taken: ModelSpec, **said: Any) -> JobSpec:
+    return JobSpec(model=taken, recipe=RecipeSpec(**said))
+
+
+def of_one_variant(**changed: Any) -> Profile:
+    whole = by_hand()
+    one = replace(whole.variants[0], one=replace(whole.variants[0].one, **changed))
+    return replace(whole, variants=(one, *whole.variants[1:]))
+
+
+OF_MODELS: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: model("llama", hidden_act="gelu_fast"),
+        "family='llama' has no hidden_act or parallel_residual of its own; only gpt_neox has",
+    ),
+    (
+        lambda: model("qwen2", parallel_residual=False),
+        "family='qwen2' has no hidden_act or parallel_residual of its own; only gpt_neox has",
+    ),
+    (
+        lambda: model("gpt_neox", head_dim=20),
+        "head_dim=20 of a gpt_neox model has no formula: a quarter of each head is turned, in pairs; use a multiple of 8",
+    ),
+    (
+        lambda: model("gpt2", attention_bias=True, mlp_bias=True),
+        "family='gpt2' adds learned positions: positions=0 leaves it without; say how many there are",
+    ),
+    (
+        lambda: model("mixtral", moe=MOE),
+        "a mixtral model has one width for its experts: intermediate_size=128 and moe_intermediate_size=96 must be the same",
+    ),
+    (FrozenSpec, "nothing is frozen; name some parts (embedding,head) or a number of layers"),
+]
+OF_RECIPES: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: MegatronOptions(overlap_param_gather=True),
+        "megatron.overlap_param_gather needs megatron.overlap_grad_reduce=true; set both, or neither",
+    ),
+    (
+        lambda: job(model_of(by_hand()), engine="fsdp2", keep_logits="fp32"),
+        "keep_logits='fp32' with a profile is not modelled; use yes or no",
+    ),
+    (
+        lambda: job(model_of(by_hand()), engine="fsdp2", recompute="full", offload_activations=True),
+        "offload_activations with a profile is not modelled; leave it out",
+    ),
+]
+OF_PROFILES: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: replace(
+            by_hand(),
+            runs=tuple(replace(run, kind=f"{run.kind} one") for run in by_hand().runs),
+            kinds={f"{kind} one": tensors for kind, tensors in by_hand().kinds.items()},
+        ),
+        "is not a name; it stands in formulas",
+    ),
+    (
+        lambda: of_one_variant(loss=()),
+        "a variant of the profile lacks a kind of block, its loss, its head or what is below the blocks",
+    ),
+    (
+        lambda: replace(by_hand(), modules=replace(by_hand().modules, kinds={"Odd": ("mix",)})),
+        "the profile does not name the modules of each kind of block",
+    ),
+    (
+        lambda: replace(by_hand(), order=("table.weight", "")),
+        "the profile's order does not name each parameter outside the blocks once, and the blocks",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("built", "line"), [*OF_MODELS, *OF_RECIPES, *OF_PROFILES], ids=lambda one: one if isinstance(one, str) else ""
+)
+def test_what_contradicts_itself_is_refused(built: Callable[[], object], line: str):
+    with pytest.raises(SpecError) as refused:
+        built()
+    said = str(refused.value)
+    assert said.endswith(line) if "not a name" in line else said == line
+
+
+def test_what_those_lines_ask_for_is_taken():
+    """Each of them with the way out that it names."""
+    assert model("gpt_neox", head_dim=24, parallel_residual=False, hidden_act="gelu_fast").head_dim == 24
+    assert model("gpt2", attention_bias=True, mlp_bias=True, positions=64).positions == 64
+    assert model("mixtral", moe=MOE, intermediate_size=96).moe == MOE
+    assert MegatronOptions(overlap_param_gather=True, overlap_grad_reduce=True).overlap_param_gather
+    assert job(model_of(by_hand()), engine="fsdp2", keep_logits=True).recipe.keep_logits
+
+
+def test_a_description_with_a_field_that_cannot_be_checked_is_no_description():
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Wrong(Spec):
+        field: AnyStr = "any"
+
+    with pytest.raises(TypeError, match="a spec field cannot be a ~AnyStr"):
+        Wrong()
