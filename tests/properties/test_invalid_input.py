@@ -12,7 +12,7 @@ from tests.properties.folder import folder
 from tests.properties.invalid import KINDS, asked, refuses, written
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.reuse, Phase.generate))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), phases=(Phase.reuse, Phase.generate))
 @given(case=st.integers(0, 2**48))
 def test_whatever_is_broken_is_refused_in_one_line(case: int):
     refuses(case)

@@ -15,7 +15,7 @@ from zeroplan.spec.profile import Profile
 
 #: Fields with one value only.
 CONSTANT = {"Profile.schema_version"}
-DRAWN = 3000
+DRAWN = 2000
 
 
 def _seen(value: object, found: defaultdict[str, set[str]]) -> None:
