@@ -59,6 +59,11 @@ def test_what_is_held_from_step_to_step_does_not_know_of_micro_batches(engine: s
     assert (Kind.GRADIENTS in kinds) == (engine == "deepspeed" and stage == 3), "which keeps its share for good"
 
 
+def test_what_is_no_job_is_told_how_to_become_one():
+    with pytest.raises(TypeError, match=r"not 'gpt2'; write estimate\(job\("):
+        estimate("gpt2")
+
+
 def test_an_estimate_is_shown_in_a_line():
     found = answer(model="gpt2", gpus=4, gpu="a100")
     assert str(found) == repr(found)

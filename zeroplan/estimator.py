@@ -232,6 +232,8 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None) -> Estimate:
     >>> sum(estimate(job).states_by_kind.values()) == 2 * estimate(job).parameters  # 16Ψ/8
     True
     """
+    if not isinstance(job, JobSpec):
+        raise TypeError(f"estimate() takes a job, not {job!r:.60}; write estimate(job(model=..., gpus=8))")
     account = account_of(job, job.batch) if pipeline_rank is None else _of_each_rank(job, job.batch)[pipeline_rank]
     highest = peak(account.moments)
     workspaces = _workspaces(job)

@@ -126,7 +126,10 @@ S = TypeVar("S")
 _SAYS_ALL = ("value_error", "missing", "unexpected_keyword_argument", "extra_forbidden")
 #: What pydantic appends to the place of an error inside ``str | int``, and its words where ours are plainer.
 _UNION_ARMS = ("str", "int", "float", "bool")
-_WORDS = {"unexpected_keyword_argument": "no such key", "missing": "is missing"}
+_WORDS = {
+    "unexpected_keyword_argument": "no such key", "missing": "is missing", "int_type": "is no whole number",
+    "bool_type": "is neither true nor false", "string_type": "is no text",
+}  # fmt: skip
 
 
 def read(cls: type[S], data: Mapping[str, object], *, where: str) -> S:
