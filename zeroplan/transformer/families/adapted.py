@@ -23,6 +23,7 @@ from zeroplan.transformer.families.mlp import LLAMA as MLP
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.parts import LAYER
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.quantised import blocks_of_weights, quantised_linear
 from zeroplan.transformer.families.sizes import quantities
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
@@ -40,7 +41,7 @@ _NAMES = {
 class Structure(NamedTuple):
     """Everything the program branches on."""
 
-    block: traced.Structure
+    block: Block
     adapted: tuple[str, ...]
     """Linear layers that have adapters."""
     tracked: bool
@@ -96,7 +97,7 @@ def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
 def structure_of(model: ModelSpec, compute: Compute, x: Widths, *, tracked: bool) -> Structure:
     """What a block's program branches on, but for what is adapted or frozen of it."""
     bias, grouped, one_key = model.attention_bias, x.key != x.query, x.key == x.head_dim
-    attention = traced.Structure(
+    attention = Block(
         model.family, x.element == 4, compute.autocast, x.attention, False, grouped, one_key, bias, x.kernels
     )  # fmt: skip
     return Structure(
@@ -222,8 +223,7 @@ def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
     turned = _rotary(tape, query, "queries"), _rotary(tape, key, "keys")
     tape.release(query, key)
     with tape.unless_constant(*turned, value):
-        attend = traced.kernel_of(structure.block)
-        context, _ = attend(tape, Heads(*turned, value, structure.block.grouped, structure.block.one_key))
+        context, _ = structure.block.attend(tape, Heads(*turned, value, structure.block.grouped, structure.block.one_key))
     made = _linear(tape, context, "o_proj", structure, width="h", reads="c", bias=structure.output_bias)
     tape.release(value, *turned, context)
     return made

@@ -52,7 +52,7 @@ class Attended(NamedTuple):
     weights: Value | None = None
 
 
-Attention = Callable[[Tape, Heads], Attended]
+Attend = Callable[[Tape, Heads], Attended]
 
 
 def flash(tape: Tape, heads: Heads) -> Attended:

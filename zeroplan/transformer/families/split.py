@@ -26,6 +26,7 @@ from zeroplan.transformer.families.mlp import LLAMA as MLP
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.parts import LAYER
+from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sizes import quantities
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window
@@ -37,7 +38,7 @@ SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scat
 class Structure(NamedTuple):
     """Everything the program branches on."""
 
-    block: traced.Structure
+    block: Block
     head_norms: bool
     recompute: Recompute
     split: bool
@@ -77,7 +78,7 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
         ways = f"cp={compute.cp}" if compute.tp == 1 else f"tp={compute.tp}"
         raise SpecError(f"{ways} with a sliding window shorter than the sequence is not modelled; use {ways[:2]}=1")
     query, key = x.query // compute.tp, x.key // compute.tp
-    block = traced.Structure(
+    block = Block(
         model.family, x.element == 4, False, x.attention, False, key != query, key == x.head_dim, model.attention_bias, x.kernels,
         ring=compute.cp,
     )  # fmt: skip
@@ -185,7 +186,7 @@ def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
     turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
     tape.release(query, key)
     heads = Heads(*turned, value, block.grouped, block.one_key)
-    context, _ = traced.kernel_of(block)(tape, heads)
+    context, _ = block.attend(tape, heads)
     partial = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
     made = scattered(tape, partial, "output of attention", split=structure.split)
     tape.release(partial, value, *turned, context, whole)

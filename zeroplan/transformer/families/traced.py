@@ -7,26 +7,15 @@ from typing import NamedTuple
 from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Kernels, Recompute
+from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import RUN_AGAIN, BackwardPoint, BlockPass
 from zeroplan.transformer.families import bloom, dispatched, gemma, gpt_neox, gpt_oss, mistral, opt, phi3
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.attend import (
-    Attention,
-    capped_eager,
-    eager,
-    efficient,
-    flash,
-    in_32_bits_grouped,
-    with_mask,
-    with_sinks,
-)
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families.norms import LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.ring import ring_attention
 from zeroplan.transformer.families.sizes import quantities, worked_out
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window
@@ -53,30 +42,6 @@ PROGRAMS: dict[str, Program] = {
     "mixtral": Program(dispatched.mixtral, dispatched.MIXTRAL, dispatched.NORM),
     "qwen3_moe": Program(dispatched.qwen3_moe, dispatched.QWEN3, dispatched.QWEN3_NORM),
 }
-
-
-class Structure(NamedTuple):
-    """Everything a program branches on."""
-
-    family: str
-    wide: bool
-    autocast: bool
-    attention: str
-    masked: bool
-    """``scaled_dot_product_attention`` is given a mask."""
-    grouped: bool
-    one_key: bool
-    attention_bias: bool
-    kernels: Kernels
-    parallel: bool = True
-    fast_gelu: bool = False
-    again: bool = False
-    """What is saved is recomputed, which blocks whose experts are on several ranks tell apart."""
-    dispatched: bool = False
-    ring: int = 1
-    """Context-parallel ranks, which share the sequence."""
-    alone: bool = False
-    """There is no block below, of which BLOOM's would hold something."""
 
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
@@ -171,7 +136,7 @@ def masked_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass
 
 
 def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, ring: int = 1) -> BlockPass:
-    structure = Structure(
+    structure = Block(
         model.family,
         x.element == 4,
         x.autocast,
@@ -259,7 +224,7 @@ def norm_plan(tape: Tape, read: tuple[str, str], norm: Callable[[Tape, Value], V
 
 
 @lru_cache(maxsize=256)
-def _plan(structure: Structure) -> Plan:
+def _plan(structure: Block) -> Plan:
     index, source = Index(), PROGRAMS[structure.family].source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast}
     saving, given = _run(structure, saving=True)
@@ -321,14 +286,14 @@ def run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, 
     return [one for one in highest([*tape.moments, *beside], **dtypes) if one in beside]
 
 
-def _run(structure: Structure, *, saving: bool, given: Store | None = None, keeping: bool = False) -> tuple[Tape, Value]:
+def _run(structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False) -> tuple[Tape, Value]:
     """Run the program forward, over an input that another run has had, or over one of its own."""
     program = PROGRAMS[structure.family]
     tape = Tape(
         wide=structure.wide, autocast=structure.autocast, saving=saving, keeping=keeping, again=structure.again
     )  # fmt: skip
     value = block_input(tape, given, ("r", "T·h"), program.source)
-    program.block(tape, value, _block(structure))
+    program.block(tape, value, structure)
     return tape, value
 
 
@@ -340,36 +305,6 @@ def block_input(tape: Tape, given: Store | None, read: tuple[str, str], source: 
     given.holds = 1
     tape.alive[given] = None
     return Value(given, dtype, shape)
-
-
-def _block(structure: Structure) -> Block:
-    head_norms = structure.family == "gemma3_text"
-    return Block(
-        kernel_of(structure),
-        structure.grouped,
-        structure.one_key,
-        structure.attention_bias,
-        head_norms,
-        structure.parallel,
-        structure.fast_gelu,
-        structure.dispatched,
-        structure.alone,
-    )
-
-
-def kernel_of(structure: Structure) -> Attention:
-    """Which kernel ``scaled_dot_product_attention`` takes (on CUDA: torch 2.13, sdp_utils.cpp), or attention written out."""
-    if structure.ring > 1:
-        return partial(ring_attention, ranks=structure.ring)
-    if structure.attention == "eager":
-        return {"gemma2": capped_eager, "gpt_oss": with_sinks}.get(structure.family, eager)
-    if structure.attention == "flash":
-        return flash
-    if structure.masked:
-        return with_mask
-    if structure.wide and structure.kernels == "cuda":
-        return in_32_bits_grouped if structure.grouped else efficient
-    return flash
 
 
 class Sizes:
