@@ -27,6 +27,7 @@ from zeroplan.transformer.losses import (
     fused_loss,
     head_in_32_bits,
 )
+from zeroplan.transformer.params import is_frozen
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
@@ -73,7 +74,7 @@ def head_pass(
     norm = _final_norm(model, x)
     way = _way_to_the_loss(model, x, norm.saved, loss, keeps_inputs=compute.keeps_inputs)
     (named, first_input), mask = _embedding_by_name(model, x, input_away=compute.offloaded), _mask(model, x)
-    matrix = 0 if _is_frozen(model, "head") else x.hidden * model.vocab_size
+    matrix = 0 if is_frozen(model, "head") else x.hidden * model.vocab_size
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
     shared, tables = _shared(model, x), () if _unrotated(model) else (_rotary(model, x),)
@@ -95,7 +96,7 @@ def _way_to_the_loss(
     model: ModelSpec, x: Widths, norm_saved: tuple[Line, ...], loss: Loss, *, keeps_inputs: bool
 ) -> LossPass:  # fmt: skip
     """The head's multiplication and the loss; of a frozen head, and of logits that are bent, what is otherwise."""
-    frozen, vocab = _is_frozen(model, "head"), model.vocab_size
+    frozen, vocab = is_frozen(model, "head"), model.vocab_size
     way = _LOSSES[loss](x._replace(autocast=False) if frozen else x, vocab, norm_saved)
     if frozen:
         way = frozen_head(way, keeps_input=keeps_inputs)
@@ -105,7 +106,7 @@ def _way_to_the_loss(
 
 
 def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
-    if _is_frozen(model, "norm"):
+    if is_frozen(model, "norm"):
         from zeroplan.transformer.families.adapted import final_norm as frozen_norm  # noqa: PLC0415  as below
 
         return frozen_norm(model, x)
@@ -115,10 +116,6 @@ def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
         return final_norm(model, x)
     norm = layer_norm(x, LAYER_FINAL) if x.fused_projection else rms_norm(x, FINAL)
     return FinalNorm(norm.saved, (BackwardPoint("final norm", _norm_backward(x, norm), norm.weights, 0, 0),))
-
-
-def _is_frozen(model: ModelSpec, part: str) -> bool:
-    return model.adapter is not None or (model.frozen is not None and part in model.frozen.names)
 
 
 def _wide(x: Widths, vocab: int) -> tuple[Line, ...]:
@@ -182,7 +179,7 @@ def _embedding_by_name(model: ModelSpec, x: Widths, *, input_away: bool) -> tupl
     if x.fused_projection:
         positions = Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings, held by name", "r·s·h", GPT2)
         return (embedded, positions), ()
-    saved = not _is_frozen(model, "embedding") and (x.residual == 4 or model.family == "gpt_neox") and not input_away
+    saved = not is_frozen(model, "embedding") and (x.residual == 4 or model.family == "gpt_neox") and not input_away
     return (), () if saved else (embedded,)
 
 

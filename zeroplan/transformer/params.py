@@ -47,7 +47,10 @@ def layout(model: ModelSpec) -> Layout:
     if not model.unplaced_parameters:
         return built
     return built._replace(
-        embeddings=(*built.embeddings, Parameter("unplaced", (model.unplaced_parameters,), frozen=_embeddings_frozen(model)))
+        embeddings=(
+            *built.embeddings,
+            Parameter("unplaced", (model.unplaced_parameters,), frozen=is_frozen(model, "embedding")),
+        )
     )
 
 
@@ -62,8 +65,9 @@ def has_frozen(model: ModelSpec) -> bool:
     return model.adapter is not None or model.frozen is not None
 
 
-def _embeddings_frozen(model: ModelSpec) -> bool:
-    return model.adapter is not None or (model.frozen is not None and "embedding" in model.frozen.names)
+def is_frozen(model: ModelSpec, part: str) -> bool:
+    """Whether a part outside the blocks, ``embedding``, ``norm`` or ``head``, is not trained."""
+    return model.adapter is not None or (model.frozen is not None and part in model.frozen.names)
 
 
 @lru_cache(maxsize=256)
