@@ -12,7 +12,7 @@ import pytest
 from zeroplan import Estimate, JobSpec, SpecError, estimate, job
 from zeroplan.cli.app import main
 from zeroplan.engines.deepspeed import coordinator, order
-from zeroplan.remedies import Remedy, remedies
+from zeroplan.remedies import Remedy, remedies, single_changes
 
 MODELS = ("gpt2-xl", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-14b", "yi-34b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b",
           "deepseek-v3", "gpt-oss-20b", "opt-30b")  # fmt: skip
@@ -163,3 +163,24 @@ def test_inputs_of_blocks_go_to_host_memory_where_that_is_enough():
     assert "--offload-activations" in [remedy.flags for remedy in remedies(short)]
     recomputed_not = estimate(replace(short.job, recipe=replace(short.job.recipe, recompute="none")))
     assert not any(remedy.flags == "--offload-activations" for remedy in remedies(recomputed_not))
+
+
+def test_changes_that_the_engine_does_not_take_are_left_out():
+    """Inputs of blocks under adapters do not go to host memory (a refusal of the job itself)."""
+    plain, adapted = (job(model="llama-3.2-1b", gpu="h100", recompute="full", **said) for said in ({}, {"lora_rank": 8}))
+    assert "--offload-activations" in [one.flags for one in single_changes(plain)]
+    assert "--offload-activations" not in [one.flags for one in single_changes(adapted)]
+    with pytest.raises(SpecError, match="LoRA with offload_activations"):
+        replace(adapted, recipe=replace(adapted.recipe, offload_activations=True))
+
+
+def test_where_some_blocks_are_recomputed_all_of_them_are_the_next_step():
+    some = job(model="llama-3.1-8b", gpu="h100", gpus=8, engine="fsdp2", stage=3, recompute="full", recompute_layers=4)
+    flags = [one.flags for one in single_changes(some)]
+    assert "--recompute full --recompute-layers 32" in flags
+    assert "--recompute full" not in flags
+    short = estimate(replace(some, batch=replace(some.batch, seq_len=16_384)))
+    (found,) = (one for one in remedies(short) if one.flags == "--recompute full --recompute-layers 32")
+    every = estimate(replace(short.job, recipe=replace(some.recipe, recompute_layers=None)))
+    assert (short.fits, every.fits) == (False, True)
+    assert found.needed_bytes == every.least_bytes

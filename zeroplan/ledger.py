@@ -83,7 +83,11 @@ class Band(NamedTuple):
     """The most."""
 
     def plus(self, n_bytes: Int) -> "Band":
-        """Shift the whole band."""
+        """Shift the whole band.
+
+        >>> Band(1, 2, 3).plus(10)
+        Band(low_bytes=11, expected_bytes=12, high_bytes=13)
+        """
         return Band(self.low_bytes + n_bytes, self.expected_bytes + n_bytes, self.high_bytes + n_bytes)
 
 

@@ -120,14 +120,16 @@ def _possible(job: JobSpec, kind: _Kind) -> Iterator[_Candidate]:
 
 
 def _taken_back(job: JobSpec, heap: Sequence[tuple[_Candidate, ...]]) -> list[_Candidate]:
-    chosen: list[_Candidate | None] = [options[-1] for options in heap]
+    chosen: list[tuple[_Candidate, ...]] = [options[-1:] for options in heap]
     for position in reversed(range(len(heap))):
-        for milder in (None, *heap[position]):
-            attempt = [*chosen[:position], milder, *chosen[position + 1 :]]
-            if _tried(job, [one for one in attempt if one]):
-                chosen = attempt
-                break
-    return [one for one in chosen if one]
+        before, after = _joined(chosen[:position]), _joined(chosen[position + 1 :])
+        milder = ((), *((one,) for one in heap[position]))  # the last of which is what was heaped up, and fits
+        chosen[position] = next(one for one in milder if _tried(job, [*before, *one, *after]))
+    return _joined(chosen)
+
+
+def _joined(chosen: Sequence[tuple[_Candidate, ...]]) -> list[_Candidate]:
+    return [one for each in chosen for one in each]
 
 
 def _with_recipe(change: str, flags: str, **fields: object) -> _Candidate:
@@ -212,11 +214,8 @@ def _at_stage(recipe: RecipeSpec, stage: Stage) -> _Candidate:
 
 
 def _arranged(job: JobSpec, *, gpus: int, replicas: int) -> JobSpec:
-    """The job on so many GPUs in so many replicas, as the command line arranges them."""
-    each = replicas * job.mesh.model_ranks
-    if gpus % each:
-        raise SpecError(f"{gpus} GPUs are not divisible by {replicas} replicas on {job.mesh.model_ranks} ranks each")
-    return replace(job, mesh=replace(job.mesh, dp_replicate=replicas, dp_shard=gpus // each))
+    """The job on so many GPUs, a multiple of what it has, in so many replicas, a factor of those it has."""
+    return replace(job, mesh=replace(job.mesh, dp_replicate=replicas, dp_shard=gpus // (replicas * job.mesh.model_ranks)))
 
 
 def _fewer_replicas(job: JobSpec) -> Iterator[_Candidate]:

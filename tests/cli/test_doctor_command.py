@@ -61,3 +61,16 @@ def test_several_are_named_together():
 def test_a_gpu_that_is_missing_is_the_driver_s_word():
     told = {one.what: one for one in abilities(lambda: "no GPU is to be had here")}
     assert told["verify --backend cuda"].missing.endswith(("no GPU is to be had here", 'pip install "zeroplan[verify]"'))
+
+
+def test_what_no_package_says_of_itself_is_not_held_against_it(monkeypatch: pytest.MonkeyPatch):
+    """A module without metadata, as in a folder on the path, and zeroplan itself run from one."""
+    assert installed(Package("no-such-distribution", "json", "")) == "of unknown version"
+
+    def unknown(_: str) -> list[str]:
+        raise installation.PackageNotFoundError
+
+    monkeypatch.setattr(installation, "requires", unknown)
+    installation._least.cache_clear()
+    assert absent("numpy") == ""
+    installation._least.cache_clear()

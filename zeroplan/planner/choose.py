@@ -84,7 +84,10 @@ def plan(
     gpu = gpu_of(base)
     if base.model.profile is not None:
         raise SpecError("a plan needs to know a model's operations, which a profile does not tell; use --model or --config")
-    check_batch(base, fixed, sorted({base.mesh.world_size // one.model_ranks for one in degrees(base, fixed)}, reverse=True))
+    sharing = {base.mesh.world_size // one.model_ranks for one in degrees(base, fixed)}
+    if not sharing:
+        raise SpecError(f"the degrees that are asked for do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs")
+    check_batch(base, fixed, sorted(sharing, reverse=True))
     found, tally = search(base, fixed, mfu=mfu, unsaid=unsaid)
     if not found:
         raise SpecError(_nothing_starts(tally.fallen))

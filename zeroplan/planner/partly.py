@@ -99,8 +99,6 @@ def _chances(base: JobSpec, found: Sequence[Found], need: _Need, room: int) -> I
 
 def _is_modelled(base: JobSpec, every: Found) -> bool:
     """Whether a job may recompute some blocks alone, with this engine and these ways of splitting the model."""
-    if not every.grid.layouts or base.model.num_hidden_layers == 1:
-        return False
     try:
         job_at(base, _with(every.recipe, 1), every.grid, 0)
     except SpecError:

@@ -8,11 +8,11 @@ import numpy as np
 
 from zeroplan.errors import SpecError
 from zeroplan.planner.choose import plan
-from zeroplan.planner.degrees import degrees_of
+from zeroplan.planner.degrees import degrees, degrees_of
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid, evaluated, weights_alone_are_too_large
-from zeroplan.planner.space import MOST_TOKENS, Column, Degrees, Fixed, gpus_per_node, grid_of, room_of, structures
+from zeroplan.planner.space import MOST_TOKENS, Column, Degrees, Fixed, gpus_per_node, grid_of, is_cut_evenly, room_of, structures
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec, ways_of_resharding
@@ -24,43 +24,67 @@ SEQUENCE_STEP = 128
 
 
 def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
-    """The plan on the fewest GPUs on which anything fits: powers of two up to a node, then whole nodes."""
-    per_node = gpus_per_node(base)
+    """The plan on the fewest GPUs on which anything fits: powers of two up to a node, then whole nodes.
 
-    def on(gpus: int) -> Plan | None:
-        if fixed.global_batch_size is not None and fixed.global_batch_size % gpus:
-            return None
+    Doubled until something fits, then halved in between: more GPUs never need more memory each.
+    """
+
+    def on(gpus: int) -> Plan:
         return plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, unsaid=unsaid)
 
-    last: Plan | None = None
+    per_node = gpus_per_node(base)
+    nodes = range(per_node, _MOST_GPUS + 1, per_node)
+    counts = [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if _goes_onto(gpus, base, fixed)]
+    if not counts:
+        raise SpecError(
+            f"model and batch go evenly onto no number of GPUs that is tried (whole nodes of {per_node}, up to {_MOST_GPUS:,}); "
+            "ask for other degrees, or another batch"
+        )
     below = 0
-    for gpus in _counts(per_node, _MOST_GPUS):
+    for gpus in _doubling(counts):
         answer = on(gpus)
-        if answer is None:
-            continue
         if answer.best is not None:
-            return _between(on, below, gpus, per_node) or answer
-        last, below = answer, gpus
-    if last is None:
-        raise SpecError(f"--global-batch {fixed.global_batch_size} is not divisible by any number of GPUs that is tried")
-    return last
+            return _fewest(on, [one for one in counts if below < one < gpus]) or answer
+        below = gpus
+    return answer
+
+
+def _goes_onto(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
+    """Whether some way of splitting the model goes onto so many GPUs evenly, and the batch with it."""
+    if gpus % (fixed.dp_replicate or 1):
+        return False
+    total, there = fixed.global_batch_size, replace(base, mesh=MeshSpec(dp_shard=gpus))
+    ways = degrees(there, fixed)
+    return any(total is None or is_cut_evenly(total, gpus // one.model_ranks, fixed) for one in ways)
+
+
+def _doubling(counts: list[int]) -> Iterator[int]:
+    """Of rising counts those that are twice the one before, or the next above that, and the last.
+
+    >>> list(_doubling([1, 2, 4, 8, 16, 24, 32, 40])), list(_doubling([24, 40, 48, 72, 80, 88]))
+    ([1, 2, 4, 8, 16, 32, 40], [24, 48, 88])
+    """
+    least = 0
+    for count in counts:
+        if count >= least or count == counts[-1]:
+            yield count
+            least = 2 * count
 
 
 def _counts(per_node: int, most: int) -> list[int]:
     """Powers of two up to a node, then nodes in powers of two."""
-    below = [n for n in (1, 2, 4, 8, 16) if n < per_node]
     nodes = [per_node << doublings for doublings in range(13)]
-    return [gpus for gpus in (*below, *nodes) if gpus <= most]
+    return [gpus for gpus in (*_parts_of_a_node(per_node), *nodes) if gpus <= most]
+
+
+def _parts_of_a_node(per_node: int) -> list[int]:
+    return [gpus for gpus in (1, 2, 4, 8, 16) if gpus < per_node]
 
 
 def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
     """The plan that does most tokens per GPU and second, on as many GPUs as there are or fewer; of equals the one on most GPUs."""
     most = base.mesh.world_size
-    fewer = (
-        gpus
-        for gpus in reversed(_counts(gpus_per_node(base), most - 1))
-        if (fixed.global_batch_size or gpus) % gpus == 0 and gpus % (fixed.dp_replicate or 1) == 0
-    )
+    fewer = (gpus for gpus in reversed(_counts(gpus_per_node(base), most - 1)) if _goes_onto(gpus, base, fixed))
     answers = [
         plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective="cost", mfu=mfu, unsaid=unsaid)
         for gpus in (most, *fewer)
@@ -69,16 +93,16 @@ def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, unsaid: Unsaid |
     return max(fitting, key=lambda answer: 0 if answer.best is None else round(math.log(answer.best.layout.tokens_per_s) / TIE))
 
 
-def _between(on: Callable[[int], Plan | None], below: int, above: int, per_node: int) -> Plan | None:
-    """Fewer whole nodes than a power of two of them, where those fit too; halved, since more GPUs never need more memory each."""
-    low, high, answer = below // per_node, above // per_node, None
-    while high - low > 1 and low:
-        middle = (low + high) // 2
-        found = on(middle * per_node)
-        if found is not None and found.best is not None:
-            high, answer = middle, found
+def _fewest(on: Callable[[int], Plan], counts: list[int]) -> Plan | None:
+    """The plan on the smallest of rising counts on which anything fits, halved; None where nothing does."""
+    answer = None
+    while counts:
+        middle = len(counts) // 2
+        found = on(counts[middle])
+        if found.best is None:
+            counts = counts[middle + 1 :]
         else:
-            low = middle
+            answer, counts = found, counts[:middle]
     return answer
 
 

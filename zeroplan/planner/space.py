@@ -395,29 +395,24 @@ def check_batch(base: JobSpec, fixed: Fixed, sharing: Sequence[int]) -> None:
     if (fixed.global_batch_size or 1) // gpus > _MOST_OF_A_GPU or (fixed.grad_accum_steps or 1) > _MOST_OF_A_GPU:
         raise SpecError(f"a step of more than {_MOST_OF_A_GPU:,} sequences per GPU is beyond what a plan goes up to; use fewer")
     total = fixed.global_batch_size
-    if total is not None and not any(_cuts(total, ranks, fixed) for ranks in sharing):
-        _check_product(gpus, fixed, total)
+    if total is not None and not any(is_cut_evenly(total, ranks, fixed) for ranks in sharing):
+        raise SpecError(_how_uneven(gpus, fixed, total))
 
 
-def _cuts(total: int, ranks: int, fixed: Fixed) -> bool:
+def is_cut_evenly(total: int, ranks: int, fixed: Fixed) -> bool:
     """Whether the batch can be cut over so many ranks as it is asked for."""
     size, steps, each = fixed.micro_batch_size, fixed.grad_accum_steps, total // ranks
     whole = total % ranks == 0 and each % (size or 1) == 0 and each % (steps or 1) == 0
     return whole and (size is None or steps is None or size * steps == each)
 
 
-def _check_product(gpus: int, fixed: Fixed, total: int) -> None:
+def _how_uneven(gpus: int, fixed: Fixed, total: int) -> str:
     size, steps = fixed.micro_batch_size, fixed.grad_accum_steps
     if total % gpus:
-        raise SpecError(
+        return (
             f"--global-batch {total:,} sequences are not divisible by {gpus:,} GPUs; use {gpus * max(1, total // gpus):,}, say"
         )
-    if size is not None and steps is not None and size * steps * gpus != total:
-        raise SpecError(
-            f"--global-batch {total:,} is not --micro-batch {size:,} x --grad-accum {steps:,} x {gpus:,} GPUs; leave one out"
-        )
-    for flag, said in (("--micro-batch", size), ("--grad-accum", steps)):
-        if said is not None and (total // gpus) % said:
-            raise SpecError(
-                f"{flag} {said:,} does not divide the {total // gpus:,} sequences of a GPU in --global-batch {total:,}"
-            )
+    if size is not None and steps is not None:
+        return f"--global-batch {total:,} is not --micro-batch {size:,} x --grad-accum {steps:,} x {gpus:,} GPUs; leave one out"
+    flag, said = ("--micro-batch", size) if size is not None else ("--grad-accum", steps or 1)
+    return f"{flag} {said:,} does not divide the {total // gpus:,} sequences of a GPU in --global-batch {total:,}"

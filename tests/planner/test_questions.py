@@ -1,0 +1,173 @@
+"""The smallest and the largest that fits, beside a search through everything; and what a plan refuses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.profiles import by_hand
+from zeroplan import JobSpec, MeshSpec, RecipeSpec, SpecError, estimate, job
+from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
+from zeroplan.planner.asking import Question, ask
+from zeroplan.planner.explain import binding
+from zeroplan.planner.search import weights_alone_are_too_large
+from zeroplan.planner.space import WHOLE, numbers
+from zeroplan.resolve import Request
+from zeroplan.spec.profile import model_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from zeroplan.planner.space import Degrees
+    from zeroplan.spec.recipe import Engine
+
+ALONE = Fixed(
+    engine="fsdp2", zero_stage=3, recompute="full", loss="full", optimizer_impl="fused", offload_optimizer="none",
+    offload_param="none", tp=1, cp=1, pp=1, ep=1,
+)  # fmt: skip
+LARGE = {"model": "llama-3.1-70b", "gpu": "a100-sxm-40gb", "seq_len": 1024}
+
+
+def on(base: JobSpec, gpus: int) -> JobSpec:
+    return replace(base, mesh=MeshSpec(dp_shard=gpus))
+
+
+def fewest(base: JobSpec, fixed: Fixed) -> Plan:
+    return fewest_gpus(base, fixed, objective="throughput", mfu=None)
+
+
+def one_by_one(base: JobSpec, fixed: Fixed, counts: range) -> int:
+    return next(gpus for gpus in counts if plan(on(base, gpus), fixed).best is not None)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "counts"),
+    [
+        (ALONE, range(8, 65, 8)),
+        (replace(ALONE, global_batch_size=360), (8, 24, 40, 72, 120, 360)),  # neither 32, 48 nor 64 divide it
+        (replace(ALONE, global_batch_size=10, tp=8, pp=5), (40, 80)),
+    ],
+)
+def test_the_fewest_gpus_are_those_of_a_search_one_by_one(fixed: Fixed, counts: range):
+    base = job(**LARGE)
+    best = fewest(base, fixed).best
+    assert best is not None
+    assert best.layout.job.mesh.world_size == one_by_one(base, fixed, counts)
+
+
+def test_where_nothing_fits_the_closest_is_on_the_most_gpus():
+    answer = fewest(job(params="1e13", gpu="t4", seq_len=512, precision="fp16-mixed"), replace(ALONE, micro_batch_size=1))
+    assert answer.best is None
+    assert {rival.layout.job.mesh.world_size for rival in answer.rivals} == {4096}
+
+
+def test_no_number_of_gpus_takes_an_uneven_batch():
+    said = (
+        "model and batch go evenly onto no number of GPUs that is tried (whole nodes of 8, up to 4,096); ask for other degrees, "
+        "or another batch"
+    )
+    with pytest.raises(SpecError, match=re.escape(said)):
+        fewest(job(**LARGE), replace(ALONE, global_batch_size=640, micro_batch_size=7))
+    with pytest.raises(SpecError, match="the degrees that are asked for do not divide 4 GPUs; use others, or more GPUs"):
+        plan(job(**LARGE, gpus=4), replace(ALONE, tp=8))
+
+
+def test_the_cheapest_is_asked_for_where_the_model_can_be_split_so():
+    asked = replace(ALONE, tp=4, dp_replicate=2)
+    answer = cheapest(job(model="llama-3.2-1b", gpu="h100", gpus=16, seq_len=1024), asked, mfu=None)
+    assert answer.best is not None
+    assert answer.best.layout.job.mesh.world_size in (8, 16)  # fewer have no two replicas of four
+
+
+def test_the_largest_model_of_another_optimizer_and_stage():
+    """At stage 2 a GPU gathers all weights; a plain SGD keeps nothing, so more fits; the next count in two digits does not."""
+
+    def at(count: int) -> JobSpec:
+        return job(
+            params=count, gpus=4, gpu="t4", seq_len=512, optimizer="sgd", engine="fsdp2", stage=2, precision="fp16-mixed"
+        )
+
+    fixed = replace(ALONE, zero_stage=2, micro_batch_size=1, optimizer_impl=None)
+    largest = largest_model(at, fixed)
+    assert 2 * largest < 16 * 2**30
+    further = [largest + step * 10 ** (len(str(largest)) - 2) for step in range(1, 5)]
+    fits = [(found := plan(at(count), fixed).best) is not None and not found.tight for count in (largest, *further)]
+    assert fits == [True, False, False, False, False]
+    assert largest > largest_model(lambda count: replace(at(count), recipe=replace(at(count).recipe, optimizer="adamw")), fixed)
+
+
+def test_what_no_file_can_say_is_left_out_of_the_extremes():
+    """With FSDP2 unsaid, the answer is that of the other engines."""
+    base = job(model="llama-3.2-1b", gpu="a10-24gb", gpus=2, seq_len=1024)
+    others = replace(ALONE, engine="ddp", zero_stage=0, micro_batch_size=None)
+    either = replace(others, engine=None, zero_stage=None)
+
+    def unsaid(recipe: RecipeSpec, _: Degrees) -> str:
+        return "" if (recipe.engine, recipe.zero_stage) == ("ddp", 0) else "it has no words for it"
+
+    assert longest_sequence(base, either, unsaid) == longest_sequence(base, others) < longest_sequence(base, either)
+    assert largest_batch(base, either, unsaid) == largest_batch(base, others) < largest_batch(base, either)
+
+
+@pytest.mark.parametrize(
+    ("question", "note"),
+    [(Question(max_seq=True), "not even 128 tokens fit"), (Question(max_batch=True), "not even one sequence fits")],
+)
+def test_where_the_least_does_not_fit_the_answer_says_so(question: Question, note: str):
+    asked = Request(model="llama-3.1-405b", gpu="t4", gpus=2, engine="fsdp2", stage=3, precision="fp16-mixed",
+                    recompute="full", offload_optimizer="none", offload_param="none")  # fmt: skip
+    answer = ask(asked, question)
+    assert answer.best is None
+    assert note in answer.notes
+
+
+def test_what_a_plan_needs_to_know():
+    with pytest.raises(SpecError, match=r"a plan needs a GPU to fit; add --gpu NAME \(`zeroplan gpus` lists them\)"):
+        plan(job(model="gpt2"), Fixed())
+    traced = replace(job(model="gpt2", gpu="h100"), model=model_of(by_hand()))
+    with pytest.raises(SpecError, match="a plan needs to know a model's operations, which a profile does not tell"):
+        plan(traced, Fixed())
+    with pytest.raises(SpecError, match="no engine offers"):
+        plan(job(model="gpt2", gpu="h100", gpus=2), Fixed(engine="megatron", offload_optimizer="cpu"))
+    said = "--grad-accum 3 does not divide the 8 sequences of a GPU in --global-batch 64"
+    with pytest.raises(SpecError, match=said):
+        plan(job(model="gpt2", gpu="h100", gpus=8), Fixed(global_batch_size=64, grad_accum_steps=3))
+
+
+def test_a_deepspeed_configuration_leaves_nothing_to_plan(tmp_path: Path):
+    file = tmp_path / "own.json"
+    file.write_text('{"zero_optimization": {"stage": 2}}')
+    with pytest.raises(SpecError, match="--from with a DeepSpeed configuration: it decides already; ask `zeroplan estimate`"):
+        ask(Request(model="gpt2", gpu="h100", from_file=str(file)), Question())
+
+
+def test_a_batch_that_one_way_of_splitting_cannot_cut_is_counted_as_cut():
+    """Eight sequences over 16 GPUs: not with each of them on its own, but with two or more of them at one."""
+    base = job(model="llama-3.2-1b", gpu="h100", gpus=16, seq_len=1024)
+    fixed = Fixed(engine="fsdp2", global_batch_size=8, pp=1, cp=1)
+    found = plan(base, fixed)
+    assert found.best is not None
+    assert found.best.layout.job.mesh.model_ranks >= 2
+    grid, indivisible = numbers(base.recipe, base, fixed, WHOLE)
+    assert (grid.layouts, indivisible > 0) == (0, True)
+
+
+def test_quantised_weights_are_never_too_large_by_their_count_alone():
+    """70e9 weights are 140 GB in bf16 and 35 in four bits: under adapters an H100 holds these, and not those."""
+    whole, packed = (job(model="llama-3.1-70b", gpu="h100", lora_rank=8, engine="ddp", recompute="full", seq_len=512, **said)
+                     for said in ({}, {"quantize": "nf4"}))  # fmt: skip
+    assert (estimate(whole).fits, estimate(packed).fits) == (False, True)
+    assert weights_alone_are_too_large(whole, whole.recipe)
+    assert not weights_alone_are_too_large(packed, packed.recipe)
+
+
+@pytest.mark.parametrize(("engine", "gpus", "words"), [("ddp", 64, "the links: "), ("ddp", 1, "the GPU's own rate: ")])
+def test_what_holds_a_layout_back_is_the_largest_part_of_its_step(engine: Engine, gpus: int, words: str):
+    """Sixteen tokens on each of 64 GPUs wait for gradients; alone they compute, or step."""
+    found = time_of(job(model="llama-3.2-1b", gpu="h100", gpus=gpus, gpus_per_node=1, engine=engine, stage=0, seq_len=16))
+    seconds = {part.name: float(part.seconds) for part in found.parts}
+    name = max(seconds, key=lambda one: seconds[one])
+    assert binding(found, None) == f"{words}{name} takes {seconds[name] / sum(seconds.values()):.0%} of the step"

@@ -1,0 +1,38 @@
+"""What single changes would free and cost, where a change has no time, or is none at all."""
+
+from dataclasses import replace
+
+import pytest
+
+from zeroplan import SpecError, job
+from zeroplan.advice import Advised, advise
+from zeroplan.spec.recipe import DeepSpeedOptions
+
+
+def flags(found: Advised) -> list[str]:
+    return [one.change.flags for one in found.changes]
+
+
+def test_a_gpu_without_the_rate_is_advised_by_memory_alone():
+    """A V100 multiplies no bf16: nothing is said of time, and the changes and what they free are an A100's of as much memory."""
+    said = {"model": "gpt2-xl", "precision": "bf16-mixed", "engine": "fsdp2", "stage": 3, "gpus": 4, "seq_len": 1024}
+    found = advise(job(gpu="v100-sxm2-32gb", **said))
+    assert found.tokens_per_s is None
+    assert {(one.tokens_per_s, one.slower) for one in found.changes} == {(None, None)}
+    assert "--recompute full" in flags(found)
+
+
+def test_what_is_in_host_memory_already_is_not_taken_there_again():
+    base = job(model="llama-3.1-8b", gpu="h100", gpus=8, engine="deepspeed", stage=3, seq_len=1024)
+    away = replace(base, recipe=replace(base.recipe, deepspeed=DeepSpeedOptions(offload_optimizer="cpu")))
+    both = "--offload-optimizer cpu --offload-param cpu"
+    assert {"--offload-optimizer cpu", both} <= set(flags(advise(base)))
+    assert "--offload-optimizer cpu" not in flags(advise(away))
+    assert both in flags(advise(away))
+
+
+def test_adapters_are_not_advised_to_leave():
+    adapted = job(model="llama-3.1-8b", gpu="h100", gpus=8, engine="fsdp2", stage=3, seq_len=1024, lora_rank=8)
+    assert not [one for one in flags(advise(adapted)) if "offload" in one]
+    with pytest.raises(SpecError, match="LoRA with offload to host memory"):
+        replace(adapted, recipe=replace(adapted.recipe, fsdp2=replace(adapted.recipe.fsdp2, cpu_offload=True)))
