@@ -12,7 +12,17 @@ from zeroplan.planner.degrees import degrees, degrees_of
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid, evaluated, weights_alone_are_too_large
-from zeroplan.planner.space import MOST_TOKENS, Column, Degrees, Fixed, gpus_per_node, grid_of, is_cut_evenly, room_of, structures
+from zeroplan.planner.space import (
+    MOST_TOKENS,
+    Column,
+    Degrees,
+    Fixed,
+    gpus_per_node,
+    grid_of,
+    is_cut_evenly,
+    room_of,
+    structures,
+)
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec, ways_of_resharding
@@ -90,7 +100,8 @@ def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, unsaid: Unsaid |
         for gpus in (most, *fewer)
     ]
     fitting = [answer for answer in answers if answer.best is not None and not answer.best.tight] or answers
-    return max(fitting, key=lambda answer: 0 if answer.best is None else round(math.log(answer.best.layout.tokens_per_s) / TIE))
+    rates = [0.0 if answer.best is None else answer.best.layout.tokens_per_s for answer in fitting]
+    return next(answer for answer, rate in zip(fitting, rates, strict=True) if rate * math.exp(TIE) >= max(rates))
 
 
 def _fewest(on: Callable[[int], Plan], counts: list[int]) -> Plan | None:
