@@ -8,6 +8,7 @@ from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options, Meg
 from zeroplan.units import parse_count
 
 _GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions, "megatron": MegatronOptions}
+_RELEASES = ("2.13", "2.15")  # of torch: names, not numbers
 
 
 def with_setting(request: Request, setting: str) -> Request:
@@ -21,7 +22,7 @@ def with_setting(request: Request, setting: str) -> Request:
     if option not in names:
         raise SpecError(f"--set {setting!r}: {group} has no option {option!r}; it has {', '.join(names)}")
     now = getattr(request, group) or kind()
-    return replace(request, **{group: replace(now, **{option: _value(text)})})
+    return replace(request, **{group: replace(now, **{option: text if text in _RELEASES else _value(text)})})
 
 
 def _value(text: str) -> object:

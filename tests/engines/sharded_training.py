@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 STEPS = 2
 
-#: What the CPU's kernels request and CUDA's do not: padded and cast copies inside ``_chunk_cat``, and the cast copy of an
-#: addition of two dtypes (when gradients accumulate in another dtype than they are computed in).
-CPU_ONLY = ("aten::_chunk_cat", "aten::add_")
+#: What the CPU's kernels request and CUDA's do not: padded and cast copies inside ``_chunk_cat`` and, in torch 2.15, around it;
+#: the cast copy of an addition of two dtypes (when gradients accumulate in another dtype than they are computed in).
+CPU_ONLY = ("aten::_chunk_cat", "fsdp::chunk_cat_mixed_dtype", "aten::add_")
 
 
 @contextmanager
@@ -107,5 +107,5 @@ def _compute(recipe: RecipeSpec) -> Compute:
 def _policy(recipe: RecipeSpec) -> MixedPrecisionPolicy:
     if not recipe.precision.endswith("mixed"):
         return MixedPrecisionPolicy()
-    reduce_dtype = torch.float32 if recipe.fsdp2.reduce_dtype == "fp32" else None
+    reduce_dtype = torch.float32 if recipe.fsdp2.reduce_dtype == "fp32" else torch.bfloat16
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)

@@ -15,6 +15,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
+from zeroplan.verify.release import as_installed
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -108,7 +109,7 @@ def on_a_cpu(moment: Moment, case: JobSpec) -> int:
 def test_the_peak_of_every_phase_is_that_of_a_real_run(name: str):
     from tests.engines.sharded_training import CPU_ONLY, second_step
 
-    case = CASES[name]
+    case = as_installed(CASES[name])
     account = fsdp2.account(case.model, case.recipe, case.mesh, case.batch)
     timeline = second_step(case).without(*CPU_ONLY)
     micro = [f"1.{number}" for number in range(case.batch.grad_accum_steps)]

@@ -253,8 +253,10 @@ def _estimated(job: "JobSpec") -> str:
 
 def _task(job: "JobSpec", flags: _Flags) -> "Task":
     """What is asked for, where it can be run at all."""
-    from zeroplan.verify.task import Task  # noqa: PLC0415  only a run pays for it
+    from zeroplan.verify.release import as_installed  # noqa: PLC0415  only a run pays for it
+    from zeroplan.verify.task import Task  # noqa: PLC0415
 
+    job = as_installed(job)
     ranks, backend = job.mesh.world_size, _backend(flags.backend)
     every = flags.nproc is not None or flags.every
     if every:

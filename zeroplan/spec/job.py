@@ -164,6 +164,7 @@ class JobSpec(Spec):
             (model.tie_word_embeddings and "a head tied to the embedding (they are on different ranks)", "an untied head"),
             (model.adapter is not None and "LoRA", "no adapter"),
             (model.frozen is not None and "frozen parameters", "none"),
+            (recipe.fsdp2.of_torch_2_15 and "the FSDP2 of torch 2.15", "fsdp2.torch=2.13, or leave it out"),
             (
                 recipe.pipeline_schedule in SPLIT
                 and self.mesh.tp * self.mesh.cp * self.mesh.ep > 1

@@ -43,6 +43,14 @@ class Fsdp2Options(Spec):
     cpu_offload: bool = False
     """``CPUOffloadPolicy``: shards of parameters and gradients and the optimizer are in host memory, and the optimizer runs
     there."""
+    torch: Literal["2.13", "2.15"] | None = None
+    """Whose ``fully_shard`` it is: 2.13 has the code of 2.11 to 2.14 where it matters (2.11.0, 2.12.0, 2.13.0, 2.14.0 and 2.14.1
+    were looked at), 2.15 that of 2.15.0. ``None``: 2.13, and in a run whichever is installed."""
+
+    @property
+    def of_torch_2_15(self) -> bool:
+        """Whether it is the code of torch 2.15."""
+        return self.torch == "2.15"
 
 
 def ways_of_resharding(options: Fsdp2Options) -> int | None:

@@ -154,8 +154,11 @@ def chunked_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPas
     every = (*norm_saved, *saved, named)
     points = (
         BackwardPoint("loss", (*every, *backward), matrix, 0, 0),
-        BackwardPoint("head", (*every, labels, buffer, _chunk_logits(x, chunk, vocab), through), 2 * matrix, matrix, 0),
-    )
+        BackwardPoint(
+            "head", (*every, labels, buffer, _chunk_logits(x, chunk, vocab), through), 2 * matrix, matrix, 0,
+            handed_on=(*every, labels, buffer, through),
+        ),
+    )  # fmt: skip
     return LossPass(saved, (labels, buffer), (labels, buffer, logits, softmax), points, ())
 
 

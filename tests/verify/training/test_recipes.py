@@ -10,7 +10,7 @@ import pytest
 from tests.transformer.tiny_configs import tiny_config
 from tests.verify.watching.test_tracker import WEIGHTS, job
 from zeroplan.catalog.config import model_from_config
-from zeroplan.comparison import compare
+from zeroplan.comparison import compare_with_estimate
 from zeroplan.errors import MeasurementError
 from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind, Phase
@@ -90,7 +90,7 @@ def test_backward_and_peak_are_what_is_estimated(name: str):
     """Beside the peak of a small job stand numbers and batches of some hundred bytes that the estimate leaves out."""
     from zeroplan.verify.backends.simulate import simulate
 
-    compared = compare(estimate(FSDP2[name]), simulate(FSDP2[name]))
+    compared = compare_with_estimate(simulate(FSDP2[name]))
     backward = next(row for row in compared.phases if row.what == Phase.BACKWARD)
     for row in (compared.peak, backward):
         assert -0.0005 < row.error < ABOVE.get(name, 0.0005), row

@@ -12,7 +12,7 @@ import pytest
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import estimate
 from zeroplan.catalog.model import model
-from zeroplan.comparison import compare
+from zeroplan.comparison import compare_with_estimate
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
@@ -102,7 +102,7 @@ def test_the_estimate_is_the_run(name: str):
     from zeroplan.verify.backends.simulate import simulate
 
     job = CASES[name]
-    seen = compare(estimate(job), simulate(job, all_layers=False))
+    seen = compare_with_estimate(simulate(job, all_layers=False))
     tokens = 8 * job.batch.seq_len * (job.batch.micro_batch_size + 1)  # ids and positions, which outlive a step
     for row in (seen.peak, *seen.phases):
         beside = tokens if row.what == "optimizer step" or row is seen.peak else 0
@@ -117,7 +117,7 @@ def test_the_estimate_is_the_run(name: str):
 def test_ranks_that_share_sequences_hold_what_the_estimate_says(name: str):
     from zeroplan.verify.backends.simulate import simulate
 
-    seen = compare(estimate(SHARED[name]), simulate(SHARED[name], all_layers=False))
+    seen = compare_with_estimate(simulate(SHARED[name], all_layers=False))
     for row in (seen.peak, *seen.phases, seen.held, *seen.kinds):
         assert abs(row.difference) <= ROTARY_AND_STATE, row
     assert all(row.predicted == row.measured for row in seen.collectives), seen.collectives

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 #: CPU operators that take memory inside their kernel, and why.
 KERNEL_INNER = {
     "aten::_chunk_cat": "padded and cast copies; CUDA's kernel has none",
+    "fsdp::chunk_cat_mixed_dtype": "cast copies, in torch 2.15; CUDA's kernel casts as it reads",
     "aten::mul": "a cast copy of an operand of another dtype; CUDA's kernel casts as it reads",
     "aten::add": "a cast copy of an operand of another dtype; CUDA's kernel casts as it reads",
     "aten::add_": "a cast copy of an operand of another dtype; CUDA's kernel casts as it reads",

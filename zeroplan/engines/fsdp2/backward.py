@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import (
+    CAST,
     GATHER,
+    cast_early,
     flowing,
     gathered,
     gathered_below,
@@ -51,11 +53,20 @@ def after_the_loss(plan: Plan) -> Iterator[Moment]:
     ahead = () if plan.reshard is False else (last_gathered(plan, last, "the last block, gathered ahead of its backward"),)
     for point in plan.head.points:
         by_itself = plan.recipe.loss == "chunked" and point.name != "final norm"
+        early = cast_early(plan, normed=point.name == "final norm")
         yield Moment(
             f"backward of the {point.name}",
             Phase.LOSS if point.name == "loss" else Phase.BACKWARD,
-            (*common, *(() if by_itself else ahead), _at_the_head(plan, point), *point.lines),
+            (*common, *(() if by_itself else ahead), _at_the_head(plan, point), *early, *point.lines),
         )
+        if by_itself and point.current_gradient and plan.cast_on_arrival:
+            lines = (*common, _at_the_head(plan, point), *early, _cast_of(plan, point), *point.handed_on)
+            yield Moment(f"backward of the {point.name}: cast of its gradient", Phase.BACKWARD, lines)
+
+
+def _cast_of(plan: Plan, point: BackwardPoint) -> Line:
+    n_bytes, formula = plan.reduce_bytes * point.current_gradient, product(plan.reduce_bytes, point.current_gradient)
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "the head's gradient from a chunk, cast", formula, CAST)
 
 
 def _at_the_head(plan: Plan, point: BackwardPoint) -> Line:
@@ -113,7 +124,7 @@ def _of_run(plan: Plan, run: int) -> _OfRun:
 def _always(plan: Plan) -> tuple[Line, ...]:
     """Alive during the whole backward pass of every block."""
     made = root_gradients(plan, _made_before_blocks(plan), waiting=plan.waiting_elements)
-    return (*plan.persistent, root_unsharded(plan), made, *output(plan))
+    return (*plan.persistent, root_unsharded(plan), made, *cast_early(plan), *output(plan))
 
 
 def _as_far_as(plan: Plan, position: Position) -> tuple[Line, ...]:
@@ -283,6 +294,7 @@ def _at_the_embedding(plan: Plan, common: tuple[Line, ...]) -> Iterator[Moment]:
         *common,
         *plan.left_behind(tuple(0 for _ in plan.blocks)),
         root_unsharded(plan),
+        *cast_early(plan),
         reduce_input(plan, plan.trained_blocks[_first_reached(plan)], "reduce-scatter input of the first block"),
         *((*plan.head.shared, *plan.head.below_blocks) if plan.head.below_blocks else ()),
     )
@@ -311,11 +323,23 @@ def _not_reduced(plan: Plan) -> Iterator[Line]:
     (blocks,) = plan.left_behind(plan.every_layer, root=False)
     yield blocks
     width, root, tied = plan.width.compute, plan.trained_root.numel, plan.tied_head_elements
+    if plan.cast_on_arrival:
+        yield _cast_not_reduced(plan, root)
+        return
     earlier = plan.embedding_elements - tied + plan.waiting_elements if plan.adds_up else root
     each = width if plan.adds_up else plan.reduce_bytes
     formula = f"{product(each, earlier)}·M_2 + {product(width, root + tied)}"
     n_bytes = plan.twice * each * earlier + width * (root + tied)
     yield Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, of this micro-batch and of earlier ones", formula, ACCUMULATE)
+
+
+def _cast_not_reduced(plan: Plan, root: int) -> Line:
+    """The root group's in the reduction's dtype, and the embedding's that just came, with what waits of a tied head's."""
+    width, wide, new = plan.width.compute, plan.reduce_bytes, plan.embedding_elements - plan.waiting_elements
+    again = 2 * width * plan.waiting_elements
+    formula = f"{product(wide, root)} + {product(width, new)} + {again}·M_2"
+    n_bytes = wide * root + width * new + plan.twice * again
+    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, with the one that is being added", formula, CAST)
 
 
 def _first_reached(plan: Plan) -> int:
@@ -349,8 +373,9 @@ def end_of_backward(plan: Plan) -> Iterator[Moment]:
         _to_copy_formula(plan, root),
         REDUCE,
     )
-    yield Moment("backward: reducing the root group", Phase.BACKWARD, (*common, made, copy))
+    yield Moment("backward: reducing the root group", Phase.BACKWARD, (*common, made, *cast_early(plan), copy))
     named, out = plan.last_root_elements, _output_formula(plan, root)
     last = Line(Kind.UNSHARDED_GRADIENTS, width * named, "root group's last one, still named", product(width, named), REDUCE)
     reduced = Line(Kind.REDUCE, reduce_output_bytes(plan, root), "reduce-scatter output of the root group", out, REDUCE)
-    yield Moment("backward: root group reduced", Phase.BACKWARD, (*common, last, copy, reduced))
+    still = () if plan.of_torch_2_15 else (last,)
+    yield Moment("backward: root group reduced", Phase.BACKWARD, (*common, *still, copy, reduced))

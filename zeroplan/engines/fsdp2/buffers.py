@@ -2,9 +2,9 @@
 
 from functools import lru_cache
 
-from zeroplan.engines.formulas import blocks_sum
+from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Group
-from zeroplan.engines.fsdp2.plan import REDUCE, Plan
+from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line
@@ -13,6 +13,9 @@ from zeroplan.numeric import Int
 GATHER = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather"
 COPY_OUT = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out"
 PARKED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard"
+_CONTEXT = "torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPCommContext"
+RELEASED = f"{_CONTEXT}.release_all_gather_state_for_comm_reuse"
+CAST = "torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup._set_unsharded_grad_dtypes"
 POST_FORWARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_sharded_post_forward"
 
 _KEPT = {
@@ -49,6 +52,16 @@ def gathered(plan: Plan, group: Group, reason: str, source: str = GATHER) -> Lin
     width = plan.width.compute
     formula = f"{width}·P_{group.symbol}·min(1, N-1)"
     return Line(Kind.GATHER, plan.gathers * width * group.padded, reason, formula, source)
+
+
+def being_gathered(plan: Plan, run: int) -> tuple[Line, Line]:
+    """An all-gather buffer, and what goes into it: cast, or from host memory."""
+    group, width = plan.blocks[run], plan.width.compute
+    copied = group if plan.cast_too else plan.trained_blocks[run]
+    to_gather = plan.gathers if plan.width.mixed or plan.offloaded else 0
+    formula = f"{width}·P_{copied.symbol}/N·min(1, N-1)" if plan.width.mixed or plan.offloaded else "0"
+    cast = Line(Kind.GATHER, to_gather * width * copied.shard, "this block's chunk as it is gathered", formula, GATHER)
+    return gathered(plan, group, "this block's", GATHER), cast
 
 
 def last_gathered(plan: Plan, group: Group, reason: str, source: str = GATHER) -> Line:
@@ -114,6 +127,25 @@ def root_gradients(plan: Plan, made: int, current: int = 0, *, waiting: int = 0)
     """
     n_bytes, formula = plan.fresh(made, current, waiting=waiting)
     return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "root group's, kept until the very end", formula, REDUCE)
+
+
+def cast_early(plan: Plan, *, normed: bool = True) -> tuple[Line, ...]:
+    """Of the root group's gradients those in the reduction's dtype before it: what they take beyond the others'.
+
+    The head's, of a loss in chunks, which goes backward before FSDP2 hears of it; once the final norm is ``normed`` the norm's,
+    where tensor-parallel ranks sum it up (``FSDPParam.may_reduce_grad_outside_dp``).
+    """
+    elements = 0
+    if plan.cast_on_arrival and plan.recipe.loss == "chunked":
+        elements = plan.head.points[0].gradients
+    if plan.cast_on_arrival and plan.at_embedding is not None and normed:
+        elements += sum(one.numel for one in plan.parameters if one.name.startswith(FINAL_NORM))
+    if not elements:
+        return ()
+    more, synced = plan.reduce_bytes - plan.width.compute, plan.recipe.sync_every_micro_batch
+    once = 1 if synced else 1 - plan.several
+    formula = product(more, elements) if synced else f"(1-M)·{product(more, elements)}"
+    return (Line(Kind.UNSHARDED_GRADIENTS, once * more * elements, "root group's, cast as they came", formula, CAST),)
 
 
 def reduce_input(plan: Plan, group: Group, reason: str) -> Line:

@@ -164,24 +164,57 @@ def copying(plan: Plan, group: Group, experts: Apart) -> tuple[Int, str]:
 def entering(
     plan: Plan, position: Position, common: tuple[Line, ...], before: Line, beside: tuple[Line, ...]
 ) -> Iterator[Moment]:
-    """What is not the experts' is copied out while the block before has its buffer, then the experts' while that has its own."""
+    """What is not the experts' is copied out while the block before has its buffer, then the experts' while that has its own.
+
+    In torch 2.13; in 2.15 each is gathered while the one before has its buffer.
+    """
     group, width = plan.blocks[position.run], plan.width.compute
     experts, name = _apart(group), position.name
-    first = (
-        Line(Kind.UNSHARDED_PARAMETERS, _beside(plan, group, experts), "this block's beside its experts, copied out for use",
-             f"{width}·D_{group.symbol}", GATHER),
-        Line(Kind.GATHER, _beside(plan, group, experts), "this block's beside its experts, being copied out",
-             f"{width}·D_{group.symbol}", GATHER),
-    )  # fmt: skip
-    yield Moment(f"forward: unsharding {name}, experts not yet", Phase.FORWARD, (*common, *first, before, *beside))
+    if plan.of_torch_2_15:
+        one, other = _gathering(plan, position.run, experts)
+        yield Moment(f"forward: gathering {name}, experts not yet", Phase.FORWARD, (*common, before, *one, *beside))
+        yield Moment(f"forward: gathering {name}", Phase.FORWARD, (*common, *other, *beside))
+    else:
+        one = _copied_out_first(plan, group, experts)
+        yield Moment(f"forward: unsharding {name}, experts not yet", Phase.FORWARD, (*common, *one, before, *beside))
     n_bytes, formula = copying(plan, group, experts)
     by_the_way = Line(Kind.GATHER, n_bytes, "experts, cast or copied once more on their way out", formula, COPY_OUT)
     second = (
         Line(Kind.UNSHARDED_PARAMETERS, width * group.padded, "this block's, copied out for use", f"{width}·{group.whole}", GATHER),
-        gathered(plan, group, experts, "this block's, until the experts' are copied out", GATHER),
+        (last_gathered if plan.of_torch_2_15 else gathered)(
+            plan, group, experts, "this block's, until the experts' are copied out", GATHER
+        ),
         by_the_way,
     )  # fmt: skip
     yield Moment(f"forward: unsharding {name}", Phase.FORWARD, (*common, *second, *beside))
+
+
+def _copied_out_first(plan: Plan, group: Group, experts: Apart) -> tuple[Line, Line]:
+    n_bytes, formula = _beside(plan, group, experts), f"{plan.width.compute}·D_{group.symbol}"
+    return (
+        Line(Kind.UNSHARDED_PARAMETERS, n_bytes, "this block's beside its experts, copied out for use", formula, GATHER),
+        Line(Kind.GATHER, n_bytes, "this block's beside its experts, being copied out", formula, GATHER),
+    )
+
+
+def _gathering(plan: Plan, run: int, experts: Apart) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """What is alive of a block's two groups while the first is gathered, and while the second is."""
+    group, width, kind = plan.blocks[run], plan.width.compute, plan.blocks[run].symbol
+    whole, buffer = _copied_out_first(plan, group, experts)
+    chunk, theirs = (width * (group.shard - experts.shard), width * experts.shard) if plan.width.mixed else (0, 0)
+    cast = Line(Kind.GATHER, chunk, "this rank's chunk of it, cast", f"{width}·D_{kind}/N" if plan.width.mixed else "0", GATHER)
+    cast_theirs = Line(
+        Kind.GATHER, experts.gathers * theirs, "this rank's chunk of the experts, cast",
+        f"{width}·X_{kind}/F·min(1, F-1)" if plan.width.mixed else "0", GATHER,
+    )  # fmt: skip
+    gathers = last_gathered(plan, group, experts, "the experts', being gathered", GATHER)
+    parked = buffer._replace(reason="this block's beside its experts, parked")
+    return (buffer._replace(reason="this block's beside its experts, being gathered"), cast), (
+        whole,
+        parked,
+        gathers,
+        cast_theirs,
+    )
 
 
 def _apart(group: Group) -> Apart:
@@ -287,9 +320,15 @@ def copied_in(plan: Plan, experts: Apart, kind: str, widths: tuple[int, Int, str
     """The experts' gradients while they are copied in, or what comes out.
 
     Chunked along dim 1 they are joined anew first, and the last original stays. Where no other rank has them, the sum is divided
-    out of place, by one.
+    out of place, by one. Torch 2.15 lets go of that one (``_default_reduce_scatter_input_fn``), and divides by nothing.
     """
     out, copied, copied_formula = widths
+    if plan.of_torch_2_15:
+        made = maximum(copied * experts.numel, out * experts.shard)
+        formula = f"max({copied_formula}·Y_{kind}, {out}·X_{kind}/F)"
+        return Line(
+            Kind.UNSHARDED_GRADIENTS, made, "the experts' while copied in, or the reduce-scatter output", formula, REDUCE
+        )
     narrow = experts.narrow * copied * experts.last
     divided = (1 - experts.gathers) * plan.reduce_bytes * experts.padded
     made = maximum(copied * experts.numel + narrow, out * experts.shard + narrow, plan.reduce_bytes * experts.shard + divided)

@@ -1,17 +1,26 @@
-"""FSDP2 going forward: one block gathered at a time, the buffer before it parked until the next copy-out."""
+"""FSDP2 going forward: one block gathered at a time, the buffer before it parked until the next copy-out.
+
+Until that ends in torch 2.13, where a local of ``wait_for_unshard`` still names it; until it begins in 2.15.
+"""
 
 from collections.abc import Iterator
 
 from zeroplan.engines.fsdp2.buffers import (
     PARKED,
+    POST_FORWARD,
+    RELEASED,
+    being_gathered,
+    flowing,
     kept,
     last_gathered,
     root_unsharded,
     still_unsharded,
     unsharded,
 )
+from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.ledger import Line, Moment, Phase
+from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.numeric import Int, ceil_div, maximum
 
 
 def left_by_earlier(plan: Plan) -> tuple[Line, ...]:
@@ -42,16 +51,42 @@ def forward(plan: Plan) -> Iterator[Moment]:
             last_gathered(plan, group, "this block's, parked until the next copy-out", PARKED),
             *beside,
         )
-        entering = last_gathered(plan, below, "the one before, freed at the end of the copy-out", PARKED)
-        if group.experts is None:
-            yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))
-        else:
+        entering = _parked_before(plan, below)
+        if group.experts is not None:
             from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
 
             yield from experts.entering(plan, position, before, entering, (*beside, *one.checkpoint))
+        elif plan.of_torch_2_15:
+            lines = (*before, *being_gathered(plan, position.run), entering, *beside, *one.checkpoint)
+            yield Moment(f"forward: gathering {position.name}", Phase.FORWARD, lines)
+        else:
+            yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))
         again = plan.recomputes[position.run]
         inside = (*one.saved, *one.forward) if again == "none" else (*one.kept(again), *one.forward_recompute)
         yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *one.entered, *inside))
+        if plan.of_torch_2_15 and not isinstance(plan.reshard, bool):
+            beside = (*one.checkpoint, *one.saved) if again == "none" else one.kept(again)
+            made = flowing(plan, "this block's output")._replace(kind=Kind.TEMPORARY)
+            yield Moment(
+                f"forward: resharding {position.name}", Phase.FORWARD, (*common, *beside, made, _cut(plan, position.run))
+            )
+
+
+def _cut(plan: Plan, run: int) -> Line:
+    """One parameter after the other is cut to its smaller shard, which is copied before the whole goes; what all take together."""
+    ways, width = int(plan.reshard), plan.width.compute
+    most: Int = 0
+    done: Int = 0
+    for parameter in plan.runs[run].parameters:
+        whole = width * ceil_div(parameter.shape[0], plan.n) * plan.n * (parameter.numel // parameter.shape[0])
+        most, done = maximum(most, done + whole // ways), done + whole // ways - whole
+    return Line(Kind.UNSHARDED_PARAMETERS, most, "smaller shards beside what is still whole", "", POST_FORWARD)
+
+
+def _parked_before(plan: Plan, below: Group) -> Line:
+    if plan.of_torch_2_15:
+        return last_gathered(plan, below, "the one before, freed when this one is copied out", RELEASED)
+    return last_gathered(plan, below, "the one before, freed at the end of the copy-out", PARKED)
 
 
 def loss_forward(plan: Plan) -> Moment:

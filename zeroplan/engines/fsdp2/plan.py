@@ -23,6 +23,9 @@ from zeroplan.transformer.recomputed import first_recomputed
 REDUCE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_reduce"
 ACCUMULATE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_accumulated_grad_if_needed"
 
+#: How the final norm's parameters are called.
+FINAL_NORM = "model.norm"
+
 
 class Plan(NamedTuple):
     """Everything the moments are made of."""
@@ -89,6 +92,11 @@ class Plan(NamedTuple):
         return self.recipe.fsdp2.cpu_offload
 
     @property
+    def of_torch_2_15(self) -> bool:
+        """Whether ``fully_shard`` is that of torch 2.15."""
+        return self.recipe.fsdp2.of_torch_2_15
+
+    @property
     def has_experts_apart(self) -> bool:
         """Whether a rank has some of the experts only."""
         return any(group.experts is not None for group in self.blocks)
@@ -107,9 +115,14 @@ class Plan(NamedTuple):
     def adds_up(self) -> bool:
         """Whether autograd adds a gradient to that of earlier micro-batches.
 
-        It does under ``no_sync``, unless those are put aside in the reduction's wider dtype.
+        It does under ``no_sync``, unless those are put aside in the reduction's wider dtype, as torch 2.13 does.
         """
-        return not self.recipe.sync_every_micro_batch and self.reduce_bytes == self.width.compute
+        return not self.recipe.sync_every_micro_batch and (self.reduce_bytes == self.width.compute or self.of_torch_2_15)
+
+    @property
+    def cast_on_arrival(self) -> bool:
+        """Whether autograd casts gradients that stay whole to the reduction's wider dtype as they come, as torch 2.15 has it."""
+        return self.of_torch_2_15 and self.reduce_bytes != self.width.compute
 
     @property
     def padded(self) -> Int:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.formulas import product
-from zeroplan.engines.fsdp2.buffers import reduce_input, root_gradients, root_unsharded
-from zeroplan.engines.fsdp2.plan import REDUCE, Plan
+from zeroplan.engines.fsdp2.buffers import cast_early, reduce_input, root_gradients, root_unsharded
+from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int
@@ -27,6 +27,7 @@ def at_the_split_embedding(plan: Plan, at: AtEmbedding, common: tuple[Line, ...]
         *common,
         *(() if plan.shared_sequences else plan.head.at_embedding),  # there until the pass ends, and in what is common
         root_unsharded(plan),
+        *cast_early(plan),
         reduce_input(plan, plan.trained_blocks[0], "reduce-scatter input of the first block"),
         root_gradients(plan, made - plan.embedding_elements, waiting=waiting),
     )
@@ -48,7 +49,7 @@ def split_collectives(
     Each block gathers and scatters what its two branches read and make; a recomputation does so again, up to the last tensor that
     is needed: not what the MLP has made, unless it keeps the outputs of every second product and so runs to the end. A stage of a
     pipeline may have no embedding (``embeds``), or no head and loss (``ends``), and its gradients are ``accumulated`` when norms'
-    are summed up.
+    are summed up. Torch 2.15 sums them in the reduction's dtype (``FSDPParam.may_reduce_grad_outside_dp``).
     """
     layers, passes = sum(plan.every_layer), batch.grad_accum_steps
     tokens = batch.micro_batch_size * batch.seq_len
@@ -56,7 +57,7 @@ def split_collectives(
     again = {"none": (0, 0), "full": (2 * layers, layers), "selective": (2 * layers, 2 * layers)}[plan.recipe.recompute]
     before, after = 2 * layers + embeds, 2 * layers + ends
     norms, elements = _norms(plan)
-    reduced = plan.reduce_bytes if accumulated else e
+    reduced = plan.reduce_bytes if accumulated or plan.cast_on_arrival else e
 
     def of(operation: str, when: str, calls: Int, source: str) -> Collective:
         return _among(operation, ACTIVATIONS, when, ranks, calls, whole, e, source)
@@ -76,7 +77,7 @@ def split_collectives(
 def _norms(plan: Plan) -> tuple[int, int]:
     """How many norms there are, and the elements of their weights, which every rank holds whole."""
     in_blocks = [(run.layers, one) for run in plan.runs for one in run.parameters]
-    outside = [(1, one) for one in plan.parameters if one.name.startswith("model.norm")]
+    outside = [(1, one) for one in plan.parameters if one.name.startswith(FINAL_NORM)]
     found = [(layers, one.numel) for layers, one in (*in_blocks, *outside) if "norm" in one.name]
     return sum(layers for layers, _ in found), sum(layers * numel for layers, numel in found)
 

@@ -15,6 +15,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.environment import environment
 from zeroplan.verify.pretended.card import install
+from zeroplan.verify.release import as_installed
 from zeroplan.verify.training.causal_model import layer_period
 from zeroplan.verify.training.run import run
 from zeroplan.verify.training.workload import Workload, placed
@@ -57,7 +58,7 @@ def simulate(
     good, so simulate it in a process that does nothing else (:func:`zeroplan.verify.processes.launch.launch`, with fake tensors).
     Raises :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
-    began = time.perf_counter()
+    began, job = time.perf_counter(), as_installed(job)
     recording = _from_few_layers(job, rank, steps) if make is None and not all_layers and _layers_are_alike(job) else None
     remarks = _remarks(job.recipe)
     if recording is not None:

@@ -21,6 +21,7 @@ from zeroplan.resolve import Request, resolve
 from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec, read
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.cases.needs import needed_bytes, on_a_card_of
+from zeroplan.verify.release import as_installed
 from zeroplan.verify.task import Task, Transport, refuse_on_paper
 
 _TOGETHER = "zeroplan.verify.cases"
@@ -122,7 +123,7 @@ def _case(said: dict[str, object], where: str, on: _Here) -> Case:
     own = read(Own, {key: value for key, value in said.items() if key in Own.__dataclass_fields__}, where=where)
     request = read(Request, {key: value for key, value in said.items() if key not in Own.__dataclass_fields__}, where=where)
     try:
-        job = on_a_card_of(resolve(request).job, on.card_bytes)
+        job = on_a_card_of(as_installed(resolve(request).job), on.card_bytes)
         job = job if own.layers is None else _with_layers(job, own.layers)
         job = job if own.edge is None else at_the_edge(job, own.edge, alone=own.nproc is None)
         estimate(job)  # which refuses what its engine does not do

@@ -96,11 +96,12 @@ def forward_and_backward(
 
 
 def mixed_precision(recipe: RecipeSpec) -> MixedPrecisionPolicy:
-    """The dtypes in which FSDP2 computes and reduces."""
+    """The dtypes in which FSDP2 computes and reduces; both are said, since what is not differs from one torch to the next."""
     if not recipe.precision.endswith("mixed"):
         return MixedPrecisionPolicy()
-    reduce_dtype = torch.float32 if recipe.fsdp2.reduce_dtype == "fp32" else None
-    return MixedPrecisionPolicy(param_dtype=COMPUTE[recipe.precision], reduce_dtype=reduce_dtype)
+    param_dtype = COMPUTE[recipe.precision]
+    reduce_dtype = torch.float32 if recipe.fsdp2.reduce_dtype == "fp32" else param_dtype
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
 
 def resharding(recipe: RecipeSpec) -> bool | int:

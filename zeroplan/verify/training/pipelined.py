@@ -288,7 +288,9 @@ class _Held:
 def _unanswered() -> Iterator[AbstractContextManager[None]]:
     """Let stages agree that shapes are given, and let sends hold what they send, where no other rank answers."""
     if not hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
-        raise MeasurementError(f"pipelines are simulated with the schedules of torch 2.13, and this is {torch.__version__}")
+        raise MeasurementError(
+            f"pipelines are simulated with the schedules of torch 2.11 to 2.14, and this is {torch.__version__}; install 2.14"
+        )
     original: Callable[..., object] = schedules._batch_p2p
 
     def held(operations: list[dist.P2POp], desc: str | None = None) -> list[_Held]:

@@ -26,7 +26,7 @@ from zeroplan.verify.watching.places import Places
 
 #: What the CPU's kernels request and CUDA's do not: padded and cast copies inside ``_chunk_cat``, and the cast copy of an
 #: addition of two dtypes (when gradients accumulate in another dtype than they are computed in).
-CPU_ONLY = ("aten::_chunk_cat", "aten::add_")
+CPU_ONLY = ("aten::_chunk_cat", "fsdp::chunk_cat_mixed_dtype", "aten::add_")
 #: Kernels of oneDNN, with scratch of their own where cuBLAS has a workspace.
 ONEDNN = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_dot_product_flash_attention_for_cpu",
