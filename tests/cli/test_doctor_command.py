@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -68,9 +69,9 @@ def test_what_no_package_says_of_itself_is_not_held_against_it(monkeypatch: pyte
     assert installed(Package("no-such-distribution", "json", "")) == "of unknown version"
 
     def unknown(_: str) -> list[str]:
-        raise installation.PackageNotFoundError
+        raise metadata.PackageNotFoundError
 
-    monkeypatch.setattr(installation, "requires", unknown)
+    monkeypatch.setattr(metadata, "requires", unknown)
     installation._least.cache_clear()
     assert absent("numpy") == ""
     installation._least.cache_clear()
