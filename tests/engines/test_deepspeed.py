@@ -252,7 +252,8 @@ def test_every_phase_is_there(stage: int) -> None:
 
 
 def test_the_lines_that_are_gone_when_a_gradient_is_handed_on_are_found_by_their_names():
-    from zeroplan.engines.deepspeed.passes import _OPERAND, passes  # a name of lines, not public
+    from zeroplan.engines.deepspeed.handed_on import _OPERAND  # a name of lines, not public
+    from zeroplan.engines.deepspeed.passes import passes
 
     (run,) = passes(TINY, recipe(2), BATCH).runs
     assert any(_OPERAND in line.reason for point in run.block.points for line in point.lines)

@@ -3,38 +3,25 @@
 Each instant holds the activations alive then and says which block runs; an engine adds its weights, gradients and buffers.
 """
 
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.block_runs import recompute_of, run_pass
-from zeroplan.engines.formulas import blocks_sum, total_formula
+from zeroplan.engines.deepspeed.handed_on import Running, flow_of, lines_between, running_of, settled_lines
+from zeroplan.engines.formulas import blocks_sum
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
-from zeroplan.numeric import Bool, Int, maximum, minimum, where
+from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
-from zeroplan.transformer.losses import HEAD_INPUT
 from zeroplan.transformer.parameters import BlockRun, Parameter
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
-
-
-class Running(NamedTuple):
-    """Of the block that runs in backward: its activations, and gradients of activations. [bytes]"""
-
-    activations: Int
-    gradients: Int
-
-    @property
-    def n_bytes(self) -> Int:
-        """Both. [bytes]"""
-        return self.activations + self.gradients
 
 
 class RunPass(NamedTuple):
@@ -88,8 +75,6 @@ class Instant(NamedTuple):
     point: BackwardPoint
 
 
-_FLOW = "r·T·h"
-_TEMPORARY, _WORKSPACE = Kind.TEMPORARY, Kind.WORKSPACE
 _NOWHERE = BackwardPoint("", (), 0, 0, 0)
 
 
@@ -97,7 +82,7 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     """Work out what each kind of block, and the part outside the blocks, costs."""
     head, runs, first = outside(model, recipe, batch), list[RunPass](), 0
     recomputed = first_recomputed(model, recipe)
-    flow, parts = _flow(head), layout_by_recomputation(model, recomputed)
+    flow, parts = flow_of(head), layout_by_recomputation(model, recomputed)
     costs = {run.name: _run_pass(model, run, recipe, batch, flow) for run in parts.runs}
     for kind, layers in stretches(model, recomputed):
         runs.append(costs[kind]._replace(first=first, n_blocks=layers))
@@ -114,8 +99,8 @@ def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch,
     block, recompute = run_pass(model, run, compute, batch), recompute_of(run, compute)
     kept = block.kept(recompute)
     beside = block.checkpoint_in_backward if recompute != "none" else ()
-    settled = tuple(_running((*beside, *_settled(block, index, flow))) for index in range(len(block.points)))
-    between = tuple(_running((*beside, *_between(block, index))) for index in range(len(block.points)))
+    settled = tuple(running_of((*beside, *settled_lines(block, index, flow))) for index in range(len(block.points)))
+    between = tuple(running_of((*beside, *lines_between(block, index))) for index in range(len(block.points)))
     return RunPass(run.name, 0, 0, recompute, block, kept, total_bytes(kept), settled, between)
 
 
@@ -237,233 +222,6 @@ def head_forward_instant(these: Passes) -> Instant:
     """Return the instant of the head's multiplication, forward: its input and the logits."""
     lines = (*these.head.shared, *kept_by_all(these), *these.head.saved, *these.head.output)
     return Instant("forward of the head", Phase.FORWARD, lines, these.n_blocks, _NOWHERE)
-
-
-def _running(lines: tuple[Line, ...]) -> Running:
-    flowing = total_bytes(tuple(_flowing(lines)))
-    return Running(total_bytes(lines) - flowing, flowing)
-
-
-def _flowing(lines: tuple[Line, ...]) -> Iterator[Line]:
-    return (line for line in lines if line.kind is Kind.ACTIVATION_GRADIENTS)
-
-
-def _lasting(point: BackwardPoint) -> list[Line]:
-    """Return what is alive of a point without the temporaries of the operator that runs there."""
-    return [line for line in point.lines if line.kind is not _TEMPORARY and line.kind is not _WORKSPACE]
-
-
-def _between(block: BlockPass, index: int) -> list[Line]:
-    """Return what is alive when a gradient is handed on that is made between the point before and this one."""
-    known = block.points[index - 1].between if index else ()
-    return list(known) or _lasting(block.points[index])
-
-
-def _settled(block: BlockPass, index: int, flow: Line) -> list[Line]:
-    """Return what is alive of a point when its operator is done and the gradient it made is handed on.
-
-    Its temporaries are gone, and so is the input of a product whose gradient that is: autograd lets go of what it saved before it
-    hands on what it made (torch 2.13, ``engine.cpp``, ``call_function`` and ``release_variables``). Before a norm, what flows
-    has been added up to ``flow``, one gradient of a hidden state.
-    """
-    point = block.points[index]
-    if point.handed_on:
-        return list(point.handed_on)
-    lines = _lasting(point)
-    if not point.current_gradient or index + 1 == len(block.points):
-        return lines
-    after = block.points[index + 1]
-    stay = {line.reason for line in after.lines}
-    lines = [line for line in lines if line.reason in stay or _OPERAND not in line.reason]
-    if not after.name.startswith("norm"):
-        return lines
-    stay |= {line.reason for line in block.saved}
-    return [*(line for line in lines if line.reason in stay), flow]
-
-
-#: How the lines of a block name what a product reads and autograd has saved.
-_OPERAND = "input of the"
-_NORMALISED = "normalised input"
-
-
-def _flow(head: HeadPass) -> Line:
-    return Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, "gradient of a hidden state", head.hidden_formula, FLOWING)
-
-
-def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
-    """Return activations and their gradients in the block that runs when ``made`` elements of its weights' gradients exist. [bytes]
-
-    Beyond the blocks, those of the embedding (``block`` -1), whose own gradient is the last and leaves nothing behind, or of the
-    head (``n_blocks``).
-    """
-    if isinstance(block, int) and isinstance(made, int):
-        running, formulas = _running_now(these, block, made), _running_formulas(these, block, made)
-    else:
-        running, formulas = _running_anywhere(these, block, made), ("", "")
-    return (
-        Line(Kind.ACTIVATIONS, running.activations, "activations of the block that runs", formulas[0], FLOWING),
-        Line(Kind.ACTIVATION_GRADIENTS, running.gradients, "their gradients in the block that runs", formulas[1], FLOWING),
-    )
-
-
-def running_bytes(these: Passes, block: int, made: int) -> Int:
-    """Return the size of :func:`running_lines` for plain numbers. [bytes]"""
-    return _running_now(these, block, made).n_bytes
-
-
-def _handed_at(these: Passes, block: int, made: int) -> tuple[Line, ...]:
-    """What a profile says is alive when the last of so many gradients is handed on; nothing of a family, whose points say it."""
-    head = these.head
-    handed = head.handed_below if block < 0 else head.handed if block >= these.n_blocks else _run_of(these, block).block.handed
-    return next((one.lines for one in handed if made <= one.gradients), handed[-1].lines if handed else ())
-
-
-def _running_now(these: Passes, block: int, made: int) -> Running:
-    if lines := _handed_at(these, block, made):
-        return _running(lines)
-    if block < 0:
-        return Running(0, these.head.hidden_bytes if made < these.below else 0)
-    if block >= these.n_blocks:
-        return Running(total_bytes(_left_of_head(these, with_norm=made != these.table)), these.head.hidden_bytes)
-    run = _run_of(these, block)
-    points = run.block.points
-    return _highest([
-        (run.settled if made == points[at].gradients else run.between)[at] for at in _points_after(run, made)
-    ])  # fmt: skip
-
-
-def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
-    """Return what is still saved beyond the blocks when the head's gradient is handed on, or the final norm's (``with_norm``).
-
-    The head's input is gone, and then what the norm multiplied with its weight. A LayerNorm is one operator, which leaves nothing.
-    """
-    saved = these.head.saved
-    if with_norm and not any(line.reason.endswith(_NORMALISED) for line in saved):
-        return ()
-    gone = (HEAD_INPUT, _NORMALISED) if with_norm else (HEAD_INPUT,)
-    return tuple([line for line in saved if not line.reason.endswith(gone)])
-
-
-GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
-"""Of each run the block after its last, and the elements of a block's gradients made at each point of its backward."""
-
-
-def gradient_counts(these: Passes) -> GradientCounts:
-    """Return what says at which point of its backward a block is when so many gradients are made."""
-    return tuple(
-        (run.first + run.n_blocks, tuple([point.gradients for point in run.block.handed or run.block.points]))
-        for run in these.runs
-    )
-
-
-def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, ...]:
-    """Return the run and the point of its blocks, and whether it is at that point or before; or that it is outside blocks."""
-    if not 0 <= block < counts[-1][0]:
-        return (block,)
-    run, gradients = next((at, points) for at, (end, points) in enumerate(counts) if block < end)
-    points = _first_after(gradients, made)
-    return run, *points, *(made == gradients[point] for point in points)
-
-
-def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
-    """Write ``_running_now`` in symbols."""
-    if lines := _handed_at(these, block, made):
-        return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(_flowing(lines))
-    if block < 0:
-        return "0", _FLOW if made < these.below else "0"
-    if block >= these.n_blocks:
-        return _sum_of(_left_of_head(these, with_norm=made != these.table)), _FLOW
-    run = _run_of(these, block)
-    index = _points_after(run, made)[0]
-    point = run.block.points[index]
-    alive = _settled(run.block, index, _flow(these.head)) if made == point.gradients else _between(run.block, index)
-    lines = (*checkpoint_beside(run), *alive)
-    return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(_flowing(lines))
-
-
-def _sum_of(lines: Iterable[Line]) -> str:
-    return total_formula(tuple([line.formula for line in lines])) or "0"
-
-
-def _run_of(these: Passes, block: int) -> RunPass:
-    return next(run for run in these.runs if block < run.first + run.n_blocks)
-
-
-def _points_after(run: RunPass, made: int) -> tuple[int, ...]:
-    """Index of the first point of a block that comes after so many gradients; the last where none does."""
-    return _first_after(tuple([point.gradients for point in run.block.points]), made)
-
-
-@lru_cache(maxsize=4096)
-def _first_after(gradients: tuple[int, ...], made: int) -> tuple[int, ...]:
-    """That index, one for each kind of block (:func:`_kinds`)."""
-    return tuple(next((at for at in kind if made <= gradients[at]), kind[-1]) for kind in _kinds(gradients))
-
-
-@lru_cache(maxsize=256)
-def _kinds(gradients: tuple[int, ...]) -> tuple[range, ...]:
-    """Which points are of one kind of block: a column of batches may have two, with and without a mask.
-
-    Their points follow each other, and where a batch is of one kind the lines of the other are nothing.
-    """
-    starts = [at for at in range(len(gradients)) if not at or gradients[at] < gradients[at - 1]]
-    return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], len(gradients)], strict=True))
-
-
-def _handed_anywhere(these: Passes, block: Int, made: Int) -> Running:
-    """:func:`_handed_at` for columns."""
-    head, end = these.head, these.n_blocks
-    found = Running(0, 0)
-    places = [(block < 0, head.handed_below), (block >= end, head.handed)]
-    places += [((block >= run.first) & (block < run.first + run.n_blocks), run.block.handed) for run in these.runs]
-    for here, handed in places:
-        at = Running(0, 0)
-        for last, one in enumerate(reversed(handed)):
-            at = _either(made <= one.gradients, _running(one.lines), at) if last else _running(one.lines)
-        found = _either(here, at, found)
-    return found
-
-
-def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
-    if these.runs[0].block.handed:
-        return _handed_anywhere(these, block, made)
-    after_head, after_norm = (total_bytes(_left_of_head(these, with_norm=with_norm)) for with_norm in (False, True))
-    activations = where(block < these.n_blocks, 0, where(made == these.table, after_head, after_norm))
-    flow = these.head.hidden_bytes
-    gradients = where(block < 0, where(made < these.below, flow, 0), where(block < these.n_blocks, 0, flow))
-    for run in these.runs:
-        here = (block >= run.first) & (block < run.first + run.n_blocks)
-        at = _at_point(run, made)
-        activations = activations + where(here, at.activations, 0)
-        gradients = gradients + where(here, at.gradients, 0)
-    return Running(activations, gradients)
-
-
-def _at_point(run: RunPass, made: Int) -> Running:
-    """Return the activations at the first point of a block that comes after so many gradients."""
-    kinds = _kinds(tuple([point.gradients for point in run.block.points]))
-    return _highest([_at_point_of(run, kind, made) for kind in kinds])
-
-
-def _at_point_of(run: RunPass, kind: range, made: Int) -> Running:
-    found = Running(0, 0)
-    for at in reversed(kind):
-        gradients = run.block.points[at].gradients
-        here = _either(made == gradients, run.settled[at], run.between[at])
-        found = here if at == kind[-1] else _either(made <= gradients, here, found)
-    return found
-
-
-def _highest(found: list[Running]) -> Running:
-    """What is there, of kinds of blocks of which all but one are nothing but what all have."""
-    first, *others = found
-    for other in others:
-        first = Running(maximum(first.activations, other.activations), maximum(first.gradients, other.gradients))
-    return first
-
-
-def _either(condition: Bool, yes: Running, no: Running) -> Running:
-    return Running(where(condition, yes.activations, no.activations), where(condition, yes.gradients, no.gradients))
 
 
 def shared_at(these: Passes, block: Int) -> tuple[Line, ...]:

@@ -12,7 +12,8 @@ from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Schedule, flush_over
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter, pick
 from zeroplan.engines.deepspeed.offload import members, offloads_optimizer
-from zeroplan.engines.deepspeed.passes import Passes, kept_before, kept_bytes, running_bytes, running_lines
+from zeroplan.engines.deepspeed.passes import Passes, kept_before, kept_bytes
+from zeroplan.engines.deepspeed.running import running_bytes, running_lines
 from zeroplan.engines.deepspeed.sources import FP64, SHARE, STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,

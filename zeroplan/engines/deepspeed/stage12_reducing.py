@@ -11,20 +11,8 @@ from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Schedule, flush_over, waiting_elements
 from zeroplan.engines.deepspeed.flat import embedding_elements, has_tied_head, pick
-from zeroplan.engines.deepspeed.passes import (
-    GradientCounts,
-    Passes,
-    RunPass,
-    around_block,
-    gradient_counts,
-    head_instants,
-    kept_before,
-    kept_bytes,
-    place_in_block,
-    running_bytes,
-    running_lines,
-    shared_at,
-)
+from zeroplan.engines.deepspeed.passes import Passes, RunPass, around_block, head_instants, kept_before, kept_bytes, shared_at
+from zeroplan.engines.deepspeed.running import GradientCounts, gradient_counts, place_in_block, running_bytes, running_lines
 from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,

@@ -13,11 +13,10 @@ from zeroplan.engines.deepspeed.passes import (
     RunPass,
     around_block,
     embedding_instant,
-    gradient_counts,
     head_instants,
     kept_before,
-    running_lines,
 )
+from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
 from zeroplan.engines.deepspeed.stage3.reducing import flush_moment, highest_flushes, reduce_lines, taken_beside
 from zeroplan.engines.deepspeed.stage12_lines import waiting
