@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from tests.causal_models import causal_model  # noqa: E402
 from zeroplan.verify.pretended.card import CARD, install  # noqa: E402
-from zeroplan.verify.training.run import fake_tensors  # noqa: E402
+from zeroplan.verify.pretended.fake_tensors import fake_tensors  # noqa: E402
 from zeroplan.verify.watching.timeline import Timeline  # noqa: E402
 from zeroplan.verify.watching.tracker import Tracker  # noqa: E402
 

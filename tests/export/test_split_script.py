@@ -43,7 +43,8 @@ def test_a_split_model_trains_on_shared_sequences(
     from torch.distributed import device_mesh
 
     from zeroplan.verify.pretended.card import install
-    from zeroplan.verify.training.run import _real_meshes, fake_ranks, fake_tensors
+    from zeroplan.verify.pretended.fake_tensors import fake_tensors
+    from zeroplan.verify.training.run import _real_meshes, fake_ranks
     from zeroplan.verify.watching.tracker import Tracker
 
     text = script(tmp_path, gpus=8, replicas=2, recompute="full", grad_accum=2, tensor_parallel=2, context_parallel=2)

@@ -29,7 +29,9 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import MIB
-from zeroplan.verify.training.run import answered, fake_ranks, fake_tensors
+from zeroplan.verify.pretended.answered import answered
+from zeroplan.verify.pretended.fake_tensors import fake_tensors
+from zeroplan.verify.training.run import fake_ranks
 from zeroplan.verify.watching.replay import replay
 from zeroplan.verify.watching.tracker import Tracker
 

@@ -20,9 +20,10 @@ from zeroplan.catalog.model import model
 from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.verify.pretended.fake_tensors import fake_tensors
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.ddp import reduced_at_once
-from zeroplan.verify.training.run import fake_ranks, fake_tensors
+from zeroplan.verify.training.run import fake_ranks
 from zeroplan.verify.watching.tracker import Tracker
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.environment import environment
+from zeroplan.verify.pretended.answered import answered
 from zeroplan.verify.task import Transport
 from zeroplan.verify.training.meshes import mesh_of
-from zeroplan.verify.training.run import answered, observe
+from zeroplan.verify.training.run import observe
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.collected import collectives_of_step, only_one_process
 from zeroplan.verify.watching.log import Log

@@ -21,10 +21,11 @@ from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, BlocksMea
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.backends.gpu import Gpu
 from zeroplan.verify.environment import environment
+from zeroplan.verify.pretended.answered import answered
 from zeroplan.verify.task import Transport
 from zeroplan.verify.training.engine import weights_dtype
 from zeroplan.verify.training.meshes import mesh_of
-from zeroplan.verify.training.run import answered, observe
+from zeroplan.verify.training.run import observe
 from zeroplan.verify.training.workload import Workload, with_weights, workload
 from zeroplan.verify.watching.collected import collectives_of_step, only_one_process
 from zeroplan.verify.watching.libraries import attention_of, kept_by_products

@@ -14,11 +14,11 @@ import torch
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.verify.pretended.card import install
+from zeroplan.verify.pretended.fake_tensors import fake_tensors
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Called, HandedOn, Instant, Manner, Piece
 from zeroplan.verify.profiling.watched import PassWatcher
 from zeroplan.verify.training.modules import prefixes_of
 from zeroplan.verify.training.recomputation import recompute_blocks
-from zeroplan.verify.training.run import fake_tensors
 from zeroplan.verify.training.workload import Workload, placed, store_as
 from zeroplan.verify.watching.recording import STILL_HELD, Block
 

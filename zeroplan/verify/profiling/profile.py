@@ -18,6 +18,7 @@ from zeroplan.spec.profile import (
 )
 from zeroplan.spec.recipe import Engine, Precision, Recompute
 from zeroplan.verify.environment import environment
+from zeroplan.verify.pretended.fake_tensors import fake_tensors
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Manner
 from zeroplan.verify.profiling.cutting import anatomy
 from zeroplan.verify.profiling.derived import Derived, OtherProgramError
@@ -30,7 +31,6 @@ from zeroplan.verify.profiling.polynomials import (
 )
 from zeroplan.verify.profiling.structure import Structure, structure_of
 from zeroplan.verify.profiling.subject import Subject
-from zeroplan.verify.training.run import fake_tensors
 from zeroplan.verify.watching.cycles import collected_when_told
 from zeroplan.verify.watching.tracker import Tracker
 

@@ -7,9 +7,9 @@ from zeroplan.errors import MeasurementError
 from zeroplan.spec.profile import (
     Run,
 )
+from zeroplan.verify.pretended.fake_tensors import fake_tensors
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy
 from zeroplan.verify.training.modules import prefixes_of, shapes_of
-from zeroplan.verify.training.run import fake_tensors
 from zeroplan.verify.training.workload import Workload
 from zeroplan.verify.watching.tracker import Tracker
 

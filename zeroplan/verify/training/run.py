@@ -1,19 +1,15 @@
 """One training run under an engine, watched: on real or fake tensors, in a real process group or as one rank of a fake one."""
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, lru_cache
 from typing import cast
 
-import torch
 import torch.distributed as dist
-from torch import _meta_registrations
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
-from torch.distributed.tensor import _sharding_prop
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
@@ -21,11 +17,8 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.pretended.card import CARD, FakeCardMode, decisions
-from zeroplan.verify.pretended.card_autocast import cuda_lists
-from zeroplan.verify.pretended.fake_mode import QuickFakes
-from zeroplan.verify.pretended.reducer import readable_bookkeeping
+from zeroplan.verify.pretended.answered import answered
+from zeroplan.verify.pretended.fake_tensors import fake_tensors
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.activations_away import moving_from
 from zeroplan.verify.training.adapters import beside_parameters, unwrapped
@@ -139,97 +132,6 @@ def _fake_group_on(device: str) -> str:
     name = f"{_FAKE}_on_{device}"
     dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=["cpu", device])
     return name
-
-
-@contextmanager
-def answered(recipe: RecipeSpec, device: str = "cpu") -> Iterator[None]:
-    """Let an engine hear from a fake process group what it would hear from a real one, and decides by."""
-    if recipe.engine != "deepspeed":
-        yield
-        return
-    for name, said in _LAUNCHER_SAYS.items():
-        os.environ.setdefault(name, said)
-    from zeroplan.verify.pretended.deepspeed_answers import answers  # noqa: PLC0415  it patches torch for good
-    from zeroplan.verify.pretended.deepspeed_card import on_the_card  # noqa: PLC0415
-    from zeroplan.verify.pretended.nvme import stands_in  # noqa: PLC0415  it imports DeepSpeed
-
-    with on_the_card() if device == CARD else nullcontext(), answers(recipe.deepspeed), stands_in():
-        yield
-
-
-_LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
-
-
-# --- what fake tensors need ---------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def fake_tensors(watcher: Watcher, device: str = "cpu", *, strided: bool = False) -> Iterator[None]:
-    """Make every tensor fake that is made inside: shapes, dtypes and storages that say how large they are, but no bytes.
-
-    ``strided`` says that a dimension may be sharded over two dimensions of the mesh.
-    """
-    as_on_cuda = (decisions(), cuda_lists()) if device == CARD else ()
-    mode = FakeCardMode() if device == CARD else QuickFakes()
-    plain = () if strided else (_no_strided_shards(),)
-    as_real = _unpacked_rows(), _chunks_as_wanted(), *plain, _grouped_products(), readable_bookkeeping(watcher)
-    with ExitStack() as answers:
-        for answer in (*as_real, *as_on_cuda, mode):
-            answers.enter_context(answer)
-        yield
-
-
-def _unpacked_rows() -> AbstractContextManager[None]:
-    """Answer for fake tensors what transformers reads from real ones: each row of the batch is one sequence.
-
-    Of fake position ids it cannot tell, and would build a mask for packed sequences that no real run has.
-    """
-    from transformers import masking_utils  # noqa: PLC0415  takes seconds, and only a run needs it
-
-    original = masking_utils.find_packed_sequence_indices
-
-    def one_sequence_per_row(position_ids: torch.Tensor) -> None:
-        indices = original(position_ids)
-        if indices is not None:
-            (indices[:, -1] == 0).all()
-
-    return replaced(masking_utils, "find_packed_sequence_indices", one_sequence_per_row)
-
-
-class _Chunks:
-    """What ``torch.chunk`` gives, empty ones for what lacks, each made when it is asked for."""
-
-    def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
-        self._tensor, self._dim, self._width = tensor, dim, -(-tensor.size(dim) // count)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        start = index * self._width
-        width = min(self._width, self._tensor.size(self._dim) - start)
-        return self._tensor.narrow(self._dim, start, width) if width > 0 else self._tensor.new_empty(0)
-
-
-def _chunks_as_wanted() -> AbstractContextManager[None]:
-    """Spare FSDP2 the views of a parameter that belong to other ranks: it takes one, and a thousand fake ones take time."""
-    return replaced(_fsdp_param, "_chunk_with_empty", _Chunks)
-
-
-def _no_strided_shards() -> AbstractContextManager[None]:
-    """Spare DTensor the search for dimensions that are sharded twice, where none is: lists of tensors take long."""
-    name = "_propagate_use_strided_shard_flag"  # since torch 2.13
-    return replaced(_sharding_prop, name, lambda *_: None) if hasattr(_sharding_prop, name) else nullcontext()
-
-
-def _grouped_products() -> AbstractContextManager[None]:
-    """Let fake experts compute in 32 bits, as real ones do: torch 2.13 refuses what its kernels take."""
-    original: Callable[..., object] = _meta_registrations._meta_grouped_mm_common
-    shaped: Callable[..., object] = _meta_registrations._create_grouped_mm_output_tensor
-
-    def product(mat_a: torch.Tensor, mat_b: torch.Tensor, **others: object) -> object:
-        if mat_a.dtype == mat_b.dtype == torch.float32:
-            return shaped(mat_a, mat_b, others["offs"], others["out_dtype"])
-        return original(mat_a, mat_b, **others)
-
-    return replaced(_meta_registrations, "_meta_grouped_mm_common", product)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ that were added up to it.
 
 import gc
 import weakref
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
@@ -26,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.ledger import Kind, Phase
@@ -35,6 +33,7 @@ from zeroplan.verify.watching.collectives import COLLECTIVES, call
 from zeroplan.verify.watching.cycles import collected_when_told
 from zeroplan.verify.watching.host import HostMemory
 from zeroplan.verify.watching.inside import INSIDE
+from zeroplan.verify.watching.modules_at_work import ModulesAtWork
 from zeroplan.verify.watching.recording import LIFTED, Block, Call, Recording, Span
 from zeroplan.verify.watching.timeline import is_of_the_loss
 
@@ -69,7 +68,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._handed_on = Kind.GRADIENTS
         self._terms: dict[Block, tuple[Block, ...]] = {}
         self._looking_away = False
-        self._modules = _Modules()
+        self._modules = ModulesAtWork()
         self._hooks = ExitStack()
         self._streams = {id(torch.cpu.current_stream()): 0}
 
@@ -333,59 +332,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         alone = torch._C._storage_Use_Count(storage._cdata) == _STORAGE_AND_PYTHON
         users: int = operand._use_count()  # type: ignore[attr-defined]  # torch leaves it out of its stubs
         return alone and users == _BUFFER_STACK_AND_PYTHON and _is_dense(operand)
-
-
-class _Modules:
-    """Which module is at work: the one being called, or in backward the one whose forward made the node.
-
-    Autograd numbers its nodes as they are made; the numbers at which modules are entered and left tell whose a node is.
-    """
-
-    def __init__(self) -> None:
-        self.names: dict[int, str] = {}
-        self._calls: list[str] = []
-        self._numbers: list[int] = []
-        self._whose: list[str] = []
-        self._hooks = ExitStack()
-
-    def __enter__(self) -> None:
-        for handle in (
-            register_module_forward_pre_hook(self._entered),
-            register_module_forward_hook(self._left, always_call=True),
-        ):
-            self._hooks.callback(handle.remove)
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.close()
-
-    @property
-    def is_called(self) -> bool:
-        """Whether a module's forward runs, within a backward that of a recomputation."""
-        return bool(self._calls)
-
-    def current(self) -> str:
-        """Return the fully qualified name, empty outside all or where it is not known."""
-        if self._calls:
-            return self._calls[-1]
-        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
-        if not self._numbers or node is None:
-            return ""
-        return self._whose[bisect_right(self._numbers, node._sequence_nr()) - 1]
-
-    def _entered(self, module: nn.Module, _args: object) -> None:
-        name = self.names.get(id(module))
-        if name is not None:
-            self._calls.append(name)
-            self._note(name)
-
-    def _left(self, module: nn.Module, _args: object, _result: object) -> None:
-        if id(module) in self.names and self._calls:
-            self._calls.pop()
-            self._note(self._calls[-1] if self._calls else "")
-
-    def _note(self, name: str) -> None:
-        self._numbers.append(torch._C._autograd._get_sequence_nr())
-        self._whose.append(name)
 
 
 def _tensors(args: tuple[object, ...]) -> Iterator[torch.Tensor]:
