@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.published_runs import Run, built_on, predicted, runs
+from tests.steptime.published_runs import Run, built_on, predicted, runs
 from zeroplan import ClusterSpec, JobSpec, SpecError, job
 from zeroplan.calibration import Measured, Reached, calibrated, middle, reached
 from zeroplan.catalog.gpu import gpu

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.causal_models import tiny_spec
-from tests.columns import Columns
+from tests.engines.columns import Columns
 from tests.formulas import assert_explained
 from zeroplan import JobSpec, estimate
 from zeroplan.engines.ddp import account, bucket_count

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import tiny_spec  # noqa: E402  it needs torch
-from tests.data_parallel import compute_of, rebuilt_buckets, third_step  # noqa: E402
+from tests.engines.data_parallel import compute_of, rebuilt_buckets, third_step  # noqa: E402
 from zeroplan.comparison import cpu_bytes  # noqa: E402
 from zeroplan.engines.ddp import account, bucket_count  # noqa: E402
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share  # noqa: E402

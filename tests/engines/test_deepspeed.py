@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.columns import Columns
+from tests.engines.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import JobSpec, MoeSpec, estimate, job
 from zeroplan.engines.deepspeed import account

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.columns import Columns
+from tests.engines.columns import Columns
 from tests.expert_jobs import JOBS, expert_job, expert_model
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan.engines.fsdp2 import account

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.columns import Columns
+from tests.engines.columns import Columns
 from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, SpecError, estimate
 from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model

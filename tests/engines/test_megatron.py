@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.columns import Columns
+from tests.engines.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from tests.published_activations import first_stage_activation_bytes, split_layer_activation_bytes
 from zeroplan.engines.megatron import account

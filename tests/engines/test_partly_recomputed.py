@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.columns import Columns
+from tests.engines.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import SpecError, estimate, job
 from zeroplan.catalog.model import model

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.columns import Columns
+from tests.engines.columns import Columns
 from tests.formulas import assert_explained
 from zeroplan.engines.pipeline import accounts, accounts_of, highest_of, ranks_in_question
 from zeroplan.engines.pipeline.halves_walk import split_states

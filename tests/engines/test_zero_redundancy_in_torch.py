@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 
 from tests.causal_models import causal_model, tiny_spec  # noqa: E402  it needs torch
-from tests.data_parallel import process_group  # noqa: E402
+from tests.engines.data_parallel import process_group  # noqa: E402
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, partition  # noqa: E402
 from zeroplan.spec.model import ModelSpec  # noqa: E402
 from zeroplan.transformer.blocks import Compute  # noqa: E402

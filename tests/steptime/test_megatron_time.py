@@ -10,8 +10,8 @@ from statistics import median
 import numpy as np
 import pytest
 
-from tests.published_megatron import built_on, runs
-from tests.published_runs import Run, predicted
+from tests.steptime.published_megatron import built_on, runs
+from tests.steptime.published_runs import Run, predicted
 from zeroplan import JobSpec, MegatronOptions, estimate, job
 from zeroplan.planner import Fixed, plan, time_of
 from zeroplan.planner.search import job_at, search

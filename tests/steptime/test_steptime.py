@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.profiles import by_hand
-from tests.published_runs import Run, built_on, predicted, runs
+from tests.steptime.published_runs import Run, built_on, predicted, runs
 from zeroplan import ClusterSpec, JobSpec, SpecError, job
 from zeroplan.catalog.gpu import gpu
 from zeroplan.estimator import engine_module

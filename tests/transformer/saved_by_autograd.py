@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.autograd_runs import saved_bytes
+from tests.transformer.autograd_runs import saved_bytes
 from zeroplan.comparison import cpu_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.autograd_runs import step_timeline
 from tests.causal_models import causal_model, tiny_spec
+from tests.transformer.autograd_runs import step_timeline
 from tests.transformer.saved_by_autograd import PRECISIONS, assert_saved_as_is_said, passes
 from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.comparison import cpu_bytes

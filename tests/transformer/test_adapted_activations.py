@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="peft is not installed, and builds the adapters that are measured here")
 pytestmark = pytest.mark.torch
 
-from tests.autograd_runs import saved_bytes  # noqa: E402
 from tests.causal_models import adapted_model, tiny_spec  # noqa: E402
+from tests.transformer.autograd_runs import saved_bytes  # noqa: E402
 from zeroplan.ledger import total_bytes  # noqa: E402
 from zeroplan.spec.batch import BatchSpec  # noqa: E402
 from zeroplan.transformer.activations import block_pass  # noqa: E402

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.autograd_runs import saved_bytes
 from tests.causal_models import causal_model, tiny_spec
-from tests.fake_blocks import BlockRun, block_run
-from tests.moe_models import moe_spec
+from tests.transformer.autograd_runs import saved_bytes
+from tests.transformer.fake_blocks import BlockRun, block_run
+from tests.transformer.moe_models import moe_spec
 from zeroplan.comparison import cpu_bytes
 from zeroplan.ledger import Line
 from zeroplan.spec.batch import BatchSpec

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.autograd_runs import step_timeline
 from tests.causal_models import causal_model
-from tests.fake_blocks import block_run
-from tests.moe_models import moe_spec
+from tests.transformer.autograd_runs import step_timeline
+from tests.transformer.fake_blocks import block_run
+from tests.transformer.moe_models import moe_spec
 from tests.transformer.saved_by_autograd import PRECISIONS, assert_saved_as_is_said
 from zeroplan.comparison import cpu_bytes
 from zeroplan.ledger import Line

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.autograd_runs import saved_bytes, step_timeline
 from tests.causal_models import tiny_spec
+from tests.transformer.autograd_runs import saved_bytes, step_timeline
 from zeroplan.comparison import cpu_bytes
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec

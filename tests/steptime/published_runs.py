@@ -15,7 +15,7 @@ from zeroplan.catalog.gpu import gpu
 from zeroplan.estimator import engine_module
 from zeroplan.steptime import StepTime, step_time
 
-FILE = Path(__file__).parent / "golden" / "throughput.toml"
+FILE = Path(__file__).parents[1] / "golden" / "throughput.toml"
 
 
 class Run(NamedTuple):

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from tests.published_runs import Run, cluster_of, every_other, predicted, shape_of
+from tests.steptime.published_runs import Run, cluster_of, every_other, predicted, shape_of
 from zeroplan import BatchSpec, JobSpec, MegatronOptions, MeshSpec, RecipeSpec, SpecError, estimate
 
-FILE = Path(__file__).parent / "golden" / "throughput_megatron.toml"
+FILE = Path(__file__).parents[1] / "golden" / "throughput_megatron.toml"
 #: What is tried where a source does not state it.
 MICRO_BATCHES, CHUNKS = (1, 2, 4, 8, 16), (1, 2, 3, 4, 5, 6)
 
