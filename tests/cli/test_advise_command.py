@@ -18,7 +18,7 @@ from zeroplan.resolve import resolve
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.conftest import Run
+    from tests.cli.command import Run
 
 DEEPSPEED = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 4,
              "gradient_accumulation_steps": 1}  # fmt: skip

@@ -12,7 +12,7 @@ from tests.snapshots.written import FORWARD, MODULE, Written, step
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.conftest import Run
+    from tests.cli.command import Run
 
 
 @pytest.fixture

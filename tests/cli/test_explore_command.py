@@ -7,15 +7,15 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 
+from tests.cli.command import Run
 from zeroplan.cli import explore
 
-Run = Callable[..., tuple[int, str, str]]
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 

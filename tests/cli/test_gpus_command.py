@@ -1,14 +1,13 @@
 """``zeroplan gpus``: the list, its filters, one accelerator, and what is refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cli.command import Run
 from zeroplan.catalog.gpu import gpu_names
 
-Run = Callable[..., tuple[int, str, str]]
 ENTRY = """
 full_name = "My GPU"
 vendor = "nvidia"

@@ -1,14 +1,13 @@
 """``zeroplan models``: the list, its filters, one model, and what is refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cli.command import Run
 from zeroplan.catalog.model import model_names
 
-Run = Callable[..., tuple[int, str, str]]
 ENTRY = """
 model_type = "llama"
 released = 2026

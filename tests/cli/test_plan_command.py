@@ -11,7 +11,7 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.conftest import Run
+    from tests.cli.command import Run
 
 ASKED = ("plan", "--model", "llama-3.2-1b", "--gpu", "a10-24gb", "--gpus", "8", "--seq-len", "2048", "--global-batch", "64")
 

@@ -4,18 +4,17 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cli.command import Run
 from tests.measured_twins import twin
 from zeroplan.cli import plotting
 from zeroplan.cli.app import main
 from zeroplan.cli.plot import KINDS
 from zeroplan.verify.record import write_record
 
-Run = Callable[..., tuple[int, str, str]]
 JOB = ("--model", "gpt2", "--gpus", "4", "--stage", "1", "--engine", "ddp", "--seq-len", "128", "--gpu", "t4")
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
 

@@ -4,12 +4,12 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.cli.command import Run
 from tests.formulas import assert_explained
 from tests.profiles import by_hand
 from zeroplan.cli.profile import said
@@ -20,7 +20,6 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 
-Run = Callable[..., tuple[int, str, str]]
 WORKLOAD = "tests.odd_transformer"
 
 

@@ -13,7 +13,7 @@ from tests.explore.test_answers import printed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.cli.conftest import Run
+    from tests.cli.command import Run
 
 JOB = ("--model", "gpt2", "--gpus", "4", "--gpu", "h100", "--seq-len", "128")
 

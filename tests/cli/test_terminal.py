@@ -1,12 +1,10 @@
 """On a narrow terminal an answer is folded between words; a pipe and what is to be copied get their lines whole."""
 
-from collections.abc import Callable
-
 import pytest
 
+from tests.cli.command import Run
 from zeroplan.cli.terminal import fitted
 
-Run = Callable[..., tuple[int, str, str]]
 ASKED = ("--params", "13b", "--gpus", "2", "--gpu", "a100", "--seq-len", "4096")
 
 

@@ -16,12 +16,11 @@ from queue import SimpleQueue
 
 import pytest
 
-from zeroplan.cli.app import main
+from tests.cli.command import Run, running
 from zeroplan.ledger import Phase
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
 
-Run = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
 TINY = {
     "model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -160,13 +159,7 @@ def left_over(folder: Path) -> list[str]:
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["verify", "--config", "tiny", "--seq-len", "64", *arguments])
-        printed = capfd.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return run
+    return running(capfd, "verify", "--config", "tiny", "--seq-len", "64")
 
 
 @contextlib.contextmanager

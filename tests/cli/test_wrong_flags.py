@@ -1,15 +1,13 @@
 """Who types another program's words is told ours, by the command line, by a job file and by Python."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.cli.command import Run
 from zeroplan import job
 from zeroplan.cli.job_flags import FLAGS
 from zeroplan.synonyms import _ELSEWHERE, _OURS
-
-Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize(

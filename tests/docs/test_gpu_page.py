@@ -2,7 +2,6 @@
 
 import shlex
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from zeroplan.verify.cases.matrix import read_matrix, shipped
 
 PAGE = ROOT / "docs" / "verify-on-gpus.md"
 LINES = [line for block in blocks(PAGE, "bash") for line in block.replace("\\\n", " ").splitlines()]
-Run = Callable[..., tuple[int, str, str]]
 
 
 class ReachedError(MeasurementError):

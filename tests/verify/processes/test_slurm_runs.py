@@ -5,17 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.cli.command import Run, running
 from tests.verify.processes.slurm_here import is_here, slurm
 from zeroplan.cli.app import main
 
 ROOT = Path(__file__).parents[3]
-Run = Callable[..., tuple[int, str, str]]
 TINY = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 512,
@@ -50,13 +50,7 @@ def here(conf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(["verify", *arguments])
-        printed = capfd.readouterr()
-        return int(ended.value.code or 0), printed.out, printed.err
-
-    return run
+    return running(capfd, "verify")
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
