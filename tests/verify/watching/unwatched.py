@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch._C._profiler import _EventType
@@ -132,32 +132,52 @@ def _peaks(changes: list[tuple[float, int]], marks: dict[int, float], spans: lis
     return {span: peak for span, peak in peaks.items() if span[1] is not Phase.INIT}
 
 
+class _Request(NamedTuple):
+    """A request, or with a negative size a release; and the kernel it was made inside, 0 outside those that have inner ones."""
+
+    time_ns: int
+    n_bytes: int
+    address: int
+    kernel: int
+
+
 def _changes(roots: list[_ProfilerEvent]) -> tuple[list[tuple[float, int]], dict[int, float]]:
     """Requests and releases in time order without kernels' inner ones and numbers, and when each span began."""
-    inside: dict[int, int] = {}
+    requests, marks = _seen(roots)
+    requests.sort(key=lambda request: request.time_ns)
+    dropped = _inner(requests)
+    kept = [one for at, one in enumerate(requests) if at not in dropped and abs(one.n_bytes) > A_NUMBER]
+    return [(one.time_ns, one.n_bytes) for one in kept], marks
+
+
+def _seen(roots: list[_ProfilerEvent]) -> tuple[list[_Request], dict[int, float]]:
     marks: dict[int, float] = {}
-    requests: list[tuple[float, int, int, int]] = []
+    requests: list[_Request] = []
     pending: list[tuple[_ProfilerEvent, int]] = [(root, 0) for root in roots]
     while pending:
         event, kernel = pending.pop()
         if event.tag == _EventType.Allocation:
-            extra = event.typed[1]
-            requests.append((event.start_time_ns, extra.alloc_size, extra.ptr, kernel))
+            requests.append(_Request(event.start_time_ns, event.typed[1].alloc_size, event.typed[1].ptr, kernel))
             continue
         if event.name.startswith("mark:"):
             marks[int(event.name.removeprefix("mark:"))] = event.start_time_ns
         kernel = kernel or (id(event) if event.name in KERNEL_INNER else 0)
         pending.extend((child, kernel) for child in event.children)
-    requests.sort(key=lambda request: request[0])
-    dropped: set[int] = set()
-    for index, (_, size, address, kernel) in enumerate(requests):
-        if size > 0:
-            inside[address] = index
-        elif address in inside:
-            first = inside.pop(address)
-            if kernel and requests[first][3] == kernel:
-                dropped |= {first, index}
-    return [(at, size) for n, (at, size, _, _) in enumerate(requests) if n not in dropped and abs(size) > A_NUMBER], marks
+    return requests, marks
+
+
+def _inner(requests: list[_Request]) -> set[int]:
+    """What one kernel asks for and gives back itself."""
+    found: set[int] = set()
+    open_requests: dict[int, int] = {}
+    for at, one in enumerate(requests):
+        if one.n_bytes > 0:
+            open_requests[one.address] = at
+            continue
+        first = open_requests.pop(one.address, None)
+        if first is not None and one.kernel and requests[first].kernel == one.kernel:
+            found |= {first, at}
+    return found
 
 
 @contextmanager
