@@ -252,12 +252,17 @@ def _changed(job: JobSpec, **parts: Any) -> JobSpec:
 
 
 def grows_with_the_batch(job: JobSpec, _: Random) -> None:
-    """Twice the sequences never need less, but for a traced module that runs another program for one sequence than for several."""
+    """Twice the sequences never need less, but for programs that differ for one sequence and for several.
+
+    A traced module may have two. Selective recomputation keeps a joint projection whose slices are views, and not their copies,
+    which several sequences need.
+    """
     profile, sequences = job.model.profile, job.batch.micro_batch_size
     if profile is not None and sequences == 1 and any(variant.one != variant.more for variant in profile.variants):
         raise Refused("one sequence alone runs a program of its own in this profile")
     larger = _changed(job, batch=replace(job.batch, micro_batch_size=2 * sequences))
-    assert _peak(larger) >= _peak(job)
+    views = sum(int(line.n_bytes) for _, lines in answered(job).kept for line in lines if "max(0, 2-b)" in line.formula)
+    assert _peak(larger) + job.model.num_hidden_layers * views >= _peak(job)
 
 
 def grows_with_the_sequence(job: JobSpec, _: Random) -> None:
@@ -375,34 +380,55 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
     more = _changed(job, recipe=_told(job, recompute_layers=None, offload_activations=False))
     selective = at == 2 and not _gathers_ahead(job)  # which has none
     less = _changed(more, recipe=_told(more, recompute="selective" if selective else "none"))
-    own = _of_peak(more, *_OF_CHECKPOINTS)
+    own = _of_peak(more, *_OF_CHECKPOINTS) + _of_megatron(more)
     if any(line.reason == "activations of the block that runs" for line in answered(more).peak.lines):  # its input among them
         own += (4 if job.recipe.precision == "fp32" else 2) * _tokens(job) * model.hidden_size
-    own += _beside_a_checkpoint(more, less)
+    own += _kept_selectively(more)
     if _gathers_ahead(job):
         highest = answered(more).peak.name
         own += max(0, _gathered(more, highest) - _gathered(less, highest))
     if answered(more).peak.name == "experts gathered for their forward":  # at which too much is said (docs/limits.md)
         own += _of_peak(more, ATTENTION_EXCESS)
-    assert _peak(more) <= _peak(less) + own
+    once = max(_peak(less), _forward_beside_gradients(more, less)) if _is_run_again(more) else _peak(less)
+    assert _peak(more) <= once + own
 
 
-def _beside_a_checkpoint(more: JobSpec, less: JobSpec) -> int:
-    """What the backward has made until a forward is run again, and the outputs that selective recomputation keeps of a block.
+def _kept_selectively(more: JobSpec) -> int:
+    """The outputs that selective recomputation keeps of a block, where a forward is the peak.
 
-    Those are there from the start of the second forward, and in the first they are others than the ones that autograd saves:
+    They are there from the start of the second forward, and in the first they are others than the ones that autograd saves:
     projections before the rotation, which goes on beside them.
     """
     answer = answered(more)
-    again = "again" in answer.peak.name or "recomputed" in answer.peak.name
-    selective = more.recipe.recompute == "selective" and (again or answer.peak.name.startswith("forward"))
-    kept = max((sum(int(line.n_bytes) for line in lines) for _, lines in answer.kept), default=0) if selective else 0
-    return kept + (max(0, _gradients_at_peak(more) - _gradients_at_peak(less)) if again else 0)
+    forward = answer.peak.name.startswith("forward") or _is_run_again(more)
+    if more.recipe.recompute != "selective" or not forward:
+        return 0
+    return max((sum(int(line.n_bytes) for line in lines) for _, lines in answer.kept), default=0)
 
 
-def _gradients_at_peak(job: JobSpec) -> int:
+def _is_run_again(job: JobSpec) -> bool:
+    """Whether the peak is in a forward that is run again."""
+    name = answered(job).peak.name
+    return "again" in name or "recomputed" in name
+
+
+def _forward_beside_gradients(more: JobSpec, less: JobSpec) -> int:
+    """The highest moment of the forward that is run once, and what the backward has made when it is run again. [bytes]"""
+    forwards = [int(moment.total_bytes) for moment in answered(less).moments if moment.phase is Phase.FORWARD]
     kinds = (Kind.ACTIVATION_GRADIENTS, Kind.UNSHARDED_GRADIENTS, Kind.GRADIENTS)
-    return sum(int(line.n_bytes) for line in answered(job).peak.lines if line.kind in kinds)
+    return max(forwards, default=0) + sum(int(line.n_bytes) for line in answered(more).peak.lines if line.kind in kinds)
+
+
+def _of_megatron(more: JobSpec) -> int:
+    """What Megatron-Core's closed form has of a layer that is run again whole: its input, and its MLP, which is not done yet.
+
+    Selective recomputation runs attention again alone, when the MLP's backward is done.
+    """
+    answer = answered(more)
+    if more.recipe.engine != "megatron" or not _is_run_again(more):
+        return 0
+    mlp = sum(int(line.n_bytes) for line in answer.peak.lines if line.reason.startswith(("MLP: ", "experts: ", "router: ")))
+    return mlp + -(-_of_peak(more, "inputs of both norms") // 2)
 
 
 def _tokens(job: JobSpec) -> int:

@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -142,17 +142,18 @@ def _bound_memory() -> None:
 
 
 def work(asked: Connection) -> None:
-    """Answer chunks until there is none: a process of its own."""
+    """Answer chunks until nobody asks: a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _bound_memory()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # what caches hold is looked through seldom: a sixth of the time
-    while (chunk := asked.recv()) is not None:
-        first, count, names = chunk
-        tally, found = Tally(), list[Failure]()
-        for case in range(first, first + count):
-            found += failures(case, [name for name in names if name not in {one.check for one in found}], tally)
-        asked.send(Chunk(first, tally, tuple(found)))
+    with suppress(EOFError, BrokenPipeError):  # whoever asks is gone
+        while True:
+            first, count, names = asked.recv()
+            tally, found = Tally(), list[Failure]()
+            for case in range(first, first + count):
+                found += failures(case, [name for name in names if name not in {one.check for one in found}], tally)
+            asked.send(Chunk(first, tally, tuple(found)))
 
 
 class _Worker:

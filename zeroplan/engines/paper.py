@@ -22,7 +22,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.parameters import BlockRun
-from zeroplan.transformer.params import layout, parameter_count
+from zeroplan.transformer.params import layout, parameter_count, runs_in_order
 from zeroplan.transformer.published import KORTHIKANTI, megatron_layer_lines
 
 _STATES = "arXiv:1910.02054, sections 3.1 and 5"
@@ -109,10 +109,10 @@ def _moments(
         Moment("optimizer step", Phase.STEP, states),
     ]
     if recipe.recompute != "none" and recipe.activation_model == "module":
-        for at in _last_of_each_kind(tuple(run.kind for run, _ in kept)):
+        for at, below in _last_of_each_kind(model):
             kind = kept[at][0].kind
             last = block_pass(model, kind, compute, batch)
-            before = (*states, _activations(recipe, kept, until=at), *head.shared)
+            before = (*states, _activations(recipe, kept, below), *head.shared)
             name = _LAST if at == len(kept) - 1 else f"backward of the last {kind} block, recomputed"
             moments.insert(-1, Moment(name, Phase.BACKWARD, (*before, *last.checkpoint_in_backward, *last.saved)))
     return tuple(moments)
@@ -122,20 +122,16 @@ _LAST = "backward of the last block, recomputed"
 
 
 @lru_cache(maxsize=256)
-def _last_of_each_kind(kinds: tuple[str, ...]) -> tuple[int, ...]:
-    """Of runs of blocks the last one of each kind: more waits below it than below the others, in the order of the backward.
-
-    >>> _last_of_each_kind(("dense", "moe")), _last_of_each_kind(("a", "b", "a"))
-    ((1, 0), (2, 1))
-    """
-    return tuple(sorted({kind: at for at, kind in enumerate(kinds)}.values(), reverse=True))
+def _last_of_each_kind(model: ModelSpec) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of each run of blocks, the last first, how many of every run lie below its last block, where most waits."""
+    order, runs = runs_in_order(model), range(len(layout(model).runs))
+    last = {run: at for at, run in enumerate(order)}
+    return tuple((run, tuple(order[: last[run]].count(one) for one in runs)) for run in reversed(runs))
 
 
-def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...], *, until: int | None = None) -> Line:
-    """What the blocks keep: all of them, or those below the last block of a run."""
-    layers = tuple(
-        run.layers if until is None or at < until else run.layers - 1 if at == until else 0 for at, (run, _) in enumerate(kept)
-    )
+def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...], layers: tuple[int, ...] | None = None) -> Line:
+    """What blocks keep, so many of each run, or all."""
+    layers = layers or tuple(run.layers for run, _ in kept)
     n_bytes: Int = 0
     for count, (_, lines) in zip(layers, kept, strict=True):
         n_bytes = n_bytes + count * total_bytes(lines)

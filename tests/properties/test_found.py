@@ -1,0 +1,83 @@
+"""What random jobs found, each as a job of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from zeroplan import BatchSpec, ClusterSpec, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
+from zeroplan.engines.deepspeed.buckets import flush_over, schedule
+from zeroplan.engines.deepspeed.flat import row
+from zeroplan.engines.deepspeed.quantized import sharing_of
+from zeroplan.errors import SpecError
+from zeroplan.resolve import job as described
+from zeroplan.spec.recipe import DeepSpeedOptions
+from zeroplan.transformer.params import runs_in_order
+
+LLAMA = ModelSpec(
+    family="llama", hidden_size=64, intermediate_size=176, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=256,
+)  # fmt: skip
+BELOW = "attention weights of the block below, one of its outputs"
+
+
+def test_the_first_bucket_that_reaches_into_a_share_is_found_where_buckets_are_not_in_order():
+    """Norms run before what is registered before them; measured: the backward of small models was up to 5 % too low."""
+    buckets = schedule(row(LLAMA), 500)
+    assert list(buckets.lows) != sorted(buckets.lows)
+    for element in range(1, buckets.whole.n_elements, 977):
+        assert flush_over(buckets, element) == max(at for at, low in enumerate(buckets.lows) if low < element)
+
+
+@pytest.mark.parametrize(("layers", "there"), [(1, False), (2, True)])
+def test_a_bloom_of_one_block_has_no_block_below(layers: int, there: bool):
+    bloom = replace(LLAMA, family="bloom", num_hidden_layers=layers, num_key_value_heads=4, attention_bias=True, mlp_bias=True)
+    answer = estimate(JobSpec(model=bloom, recipe=RecipeSpec(recompute="full"), mesh=MeshSpec(dp_shard=2)))
+    assert any(line.reason == BELOW for moment in answer.moments for line in moment.lines) is there
+
+
+def test_dense_layers_are_run_again_below_layers_of_experts():
+    experts = MoeSpec(num_experts=4, num_experts_per_tok=1, moe_intermediate_size=8, num_dense_layers=2)
+    model = replace(LLAMA, family="qwen3_moe", intermediate_size=10_000, moe=experts)
+    for engine, name in (
+        ("paper", "backward of the last dense block, recomputed"),
+        ("megatron", "backward of a dense layer, recomputed"),
+    ):
+        recipe = RecipeSpec(engine=engine, zero_stage=0, recompute="full")
+        answer = estimate(JobSpec(model=model, recipe=recipe, batch=BatchSpec(seq_len=512)))
+        assert answer.peak.name == name
+
+
+def test_the_last_global_block_has_local_ones_below_it():
+    model = replace(LLAMA, family="gemma3_text", num_hidden_layers=7, sliding_window=64)
+    assert runs_in_order(model) == (1, 1, 1, 1, 1, 0, 1)
+    recipe = RecipeSpec(engine="paper", zero_stage=0, recompute="full", precision="fp32")
+    answer = estimate(JobSpec(model=model, recipe=recipe, batch=BatchSpec(seq_len=512)))
+    moment = next(moment for moment in answer.moments if "global" in moment.name)
+    assert any(line.formula == "5·S_local" for line in moment.lines)
+
+
+def test_attention_is_run_again_in_selective_recomputation_of_megatron():
+    recipe = RecipeSpec(engine="megatron", zero_stage=0, recompute="selective", attention="eager")
+    answer = estimate(JobSpec(model=replace(LLAMA, vocab_size=2), recipe=recipe, batch=BatchSpec(seq_len=2048)))
+    assert answer.peak.name == "backward of attention, recomputed"
+
+
+def test_two_numbers_of_gpus_of_a_node_contradict_each_other():
+    recipe = RecipeSpec(engine="deepspeed", deepspeed=DeepSpeedOptions(zero_quantized_gradients=True))
+    with pytest.raises(SpecError, match="contradicts the 4 GPUs of a node"):
+        JobSpec(model=LLAMA, recipe=recipe, cluster=ClusterSpec(gpus_per_node=4))
+    said = {"model": LLAMA, "engine": "deepspeed", "gpus": 8, "stage": 3, "gpus_per_node": 4}
+    job = described(**said, deepspeed=DeepSpeedOptions(zero_quantized_gradients=True))
+    assert job.recipe.deepspeed.gpus_per_node == 4
+    with pytest.raises(SpecError, match="gpus_per_node=2 contradicts"):
+        described(**said, deepspeed=DeepSpeedOptions(zero_quantized_gradients=True, gpus_per_node=2))
+
+
+def test_a_column_of_ranks_is_refused_where_gathers_depend_on_them():
+    recipe = RecipeSpec(engine="deepspeed", deepspeed=DeepSpeedOptions(zero_quantized_weights=True))
+    assert sharing_of(recipe, np.array([8, 8])).ranks == 8
+    with pytest.raises(SpecError, match="one number after the other"):
+        sharing_of(recipe, np.array([8, 16]))
