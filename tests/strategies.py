@@ -266,6 +266,7 @@ def _fsdp2(draw: Random, said: dict[str, Any], manner: str) -> Fsdp2Options:
         reshard_after_forward=draw.choice((None, None, True, False, *((2, 4) if whole else ()))),
         reduce_dtype=draw.choice(("fp32", "param")),
         cpu_offload=away,
+        torch=draw.choice((None, "2.13", *(("2.15", "2.15") if "pp" not in manner.split() else ()))),
     )
 
 

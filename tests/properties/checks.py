@@ -591,7 +591,7 @@ def _comparable(job: JobSpec) -> JobSpec:
         options = replace(
             options, **{name: default[name] for name in default if name.startswith(f"{what}_") and name not in heeded}
         )
-    fsdp2 = replace(fsdp2, reshard_after_forward=kept)
+    fsdp2 = replace(fsdp2, reshard_after_forward=kept, torch=None)  # whose FSDP2 it is stands in no file
     schedule = recipe.pipeline_schedule or ("1f1b" if job.mesh.pp > 1 else None)
     each = recipe.pipeline_stages_per_rank or (stages_per_rank(schedule, None) if schedule else None)
     recipe = replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=each)

@@ -80,7 +80,8 @@ def _cut(plan: Plan, run: int) -> Line:
     for parameter in plan.runs[run].parameters:
         whole = width * ceil_div(parameter.shape[0], plan.n) * plan.n * (parameter.numel // parameter.shape[0])
         most, done = maximum(most, done + whole // ways), done + whole // ways - whole
-    return Line(Kind.UNSHARDED_PARAMETERS, most, "smaller shards beside what is still whole", "", POST_FORWARD)
+    formula = f"1·{most}" if isinstance(most, int) else ""
+    return Line(Kind.UNSHARDED_PARAMETERS, most, "smaller shards beside what is still whole", formula, POST_FORWARD)
 
 
 def _parked_before(plan: Plan, below: Group) -> Line:
