@@ -2,7 +2,8 @@
 
 Every block is one group, everything else (embedding, final norm, head) is the root group, as in PyTorch's own examples. Buffer
 lifetimes end with Python references in host order, so the allocated bytes at every moment follow from the code of
-``torch/distributed/fsdp/_fully_shard`` (torch 2.13). The estimate is for rank 0, whose dim-0 chunk is never the smaller one.
+``torch/distributed/fsdp/_fully_shard``: that of torch 2.13, or of 2.15 where a job says so (``fsdp2.torch``). The estimate is for
+rank 0, whose dim-0 chunk is never the smaller one.
 
 Left out: frozen parameters other than those beside adapters, other wrappings, explicit prefetching, and buffers of the process
 group itself.
@@ -166,7 +167,9 @@ def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Say what is on the host, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
+    """Say whose FSDP2 it is, what is on the host, and where sharding by dim 0 leaves rank 0 with clearly more than its share."""
+    if plan.of_torch_2_15:
+        yield "FSDP2 is that of torch 2.15"
     if plan.recipe.offload_activations:
         yield NOTE
     if plan.offloaded:

@@ -5,6 +5,7 @@ Until that ends in torch 2.13, where a local of ``wait_for_unshard`` still names
 
 from collections.abc import Iterator
 
+from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import (
     PARKED,
     POST_FORWARD,
@@ -78,10 +79,10 @@ def _cut(plan: Plan, run: int) -> Line:
     most: Int = 0
     done: Int = 0
     for parameter in plan.runs[run].parameters:
-        whole = width * ceil_div(parameter.shape[0], plan.n) * plan.n * (parameter.numel // parameter.shape[0])
+        whole = ceil_div(parameter.shape[0], plan.n) * plan.n * (parameter.numel // parameter.shape[0])
         most, done = maximum(most, done + whole // ways), done + whole // ways - whole
-    formula = f"1·{most}" if isinstance(most, int) else ""
-    return Line(Kind.UNSHARDED_PARAMETERS, most, "smaller shards beside what is still whole", formula, POST_FORWARD)
+    formula = product(width, most) if isinstance(most, int) else ""
+    return Line(Kind.UNSHARDED_PARAMETERS, width * most, "smaller shards beside what is still whole", formula, POST_FORWARD)
 
 
 def _parked_before(plan: Plan, below: Group) -> Line:
