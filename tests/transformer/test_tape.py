@@ -77,3 +77,32 @@ def test_moments_below_another_are_left_out() -> None:
 def test_of_equal_moments_one_stays() -> None:
     alive = [Alive(name, (store("e·T·h"),), (), (), ()) for name in ("first", "second")]
     assert len(highest(alive, wide=True, autocast=False)) == 1
+
+
+def test_what_two_operators_saved_stays_until_the_second_has_read_it() -> None:
+    """Made again by a recomputation, it is nobody's name any more: gone with its last reader."""
+    tape = Tape(wide=False, autocast=False, saving=True, again=True)
+    shared = tape.make(Kind.ACTIVATIONS, "read twice", "e·T·h", "here")
+    tape.hold(shared)  # one for each operator
+    tape.used(shared)
+    assert shared in tape.alive
+    tape.drop(shared)
+    tape.used(shared)
+    assert shared not in tape.alive
+
+
+def test_what_leads_to_no_loss_has_no_backward() -> None:
+    """A branch whose output nobody uses, as autograd leaves such nodes alone: no gradient of its weight."""
+    tape, given, made = a_linear_map()
+    unused = op.linear(tape, given, "3", Site("branch that nobody uses", "here"))
+    tape.release(given, made, unused)
+    tape.run_backward(made, store("e·T·f"))
+    assert tape.gradients == ["h·f"]
+
+
+def test_where_nothing_is_saved_nothing_is_run_again() -> None:
+    """A frozen map of an input that autograd does not follow."""
+    tape = Tape(wide=False, autocast=False, saving=False)
+    given = Value(tape.make(Kind.ACTIVATIONS, "input", "e·T·h", "here"), "e", "T·h")
+    op.linear(tape, given, "f", HERE)
+    assert [one.stores for one in tape.until_last_saved(done=False)] == [()]

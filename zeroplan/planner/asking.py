@@ -216,6 +216,9 @@ def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | N
         if not longest:
             return base, replace(fixed, micro_batch_size=1), (f"not even {SEQUENCE_STEP} tokens fit",)
         said = f"the longest sequence that fits: {longest:,} tokens (a multiple of {SEQUENCE_STEP})"
+        window = base.model.sliding_window
+        if window is not None and longest < window <= longest + SEQUENCE_STEP and (fixed.tp or 1) * (fixed.cp or 1) > 1:
+            said += f"; longer ones, beyond the window of {window:,}, are not modelled on ranks that split the model"
         return replace(base, batch=replace(base.batch, seq_len=longest)), replace(fixed, micro_batch_size=1), (said,)
     if question.max_batch:
         largest = largest_batch(base, fixed, unsaid)

@@ -205,22 +205,29 @@ LEAST_PARAMETERS, _BEYOND = 50_000_000, 3
 def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: Unsaid | None) -> int:
     """The largest of these values with which any structure fits comfortably; whole shards, no replicas, no offload unless asked."""
     gpus, room = base.mesh.world_size, room_of(base)
-    ones = np.ones(len(values), dtype=np.int64)
     longest = replace(base, batch=replace(base.batch, seq_len=int(values.max()))) if tokens and len(values) else base
     most = 0
     for recipe, split in _wholly_sharded(longest, fixed, unsaid):
+        told = _modelled(values, base, split) if tokens else values
+        ones = np.ones(len(told), dtype=np.int64)
         grid = grid_of(
             np.ones(1, dtype=np.int64),
             gpus,
-            micro_batch_size=ones if tokens else values,
+            micro_batch_size=ones if tokens else told,
             grad_accum_steps=ones * (fixed.grad_accum_steps or 1),
-            seq_len=values if tokens else base.batch.seq_len,
+            seq_len=told if tokens else base.batch.seq_len,
             degrees=split,
         )
         try:
             found = evaluated(base, recipe, grid)
         except SpecError:
             continue
-        fitting = values[found.comfortable_bytes <= room]
+        fitting = told[found.comfortable_bytes <= room]
         most = max(most, int(fitting.max(initial=0)))
     return most
+
+
+def _modelled(lengths: Column, base: JobSpec, split: Degrees) -> Column:
+    """Those within the sliding window, where ranks split the model: beyond it that is not modelled."""
+    window = base.model.sliding_window
+    return lengths if window is None or split.tp * split.cp == 1 else lengths[lengths < window]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from zeroplan.errors import SpecError
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.families.widths import GLOBAL_LAYERS
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
@@ -83,7 +82,8 @@ def _fused_attention(model: ModelSpec) -> Parameters:
 
 def _latent_attention(model: ModelSpec) -> Parameters:
     """DeepSeek's multi-head latent attention: queries, and keys with values, through low-rank projections."""
-    mla, hidden, heads = _mla(model), model.hidden_size, model.num_attention_heads
+    assert model.mla is not None  # noqa: S101  the family always has it
+    mla, hidden, heads = model.mla, model.hidden_size, model.num_attention_heads
     latent = mla.kv_lora_rank
     return (
         *_latent_query(mla, model),
@@ -171,12 +171,6 @@ def _query_width(model: ModelSpec) -> int:
 
 def _key_width(model: ModelSpec) -> int:
     return model.num_key_value_heads * model.head_dim
-
-
-def _mla(model: ModelSpec) -> MlaSpec:
-    if model.mla is None:
-        raise SpecError(f"family={model.family!r} has latent attention; describe it in `mla`")
-    return model.mla
 
 
 #: Families whose attention has no bias whatever ``attention_bias`` says: their class knows no such key.

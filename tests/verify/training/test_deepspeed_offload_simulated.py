@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,11 +30,15 @@ STREAMED: dict[str, Any] = {
 BOTH = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 
 
-def small(stage: int, *, ranks: int = 4, grad_accum: int = 1, **options: Any) -> Run:
+#: On six ranks its norms do not divide, and its matrices and their scales do.
+UNEVEN = replace(SMALL, num_attention_heads=6, num_key_value_heads=6, head_dim=48, intermediate_size=720, vocab_size=1008)
+
+
+def small(stage: int, *, model: ModelSpec = SMALL, ranks: int = 4, grad_accum: int = 1, **options: Any) -> Run:
     sizes = {"reduce_bucket_size": 200_000, **(STREAMED if stage == 3 else {})}
     return Run(
         JobSpec(
-            model=SMALL,
+            model=model,
             recipe=RecipeSpec(engine="deepspeed", zero_stage=stage, deepspeed=DeepSpeedOptions(**sizes, **options)),
             mesh=MeshSpec(dp_shard=ranks),
             batch=BatchSpec(seq_len=64, grad_accum_steps=grad_accum),
@@ -53,6 +58,9 @@ RUNS = {
     "hpZ, accumulating": small(3, zero_hpz_partition_size=2, grad_accum=2),
     "qwZ": small(3, zero_quantized_weights=True),
     "qgZ, accumulating": small(3, zero_quantized_gradients=True, gpus_per_node=2, grad_accum=2),
+    "qgZ, uneven norms, kept in fp32": small(
+        3, model=UNEVEN, ranks=6, zero_quantized_gradients=True, gpus_per_node=2, grad_accum_dtype="fp32"
+    ),
     "all of ZeRO++": small(
         3, ranks=8, zero_hpz_partition_size=2, zero_quantized_weights=True, zero_quantized_gradients=True, gpus_per_node=2
     ),

@@ -120,19 +120,24 @@ def test_a_rank_of_stages_whose_sequences_others_share_takes_what_the_estimate_s
 
 
 _EXPERTS = [
-    (2, Case(0, {"zero_stage": 3, "recompute": "full", "pipeline_schedule": "interleaved-1f1b"}, micro_batches=2)),
-    (4, Case(1, {"zero_stage": 2}, micro_batches=2, seq_len=2)),
+    (2, 0, Case(0, {"zero_stage": 3, "recompute": "full", "pipeline_schedule": "interleaved-1f1b"}, micro_batches=2)),
+    (4, 0, Case(1, {"zero_stage": 2}, micro_batches=2, seq_len=2)),
+    (2, 2, Case(0, {"zero_stage": 2, "pipeline_schedule": "interleaved-1f1b"}, micro_batches=2)),
 ]
 
 
-@pytest.mark.parametrize(("shards", "case"), _EXPERTS)
-def test_a_rank_of_stages_with_some_of_the_experts_takes_what_the_estimate_says(shards: int, case: Case) -> None:
-    """Transformers' dispatch inside every stage; under a schedule what is not the experts' is reduced before them."""
+@pytest.mark.parametrize(("shards", "dense", "case"), _EXPERTS)
+def test_a_rank_of_stages_with_some_of_the_experts_takes_what_the_estimate_says(shards: int, dense: int, case: Case) -> None:
+    """Transformers' dispatch inside every stage; under a schedule what is not the experts' is reduced before them.
+
+    Where the first layers are ``dense``, the first stage has such alone, and the next of the same rank none.
+    """
     from zeroplan.verify.backends.simulate import simulate
 
     torch.set_num_threads(1)
-    moe = MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=160)
-    job = _job(case._replace(family="mixtral"), replace(_MODEL, family="mixtral", moe=moe), dp_shard=shards, ep=2)
+    moe = MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=160, num_dense_layers=dense)
+    family: Family = "qwen3_moe" if dense else "mixtral"
+    job = _job(case._replace(family=family), replace(_MODEL, family=family, moe=moe), dp_shard=shards, ep=2)
     seen = compare_with_estimate(simulate(job, rank=shards * case.rank))
     for row in (*seen.phases, seen.peak, seen.held):
         assert -_SMALL <= row.difference <= 0, row

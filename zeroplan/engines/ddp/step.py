@@ -357,8 +357,6 @@ def _twice(formula: str, beside: int) -> str:
 
 def _times(lines: Lines, layers: int, symbol: str) -> Lines:
     """Lines of that many blocks; with a formula where one symbol counts them."""
-    if not layers:
-        return ()
     return tuple(
         Line(line.kind, layers * line.n_bytes, line.reason, _product(symbol, line.formula), line.source) for line in lines
     )

@@ -115,8 +115,6 @@ def groups_of(share: int) -> int:
     groups = ceil_div(share, _TARGET_GROUP)
     while groups < share and share % (8 * groups):
         groups += 1
-    while share % (16 * groups) == 0 and share / groups > _TARGET_GROUP:
-        groups *= 2
     if share % (8 * groups) or share / groups >= _LARGEST_GROUP or share <= groups:
         raise SpecError(
             f"zero_quantized_weights: DeepSpeed cannot split a rank's share of {share:,} elements into groups of a multiple of 8; "

@@ -230,8 +230,6 @@ def own_buffers_then_the_next(plan: Plan, position: Position) -> tuple[Line, ...
 
     Of the block below the experts are gathered first.
     """
-    if plan.reshard is False:
-        return ()
     group, width = plan.blocks[position.run], plan.width.compute
     experts, kind = _apart(group), group.symbol
     own: Int = experts.gathers * width * experts.padded

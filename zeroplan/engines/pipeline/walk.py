@@ -54,11 +54,6 @@ class Place(NamedTuple):
     chunks: int
     micro_batches: int
 
-    @property
-    def stages(self) -> int:
-        """All stages of the pipeline."""
-        return self.pp * self.chunks
-
 
 @lru_cache(maxsize=4096)
 def states(place: Place, *, resharded: bool) -> tuple[State, ...]:

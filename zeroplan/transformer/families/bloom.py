@@ -1,7 +1,7 @@
 """Blocks of BLOOM: LayerNorm, a joint projection, attention written out with ALiBi, and a GELU that saves its input only."""
 
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.attend import Attended, in_order_of_tokens, masked, softmax
+from zeroplan.transformer.families.attend import in_order_of_tokens, masked, softmax
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
@@ -26,14 +26,12 @@ def bloom(tape: Tape, given: Value, block: Block) -> Value:
     tape.release(inner)
     branch = op.linear(tape, active, "h", Site("second MLP projection", MLP), reads="f", bias=True)
     made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
-    tape.release(branch, active, normal, middle)
-    if weights is not None:
-        tape.release(weights)
+    tape.release(branch, active, normal, middle, weights)
     return made
 
 
-def _attention(tape: Tape, normal: Value, given: Value) -> Attended:
-    """Attention and the residual addition, which it does itself."""
+def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
+    """Attention and the residual addition, which it does itself; and the attention weights."""
     joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION), bias=True)
     query, key, value = op.slices(tape, joint, ("T·q", "T·k", "T·v"), Site("slices of q, k and v", ATTENTION))
     copies = _flattened(tape, joint)
@@ -47,7 +45,7 @@ def _attention(tape: Tape, normal: Value, given: Value) -> Attended:
     made = op.add(tape, given, branch, "residual stream between attention and MLP", Site("residual addition", ATTENTION))
     tape.drop(*copies)
     tape.release(joint, scores, with_mask, context, branch)
-    return Attended(made, weights)
+    return made, weights
 
 
 def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:

@@ -83,7 +83,8 @@ class Tape:
         self.summed_anew: set[Value] = set()
         """Tensors whose gradients autograd never adds in place: DTensors, as all subclasses."""
         self._apart = False
-        self._last_saving: tuple[int, Alive, tuple[Value, ...]] | None = None
+        self._last_saving: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
+        """Of the last operator that saved something: the moments before it, itself, and outputs it did not save."""
         self.alive: dict[Store, None] = {}
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
@@ -160,9 +161,8 @@ class Tape:
         store.twin.holds = names
         self.alive[store.twin] = None
         self.moments = [_with_twin(moment, store) for moment in self.moments]
-        if self._last_saving is not None:
-            before, last, outputs = self._last_saving
-            self._last_saving = before, _with_twin(last, store), outputs
+        before, last, outputs = self._last_saving
+        self._last_saving = before, _with_twin(last, store), outputs
 
     def add(
         self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *, cast: str = ""
@@ -200,8 +200,6 @@ class Tape:
 
         Operators of torch save before they compute; ``done`` is of those that save afterwards.
         """
-        if self._last_saving is None:
-            return []
         before, last, outputs = self._last_saving
         made = [] if done else [value.store for value in outputs]
         return [*self.moments[:before], last._replace(stores=tuple(store for store in last.stores if store not in made))]
