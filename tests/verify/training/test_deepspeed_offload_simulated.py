@@ -31,7 +31,7 @@ BOTH = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 
 
 #: On six ranks its norms do not divide, and its matrices and their scales do.
-UNEVEN = replace(SMALL, num_attention_heads=6, num_key_value_heads=6, head_dim=48, intermediate_size=720, vocab_size=1008)
+UNEVEN = replace(SMALL, num_key_value_heads=4, head_dim=72, intermediate_size=720, vocab_size=1008)
 
 
 def small(stage: int, *, model: ModelSpec = SMALL, ranks: int = 4, grad_accum: int = 1, **options: Any) -> Run:
