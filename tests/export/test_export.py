@@ -12,6 +12,7 @@ import pytest
 
 from zeroplan import JobSpec, Request, SpecError, estimate, job
 from zeroplan.cli.app import main
+from zeroplan.export.accelerate import as_accelerate_has_it
 from zeroplan.export.command import estimate_command
 from zeroplan.export.files import TARGETS, cannot_say, export, write
 from zeroplan.resolve import resolve
@@ -119,6 +120,7 @@ def test_transformers_takes_deepspeeds_file_beside_its_own_arguments(said: dict,
         {"lora_rank": 16, "lora_targets": "attention"},
         {"lora_rank": 16, "quantize": "nf4-double"},
         {"freeze": "embedding,head", "freeze_layers": 4},
+        {"engine": "megatron", "stage": 1, "tensor_parallel": 2, "sequence_parallel": True},
     ],
 )
 def test_the_command_is_the_job(said: dict, capsys: pytest.CaptureFixture[str]):
@@ -258,3 +260,40 @@ def test_nothing_is_written_over_without_force(tmp_path: Path):
     assert (tmp_path / "train_fsdp2.py").read_text() == "mine"
     write(made, tmp_path, force=True)
     assert "fully_shard" in (tmp_path / "train_fsdp2.py").read_text()
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path):
+    made = export(described(), "fsdp2")
+    (tmp_path / "train_fsdp2.py").mkdir()
+    with pytest.raises(SpecError, match=r"'.*train_fsdp2.py' cannot be written: Is a directory"):
+        write(made, tmp_path, force=True)
+
+
+def test_a_job_without_a_gpu_has_a_command_without_one():
+    bare = job(model="llama-3.2-1b", gpus=16, seq_len=2048)
+    words = shlex.split(estimate_command(bare, replace(ASKED, gpu=None)))
+    assert "--gpu" not in words
+    assert words[words.index("--gpus") + 1] == "16"
+
+
+def test_accelerate_hands_on_fp32_logits_of_16_bits_only():
+    whole = replace(ASKED, precision="fp32")
+    assert as_accelerate_has_it(whole) == whole
+    mixed = as_accelerate_has_it(ASKED)
+    assert (mixed.keep_logits, mixed.fsdp2) == ("fp32", REDUCED)
+    assert as_accelerate_has_it(replace(ASKED, keep_logits=False)).keep_logits is False
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+def test_the_script_recomputes_the_first_blocks_alone():
+    """Its own lines, on three blocks: those that torch has wrapped."""
+    torch = pytest.importorskip("torch")
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
+    text = export(described(recompute="full", recompute_layers=2), "fsdp2").files[0].text
+    start = text.index("    from torch.distributed.algorithms._checkpoint import")
+    lines = text[start : text.index("\n", text.index("apply_activation_checkpointing("))]
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    exec("\n".join(line.strip() for line in lines.splitlines()), {"model": model, "blocks": list, "torch": torch})  # noqa: S102
+    assert [isinstance(block, CheckpointWrapper) for block in model] == [True, True, False]

@@ -116,6 +116,9 @@ def test_what_megatron_itself_would_hold_is_told():
     beside, nothing = (export(described(model="llama-3.1-8b", gpus=8, stage=stage), "megatron").notes[0] for stage in (1, 3))
     assert f"{own.least_bytes / 1e9:.2f} GB" in beside
     assert "its own account" not in nothing
+    some = export(described(model="llama-3.1-8b", gpus=8, stage=1, recompute="full", recompute_layers=8), "megatron")
+    assert "--recompute-num-layers 8\n" in some.files[0].text  # of which its account has no formula
+    assert "its own account" not in some.notes[0]
     alone = described(model="llama-3.1-8b", gpus=8, stage=1, engine="megatron")
     assert len(export(alone, "megatron").notes) == 1
 

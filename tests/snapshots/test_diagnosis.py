@@ -16,6 +16,7 @@ from tests.snapshots.written import (
     MODULE,
     RECOMPUTED,
     STEP,
+    TORCH,
     Written,
     step,
 )
@@ -25,6 +26,7 @@ from zeroplan.snapshots.diagnosis import Diagnosis, diagnose
 from zeroplan.snapshots.kinds import UNKNOWN
 from zeroplan.snapshots.lives import BEFORE, alive, lives_of
 from zeroplan.snapshots.reading import read_snapshot
+from zeroplan.snapshots.replayed import replayed
 from zeroplan.units import MIB
 
 if TYPE_CHECKING:
@@ -163,3 +165,45 @@ def test_the_data_are_what_the_text_says(card: Written, tmp_path: Path):
     assert {one["kind"]: one["bytes"] for one in data["held"]} == kinds(seen)
     assert data["held"][0]["sites"][0] == {"where": "model.py:21 forward", "n_bytes": 9_000}
     assert data["live_bytes"] == sum(kinds(seen).values())
+
+
+def test_torchs_wrapper_of_every_optimizer_is_its_step(card: Written, tmp_path: Path):
+    """An optimizer of someone's own, known by ``Optimizer.profile_hook_step``; making gradients zero is no step."""
+    wrapper = [("/home/me/train.py", "main", 9), (f"{TORCH}/optim/optimizer.py", "wrapper", 500), ("/home/me/mine.py", "go", 5)]
+    zeroed = [("/home/me/train.py", "main", 8), (f"{TORCH}/optim/optimizer.py", "zero_grad", 900)]
+    step(card, states=False)
+    card.ask(6_000, wrapper)
+    card.release(card.ask(50_000, zeroed))
+    seen = kinds(found(card, tmp_path))
+    assert seen[Kind.ACTIVATIONS] == 50_000
+    card.release(card.ask(70_000, wrapper))
+    seen = kinds(found(card, tmp_path))
+    assert (seen[Kind.OPTIMIZER_STATE], seen[Kind.OPTIMIZER_TEMPORARY]) == (6_000, 70_000)
+
+
+def test_a_workspace_of_cublas_is_known_by_its_own_functions_whatever_its_size(card: Written, tmp_path: Path):
+    card.ask(12_345, [*FORWARD, ("??", "at::cuda::getCurrentCUDABlasHandle()", 0)])
+    card.release(card.ask(50_000, FORWARD))
+    assert kinds(found(card, tmp_path))[Kind.WORKSPACE] == 12_345
+
+
+def test_of_more_blocks_than_a_gradient_has_uses_the_rest_is_unknown(card: Written, tmp_path: Path):
+    """A parameter and two states have a gradient's size; a fourth such block, from before the history, could be anything."""
+    card.ask(4_000, MODULE)
+    step(card, states=True)
+    card.forget(len(card.trace))
+    step(card, states=False)
+    seen = kinds(found(card, tmp_path))
+    assert (seen[Kind.PARAMETERS], seen[Kind.OPTIMIZER_STATE], seen[UNKNOWN]) == (4_000, 8_000, 4_000)
+
+
+def test_a_history_with_holes_is_not_replayed(card: Written, tmp_path: Path):
+    """A block that lies across the end of its segment stands where no allocator puts one."""
+    path = card.to(tmp_path / "snapshot.pickle")
+    whole = read_snapshot(path)
+    card.forget(len(card.trace))
+    standing = read_snapshot(card.to(path))
+    assert replayed(whole, lives_of(whole)) is not None
+    assert replayed(standing, lives_of(standing)) is not None
+    torn = standing._replace(segments=tuple(one._replace(n_bytes=512) for one in standing.segments))
+    assert replayed(torn, lives_of(torn)) is None

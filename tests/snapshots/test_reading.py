@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from typing import TYPE_CHECKING
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -13,10 +15,7 @@ from hypothesis import strategies as st
 from tests.snapshots.written import FORWARD, MODULE, Written, step
 from zeroplan.errors import SpecError
 from zeroplan.snapshots.diagnosis import diagnose
-from zeroplan.snapshots.reading import read_snapshot
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from zeroplan.snapshots.reading import LARGEST_FILE_BYTES, read_snapshot
 
 RUNS_A_COMMAND = b"\x80\x02cos\nsystem\n(S'touch harmed'\ntR."
 ASKS_OUTSIDE = b"\x80\x02X\x01\x00\x00\x00aQ."
@@ -92,3 +91,49 @@ def test_a_damaged_snapshot_is_read_or_refused(tmp_path_factory: pytest.TempPath
     path.write_bytes(content)
     with contextlib.suppress(SpecError):
         diagnose(read_snapshot(path))
+
+
+def test_files_that_cannot_be_read_or_are_no_snapshots_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    large = tmp_path / "large.pickle"
+    with large.open("wb") as file:
+        file.truncate(LARGEST_FILE_BYTES + 1)  # with no bytes on the disk
+    with pytest.raises(SpecError, match=r"is larger than 2,048 MiB; record fewer events \(max_entries\)"):
+        read_snapshot(large)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    small = tmp_path / "small.pickle"
+    small.write_bytes(b"")
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(SpecError, match="cannot be read: Permission denied"):
+        read_snapshot(small)
+
+
+def test_where_the_system_sets_no_limit_a_snapshot_is_read_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    card = Written()
+    step(card, states=True)
+    path = card.to(tmp_path / "snapshot.pickle")
+    limited = read_snapshot(path)
+    monkeypatch.setattr("zeroplan.snapshots.reading.sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert read_snapshot(path) == limited
+
+
+def test_steps_are_the_spans_that_torch_notes_of_them(tmp_path: Path):
+    """``external_annotations`` (torch, csrc/profiler and cuda/memory.py): begun and ended on a device, among spans of others."""
+    card, step_of = Written(), "Optimizer.step#AdamW.step"
+    card.ask(100, MODULE)
+    notes = [(0, step_of, "END", 3), (0, "forward", "START", 4), (0, step_of, "START", 5), (1, step_of, "START", 6),
+             (0, step_of, "END", 9), (0, step_of, "END", 11), (0, step_of, "START", 20)]  # fmt: skip
+    noted = [{"device": device, "name": name, "stage": stage, "time_us": at} for device, name, stage, at in notes]
+    path = tmp_path / "noted.pickle"
+    path.write_bytes(pickle.dumps(card.data() | {"external_annotations": noted}))
+    assert read_snapshot(path).steps == ((5, 9),)
+    path.write_bytes(pickle.dumps(card.data() | {"external_annotations": ["Optimizer.step"]}))
+    with pytest.raises(SpecError, match="a str where a dict should be"):
+        read_snapshot(path)
+    card.trace[0]["frames"] = {"filename": "train.py"}
+    path.write_bytes(pickle.dumps(card.data()))
+    with pytest.raises(SpecError, match="a dict where a list should be"):
+        read_snapshot(path)

@@ -34,10 +34,10 @@ def megatron_notes(job: JobSpec) -> tuple[str, ...]:
 
 
 def _as_megatron_holds_it(job: JobSpec) -> Estimate | None:
-    recipe = replace(job.recipe, engine="megatron", optimizer_impl=None, sync_every_micro_batch=True)
     try:
+        recipe = replace(job.recipe, engine="megatron", optimizer_impl=None, sync_every_micro_batch=True)
         return estimate(replace(job, recipe=recipe))
-    except SpecError:  # a family or a degree that it has no formula for
+    except SpecError:  # some of the blocks recomputed, which it has no formula for
         return None
 
 
