@@ -112,6 +112,21 @@ def test_what_no_file_can_say_is_left_out_of_the_extremes():
     assert largest_batch(base, either, unsaid) == largest_batch(base, others) < largest_batch(base, either)
 
 
+def test_the_longest_sequence_of_ranks_that_split_a_model_with_a_window_ends_before_it():
+    """Mistral's 4,096: beyond it only ranks that do not split are modelled, and they go further."""
+    base = job(model="mistral-7b", gpu="h100", gpus=8, seq_len=128)
+    split, alone = replace(ALONE, tp=2), replace(ALONE, tp=None)
+    assert longest_sequence(base, split) == 4096 - 128
+    assert longest_sequence(base, alone) == longest_sequence(base, ALONE) > 4096
+    asked = Request(model="mistral-7b", gpu="h100", gpus=8, engine="fsdp2", stage=3, recompute="full", tensor_parallel=2,
+                    pipeline_parallel=1, context_parallel=1)  # fmt: skip
+    (note,) = (one for one in ask(asked, Question(max_seq=True)).notes if "longest sequence" in one)
+    assert note == (
+        "the longest sequence that fits: 3,968 tokens (a multiple of 128); longer ones, beyond the window of 4,096, are not "
+        "modelled on ranks that split the model"
+    )
+
+
 @pytest.mark.parametrize(
     ("question", "note"),
     [(Question(max_seq=True), "not even 128 tokens fit"), (Question(max_batch=True), "not even one sequence fits")],

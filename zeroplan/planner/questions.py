@@ -209,6 +209,8 @@ def _most(base: JobSpec, fixed: Fixed, values: Column, *, tokens: bool, unsaid: 
     most = 0
     for recipe, split in _wholly_sharded(longest, fixed, unsaid):
         told = _modelled(values, base, split) if tokens else values
+        if not told.size:
+            continue
         ones = np.ones(len(told), dtype=np.int64)
         grid = grid_of(
             np.ones(1, dtype=np.int64),
