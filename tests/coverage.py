@@ -50,8 +50,8 @@ class Counts(NamedTuple):
 
 def core() -> set[str]:
     """Names of the modules below ``report``, as the contract of the layers has them."""
-    contract = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"][0]
-    layers = contract["layers"]
+    contracts = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = next(one["layers"] for one in contracts if "report" in one.get("layers", ()))
     return {name.strip(" ()") for layer in layers[layers.index("report") + 1 :] for name in layer.split("|")}
 
 
