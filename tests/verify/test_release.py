@@ -1,0 +1,54 @@
+"""Whose FSDP2 a run shows, by the torch that is installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.resolve import Request
+from zeroplan.settings import with_setting
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
+from zeroplan.verify import release
+
+TINY = ModelSpec(
+    family="llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=256,
+)  # fmt: skip
+
+
+def job(torch: str | None = None, **mesh: int) -> JobSpec:
+    recipe = RecipeSpec(fsdp2=Fsdp2Options(torch=torch))
+    return JobSpec(model=TINY, recipe=recipe, mesh=MeshSpec(dp_shard=4, **mesh), batch=BatchSpec(grad_accum_steps=2))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"), [("2.11.0", None), ("2.14.1+cu130", None), ("2.15.0", "2.15"), ("2.16.0a0", "2.15"), ("3.0.0", "2.15")]
+)
+def test_what_is_not_said_is_what_is_installed(monkeypatch: pytest.MonkeyPatch, found: str, said: str | None):
+    monkeypatch.setattr(release, "version", lambda _: found)
+    assert release.as_installed(job()).recipe.fsdp2.torch == said
+    asked = job(said or "2.13")
+    assert release.as_installed(asked) == asked
+
+
+def test_what_is_said_must_be_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(release, "version", lambda _: "2.15.0")
+    with pytest.raises(MeasurementError, match=r"is not the FSDP2 of torch 2\.15\.0, which is installed; leave it out"):
+        release.as_installed(job("2.13"))
+
+
+def test_pipelines_are_not_modelled_as_torch_2_15_has_them():
+    with pytest.raises(SpecError, match=r"the FSDP2 of torch 2\.15 is not modelled; use fsdp2\.torch=2\.13, or leave it out"):
+        job("2.15", pp=2)
+
+
+def test_a_release_is_a_name_and_no_number():
+    found = with_setting(Request(), "fsdp2.torch=2.15").fsdp2
+    assert found is not None
+    assert found.torch == "2.15"
+    with pytest.raises(SpecError, match=r"torch=2 is not one of 2\.13, 2\.15"):
+        with_setting(Request(), "fsdp2.torch=2")
