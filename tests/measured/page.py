@@ -44,6 +44,7 @@ def page(all_held: list[Held]) -> str:
             *_by_side(all_held),
             *_options(),
             *_fresh(),
+            *_versions(),
             *_worst(all_held),
             *_formulas(all_held),
             *_peers(),
@@ -123,6 +124,28 @@ def _fresh() -> Iterator[str]:
         "among those above.\n"
     )
     yield _table(("engine", *_HEAD), [_errors("all", found), *rows])
+
+
+def _versions() -> Iterator[str]:
+    """The jobs that were run under another torch or DeepSpeed than all others."""
+    found = held(stored.records(stored.VERSIONS))
+    rows = [
+        _errors(name, [one for one in found if version_of(one) == name]) for name in sorted({version_of(one) for one in found})
+    ]
+    yield "## Other versions\n"
+    yield (
+        f"All records above are of torch 2.13 and DeepSpeed 0.19. {len(found)} jobs were run under the newest torch, whose FSDP2 "
+        "holds [otherwise](model/fsdp2.md), and under the oldest set that zeroplan takes. There FSDP2 takes some kB more with "
+        "experts, and DeepSpeed 0.18 sends in other pieces.\n"
+    )
+    yield _table(("under", *_HEAD), rows)
+
+
+def version_of(one: Held) -> str:
+    """The engine of a record, and the version of what it is from."""
+    engine, packages = one.measured.job.recipe.engine, one.measured.environment.packages
+    torch = f"torch {packages['torch'].partition('+')[0]}"
+    return f"DeepSpeed {packages['deepspeed']}, {torch}" if engine == "deepspeed" else f"{torch}, {engine}"
 
 
 def _natural(value: object) -> tuple[bool, object]:

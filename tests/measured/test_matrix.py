@@ -59,6 +59,18 @@ def test_every_peak_is_within_what_the_readme_says(path: Path):
     assert sum(abs(one.error) <= 0.00001 for one in found) >= _REACHED * len(found) >= 95
 
 
+def test_other_versions_are_predicted_as_well():
+    """FSDP2 of torch 2.15 by a model of its own; the oldest set by that of the others."""
+    found = held(stored.records(stored.VERSIONS))
+    beyond = [f"{one.error:+.4%} {what(one.measured.job)}" for one in found if abs(one.error) > 0.001 or not one.same_phase]
+    beyond += [
+        what(one.measured.job) for one in found if one.measured.job.recipe.engine != "deepspeed" and not one.same_traffic
+    ]
+    assert not beyond, "\n".join(beyond)
+    assert sum(one.measured.job.recipe.fsdp2.torch == "2.15" for one in found) >= 40
+    assert sum(one.measured.job.recipe.fsdp2.torch is None for one in found) >= 15
+
+
 def test_what_is_held_between_steps_is_predicted_everywhere(replayed: list[Held]):
     """Within a thousandth of the peak, whatever the model; batches and labels are held too, where nothing else is."""
     beyond = [what(one.measured.job) for one in replayed if abs(one.found.held.difference) > one.found.peak.measured // 1000]
