@@ -21,7 +21,7 @@ def frozen_block(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> Bl
     tracked = kind == "through" or compute.recompute != "none"
     structure = structure_of(model, compute, x, tracked=tracked)
     structure = structure._replace(without="adapters trained" if kind == "first" else "adapters frozen")
-    made = by_structure(model, structure, x, recompute="none")
+    made = by_structure(model, structure, x, recompute=compute.recompute)
     if kind != "frozen" or compute.recompute != "none":
         return made
     return BlockPass((), (), (), made.forward, made.forward, (), 0)
