@@ -8,7 +8,7 @@ from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options, Meg
 from zeroplan.units import parse_count
 
 _GROUPS = {"ddp": DdpOptions, "fsdp2": Fsdp2Options, "deepspeed": DeepSpeedOptions, "megatron": MegatronOptions}
-_RELEASES = ("2.13", "2.15")  # of torch: names, not numbers
+_NAMES = ("torch",)  # a release is no number, though it looks like one
 
 
 def with_setting(request: Request, setting: str) -> Request:
@@ -22,7 +22,7 @@ def with_setting(request: Request, setting: str) -> Request:
     if option not in names:
         raise SpecError(f"--set {setting!r}: {group} has no option {option!r}; it has {', '.join(names)}")
     now = getattr(request, group) or kind()
-    return replace(request, **{group: replace(now, **{option: text if text in _RELEASES else _value(text)})})
+    return replace(request, **{group: replace(now, **{option: text if option in _NAMES else _value(text)})})
 
 
 def _value(text: str) -> object:
