@@ -68,7 +68,7 @@ def test_other_versions_are_predicted_as_well():
     ]
     assert not beyond, "\n".join(beyond)
     assert sum(one.measured.job.recipe.fsdp2.torch == "2.15" for one in found) >= 40
-    assert sum(one.measured.job.recipe.fsdp2.torch is None for one in found) >= 15
+    assert sum(one.measured.job.recipe.fsdp2.torch is None for one in found) >= 20
 
 
 def test_what_is_held_between_steps_is_predicted_everywhere(replayed: list[Held]):
