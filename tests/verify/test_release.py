@@ -50,5 +50,5 @@ def test_a_release_is_a_name_and_no_number():
     found = with_setting(Request(), "fsdp2.torch=2.15").fsdp2
     assert found is not None
     assert found.torch == "2.15"
-    with pytest.raises(SpecError, match=r"torch=2 is not one of 2\.13, 2\.15"):
+    with pytest.raises(SpecError, match=r"torch='2' is not one of 2\.13, 2\.15"):
         with_setting(Request(), "fsdp2.torch=2")
