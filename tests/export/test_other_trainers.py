@@ -155,6 +155,7 @@ def test_every_degree_is_written():
         ({"model": "llama-3.1-8b", "recompute": "full", "recompute_layers": 8}, "torchtitan", "not the first ones"),
         ({"model": "llama-3.1-8b", "engine": "deepspeed"}, "torchtitan", "FSDP2, or DDP"),
         ({"model": "llama-3.1-8b", "grad_accum": 2, "sync_every_micro_batch": False}, "torchtitan", "after every micro-batch"),
+        ({"model": "llama-3.1-8b", "replicas": 8}, "torchtitan", "only where several ranks shard"),
         ({"model": "gemma-2-2b"}, "megatron", "shape of gemma-2-2b is not written"),
         ({"model": "llama-3.1-8b", "replicas": 2}, "megatron", "neither replicas nor pipelines"),
         ({"model": "llama-3.1-8b", "engine": "deepspeed", "stage": 1}, "megatron", "has no deepspeed"),

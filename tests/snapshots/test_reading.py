@@ -35,6 +35,7 @@ NESTED = b"(" * 300_000 + b"l" * 300_000 + b"."
     (pickle.dumps({"segments": [], "device_traces": []}), "is empty"),
     (pickle.dumps({"segments": [{"device": 0}], "device_traces": [[]]}), "not as torch writes it"),
     (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": -3}]]}), "a number that no memory has"),
+    (pickle.dumps({"segments": [], "device_traces": [[{"action": "alloc", "addr": "3"}]]}), "a str where a whole number should"),
     (pickle.dumps({"segments": [], "device_traces": [[7]]}), "a int where a dict should be"),
 ])  # fmt: skip
 def test_what_is_no_snapshot_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, said: str):

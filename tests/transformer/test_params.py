@@ -189,6 +189,15 @@ def test_well_known_models_have_their_well_known_counts(name: str, parameters: i
     assert parameter_count(model(name)) == parameters
 
 
+def test_experts_of_deepseek_need_no_shared_ones_beside_them():
+    with_one = model("deepseek-v3")
+    assert with_one.moe is not None
+    without = replace(with_one, moe=replace(with_one.moe, num_shared_experts=0))
+    layers = with_one.num_hidden_layers - with_one.moe.num_dense_layers
+    shared = 3 * with_one.hidden_size * with_one.moe.moe_intermediate_size * with_one.moe.num_shared_experts
+    assert parameter_count(with_one) - parameter_count(without) == layers * shared
+
+
 def test_every_mixture_of_experts_has_a_published_active_count():
     assert all(model_entry(name).published_active_parameters for name in ENTRY_NAMES if model(name).moe)
 

@@ -198,6 +198,7 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
         (TRAINER | {"torch_compile": True}, {}, "torch_compile=True changes memory in a way that is not modelled"),
         (TRAINER | {"fsdp": True, "fsdp_config": {"version": 1}}, {}, "FSDP1 is not modelled"),
         (TRAINER | {"optim": "galore_adamw"}, {}, "optim='galore_adamw' changes memory"),
+        (TRAINER | {"optim": 3}, {}, "optim=3 is not a text"),
         (TRAINER | {"fp16": True}, {}, "both bf16 and fp16"),
         (TRAINER | {"fsdp": True, "deepspeed": {"zero_optimization": {}}}, {}, "both fsdp and deepspeed"),
         (TRAINER | {"per_device_train_batch_size": "two"}, {}, "per_device_train_batch_size='two' is not a whole number"),
