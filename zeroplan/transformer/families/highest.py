@@ -1,6 +1,7 @@
 """Which moments of a tape can be the highest for some batch: those at which no other has at least as much of everything."""
 
 from functools import lru_cache
+from itertools import chain
 
 from zeroplan.transformer.families.sizes import Monomial, expanded
 from zeroplan.transformer.families.tape import Alive
@@ -73,12 +74,12 @@ def _marked(formula: str, widths: tuple[int, int], mark: Monomial) -> tuple[tupl
 
 def _covers(first: Amounts, second: Amounts) -> bool:
     """Whether ``first`` is at least ``second``; what it lacks of one amount it may have too much of a larger one."""
-    for key, times in second.items():  # most pairs differ here, and there are many
-        if first.get(key, 0) < times and key not in _AT_MOST:  # nothing larger stands for it
-            return False
-    lacks = [key for key in {**first, **second} if first.get(key, 0) < second.get(key, 0)]
-    if not all(key in _AT_MOST for key in lacks):
-        return False
+    lacks = False
+    for key in chain(second, first):  # most pairs differ among the first of these, and there are many
+        if first.get(key, 0) < second.get(key, 0):
+            if key not in _AT_MOST:  # nothing larger stands for it
+                return False
+            lacks = True
     surplus = {key: first.get(key, 0) - second.get(key, 0) for key in {**first, **second}} if lacks else {}
     for key, more in sorted(surplus.items(), key=lambda pair: len(pair[0])):
         lacking = -more
