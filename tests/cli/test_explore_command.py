@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -35,21 +36,25 @@ def served(tmp_path: Path) -> Iterator[int]:
         server.terminate()
 
 
-def asked(port: int, path: str, headers: dict[str, str] | None = None) -> int:
-    connection = HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", path, headers=headers or {})
-    status = connection.getresponse().status
-    connection.close()
-    return status
+CUT_OFF = 0
+
+
+def status_of(port: int, path: str, headers: dict[str, str] | None = None) -> int:
+    """The status that the server answers with, or CUT_OFF where it closes the connection before it has read the request."""
+    with closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        try:
+            connection.request("GET", path, headers=headers or {})
+            return connection.getresponse().status
+        except ConnectionError:  # the server may close while we still write, or after its answer: the kernel decides
+            return CUT_OFF
 
 
 def test_it_listens_on_the_loopback_alone_and_leaves_nothing_behind(served: int, tmp_path: Path):
     job = "model=gpt2&gpu=l4-24gb&gpus=2&seq_len=256"
     paths = ("/", "/api/controls", f"/api/answer?{job}", f"/api/changes?{job}", f"/api/plan?{job}")
-    assert {path: asked(served, path) for path in paths} == dict.fromkeys(paths, 200)
-    assert asked(served, "/", {"X-Long": "x" * 10_000}) == 431
-    with pytest.raises((AssertionError, ConnectionError)):  # cut off while it still comes in
-        assert asked(served, "/", {"X-Long": "x" * 4_000_000}) == 200
+    assert {path: status_of(served, path) for path in paths} == dict.fromkeys(paths, 200)
+    assert status_of(served, "/", {"X-Long": "x" * 10_000}) == 431
+    assert status_of(served, "/", {"X-Long": "x" * 4_000_000}) in {431, CUT_OFF}
     assert list(tmp_path.iterdir()) == []
     listening = explore._listening(0)
     assert listening.getsockname()[0] == "127.0.0.1"
