@@ -13,6 +13,7 @@ from zeroplan import JobSpec, MeshSpec, RecipeSpec, SpecError, estimate, job
 from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, time_of
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.explain import binding
+from zeroplan.planner.objectives import OBJECTIVES
 from zeroplan.planner.search import weights_alone_are_too_large
 from zeroplan.planner.space import WHOLE, numbers
 from zeroplan.resolve import Request
@@ -21,6 +22,7 @@ from zeroplan.spec.profile import model_of
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zeroplan.planner.objectives import Objective
     from zeroplan.planner.space import Degrees
     from zeroplan.spec.recipe import Engine
 
@@ -186,3 +188,43 @@ def test_what_holds_a_layout_back_is_the_largest_part_of_its_step(engine: Engine
     seconds = {part.name: float(part.seconds) for part in found.parts}
     name = max(seconds, key=lambda one: seconds[one])
     assert binding(found, None) == f"{words}{name} takes {seconds[name] / sum(seconds.values()):.0%} of the step"
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", None])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_every_objective_answers_a_batch_that_divides_the_gpus_that_are_there(objective: Objective, engine: Engine | None):
+    """The cheapest is looked for on fewer GPUs, too, and 500 sequences go evenly onto no layout of 64 of them."""
+    asked = Request(model="llama-3.1-8b", gpu="h100", gpus=100, engine=engine)
+    answer = ask(asked, Question(objective=objective, global_batch=500))
+    assert answer.best is not None
+    mesh, batch = answer.best.layout.job.mesh, answer.best.layout.job.batch
+    assert mesh.world_size <= 100 if objective == "cost" else mesh.world_size == 100
+    assert mesh.world_size // mesh.model_ranks * batch.micro_batch_size * batch.grad_accum_steps == 500
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gpus_that_a_batch_does_not_go_onto_are_refused_but_where_fewer_are_looked_at(objective: Objective):
+    """Of 64 GPUs only pipelines would cut 500 sequences evenly, and none of those into whole rounds of micro-batches."""
+    asked, question = Request(model="llama-3.1-8b", gpu="h100", gpus=64), Question(objective=objective, global_batch=500)
+    if objective == "cost":
+        best = ask(asked, question).best
+        assert best is not None
+        assert best.layout.job.mesh.world_size < 64
+    else:
+        with pytest.raises(SpecError, match=r"^--global-batch 500 sequences are not divisible by 64 GPUs; use 448, say$"):
+            ask(asked, question)
+
+
+def test_numbers_of_gpus_on_which_no_layout_can_be_tried_say_nothing_of_the_others():
+    """Engines of stage 1 split no model, so that four sequences go onto one, two and four GPUs alone: none of which is enough."""
+    asked = Request(model="llama-3.1-70b", gpu="h100", stage=1)
+    answer = ask(asked, Question(min_gpus=True, global_batch=4))
+    assert answer.best is None
+    assert {rival.layout.job.mesh.world_size for rival in answer.rivals} == {4}
+
+
+def test_where_no_number_of_gpus_has_a_layout_the_reason_is_that_of_the_most():
+    asked = Request(model="llama-3.1-8b", gpu="h100", gpus=6, pipeline_parallel=3, engine="fsdp2", tensor_parallel=1)
+    said = "2 micro-batches of --global-batch 4 are no multiple of the 3 stages of a pipeline; use another --global-batch, or "
+    with pytest.raises(SpecError, match=f"^{said}another --pipeline-parallel$"):
+        ask(asked, Question(objective="cost", global_batch=4))

@@ -13,7 +13,7 @@ from zeroplan.planner.explain import binding, why_not
 from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
 from zeroplan.planner.partly import partly_recomputed
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Rival
-from zeroplan.planner.rules import Fallen, Rule
+from zeroplan.planner.rules import Fallen, NoLayoutError, Rule
 from zeroplan.planner.search import Found, Unsaid, job_at, search
 from zeroplan.planner.space import Column, Fixed, check_batch, gpu_of
 from zeroplan.spec.job import JobSpec
@@ -79,18 +79,21 @@ def plan(
 ) -> Plan:
     """Return the best layout of ``base``'s model on its GPUs, and why it is the best.
 
-    Raises :class:`~zeroplan.errors.SpecError` where what is asked for contradicts itself, or no engine takes it.
+    Raises :class:`~zeroplan.errors.SpecError` where what is asked for contradicts itself, and its subclass
+    :class:`~zeroplan.planner.rules.NoLayoutError` where no layout can be tried on this number of GPUs.
     """
     gpu = gpu_of(base)
     if base.model.profile is not None:
         raise SpecError("a plan needs to know a model's operations, which a profile does not tell; use --model or --config")
-    sharing = {base.mesh.world_size // one.model_ranks for one in degrees(base, fixed)}
-    if not sharing:
-        raise SpecError(f"the degrees that are asked for do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs")
-    check_batch(base, fixed, sorted(sharing, reverse=True))
+    splits = tuple(degrees(base, fixed))
+    if not splits:
+        raise NoLayoutError(
+            f"the degrees that are asked for do not divide {base.mesh.world_size:,} GPUs; use others, or more GPUs"
+        )
+    check_batch(base, fixed, splits)
     found, tally = search(base, fixed, mfu=mfu, unsaid=unsaid)
     if not found:
-        raise SpecError(_nothing_starts(tally.fallen))
+        raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # which more blocks never lessen
         found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, unsaid=unsaid))
     layouts, room = field(found), int(gpu.memory_bytes.value)

@@ -1,7 +1,7 @@
 """What is the smallest or largest number with which something fits: GPUs, sequence length, sequences per GPU, parameters?"""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +11,7 @@ from zeroplan.planner.choose import plan
 from zeroplan.planner.degrees import degrees, degrees_of
 from zeroplan.planner.objectives import TIE, Objective
 from zeroplan.planner.result import Plan
+from zeroplan.planner.rules import NoLayoutError
 from zeroplan.planner.search import Unsaid, evaluated, weights_alone_are_too_large
 from zeroplan.planner.space import (
     MOST_TOKENS,
@@ -39,8 +40,8 @@ def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float
     Doubled until something fits, then halved in between: more GPUs never need more memory each.
     """
 
-    def on(gpus: int) -> Plan:
-        return plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, unsaid=unsaid)
+    def on(gpus: int) -> Plan | NoLayoutError:
+        return _on(gpus, base, fixed, objective=objective, mfu=mfu, unsaid=unsaid)
 
     per_node = gpus_per_node(base)
     nodes = range(per_node, _MOST_GPUS + 1, per_node)
@@ -50,13 +51,34 @@ def fewest_gpus(base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float
             f"model and batch go evenly onto no number of GPUs that is tried (whole nodes of {per_node}, up to {_MOST_GPUS:,}); "
             "ask for other degrees, or another batch"
         )
+    answers: list[Plan | NoLayoutError] = []
     below = 0
     for gpus in _doubling(counts):
         answer = on(gpus)
-        if answer.best is not None:
-            return _fewest(on, [one for one in counts if below < one < gpus]) or answer
-        below = gpus
-    return answer
+        if isinstance(answer, Plan):
+            if answer.best is not None:
+                return _fewest(on, [one for one in counts if below < one < gpus]) or answer
+            below = gpus
+        answers.append(answer)
+    return _plans(answers)[-1]
+
+
+def _on(
+    gpus: int, base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, unsaid: Unsaid | None
+) -> Plan | NoLayoutError:  # fmt: skip
+    """The plan on so many GPUs, or why no layout can be tried on them: another number may still have an answer."""
+    try:
+        return plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective=objective, mfu=mfu, unsaid=unsaid)
+    except NoLayoutError as refusal:
+        return refusal
+
+
+def _plans(answers: Sequence[Plan | NoLayoutError]) -> list[Plan]:
+    """Those that are plans; raises the first refusal where none is."""
+    plans = [answer for answer in answers if isinstance(answer, Plan)]
+    if not plans:
+        raise next(answer for answer in answers if isinstance(answer, NoLayoutError))
+    return plans
 
 
 def _goes_onto(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
@@ -65,7 +87,7 @@ def _goes_onto(gpus: int, base: JobSpec, fixed: Fixed) -> bool:
         return False
     total, there = fixed.global_batch_size, replace(base, mesh=MeshSpec(dp_shard=gpus))
     ways = degrees(there, fixed)
-    return any(total is None or is_cut_evenly(total, gpus // one.model_ranks, fixed) for one in ways)
+    return any(total is None or is_cut_evenly(total, gpus, one, fixed) for one in ways)
 
 
 def _doubling(counts: list[int]) -> Iterator[int]:
@@ -92,25 +114,27 @@ def _parts_of_a_node(per_node: int) -> list[int]:
 
 
 def cheapest(base: JobSpec, fixed: Fixed, *, mfu: float | None, unsaid: Unsaid | None = None) -> Plan:
-    """The plan that does most tokens per GPU and second, on as many GPUs as there are or fewer; of equals the one on most GPUs."""
+    """The plan that does most tokens per GPU and second, on as many GPUs as there are or fewer; of equals the one on most GPUs.
+
+    Numbers of GPUs on which no layout can be tried are left out; raises the refusal of the largest where that is all of them.
+    """
     most = base.mesh.world_size
     fewer = (gpus for gpus in reversed(_counts(gpus_per_node(base), most - 1)) if _goes_onto(gpus, base, fixed))
-    answers = [
-        plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed, objective="cost", mfu=mfu, unsaid=unsaid)
-        for gpus in (most, *fewer)
-    ]
+    answers = _plans([_on(gpus, base, fixed, objective="cost", mfu=mfu, unsaid=unsaid) for gpus in (most, *fewer)])
     fitting = [answer for answer in answers if answer.best is not None and not answer.best.tight] or answers
     rates = [0.0 if answer.best is None else answer.best.layout.tokens_per_s for answer in fitting]
     return next(answer for answer, rate in zip(fitting, rates, strict=True) if rate * math.exp(TIE) >= max(rates))
 
 
-def _fewest(on: Callable[[int], Plan], counts: list[int]) -> Plan | None:
+def _fewest(on: Callable[[int], Plan | NoLayoutError], counts: list[int]) -> Plan | None:
     """The plan on the smallest of rising counts on which anything fits, halved; None where nothing does."""
     answer = None
     while counts:
         middle = len(counts) // 2
         found = on(counts[middle])
-        if found.best is None:
+        if isinstance(found, NoLayoutError):
+            counts = counts[:middle] + counts[middle + 1 :]
+        elif found.best is None:
             counts = counts[middle + 1 :]
         else:
             answer, counts = found, counts[:middle]

@@ -3,6 +3,12 @@
 from enum import StrEnum
 from typing import NamedTuple
 
+from zeroplan.errors import SpecError
+
+
+class NoLayoutError(SpecError):
+    """On this number of GPUs no layout can be tried; on another one some may."""
+
 
 class Rule(StrEnum):
     """What cuts layouts, in the order in which they are asked."""

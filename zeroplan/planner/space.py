@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from zeroplan.errors import SpecError
 from zeroplan.numeric import Float, Int
+from zeroplan.planner.rules import NoLayoutError
 from zeroplan.spec.base import Count, Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import GpuSpec, node_size
@@ -382,37 +383,60 @@ def _batches(base: JobSpec, fixed: Fixed, sharing: int) -> tuple[Column, Column,
     return fitting, of_gpu // fitting, most - len(fitting)
 
 
-def check_batch(base: JobSpec, fixed: Fixed, sharing: Sequence[int]) -> None:
+def check_batch(base: JobSpec, fixed: Fixed, splits: Sequence[Degrees]) -> None:
     """Refuse a batch that contradicts itself, or that no GPU holds: columns are exact only up to 2^63.
 
-    ``sharing`` has every number of ranks that the batch may be cut over, the most first.
+    ``splits`` has every way of splitting the model that is tried.
     """
-    gpus, tokens = sharing[0], base.batch.seq_len * (fixed.micro_batch_size or 1)
+    ranks = base.mesh.world_size // min(one.model_ranks for one in splits)
+    tokens = base.batch.seq_len * (fixed.micro_batch_size or 1)
     if tokens > MOST_TOKENS:
         raise SpecError(
             f"{tokens:,} tokens on a GPU at once are more than the {MOST_TOKENS:,} that a plan goes up to; use fewer"
         )
-    if (fixed.global_batch_size or 1) // gpus > _MOST_OF_A_GPU or (fixed.grad_accum_steps or 1) > _MOST_OF_A_GPU:
+    if (fixed.global_batch_size or 1) // ranks > _MOST_OF_A_GPU or (fixed.grad_accum_steps or 1) > _MOST_OF_A_GPU:
         raise SpecError(f"a step of more than {_MOST_OF_A_GPU:,} sequences per GPU is beyond what a plan goes up to; use fewer")
     total = fixed.global_batch_size
-    if total is not None and not any(is_cut_evenly(total, ranks, fixed) for ranks in sharing):
-        raise SpecError(_how_uneven(gpus, fixed, total))
+    if total is not None and not any(is_cut_evenly(total, base.mesh.world_size, one, fixed) for one in splits):
+        raise NoLayoutError(_how_uneven(base.mesh.world_size, min(splits, key=_model_ranks), fixed, total))
 
 
-def is_cut_evenly(total: int, ranks: int, fixed: Fixed) -> bool:
-    """Whether the batch can be cut over so many ranks as it is asked for."""
-    size, steps, each = fixed.micro_batch_size, fixed.grad_accum_steps, total // ranks
-    whole = total % ranks == 0 and each % (size or 1) == 0 and each % (steps or 1) == 0
-    return whole and (size is None or steps is None or size * steps == each)
+def is_cut_evenly(total: int, gpus: int, split: Degrees, fixed: Fixed) -> bool:
+    """Whether the batch can be cut over so many GPUs, the model split so: every pipeline takes whole rounds of micro-batches.
 
-
-def _how_uneven(gpus: int, fixed: Fixed, total: int) -> str:
-    size, steps = fixed.micro_batch_size, fixed.grad_accum_steps
-    if total % gpus:
-        return (
-            f"--global-batch {total:,} sequences are not divisible by {gpus:,} GPUs; use {gpus * max(1, total // gpus):,}, say"
-        )
+    >>> is_cut_evenly(500, 64, Degrees(tp=8, pp=2), Fixed()), is_cut_evenly(500, 64, Degrees(tp=8, cp=2), Fixed())
+    (False, True)
+    """
+    size, steps, sharing = fixed.micro_batch_size, fixed.grad_accum_steps, gpus // split.model_ranks
+    each = total // sharing
+    if total % sharing or each % (size or 1) or each % (steps or 1):
+        return False
     if size is not None and steps is not None:
-        return f"--global-batch {total:,} is not --micro-batch {size:,} x --grad-accum {steps:,} x {gpus:,} GPUs; leave one out"
-    flag, said = ("--micro-batch", size) if size is not None else ("--grad-accum", steps or 1)
-    return f"{flag} {said:,} does not divide the {total // gpus:,} sequences of a GPU in --global-batch {total:,}"
+        return size * steps == each and steps % split.pp == 0
+    rounds = steps if steps is not None else each // (size or 1)
+    return rounds % split.pp == 0
+
+
+def _model_ranks(split: Degrees) -> int:
+    return split.model_ranks
+
+
+def _how_uneven(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:
+    size, steps = fixed.micro_batch_size, fixed.grad_accum_steps
+    sharing = gpus // split.model_ranks
+    if total % sharing:
+        even = sharing * max(1, total // sharing)
+        return f"--global-batch {total:,} sequences are not divisible by {sharing:,} GPUs; use {even:,}, say"
+    if size is not None and steps is not None and total != size * steps * sharing:
+        return (
+            f"--global-batch {total:,} is not --micro-batch {size:,} x --grad-accum {steps:,} x {sharing:,} GPUs; leave one out"
+        )
+    each = total // sharing
+    if each % (size or 1) or each % (steps or 1):
+        flag, said = ("--micro-batch", size) if size is not None else ("--grad-accum", steps or 1)
+        return f"{flag} {said:,} does not divide the {each:,} sequences of a GPU in --global-batch {total:,}"
+    rounds = steps if steps is not None else each // (size or 1)
+    return (
+        f"{rounds:,} micro-batches of --global-batch {total:,} are no multiple of the {split.pp:,} stages of a pipeline; "
+        "use another --global-batch, or another --pipeline-parallel"
+    )
