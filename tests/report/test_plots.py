@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,7 @@ RUNS = [(one, compare_with_estimate(one)) for one in (twin(factor=factor) for fa
 CASES: dict[str, Callable[[], object]] = {
     "stages": lambda: stages(LLAMA),
     "stages torn": lambda: stages(BEYOND),
+    "stages made up": pictured.stages,
     "stages refused": lambda: stages(job(model="llama-3.1-8b", gpus=4, engine="deepspeed", stage=2, lora_rank=16)),
     "timeline": lambda: timeline(LLAMA),
     "timeline offloaded": lambda: timeline(OFFLOADED),
@@ -157,15 +158,53 @@ def test_a_notebook_shows_a_series_as_png():
     assert shown == {"width": 8 * 96}
 
 
-def test_a_torn_column_keeps_its_proportions_and_says_what_it_is():
-    series, figure = made("stages torn"), drawn("stages torn")
+def pieces(axes: Axes, at: int) -> dict[str, list[tuple[float, float]]]:
+    """Where each kind of a column begins and ends, piece by piece."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for patch in axes.patches:
+        if to_rgba(patch.get_facecolor())[3] > 0 and round(patch.get_x() + patch.get_width() / 2) == at:
+            kind = next(kind for kind, look in LOOKS.items() if to_hex(patch.get_facecolor()).upper() == look.colour)
+            found.setdefault(kind, []).append((patch.get_y(), patch.get_y() + patch.get_height()))
+    return found
+
+
+@pytest.mark.parametrize("case", ["stages torn", "stages made up"])
+def test_a_torn_column_is_to_scale_where_there_is_a_scale(case: str):
+    series, axes = made(case), drawn(case).axes[0]
+    _, tear = axes.spines["left"].get_bounds()
+    assert max(axes.get_yticks()) <= tear
+    for at, column in enumerate(series.columns):
+        drawn_pieces, bottom = pieces(axes, at), 0.0
+        for part in column.parts:
+            true = (bottom, bottom + part.n_bytes / GIB)
+            on_scale = [piece for piece in drawn_pieces[part.what] if piece[1] <= tear * (1 + 1e-9)]
+            assert on_scale == ([pytest.approx((true[0], min(true[1], tear)))] if true[0] < tear else [])
+            bottom = true[1]
+        assert (column.needed_bytes / GIB > tear) == any(end > tear for ends in drawn_pieces.values() for _, end in ends)
+
+
+def test_what_is_above_a_tear_keeps_its_proportions():
+    series, axes = made("stages torn"), drawn("stages torn").axes[0]
+    _, tear = axes.spines["left"].get_bounds()
     whole = series.columns[0]
-    heights = [height for middle, height in bands(figure.axes[0]) if middle == 0]
-    assert sum(heights) < whole.needed_bytes / GIB
-    assert [height / sum(heights) for height in heights] == pytest.approx([p.n_bytes / whole.needed_bytes for p in whole.parts])
-    words = [text.get_text() for text in texts(figure)]
+    rest = {kind: end - start for kind, ends in pieces(axes, 0).items() for start, end in ends if start > tear}
+    first, *others = whole.parts
+    left = [first.n_bytes / GIB - tear, *(part.n_bytes / GIB for part in others)]
+    assert [tall / sum(rest.values()) for tall in rest.values()] == pytest.approx([one / sum(left) for one in left])
+    words = [text.get_text() for text in texts(drawn("stages torn"))]
     assert any(word.startswith(f"{whole.needed_bytes / GIB:,.0f} GiB") for word in words)
     assert any(word.startswith("torn") for word in words)
+
+
+@pytest.mark.parametrize("case", ["stages", "stages torn", "stages made up"])
+def test_no_number_of_a_column_lies_on_another_or_on_the_tear(case: str):
+    figure = drawn(case)
+    axes = figure.axes[0]
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text().strip()]
+    assert not [(one, other) for one, other in combinations(boxes, 2) if one.overlaps(other)]
+    breaks = [area.get_window_extent() for area in axes.collections]
+    assert bool(breaks) == (case != "stages")
+    assert not [box for box in boxes if any(box.overlaps(one) for one in breaks)]
 
 
 def test_the_bands_of_a_step_end_at_its_totals_and_the_arrow_at_the_peak():

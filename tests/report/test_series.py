@@ -200,6 +200,27 @@ def test_a_plan_is_every_layout_near_the_gpus_memory():
     assert (rates, needs) == (sorted(rates, reverse=True), sorted(needs, reverse=True))
 
 
+@pytest.mark.parametrize(("trained", "words"), [
+    ({"lora_rank": 16}, ("llama-3.1-8b with LoRA of rank 16", "adapters in all-linear")),
+    ({"lora_rank": 8, "lora_targets": "attention", "quantize": "nf4"}, ("with QLoRA (nf4) of rank 8", "adapters in attention")),
+    ({"freeze": "embedding", "freeze_layers": 4}, ("llama-3.1-8b with frozen parts", "frozen: embedding, the first 4 blocks")),
+], ids=["LoRA", "QLoRA", "frozen"])  # fmt: skip
+def test_every_picture_names_what_is_trained(trained: dict[str, object], words: tuple[str, ...]):
+    asked = job(model="llama-3.1-8b", gpus=1, gpu="h100", seq_len=1024, **trained)
+    shown = [stages(asked), timeline(asked), scaling(asked), heat(asked)]
+    if "freeze" not in trained:  # which the planner does not search
+        plan = ask(Request(model="llama-3.1-8b", gpus=1, gpu="h100", seq_len=1024, **trained), Question())
+        shown.append(pareto(plan))
+    for series in shown:
+        assert all(one in series.caption.lines[0] for one in words), series.caption.lines[0]
+
+
+def test_a_run_of_adapters_is_named_as_one():
+    record = twin(model="llama-3.2-1b", gpus=2, stage=3, lora_rank=8)
+    (run,) = validation([(record, compare_with_estimate(record))], limits=(0.02,)).runs
+    assert run.name.startswith("llama-3.2-1b with LoRA of rank 8, ")
+
+
 def test_where_nothing_fits_the_closest_are_shown():
     found = pareto(ask(Request(model="llama-3.1-405b", gpus=1, gpu="l4-24gb"), Question()))
     assert (found.best, found.front) == (None, ())

@@ -12,6 +12,7 @@ from zeroplan.remedies import MOST_GPUS
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import format_size
 
@@ -77,8 +78,32 @@ def subject(job: JobSpec) -> str:
 
 
 def model_words(job: JobSpec) -> str:
-    """The model's name, or its family's."""
-    return job.model.name or f"a {job.model.family} model"
+    """The model's name, or its family's, and how it is trained where not in full.
+
+    >>> from zeroplan import job
+    >>> model_words(job(model="llama-3.1-8b", lora_rank=16, quantize="nf4"))
+    'llama-3.1-8b with QLoRA (nf4) of rank 16'
+    """
+    name, method = job.model.name or f"a {job.model.family} model", method_words(job.model)
+    return f"{name} with {method}" if method else name
+
+
+def method_words(model: ModelSpec) -> str:
+    """LoRA, QLoRA with its number format, or frozen parts; empty where every parameter is trained."""
+    adapter = model.adapter
+    if adapter is None:
+        return "" if model.frozen is None else "frozen parts"
+    return f"{'LoRA' if adapter.quantize == 'none' else f'QLoRA ({adapter.quantize})'} of rank {adapter.rank:,}"
+
+
+def partly_trained(model: ModelSpec) -> str:
+    """Which layers have adapters, or which parts are frozen; empty where every parameter is trained."""
+    if model.adapter is not None:
+        return f"adapters in {model.adapter.targets}"
+    if model.frozen is None:
+        return ""
+    blocks = (f"the first {plural(model.frozen.layers, 'block')}",) if model.frozen.layers else ()
+    return f"frozen: {', '.join((*model.frozen.names, *blocks))}"
 
 
 def recipe_line(recipe: RecipeSpec) -> str:
@@ -123,15 +148,12 @@ def job_lines(answer: Estimate) -> Iterator[str]:
     active = "" if answer.active_parameters == answer.parameters else f", {answer.active_parameters:,} of them used per token"
     if active or "parameters" not in answer.job.model.name:
         yield f"{answer.parameters:,} parameters{active}"
-    adapter = answer.job.model.adapter
-    if adapter is not None:
+    model = answer.job.model
+    if model.adapter is not None:
         trained = f"{answer.trained_parameters:,} parameters trained, the others frozen"
-        kind = "LoRA" if adapter.quantize == "none" else f"QLoRA ({adapter.quantize})"
-        yield f"{kind} of rank {adapter.rank:,} in {adapter.targets}: {trained}"
-    frozen = answer.job.model.frozen
-    if frozen is not None:
-        blocks = (f"the first {frozen.layers:,} blocks",) if frozen.layers else ()
-        yield f"{answer.trained_parameters:,} parameters trained; frozen: {', '.join((*frozen.names, *blocks))}"
+        yield f"{method_words(model)} in {model.adapter.targets}: {trained}"
+    if model.frozen is not None:
+        yield f"{answer.trained_parameters:,} parameters trained; {partly_trained(model)}"
     yield recipe_line(recipe)
     accumulated = "" if batch.grad_accum_steps == 1 else f"{batch.grad_accum_steps:,} micro-batches or "
     tokens = batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard

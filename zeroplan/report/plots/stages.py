@@ -1,7 +1,9 @@
 """Stages side by side: a column of bands each, and the GPU's capacity across them."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,68 +13,136 @@ from matplotlib.patheffects import withStroke
 
 from zeroplan.report.palette import LOOKS, Theme, on
 from zeroplan.report.plots.frame import SMALL, UNIT, LegendEntry, framed, kind_entries, legend
-from zeroplan.report.series.parts import kinds_of
+from zeroplan.report.series.parts import Part, kinds_of
 from zeroplan.report.series.stages import StageColumn, StagesSeries
 from zeroplan.units import GIB
 
 _ZIGZAG = Path([(-2.0, -0.4), (-1.0, 0.4), (0.0, -0.4), (1.0, 0.4), (2.0, -0.4)])
 _WIDTH = 0.62
 _HIGHEST = 4.0
-"""A column of more than so many times the capacity, or the lowest column, is cut: the others could not be read beside it."""
-_CUT_AT = 2.0
+"""Columns are torn where one is more than so many times the capacity, or the lowest column: the others could not be read."""
+_WHOLE = 2.0
+"""A column of up to so many times that stays whole."""
 _UNDER = 22
 """Signs that fit below a column."""
-_TEAR = 0.9
-"""Where a cut column is torn, in parts of its height."""
+_TEAR, _GAP = 0.64, 0.045
+"""Where torn columns and the axis break, and how wide the break is, in parts of a torn column."""
+_SPARE = 1.06
+"""The scale goes so much further than the highest column that stays whole."""
+_ABOVE = 1.13
+"""The axes go so much further than the columns: room for the sizes above them."""
 READABLE = 0.045
 """A band of less than this part of the axes has no room for its number."""
+
+
+class _Axis(NamedTuple):
+    """Where columns end, and where torn ones and the axis break; ``tear`` is ``top`` where no column is torn. [GiB]"""
+
+    top: float
+    tear: float
+
+    @property
+    def rest(self) -> float:
+        """Where the rest of a torn column begins."""
+        return self.tear + _GAP * self.top
+
+    def tears(self, column: StageColumn) -> bool:
+        """Whether a column is too high to be drawn to scale."""
+        return self.tear < self.top and column.needed_bytes / GIB > self.tear
+
+
+class _Band(NamedTuple):
+    """A piece of a column: a kind, where it begins and how tall it is as drawn, and the bytes of its whole kind. [GiB]"""
+
+    part: Part
+    bottom: float
+    tall: float
 
 
 def draw_stages(figure: Figure, series: StagesSeries, theme: Theme) -> None:
     """Draw all stages into the figure."""
     framed(figure, series.caption, width=8.0, height=4.6)
-    axes = figure.subplots()
-    top = _top(series)
-    axes.set(xlim=(-0.5, len(series.columns) - 0.5), ylim=(0, top * 1.13), ylabel=UNIT)
+    axes, scale = figure.subplots(), _axis(series)
+    axes.set(xlim=(-0.5, len(series.columns) - 0.5), ylim=(0, scale.top * _ABOVE), ylabel=UNIT)
     for at, column in enumerate(series.columns):
-        _column(axes, at, column, top, theme)
+        _column(axes, at, column, scale, theme)
     axes.set_xticks(range(len(series.columns)), [_under(column) for column in series.columns], fontsize=SMALL - 0.5)
     axes.tick_params(axis="x", length=0)
+    if scale.tear < scale.top:
+        _end_of_scale(axes, scale)
     kinds = kinds_of(tuple(column.parts for column in series.columns))
-    legend(axes, [*_lines(axes, series, theme), *kind_entries(kinds, theme)])
+    legend(axes, [*_lines(axes, series, scale, theme), *kind_entries(kinds, theme)])
 
 
-def _top(series: StagesSeries) -> float:
-    """Where the tallest column ends; cut where the others would vanish beside it. [GiB]"""
-    heights = [max(column.needed_bytes, column.comfortable_bytes) / GIB for column in series.columns if column.parts]
+def _axis(series: StagesSeries) -> _Axis:
+    """The scale that shows the lowest column and the GPU's capacity, and what is near them."""
+    columns = [column for column in series.columns if column.parts]
+    heights = [max(column.needed_bytes / GIB, _comfortable(column)) for column in columns]
     lines = [] if series.capacity_bytes is None else [series.capacity_bytes / GIB]
     reference = max([min(heights, default=1.0), *lines])
     tallest = max([*heights, *lines], default=1.0)
-    return tallest if tallest <= _HIGHEST * reference else _CUT_AT * max([reference, *(h for h in heights if h <= reference)])
+    if tallest <= _HIGHEST * reference:
+        return _Axis(top=tallest, tear=tallest)
+    whole = [tall for one, tall in zip(columns, heights, strict=True) if one.needed_bytes / GIB <= _WHOLE * reference]
+    tear = _SPARE * max([reference, *whole])
+    return _Axis(top=tear / _TEAR, tear=tear)
 
 
-def _column(axes: Axes, at: int, column: StageColumn, top: float, theme: Theme) -> None:
+def _end_of_scale(axes: Axes, scale: _Axis) -> None:
+    """End the vertical axis where torn columns break: above, heights mean nothing."""
+    axes.set_yticks([tick for tick in axes.get_yticks() if 0 <= tick <= scale.tear])
+    axes.spines["left"].set_bounds(0, scale.tear)
+    axes.yaxis.label.set_y(_TEAR / _ABOVE / 2)
+
+
+def _column(axes: Axes, at: int, column: StageColumn, scale: _Axis, theme: Theme) -> None:
     if not column.parts:
         words = "\n".join(textwrap.wrap(column.refusal, _UNDER))
-        axes.text(at, top * 0.03, words, ha="center", va="bottom", fontsize=SMALL - 1, style="italic", color=theme.faint)
+        axes.text(at, scale.top * 0.03, words, ha="center", va="bottom", fontsize=SMALL - 1, style="italic", color=theme.faint)
         return
-    height = column.needed_bytes / GIB
-    cut = height > top
-    scale, bottom = (top / height if cut else 1.0), 0.0
-    for part in column.parts:
-        tall = part.n_bytes / GIB * scale
-        band(axes, at, bottom, tall, part.what, theme)
-        if tall > READABLE * top:
-            colour = LOOKS[part.what].colour
-            middle = _beside_the_tear(bottom, tall, top) if cut else bottom + tall / 2
-            axes.text(at, middle, _figure(part.n_bytes), ha="center", va="center", fontsize=SMALL, color=on(colour), zorder=5,
-                      bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0})  # fmt: skip
-        bottom += tall
-    if cut:
-        _torn(axes, at, top, theme)
+    torn = scale.tears(column)
+    bands = list(_torn(column, scale) if torn else _whole(column))
+    for one in bands:
+        band(axes, at, one.bottom, one.tall, one.part.what, theme)
+    for one in _largest_of_each(bands):
+        if one.tall > READABLE * scale.top:
+            _number(axes, at, one)
+    if torn:
+        _tear(axes, at, scale, theme)
     else:
         _cache(axes, at, column, theme)
-    _above(axes, at, column, min(max(height, _comfortable(column)), top), theme)
+    _above(axes, at, column, scale.top if torn else max(column.needed_bytes / GIB, _comfortable(column)), theme)
+
+
+def _whole(column: StageColumn) -> Iterator[_Band]:
+    """All bands to scale."""
+    bottom = 0.0
+    for part in column.parts:
+        yield _Band(part, bottom, part.n_bytes / GIB)
+        bottom += part.n_bytes / GIB
+
+
+def _torn(column: StageColumn, scale: _Axis) -> Iterator[_Band]:
+    """Bands to scale up to the tear; above it what is left of them, in proportion to each other."""
+    shrunk = (scale.top - scale.rest) / (column.needed_bytes / GIB - scale.tear)
+    for part, bottom, tall in _whole(column):
+        if bottom < scale.tear:
+            yield _Band(part, bottom, min(tall, scale.tear - bottom))
+        left = min(tall, bottom + tall - scale.tear)
+        if left > 0:
+            yield _Band(part, scale.rest + max(bottom - scale.tear, 0.0) * shrunk, left * shrunk)
+
+
+def _largest_of_each(bands: Sequence[_Band]) -> Iterator[_Band]:
+    """Where each kind's number goes: its larger piece, if the tear cuts it in two."""
+    for _, pieces in groupby(bands, key=lambda one: one.part.what):
+        yield max(pieces, key=lambda one: one.tall)
+
+
+def _number(axes: Axes, at: int, one: _Band) -> None:
+    colour = LOOKS[one.part.what].colour
+    axes.text(at, one.bottom + one.tall / 2, _figure(one.part.n_bytes), ha="center", va="center", fontsize=SMALL, color=on(colour),
+              zorder=5, bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.0})  # fmt: skip
 
 
 def band(axes: Axes, at: int, bottom: float, tall: float, what: str, theme: Theme) -> None:
@@ -83,18 +153,13 @@ def band(axes: Axes, at: int, bottom: float, tall: float, what: str, theme: Them
         axes.bar(at, tall, _WIDTH, bottom, color="none", edgecolor=on(look.colour), linewidth=0, hatch=look.hatch)
 
 
-def _beside_the_tear(bottom: float, tall: float, top: float) -> float:
-    """The middle of a band, or of what is below the tear where that runs through it."""
-    low, high = (_TEAR - 0.045) * top, (_TEAR + 0.07) * top
-    middle = bottom + tall / 2
-    return (bottom + low) / 2 if low < middle < high else middle
-
-
-def _torn(axes: Axes, at: int, top: float, theme: Theme) -> None:
-    """A column that goes on above: its bands keep their proportions, not their heights."""
+def _tear(axes: Axes, at: int, scale: _Axis, theme: Theme) -> None:
+    """Fray both edges of the break."""
     steps = [at - _WIDTH / 2 + _WIDTH * step / 8 for step in range(9)]
-    heights = [top * (_TEAR + 0.012 * (-1) ** step) for step in range(9)]
-    axes.fill_between(steps, heights, [height + 0.022 * top for height in heights], color=theme.paper, linewidth=0, zorder=3)
+    for edge in (scale.tear, scale.rest):
+        waves = [edge + 0.012 * scale.top * (-1) ** step for step in range(9)]
+        inside = scale.tear + _GAP * scale.top / 2
+        axes.fill_between(steps, waves, [inside] * len(steps), color=theme.paper, linewidth=0, zorder=3)
 
 
 def _comfortable(column: StageColumn) -> float:
@@ -132,13 +197,13 @@ def _wrapped(engine: str) -> list[str]:
     return [line.replace("_ ", "_") for line in textwrap.wrap(engine.replace("_", "_ "), _UNDER, break_long_words=False)]
 
 
-def _lines(axes: Axes, series: StagesSeries, theme: Theme) -> Iterator[LegendEntry]:
+def _lines(axes: Axes, series: StagesSeries, scale: _Axis, theme: Theme) -> Iterator[LegendEntry]:
     if series.capacity_bytes is not None:
         gib = series.capacity_bytes / GIB
         capacity = axes.axhline(gib, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
         yield (capacity,), f"the GPU's {gib:.1f} GiB"
-    if any(column.needed_bytes / GIB > _top(series) for column in series.columns):
+    if any(scale.tears(column) for column in series.columns):
         torn = Line2D([], [], color=theme.ink, linewidth=1.0, marker=_ZIGZAG, markersize=12, linestyle="none")
-        yield (torn,), "torn: goes on above, bands\nin proportion, not to scale"
+        yield (torn,), "torn: above the tear, bands\nare in proportion only"
     cache = Line2D([], [], color=theme.faint, linewidth=1.0, marker="|", markersize=6)
     yield (cache,), "up to here with the\nallocator's freed blocks"

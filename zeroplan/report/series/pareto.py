@@ -8,7 +8,7 @@ from zeroplan.estimator import Verdict, verdict
 from zeroplan.planner.result import Layout, Plan
 from zeroplan.report.plan import layout_words
 from zeroplan.report.series.parts import Caption
-from zeroplan.report.words import model_words, plural
+from zeroplan.report.words import model_words, partly_trained, plural
 from zeroplan.spec.recipe import Engine
 
 _BEYOND = 1.3
@@ -67,11 +67,12 @@ def pareto(plan: Plan) -> ParetoSeries:
 
 def _caption(plan: Plan, gpu: str) -> Caption:
     base = plan.base
-    job = f"{model_words(base)} on {base.mesh.world_size:,} x {gpu}; {base.recipe.precision}, {base.recipe.optimizer}"
+    job = f"{model_words(base)} on {base.mesh.world_size:,} x {gpu}"
+    recipe = f"{base.recipe.precision}, {base.recipe.optimizer}, {plural(base.batch.seq_len, 'token')} per sequence"
     fitting = "" if plan.best is not None else "; nothing fits"
     counted = f"{plural(plan.considered, 'layout')} considered, {plan.evaluated:,} of them computed{fitting}"
-    lines = (f"{job}, {plural(base.batch.seq_len, 'token')} per sequence", counted, *plan.notes)
-    return Caption(title="Speed against memory: every layout", lines=lines)
+    about = "; ".join(part for part in (job, partly_trained(base.model), recipe) if part)
+    return Caption(title="Speed against memory: every layout", lines=(about, counted, *plan.notes))
 
 
 def _named(one: Layout) -> Named:

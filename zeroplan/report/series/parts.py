@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line, bytes_by_kind
 from zeroplan.report.palette import ORDER, OUTSIDE
-from zeroplan.report.words import batch_line, mesh_line, recipe_line, subject
+from zeroplan.report.words import batch_line, mesh_line, partly_trained, recipe_line, subject
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 
 
@@ -51,16 +51,11 @@ def caption(answer: Estimate, title: str, *more: str, batch: bool = True) -> Cap
 
 def _about(answer: Estimate, more: tuple[str, ...], *, batch: bool) -> Iterator[str]:
     job = answer.job
-    yield "; ".join(part for part in (subject(job), mesh_line(job.mesh), _adapter(job), _offloaded(job)) if part)
+    yield "; ".join(part for part in (subject(job), mesh_line(job.mesh), partly_trained(job.model), _offloaded(job)) if part)
     yield "; ".join((recipe_line(job.recipe), *((batch_line(job.batch),) if batch else ())))
     yield from more
     if answer.approximate:
         yield answer.approximate
-
-
-def _adapter(job: JobSpec) -> str:
-    adapter = job.model.adapter
-    return "" if adapter is None else f"LoRA of rank {adapter.rank:,} in {adapter.targets}"
 
 
 _PLACES = {"cpu": "in host memory", "nvme": "on NVMe"}
