@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroplan.allocator import CachingAllocator, counted_bytes
+from zeroplan.allocator import CachingAllocator, CardFullError, Chunk, counted_bytes
 from zeroplan.units import MIB
 
 BOTH = pytest.mark.parametrize("expandable", [False, True])
@@ -75,10 +75,68 @@ def test_an_end_that_can_grow_is_taken_last():
     assert card.request(4 * MIB).address == first.address
 
 
+# --- a card that is full ----------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_full_card_gives_back_what_no_block_in_use_shares_a_segment_with(expandable: bool):
+    card = CachingAllocator(expandable_segments=expandable, room_bytes=100 * MIB)
+    card.release(card.request(60 * MIB))
+    card.request(80 * MIB, stream=1)  # of another stream, which the first one's blocks are no use to
+    assert (card.reserved_bytes, card.highest_bytes, card.retries) == (80 * MIB, 80 * MIB, 1)
+
+
+def test_a_block_in_use_holds_its_whole_segment_but_only_its_own_pages():
+    """40 MiB are free beside 20 in use: without expandable segments nothing of them can be given back."""
+    for expandable in (False, True):
+        card = CachingAllocator(expandable_segments=expandable, room_bytes=100 * MIB)
+        card.release(card.request(60 * MIB))
+        card.request(20 * MIB)
+        if expandable:
+            card.request(80 * MIB, stream=1)
+            assert (card.reserved_bytes, card.retries) == (100 * MIB, 1)
+        else:
+            with pytest.raises(CardFullError):
+                card.request(80 * MIB, stream=1)
+            assert (card.allocated_bytes, card.reserved_bytes, card.retries) == (20 * MIB, 60 * MIB, 1)
+
+
+def test_pages_that_were_given_back_are_mapped_again_where_there_are_addresses_enough():
+    card = CachingAllocator(expandable_segments=True)
+    first, last = card.request(60 * MIB), card.request(20 * MIB)
+    card.release(first)
+    card.release_cached()
+    assert card.reserved_bytes == 20 * MIB
+    again = card.request(40 * MIB)
+    assert (again.address, card.reserved_bytes) == (first.address, 60 * MIB)  # in the hole, which has 20 MiB left
+    beyond = card.request(40 * MIB)
+    assert (beyond.address, card.reserved_bytes) == (last.address + last.size, 100 * MIB)
+
+
+def test_a_page_that_is_used_in_part_stays():
+    card = CachingAllocator(expandable_segments=True)
+    card.release(card.request(70 * MIB))
+    card.request(5 * MIB)
+    card.release_cached()
+    assert card.reserved_bytes == 20 * MIB
+    card.request(15 * MIB)
+    assert card.reserved_bytes == 20 * MIB
+
+
+@BOTH
+def test_an_emptied_cache_holds_nothing_where_nothing_is_in_use(expandable: bool):
+    card = CachingAllocator(expandable_segments=expandable)
+    for chunk in [card.request(size) for size in (1, 5 * MIB, 33 * MIB, 12 * MIB, 700_000)]:
+        card.release(chunk)
+    card.release_cached()
+    assert (card.reserved_bytes, card.highest_bytes > 0) == (0, True)
+
+
 class Twin:
     """Segments as lists of (size, owner); every request looks at all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: int | None = None) -> None:
+        self.room = room
         self.segments: list[tuple[tuple[bool, int], list[list[int]]]] = []
         self.keys = count(1)
 
@@ -93,6 +151,10 @@ class Twin:
         ]
         if not free:
             whole = 2 * MIB if pool[0] else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+            if self.room is not None and self.figures()[1] + whole > self.room:
+                self.segments = [one for one in self.segments if any(part[1] for part in one[1])]
+                if self.figures()[1] + whole > self.room:
+                    raise CardFullError
             self.segments.append((pool, [[whole, 0]]))
             free = [(whole, len(self.segments) - 1, 0)]
         _, s, p = min(free)
@@ -137,6 +199,73 @@ def test_it_does_what_a_slow_twin_does(acts: list[tuple[int, int] | int]):
             card.release(chunk)
             twin.release(owner)
         assert (card.allocated_bytes, card.reserved_bytes) == twin.figures()
+
+
+def requested(card: CachingAllocator | Twin, n_bytes: int, stream: int) -> Chunk | int | None:
+    try:
+        return card.request(n_bytes, stream)
+    except CardFullError:
+        return None
+
+
+@given(ACTS)
+def test_on_a_small_card_too(acts: list[tuple[int, int] | int]):
+    card, twin = CachingAllocator(room_bytes=120 * MIB), Twin(120 * MIB)
+    held: list[tuple[Any, Any]] = []
+    for act in acts:
+        if isinstance(act, tuple):
+            one, other = requested(card, *act), requested(twin, *act)
+            assert (one is None) == (other is None)
+            held += [(one, other)] if one is not None else []
+        elif held:
+            chunk, owner = held.pop(act % len(held))
+            card.release(chunk)
+            twin.release(owner)
+        assert (card.allocated_bytes, card.reserved_bytes) == twin.figures()
+
+
+@given(ACTS)
+def test_expandable_segments_on_a_small_card_lose_nothing(acts: list[tuple[int, int] | int]):
+    """What is refused would not have fitted beside the pages that are in use; what is given out does not overlap."""
+    room = 120 * MIB
+    card = CachingAllocator(expandable_segments=True, room_bytes=room)
+    held: list[Chunk] = []
+    for act in acts:
+        if isinstance(act, tuple):
+            chunk = requested(card, *act)
+            if isinstance(chunk, Chunk):
+                held.append(chunk)
+            else:
+                page = 20 * MIB if counted_bytes(act[0]) > MIB else 2 * MIB
+                assert pages_in_use(held) + counted_bytes(act[0]) + 2 * page > room
+        elif held:
+            card.release(held.pop(act % len(held)))
+        assert card.allocated_bytes == sum(chunk.size for chunk in held)
+        assert pages_in_use(held) <= card.reserved_bytes <= card.highest_bytes <= room
+        for pool in {chunk.pool for chunk in held}:
+            taken = sorted((chunk.address, chunk.address + chunk.size) for chunk in held if chunk.pool is pool)
+            assert all(one[1] <= other[0] for one, other in pairwise(taken))
+            free = sum(chunk.size for chunk in pool.free)
+            assert free + sum(chunk.size for chunk in held if chunk.pool is pool) == mapped_bytes(pool.holes)
+    for chunk in held:
+        card.release(chunk)
+    card.release_cached()
+    assert (card.allocated_bytes, card.reserved_bytes) == (0, 0)
+
+
+def pages_in_use(held: list[Chunk]) -> int:
+    """Bytes of the pages in which anything lies."""
+    pages = set()
+    for chunk in held:
+        page = 2 * MIB if chunk.pool.small else 20 * MIB
+        pages |= {(id(chunk.pool), page, at) for at in range(chunk.address // page, -(-(chunk.address + chunk.size) // page))}
+    return sum(page for _, page, _ in pages)
+
+
+def mapped_bytes(holes: list[Chunk]) -> int:
+    """What lies between the holes, the last of which is endless."""
+    assert all(one.address + one.size < other.address for one, other in pairwise(holes))  # joined where they touch
+    return holes[-1].address - sum(hole.size for hole in holes[:-1])
 
 
 @given(ACTS)

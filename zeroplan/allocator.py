@@ -1,14 +1,19 @@
 """What CUDA's caching allocator makes of requests: the bytes that ``memory_allocated`` and ``memory_reserved`` would show.
 
-A model of torch's own allocator, for a card that never runs out: requests are rounded to 512 bytes; up to 1 MiB they come from
-segments of 2 MiB, up to 10 MiB from segments of 20 MiB, above from a segment of their own in whole 2 MiB; free blocks are
-reused best fit, on the stream they were made on; blocks are split, and neighbours merged again. With expandable segments there
-is one segment per stream and size class, which grows page by page.
+A model of torch's own allocator: requests are rounded to 512 bytes; up to 1 MiB they come from segments of 2 MiB, up to 10 MiB
+from segments of 20 MiB, above from a segment of their own in whole 2 MiB; free blocks are reused best fit, on the stream they
+were made on; blocks are split, and neighbours merged again. With expandable segments there is one segment per stream and size
+class, which grows page by page.
+
+Where the card is full, the allocator gives back to the driver every segment without a block in use (with expandable segments,
+every page without one) and tries again: a retry, in torch's words. Where that does not help either, the process runs out of
+memory.
 
 Source: ``c10/cuda/CUDACachingAllocator.cpp`` (``malloc``, ``get_free_block``, ``should_split``, ``alloc_block``,
-``find_expandable_block``, ``free_block``) and ``c10/core/AllocatorConfig.h``, torch 2.13. Left out: ``cudaMalloc`` that fails
-and what is released then, ``record_stream``, and the settings that change sizes (``max_split_size_mb``,
-``roundup_power2_divisions``, ``garbage_collection_threshold``), which are off by default.
+``find_expandable_block``, ``try_allocate_expandable_block``, ``map_block``, ``unmap_block``, ``free_block``,
+``release_cached_blocks``, ``release_blocks``) and ``c10/core/AllocatorConfig.h``, torch 2.13. Left out: ``record_stream``, and
+the settings that change sizes (``max_split_size_mb``, ``roundup_power2_divisions``, ``garbage_collection_threshold``), which are
+off by default.
 """
 
 from bisect import bisect_left, insort
@@ -24,6 +29,12 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _OWN_SEGMENT_FROM = 10 * MIB
 _OWN_SEGMENT_UNIT = 2 * MIB
+#: Addresses that an expandable segment may still grow into; torch reserves an eighth more than the card has.
+_ENDLESS = 2**62
+
+
+class CardFullError(Exception):
+    """A request that the card cannot give, cached blocks given back: what torch calls ``OutOfMemoryError``."""
 
 
 def counted_bytes(n_bytes: int) -> int:
@@ -36,15 +47,16 @@ def counted_bytes(n_bytes: int) -> int:
 
 
 class Chunk:
-    """A stretch of a segment, in use or free, and its neighbours there."""
+    """A stretch of a segment, in use, free or without pages of the card behind it, and its neighbours there."""
 
-    __slots__ = ("address", "after", "before", "free", "pool", "size")
+    __slots__ = ("address", "after", "before", "free", "mapped", "pool", "size")
 
-    def __init__(self, pool: "_Pool", address: int, size: int) -> None:
+    def __init__(self, pool: "_Pool", address: int, size: int, *, mapped: bool = True) -> None:
         self.pool = pool
         self.address = address
         self.size = size
         self.free = False
+        self.mapped = mapped
         self.before: Chunk | None = None
         self.after: Chunk | None = None
 
@@ -52,17 +64,28 @@ class Chunk:
         """Order free chunks as the allocator does: by size, then by address."""
         return (self.size, self.address) < (other.size, other.address)
 
+    @property
+    def grows_to(self) -> int:
+        """How large a free chunk can become where it lies: with the addresses behind it that have no pages yet."""
+        after = self.after
+        return self.size if after is None or after.mapped else self.size + after.size
+
+    @property
+    def available(self) -> bool:
+        """Whether nothing is in it, with or without pages of the card behind it."""
+        return self.free or not self.mapped
+
 
 class _Pool:
     """The free chunks of one size class on one stream, with addresses of their own.
 
-    ``tail`` ends the growing segment, where there is one.
+    ``holes`` are, in the order of their addresses, the chunks of an expandable segment without pages behind them.
     """
 
-    def __init__(self, *, small: bool) -> None:
+    def __init__(self, *, small: bool, expandable: bool) -> None:
         self.small = small
         self.free: list[Chunk] = []
-        self.tail: Chunk | None = None
+        self.holes = [Chunk(self, 0, _ENDLESS, mapped=False)] if expandable else []
         self.end_address = 0
 
     def add(self, chunk: Chunk) -> None:
@@ -74,43 +97,66 @@ class _Pool:
         chunk.free = False
 
     def best_fit(self, size: int) -> Chunk | None:
-        """Take the smallest free chunk that is large enough; one that can grow is taken last, as if it were endless."""
+        """Take the smallest free chunk that is large enough; one that can grow counts as large as it can grow."""
         at = bisect_left(self.free, size, key=_size)
-        if at < len(self.free) - 1 and self.free[at] is self.tail:
-            at += 1
         if at == len(self.free):
             return None
+        if self.holes:
+            while at + 1 < len(self.free) and self.free[at + 1].grows_to < self.free[at].grows_to:
+                at += 1
         chunk = self.free.pop(at)
         chunk.free = False
         return chunk
+
+    def room_for(self, size: int) -> Chunk:
+        """Return the chunk from which on there are enough addresses in a row, the lowest that a hole is part of."""
+        for hole in self.holes:
+            first = hole.before if hole.before is not None and hole.before.free else hole
+            room, chunk = 0, first
+            while room < size and chunk is not None and chunk.available:
+                room, chunk = room + chunk.size, chunk.after
+            if room >= size:
+                return first
+        raise AssertionError("the last hole is endless")
 
 
 def _size(chunk: Chunk) -> int:
     return chunk.size
 
 
+def _address(chunk: Chunk) -> int:
+    return chunk.address
+
+
 class CachingAllocator:
-    """A card's allocator, empty at first.
+    """A card's allocator, empty at first; without ``room_bytes`` the card never runs out.
 
-    ``allocated_bytes`` and ``reserved_bytes`` are what ``torch.cuda.memory_allocated`` and ``memory_reserved`` would return now.
+    ``allocated_bytes`` and ``reserved_bytes`` are what ``torch.cuda.memory_allocated`` and ``memory_reserved`` would return now,
+    ``highest_bytes`` is ``max_memory_reserved``, and ``retries`` is ``num_alloc_retries`` of ``memory_stats``.
 
-    >>> card = CachingAllocator()
+    >>> card = CachingAllocator(room_bytes=50 * MIB)
     >>> one, other = card.request(6 * MIB), card.request(15 * MIB + 512)
     >>> card.allocated_bytes // MIB, card.reserved_bytes // MIB
     (22, 36)
     >>> card.release(other)
     >>> card.allocated_bytes // MIB, card.reserved_bytes // MIB
     (6, 36)
+    >>> _ = card.request(30 * MIB)  # too large for what is free, and for the card beside it
+    >>> card.allocated_bytes // MIB, card.reserved_bytes // MIB, card.retries
+    (36, 50, 1)
     """
 
-    def __init__(self, *, expandable_segments: bool = False) -> None:
+    def __init__(self, *, expandable_segments: bool = False, room_bytes: int | None = None) -> None:
         self.allocated_bytes = 0
         self.reserved_bytes = 0
+        self.highest_bytes = 0
+        self.retries = 0
+        self._room = room_bytes
         self._expandable = expandable_segments
         self._pools: dict[tuple[bool, int], _Pool] = {}
 
     def request(self, n_bytes: int, stream: int = 0) -> Chunk:
-        """Hand out memory for a request on a stream."""
+        """Hand out memory for a request on a stream. Raises :class:`CardFullError` where the card has none to give."""
         size = counted_bytes(n_bytes)
         pool = self._pool(size, stream)
         chunk = pool.best_fit(size) or self._more(pool, size)
@@ -148,6 +194,54 @@ class CachingAllocator:
     def release(self, chunk: Chunk) -> None:
         """Take memory back, and join it with free neighbours."""
         self.allocated_bytes -= chunk.size
+        self._freed(chunk)
+
+    def release_cached(self) -> None:
+        """Give back to the driver what no block in use shares a segment with, or a page; what ``empty_cache`` does."""
+        for pool in self._pools.values():
+            for chunk in tuple(pool.free):
+                if self._expandable:
+                    self._unmapped(chunk)
+                elif chunk.before is None and chunk.after is None:
+                    pool.remove(chunk)
+                    self.reserved_bytes -= chunk.size
+
+    def _pool(self, size: int, stream: int) -> _Pool:
+        key = size <= _LARGEST_SMALL, stream
+        if key not in self._pools:
+            self._pools[key] = _Pool(small=key[0], expandable=self._expandable)
+        return self._pools[key]
+
+    def _splits(self, pool: _Pool, rest: int) -> bool:
+        return rest >= _MIN_BLOCK if pool.small or self._expandable else rest > _LARGEST_SMALL
+
+    def _more(self, pool: _Pool, size: int) -> Chunk:
+        """Take from the card; where it is full, give back what is cached and try once more."""
+        take = self._grown if self._expandable else self._own_segment
+        try:
+            return take(pool, size)
+        except CardFullError:
+            self.retries += 1
+            self.release_cached()
+            return take(pool, size)
+
+    def _own_segment(self, pool: _Pool, size: int) -> Chunk:
+        return self._segment(pool, _segment_bytes(size))
+
+    def _segment(self, pool: _Pool, size: int) -> Chunk:
+        self._take(size)
+        chunk = Chunk(pool, pool.end_address, size)
+        pool.end_address += size
+        return chunk
+
+    def _take(self, n_bytes: int) -> None:
+        if self._room is not None and self.reserved_bytes + n_bytes > self._room:
+            raise CardFullError
+        self.reserved_bytes += n_bytes
+        self.highest_bytes = max(self.highest_bytes, self.reserved_bytes)
+
+    def _freed(self, chunk: Chunk) -> Chunk:
+        """Add a chunk to those that are free, joined with its free neighbours."""
         pool = chunk.pool
         if chunk.before is not None and chunk.before.free:
             pool.remove(chunk.before)
@@ -156,49 +250,68 @@ class CachingAllocator:
             pool.remove(chunk.after)
             chunk = self._joined(chunk, chunk.after)
         pool.add(chunk)
-
-    def _pool(self, size: int, stream: int) -> _Pool:
-        key = size <= _LARGEST_SMALL, stream
-        if key not in self._pools:
-            self._pools[key] = _Pool(small=key[0])
-        return self._pools[key]
-
-    def _splits(self, pool: _Pool, rest: int) -> bool:
-        return rest >= _MIN_BLOCK if pool.small or self._expandable else rest > _LARGEST_SMALL
-
-    def _more(self, pool: _Pool, size: int) -> Chunk:
-        return self._grown(pool, size) if self._expandable else self._segment(pool, _segment_bytes(size))
-
-    def _segment(self, pool: _Pool, size: int) -> Chunk:
-        chunk = Chunk(pool, pool.end_address, size)
-        pool.end_address += size
-        self.reserved_bytes += size
         return chunk
 
+    # --- expandable segments --------------------------------------------------------------------------------------------
+
     def _grown(self, pool: _Pool, size: int) -> Chunk:
-        """Map as many pages behind the growing segment as a free end of it lacks."""
-        page = _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
-        tail = pool.tail
-        end = tail if tail is not None and tail.free else None
-        pages = self._segment(pool, round_up(size - (end.size if end is not None else 0), page))
-        pages.before = tail
-        if tail is not None:
-            tail.after = pages
-        pool.tail = pages
-        if end is None:
-            return pages
-        pool.remove(end)
-        return self._joined(end, pages)
+        """Map as many pages into the first stretch of addresses with room as it lacks, beside what of it is free."""
+        chunk = pool.room_for(size)
+        if not chunk.mapped:
+            chunk = self._mapped(chunk, min(size, chunk.size))
+        while chunk.size < size:
+            hole = chunk.after
+            assert hole is not None  # noqa: S101  room_for has counted it
+            chunk = self._mapped(hole, min(size - chunk.size, hole.size))
+        pool.remove(chunk)
+        return chunk
+
+    def _mapped(self, hole: Chunk, size: int) -> Chunk:
+        """Put whole pages behind the beginning of a hole, which is then free, with its free neighbours."""
+        pool = hole.pool
+        size = round_up(size, _page(pool))
+        self._take(size)
+        at = bisect_left(pool.holes, hole.address, key=_address)
+        pool.holes[at : at + 1] = [self._cut(hole, size)] if size < hole.size else []
+        hole.mapped = True
+        return self._freed(hole)
+
+    def _unmapped(self, chunk: Chunk) -> None:
+        """Take from a free chunk the whole pages that lie in it; what is left at its ends stays free."""
+        pool, page = chunk.pool, _page(chunk.pool)
+        start, end = round_up(chunk.address, page), (chunk.address + chunk.size) // page * page
+        if start >= end:
+            return
+        pool.remove(chunk)
+        if start > chunk.address:
+            chunk, before = self._cut(chunk, start - chunk.address), chunk
+            pool.add(before)
+        if end < chunk.address + chunk.size:
+            pool.add(self._cut(chunk, end - chunk.address))
+        self.reserved_bytes -= chunk.size
+        chunk.mapped = False
+        self._hole(chunk)
+
+    def _hole(self, chunk: Chunk) -> None:
+        """Add a chunk without pages to the others, joined with those beside it."""
+        holes = chunk.pool.holes
+        at = bisect_left(holes, chunk.address, key=_address)
+        first = last = at
+        if chunk.before is not None and not chunk.before.mapped:
+            first, chunk = at - 1, self._joined(chunk.before, chunk)
+        if chunk.after is not None and not chunk.after.mapped:
+            last, chunk = at + 1, self._joined(chunk, chunk.after)
+        holes[first:last] = [chunk]
+
+    # --- chunks ---------------------------------------------------------------------------------------------------------
 
     def _cut(self, chunk: Chunk, size: int) -> Chunk:
-        rest = Chunk(chunk.pool, chunk.address + size, chunk.size - size)
+        rest = Chunk(chunk.pool, chunk.address + size, chunk.size - size, mapped=chunk.mapped)
         chunk.size = size
         rest.before, rest.after = chunk, chunk.after
         if rest.after is not None:
             rest.after.before = rest
         chunk.after = rest
-        if chunk.pool.tail is chunk:
-            chunk.pool.tail = rest
         return rest
 
     def _joined(self, first: Chunk, second: Chunk) -> Chunk:
@@ -206,9 +319,12 @@ class CachingAllocator:
         first.after = second.after
         if first.after is not None:
             first.after.before = first
-        if first.pool.tail is second:
-            first.pool.tail = first
         return first
+
+
+def _page(pool: _Pool) -> int:
+    """What an expandable segment grows by."""
+    return _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
 
 
 def _segment_bytes(size: int) -> int:
