@@ -18,7 +18,7 @@ off by default.
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Self
+from typing import Self, cast
 
 from zeroplan.numeric import round_up
 from zeroplan.units import MIB
@@ -112,7 +112,7 @@ class _Pool:
         """Return the chunk from which on there are enough addresses in a row, the lowest that a hole is part of."""
         for hole in self.holes:
             first = hole.before if hole.before is not None and hole.before.free else hole
-            room, chunk = 0, first
+            room, chunk = 0, cast("Chunk | None", first)
             while room < size and chunk is not None and chunk.available:
                 room, chunk = room + chunk.size, chunk.after
             if room >= size:
