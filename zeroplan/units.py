@@ -5,6 +5,7 @@ A unit is a plain number: multiply it in, divide it out. GB is 10^9 bytes and Gi
 
 import re
 from decimal import Decimal, InvalidOperation
+from typing import NamedTuple
 
 from zeroplan.errors import SpecError
 
@@ -96,6 +97,50 @@ def format_gib(n_bytes: int) -> str:
     '13.04 GiB'
     """
     return f"{n_bytes / GIB:,.2f} GiB"
+
+
+class Unit(NamedTuple):
+    """The unit in which an answer gives its sizes, the smaller ones of its kind among them."""
+
+    name: str
+    n_bytes: int
+    smaller: tuple[tuple[str, int], ...]
+    """For sizes below a tenth of the unit, the largest first. [bytes]"""
+
+    def amount(self, n_bytes: int) -> str:
+        """The number alone, for a column whose head names the unit.
+
+        >>> GIBIBYTES.amount(14_000_000_000)
+        '13.04'
+        """
+        return f"{n_bytes / self.n_bytes:,.2f}"
+
+    def size(self, n_bytes: int) -> str:
+        """The number with its unit.
+
+        >>> GIBIBYTES.size(14_000_000_000), GIGABYTES.size(14_000_000_000), GIBIBYTES.size(8_519_680), GIGABYTES.size(512)
+        ('13.04 GiB', '14.00 GB', '8.12 MiB', '512 B')
+        """
+        for name, unit in ((self.name, self.n_bytes), *self.smaller):
+            if abs(n_bytes) >= max(unit // 10, 10 * KB):
+                return f"{n_bytes / unit:,.2f} {name}"
+        return f"{n_bytes:,} B"
+
+
+GIBIBYTES = Unit("GiB", GIB, (("MiB", MIB), ("KiB", KIB)))
+GIGABYTES = Unit("GB", GB, (("MB", MB), ("kB", KB)))
+
+
+def unit_named(name: str) -> Unit:
+    """The unit that a person names.
+
+    >>> unit_named("gb").name
+    'GB'
+    """
+    units = {"gib": GIBIBYTES, "gb": GIGABYTES}
+    if name.lower() not in units:
+        raise SpecError(f"--unit {name!r} is not a unit; write gib (2^30 bytes) or gb (10^9 bytes)")
+    return units[name.lower()]
 
 
 def format_size(n_bytes: int) -> str:

@@ -20,8 +20,16 @@ TINY = {
 def test_the_first_command_says_sixteen_psi_over_eight(run: Run):
     code, out, err = run(*SEVEN)
     assert (code, err) == (0, "")
-    assert "14.00     13.04  16 x Ψ before sharding, 2 x Ψ on this GPU" in out
-    assert "shape inferred from llama-2-7b" in out
+    assert "Model states: 13.04 GiB (parameters 3.26, gradients 3.26, optimizer state 6.52)" in out
+    assert "Note: shape inferred from llama-2-7b" in out
+    assert "13.04  16 x Ψ before sharding, 2 x Ψ on this GPU" in run(*SEVEN, "-v")[1]
+    assert "Model states: 14.00 GB (" in run(*SEVEN, "--unit", "GB")[1]
+
+
+def test_a_unit_that_there_is_not_is_one_line(run: Run):
+    code, out, err = run(*SEVEN, "--unit", "gibi")
+    assert (code, out) == (2, "")
+    assert err == "zeroplan: --unit 'gibi' is not a unit; write gib (2^30 bytes) or gb (10^9 bytes)\n"
 
 
 KEYS = {
@@ -409,7 +417,7 @@ def test_a_terminal_without_unicode_still_gets_the_numbers():
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONIOENCODING": "ascii"},
     )  # fmt: skip
     assert done.returncode == 0
-    assert "14.00" in done.stdout
+    assert "13.04 GiB" in done.stdout
 
 
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "pydantic", "rich", "huggingface_hub")

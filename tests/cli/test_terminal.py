@@ -8,7 +8,7 @@ from zeroplan.cli.terminal import fitted
 ASKED = ("--params", "13b", "--gpus", "2", "--gpu", "a100", "--seq-len", "4096")
 
 
-@pytest.mark.parametrize("asked", [("estimate", *ASKED), ("estimate", *ASKED, "--explain"), ("advise", *ASKED)])
+@pytest.mark.parametrize("asked", [("estimate", *ASKED, "-v"), ("estimate", *ASKED, "--explain"), ("advise", *ASKED)])
 def test_every_word_stays_and_no_line_is_wider(run: Run, asked: tuple[str, ...]):
     whole = run(*asked)[1]
     assert max(map(len, whole.splitlines())) > 80
@@ -29,6 +29,15 @@ def test_a_sentence_of_several_lines_is_folded_as_one():
 
 def test_only_a_terminal_is_folded(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "60")
-    piped = run("estimate", *ASKED)[1]
+    piped = run("estimate", *ASKED, "-v")[1]
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    assert max(map(len, run("estimate", *ASKED)[1].splitlines())) <= 60 < max(map(len, piped.splitlines()))
+    assert max(map(len, run("estimate", *ASKED, "-v")[1].splitlines())) <= 60 < max(map(len, piped.splitlines()))
+
+
+def test_an_answer_on_one_screen_is_folded_sentence_by_sentence(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    lines = run("estimate", *ASKED)[1].splitlines()
+    assert max(map(len, lines)) <= 60
+    job = next(at for at, line in enumerate(lines) if line.startswith("13,000,000,000"))
+    assert all(len(line) > 40 for line in lines[job : job + 2]), lines  # no short rest of a line folded at 80

@@ -58,7 +58,11 @@ def test_what_is_no_job_file_is_sent_where_it_belongs(run: Run, tmp_path: Path):
 
 
 def test_a_model_by_its_address_or_folder(run: Run, tmp_path: Path):
-    assert run("estimate", "--model", "https://huggingface.co/openai-community/gpt2")[1].startswith("gpt2 on 1 GPU")
+    assert (
+        run("estimate", "--model", "https://huggingface.co/openai-community/gpt2")[1]
+        .splitlines()[2]
+        .startswith("gpt2 on 1 GPU")
+    )
     assert "which goes to --config" in run("estimate", "--model", str(tmp_path))[2]
     assert "--model OWNER/NAME" in run("estimate", "--config", "https://huggingface.co/openai-community/gpt2")[2]
 

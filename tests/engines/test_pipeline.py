@@ -73,8 +73,8 @@ def test_ranks_have_the_whole_model_together() -> None:
     assert answer.peak_bytes == max(int(one.peak_bytes) for one in answer.pipeline) + sum(
         int(line.n_bytes) for line in answer.workspaces
     )
-    assert "rank 1: 129,408 parameters" in estimate_text(answer)
-    assert "blocks 3 to 5 <- this one" in estimate_text(answer)
+    assert "rank 1: 129,408 parameters" in estimate_text(answer, verbose=True)
+    assert "blocks 3 to 5 <- this one" in estimate_text(answer, verbose=True)
 
 
 @pytest.mark.parametrize(("pp", "schedule"), [(4, "1f1b"), (2, "zbv")])

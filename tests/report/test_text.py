@@ -9,13 +9,14 @@ from zeroplan import Estimate, SpecError, estimate, job
 from zeroplan.catalog.model import model_names
 from zeroplan.remedies import remedies
 from zeroplan.report.markdown import estimate_markdown
+from zeroplan.report.screen import COLUMNS, LINES
 from zeroplan.report.text import estimate_text
 from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.spec.job import ENGINE_STAGES
-from zeroplan.units import format_size
+from zeroplan.units import GIBIBYTES, GIGABYTES, Unit, format_size
 
-#: A table's row: what, GB, GiB.
-ROW = re.compile(r"^  (?P<what>\S.*?) {2,}(?P<gb>[\d,]+\.\d\d) +(?P<gib>[\d,]+\.\d\d)(?:  .*)?$")
+#: A table's row: what, and its size; a sum begins with its sign.
+ROW = re.compile(r"^(?P<sum>=?) +(?P<what>\S.*?) {2,}(?P<size>[\d,]+\.\d\d)(?:  .*)?$")
 
 
 #: Megatron's closed form takes few families, and 18 bytes a parameter.
@@ -41,42 +42,84 @@ def answers(**also: object) -> Iterator[Estimate]:
 
 
 @pytest.mark.parametrize("gpus", [1, 8, 4096])
-def test_every_line_fits_a_wide_terminal(gpus: int):
+def test_an_answer_fits_one_screen_and_the_whole_one_a_wide_terminal(gpus: int):
+    notes = ("a note " * 40, "a short note")
     for number, answer in enumerate(answers(gpus=gpus, gpu="h100", micro_batch=4)):
         changes = remedies(answer) if number % 3 == 0 else ()  # of each model and each stage some
-        for line in estimate_text(answer, ("a note " * 40,), changes).splitlines():
+        screen = estimate_text(answer, notes, changes).splitlines()
+        assert (len(screen) <= LINES, max(map(len, screen)) <= COLUMNS) == (True, True), "\n".join(screen)
+        for line in estimate_text(answer, notes, changes, verbose=True).splitlines():
             assert len(line) <= 112, line
 
 
+def test_the_verdict_comes_first_then_the_peak_the_states_and_the_card():
+    for asked in ({}, {"gpu": "a100"}, {"gpu": "l4"}):
+        answer = estimate(job(params="13b", gpus=4, **asked))
+        screen = estimate_text(answer, (), remedies(answer))
+        order = [
+            screen.index(part)
+            for part in ("It ", "13,000,000,000", "Peak allocated", "Model states", "On the card", "Each GPU sends")
+        ]
+        assert order == sorted(order)
+        assert order[0] == 0
+
+
+def test_a_note_is_shown_or_counted():
+    answer = estimate(job(model="gpt2", gpus=8))
+    shown = estimate_text(answer, ("one", "two"))
+    assert "Note: one\nNote: two" in shown
+    long = estimate_text(answer, ("one", "a note " * 200))
+    assert "Note: one\n1 more note, and every collective: add -v." in long
+    assert "a note a note" in estimate_text(answer, ("one", "a note " * 200), verbose=True)
+
+
+def sums(text: str) -> dict[str, tuple[float, float]]:
+    """Of each sum on the card: what the text gives, and what the rows above it come to; the first may have no rows."""
+    found, running = {}, 0.0
+    for row in filter(None, map(ROW.match, text[text.index("On the card") :].splitlines())):
+        size = float(row["size"].replace(",", ""))
+        if row["sum"]:
+            found[row["what"]] = (size, running or size)
+            running = size
+        else:
+            running += size
+    return found
+
+
 @pytest.mark.parametrize("gpus", [1, 8, 512])
-def test_both_units_say_the_same_and_rows_add_up(gpus: int):
+@pytest.mark.parametrize("unit", [GIBIBYTES, GIGABYTES])
+def test_rows_add_up_to_the_sums_below_them(gpus: int, unit: Unit):
     for answer in answers(gpus=gpus):
-        rows = [ROW.match(line) for line in estimate_text(answer).splitlines()]
-        figures = [(row["what"], *(float(row[unit].replace(",", "")) for unit in ("gb", "gib"))) for row in rows if row]
-        assert len(figures) >= 9
-        for _, gb, gib in figures:
-            assert gb / 1.073741824 == pytest.approx(gib, abs=0.01)
-        names = [what for what, *_ in figures]
-        end = names.index("together")
-        assert sum(gb for _, gb, _ in figures[:end]) == pytest.approx(figures[end][1], abs=0.02)
-        start = names.index("reserved by the caching allocator")
-        alive = [gb for _, gb, _ in figures[end + 1 : start]]
-        assert sum(alive) == pytest.approx(answer.peak_bytes / 1e9, abs=0.01 * len(alive))
-        last = names.index("what nvidia-smi would show")
-        assert sum(gb for _, gb, _ in figures[start:last]) == pytest.approx(figures[last][1], abs=0.03)
+        expected = {
+            "peak allocated": answer.peak_bytes,
+            "must fit": answer.least_bytes,
+            "nvidia-smi would show": answer.comfortable_bytes,
+        }
+        for text in (estimate_text(answer, unit=unit), estimate_text(answer, unit=unit, verbose=True)):
+            shown = sums(text)
+            assert {what: size for what, (size, _) in shown.items()} == {
+                what: pytest.approx(n_bytes / unit.n_bytes, abs=0.006) for what, n_bytes in expected.items()
+            }
+            assert all(size == pytest.approx(added, abs=0.05) for size, added in shown.values()), text
 
 
-def test_every_byte_count_has_both_units_or_a_column_for_them():
+def test_one_answer_has_one_unit():
     answer = estimate(job(model="llama-2-7b", gpus=8, gpu="h100", seq_len=512))
-    for text in (estimate_text(answer), estimate_markdown(answer)):
-        for sentence in re.findall(r"[\d,.]+ GB\b[^|\n]*", text):
-            assert "GiB" in sentence or "GB sent" in text.splitlines()[0] or "(GB)" in sentence, sentence
+    for verbose in (False, True):
+        assert not re.search(r"\b[GMk]B\b", estimate_text(answer, remedies(answer), verbose=verbose))
+        assert not re.search(r"\b[GMK]iB\b", estimate_text(answer, remedies(answer), verbose=verbose, unit=GIGABYTES))
+
+
+def test_every_byte_count_in_markdown_has_both_units():
+    answer = estimate(job(model="llama-2-7b", gpus=8, gpu="h100", seq_len=512))
+    for sentence in re.findall(r"[\d,.]+ GB\b[^|\n]*", estimate_markdown(answer)):
+        assert "GiB" in sentence, sentence
 
 
 def test_without_a_gpu_it_says_from_how_much_on_it_fits_and_from_how_much_tightly():
     answer = estimate(job(params="13b", gpus=4))
     fits, tightly = format_size(answer.comfortable_bytes), format_size(answer.least_bytes)
-    assert f"fits a GPU with {fits}, and tightly one with {tightly}." in verdict_sentence(answer)
+    assert f"fits a GPU of {fits}, and tightly one of {tightly}." in verdict_sentence(answer)
     assert verdict_sentence(estimate(job(params="13b", gpus=4, gpu="a100"))).partition(")")[2].startswith(" tightly")
     whole = estimate(job(params="13b", gpus=4, engine="ddp"))  # whose allocator caches nothing beside the peak
     assert "tightly" not in verdict_sentence(whole)
@@ -89,7 +132,7 @@ def test_one_is_singular():
     eight = estimate(job(model="gpt2", gpus=8, gpu="h100", micro_batch=2, grad_accum=3))
     assert headline(eight) == "gpt2 on 8 x NVIDIA H100 SXM5 80GB, ZeRO stage 3: FSDP2"
     assert list(job_lines(eight))[2] == (
-        "2 sequences of 1,024 tokens per GPU and micro-batch; 3 micro-batches or 49,152 tokens of all GPUs per step"
+        "2 sequences of 1,024 tokens per GPU and micro-batch; 3 micro-batches or 49,152 tokens per step"
     )
 
 

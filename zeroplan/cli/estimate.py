@@ -10,6 +10,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.remedies import Remedy, remedies
 from zeroplan.resolve import Resolved
+from zeroplan.units import unit_named
 
 _OUTPUT = "Output"
 
@@ -18,9 +19,14 @@ _OUTPUT = "Output"
 def estimate_command(
     *,
     resolved: Resolved,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Also every kind, pipeline rank, collective and note.", rich_help_panel=_OUTPUT),
+    ] = False,
     explain: Annotated[
         bool, typer.Option("--explain", help="Every line with its formula, numbers and source.", rich_help_panel=_OUTPUT)
     ] = False,
+    unit: Annotated[str, typer.Option("--unit", help="Unit of sizes as text: gib or gb.", rich_help_panel=_OUTPUT)] = "gib",
     as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.", rich_help_panel=_OUTPUT)] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.", rich_help_panel=_OUTPUT)] = False,
     check: Annotated[
@@ -32,6 +38,7 @@ def estimate_command(
         raise SpecError("--check asks whether the job fits, but no GPU is named; add --gpu NAME (`zeroplan gpus` lists them)")
     if as_json and as_markdown:
         raise SpecError("--json and --markdown are two renderings; choose one")
+    sizes = unit_named(unit)
     answer = estimate(resolved.job)
     changes = remedies(answer)
     if as_json:
@@ -42,9 +49,12 @@ def estimate_command(
         typer.echo(estimate_markdown(answer, resolved.notes, changes, explain=explain))
     else:
         from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
+        from zeroplan.report.screen import COLUMNS  # noqa: PLC0415
         from zeroplan.report.text import estimate_text  # noqa: PLC0415
+        from zeroplan.report.words import WIDTH  # noqa: PLC0415
 
-        show(estimate_text(answer, resolved.notes, changes, explain=explain))
+        text = estimate_text(answer, resolved.notes, changes, verbose=verbose, explain=explain, unit=sizes)
+        show(text, WIDTH if verbose or explain else COLUMNS)
     return NO if check and not answer.fits else 0
 
 

@@ -19,34 +19,34 @@ _ROOM = 18
 _TO_COPY = ("zeroplan ", "--", "accelerate ", "torchrun ", "deepspeed ", "= ", "source: ")
 
 
-def show(text: str) -> None:
-    """Print an answer, folded where it goes to a terminal that is narrower."""
-    typer.echo(fitted(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+def show(text: str, columns: int = WIDTH) -> None:
+    """Print an answer written for so many columns, folded where it goes to a terminal that is narrower."""
+    typer.echo(fitted(text, shutil.get_terminal_size().columns, columns) if sys.stdout.isatty() else text)
 
 
-def fitted(text: str, width: int) -> str:
-    """The text with its lines folded to a width below its own; a sentence of several lines is folded as one.
+def fitted(text: str, width: int, columns: int = WIDTH) -> str:
+    """The text, written for ``columns``, folded to a width below that; a sentence of several lines is folded as one.
 
     >>> print(fitted("  gradients   1.00  an example of a row with words", 40))
       gradients   1.00  an example of a row
                         with words
     """
-    return text if width >= WIDTH else "\n".join(_folded(text.split("\n"), width))
+    return text if width >= columns else "\n".join(_folded(text.split("\n"), width, columns))
 
 
-def _folded(lines: list[str], width: int) -> Iterator[str]:
+def _folded(lines: list[str], width: int, columns: int) -> Iterator[str]:
     sentence = ""
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         sentence = f"{sentence} {line.lstrip()}" if sentence else line
-        if not _goes_on(line, following):
+        if not _goes_on(line, following, columns):
             yield from _wrapped(sentence, width)
             sentence = ""
 
 
-def _goes_on(line: str, following: str) -> bool:
+def _goes_on(line: str, following: str, columns: int) -> bool:
     """Whether the following line is the rest of a sentence: its first word had no room any more."""
     prose = following.strip() and not _GAP.search(line) and not _GAP.search(following)
-    full = prose and len(line) + 1 + len(following.split(maxsplit=1)[0]) > WIDTH
+    full = prose and len(line) + 1 + len(following.split(maxsplit=1)[0]) > columns
     return bool(full) and _indent(following) == _hanging(line) and not line.lstrip().startswith(_TO_COPY)
 
 

@@ -14,7 +14,7 @@ from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.units import format_size
+from zeroplan.units import Unit, format_size
 
 T = TypeVar("T")
 WIDTH = 100
@@ -157,7 +157,7 @@ def job_lines(answer: Estimate) -> Iterator[str]:
     yield recipe_line(recipe)
     accumulated = "" if batch.grad_accum_steps == 1 else f"{batch.grad_accum_steps:,} micro-batches or "
     tokens = batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard
-    yield f"{sequences(batch)} per GPU and micro-batch; {accumulated}{tokens:,} tokens of all GPUs per step"
+    yield f"{sequences(batch)} per GPU and micro-batch; {accumulated}{tokens:,} tokens per step"
     if arranged := mesh_line(mesh):
         yield arranged
 
@@ -213,20 +213,21 @@ def _short(number: float) -> str:
     return "less than 0.01" if digits == "0.00" and number else digits.rstrip("0").rstrip(".")
 
 
-def verdict_sentence(answer: Estimate) -> str:
-    """Whether it fits, with how much room, and what that rests on."""
+def verdict_sentence(answer: Estimate, unit: Unit | None = None) -> str:
+    """Whether the job fits, with how much room; where no GPU is named, how large a GPU it needs. Without a unit, in GB and GiB."""
+    size = format_size if unit is None else unit.size
     if answer.capacity_bytes is None:
-        fits, tightly = format_size(answer.comfortable_bytes), format_size(answer.least_bytes)
-        also = "" if fits == tightly else f", and tightly one with {tightly}"
-        return f"It fits a GPU with {fits}{also}. Name yours with --gpu (zeroplan gpus lists them)."
+        fits, least = size(answer.comfortable_bytes), size(answer.least_bytes)
+        also = "" if fits == least else f", and tightly one of {least}"
+        return f"It fits a GPU of {fits}{also}. Check: --gpu NAME."
     gpu = answer.job.cluster.gpu
     name = "" if gpu is None else gpu.full_name
-    capacity, room = format_size(answer.capacity_bytes), format_size(abs(answer.room_bytes or 0))
+    capacity, room = size(answer.capacity_bytes), size(abs(answer.room_bytes or 0))
     if answer.verdict == "fits":
         return f"It fits {name} ({capacity}), with {room} of room."
     if answer.verdict == "tight":
         return (
-            f"It fits {name} ({capacity}) tightly: {room} of room beside the peak, less than the allocator would cache if it "
-            f"could: nvidia-smi will show a card all but full. Set {EXPANDABLE}."
+            f"It fits {name} ({capacity}) tightly: {room} of room beside the peak, less than the allocator would cache. "
+            f"nvidia-smi will show the card as almost full. Set {EXPANDABLE}."
         )
     return f"It does not fit {name} ({capacity}): {room} too much."

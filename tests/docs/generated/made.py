@@ -39,7 +39,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "engine-symbols": words.engine_symbols,
     "commands": commands.commands,
     "job-flags": commands.job_flags,
-    "validation": records.validation,
+    "truth": records.truth,
     "reserved": records.reserved,
     "layers": layers.table_of_layers,
 }

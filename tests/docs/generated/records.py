@@ -1,34 +1,51 @@
-"""What pages show of the records: the errors of the validation page, and how the band of what is reserved compares."""
+"""What pages show of the records: how true the estimate is, and how the band of what is reserved compares."""
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import TYPE_CHECKING
 
 from tests.docs.generated.markdown import table
 from tests.measured import stored
-from tests.measured.errors import engine_of
+from tests.measured.errors import engine_of, held
 from zeroplan import estimate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-_PAGE = Path(__file__).parents[3] / "docs" / "validation.md"
-
-
-def validation() -> str:
-    """The errors by engine: jobs, median, nineteen in twenty, lowest and highest."""
-    return table([head + ":" * (at > 0) for at, head in enumerate(_rows()[0])], _rows()[2:])
+_PUBLISHED = Path(__file__).parents[2] / "on_gpus" / "published.toml"
 
 
-def _rows() -> list[list[str]]:
-    after = _PAGE.read_text(encoding="utf-8").partition("## By engine\n\n")[2]
-    lines = after.partition("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")][:_COLUMNS] for line in lines]
+def truth() -> str:
+    """What the estimate and the simulator were compared with, in how many jobs, and how far they were off."""
+    return table(("compared", "with", "jobs:", "error of the peak"), [_engines(), *_published()])
 
 
-_COLUMNS = 6
+def _engines() -> tuple[str, ...]:
+    errors = [one.error for name in (stored.RECORDS, stored.OPTIONS) for one in held(stored.records(name))]
+    median_error, within = median(map(abs, errors)), sum(abs(error) <= _TENTH for error in errors)
+    shown = f"median {median_error:.3%}; within 0.1 % in {within:,}; from {min(errors):+.2%} to {max(errors):+.2%}"
+    return ("`zeroplan estimate`", "the engines' own code, run without a GPU", f"{len(errors):,}", shown)
+
+
+_TENTH = 0.001
+
+
+def _published() -> Iterator[tuple[str, ...]]:
+    rows = tomllib.loads(_PUBLISHED.read_text(encoding="utf-8"))["row"]
+    simulated = [row for row in rows if row["how"] == "simulated"]
+    same = sum(row["measured"] == row["predicted"] for row in simulated)
+    yield (
+        "the source's own program, run by our simulator", "GPUs, as the source published", f"{len(simulated)}",
+        f"equal to the last printed digit in {same}",
+    )  # fmt: skip
+    torchtitan = [row for row in rows if row["how"] == "estimate" and "torchtitan" in row["source"]]
+    for words, what in (("the plain estimate", "`zeroplan estimate`"), ("--keep-logits", "the same with `--keep-logits fp32`")):
+        some = [row for row in torchtitan if words in row["what"]]
+        errors = (f"{float(row['predicted']) / float(row['measured']) - 1:+.1%}" for row in some)
+        yield (what, "GPUs running torchtitan, which keeps fp32 logits", f"{len(some)}", ", ".join(errors))
 
 
 def reserved() -> str:

@@ -1,0 +1,107 @@
+"""The answer on one screen: does it fit, when is the peak, what does the card hold, how much is sent.
+
+At most 26 lines of 80 columns. The table of the peak and the notes give way first: ``--verbose`` shows all of them.
+"""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from zeroplan.estimator import Estimate
+from zeroplan.ledger import Line
+from zeroplan.remedies import Remedy
+from zeroplan.report.card import card_rows
+from zeroplan.report.tables import Table
+from zeroplan.report.words import NO_CHANGE, every_note, headline, job_lines, kinds_by_size, plural, verdict_sentence
+from zeroplan.units import Unit
+
+LINES, COLUMNS = 26, 80
+_FEWEST_KINDS, _KINDS_BEFORE_NOTES, _MOST_KINDS = 2, 4, 7
+_MOST_CHANGES = 3
+_GAPS = 4
+_REMARK = 33
+"""Columns left for a remark beside a row's name and number. [signs]"""
+
+
+def screen_text(answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | None, unit: Unit) -> str:
+    """Return the answer in at most ``LINES`` lines of ``COLUMNS`` columns, all sizes in one unit."""
+    table = Table(unit, what=33)
+    top = [*_filled(verdict_sentence(answer, unit)), *_changes(answer, changes, unit)]
+    job = _filled(headline(answer)) + _filled("; ".join(job_lines(answer)))
+    summary = list(_summary(answer, unit))
+    card = [table.head("On the card at the peak", "range"), *card_rows(answer, table)]
+    sent = _filled(_sent(answer, unit))
+    free = LINES - sum(len(part) for part in (top, job, summary, card, sent))
+    every = every_note(answer, notes)
+    gaps = max(0, min(_GAPS, free - bool(every) - _FEWEST_KINDS))
+    shown = list(_notes(every, max(bool(every), free - gaps - _KINDS_BEFORE_NOTES)))
+    kinds = _kinds(answer, table, at_most=min(_MOST_KINDS, max(_FEWEST_KINDS, free - gaps - len(shown))))
+    return _spaced([top, job, summary, [card[0], *kinds, *card[1:]], [*sent, *shown]], gaps)
+
+
+def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:
+    """The parts with an empty line between them, as far as there are empty lines to spend."""
+    spaced = [[*part, ""] if at < gaps else part for at, part in enumerate(parts)]
+    return "\n".join(line for part in spaced for line in part)
+
+
+def _filled(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
+
+
+def _changes(answer: Estimate, changes: Sequence[Remedy] | None, unit: Unit) -> Iterator[str]:
+    """The nearest changes as flags to copy, each with what it needs."""
+    if changes is not None and not changes and answer.fits is False:
+        yield from _filled(NO_CHANGE)
+    for one in (changes or ())[:_MOST_CHANGES]:
+        yield from _filled(f"It fits with {one.flags} ({unit.size(one.needed_bytes)}).")
+
+
+def _summary(answer: Estimate, unit: Unit) -> Iterator[str]:
+    yield from _filled(f"Peak allocated: {unit.size(answer.peak_bytes)}, at the moment: {answer.peak.name}")
+    states = answer.states_by_kind
+    parts = ", ".join(f"{kind.value} {unit.amount(n_bytes)}" for kind, n_bytes in states.items())
+    yield from _filled(f"Model states: {unit.size(sum(states.values()))} ({parts})")
+    if answer.pipeline:
+        ranks = sorted(answer.pipeline, key=lambda one: int(one.peak_bytes))
+        lowest = f"the lowest, rank {ranks[0].rank}, {unit.size(int(ranks[0].peak_bytes))}"
+        yield from _filled(f"Pipeline: rank {answer.pipeline[0].rank} of {len(ranks)} has the highest peak; {lowest}")
+
+
+def _kinds(answer: Estimate, table: Table, *, at_most: int) -> list[str]:
+    """What the peak consists of, the largest first; the smallest in one row where there are too many."""
+    kinds = kinds_by_size(answer.peak.lines)
+    shown = kinds if len(kinds) <= at_most else kinds[: at_most - 1]
+    rest = kinds[len(shown) :]
+    lines = answer.peak.lines
+    rows = [
+        table.row(kind.value, size, main_reason([line for line in lines if line.kind is kind], _REMARK)) for kind, size in shown
+    ]
+    if rest:
+        names = textwrap.shorten(", ".join(kind.value for kind, _ in rest), _REMARK, placeholder="…")
+        rows.append(table.row(f"{len(rest)} smaller kinds", sum(size for _, size in rest), names))
+    return rows
+
+
+def main_reason(lines: Sequence[Line], width: int) -> str:
+    """The reason of the largest line, shortened to a width, and how many lines more there are."""
+    there = [line for line in lines if line.n_bytes]
+    largest = max(there, key=lambda line: int(line.n_bytes))
+    others = "" if len(there) == 1 else f"; {len(there) - 1} more"
+    return f"{textwrap.shorten(largest.reason, width - len(others), placeholder='…')}{others}"
+
+
+def _sent(answer: Estimate, unit: Unit) -> str:
+    traffic = answer.traffic
+    if not traffic.total_bytes:
+        return "Nothing is sent: there is one rank."
+    size = unit.size(int(traffic.total_bytes))
+    return f"Each GPU sends {size} per step, {traffic.relative_bytes_to_ddp:.2f}x the bytes of plain data parallelism."
+
+
+def _notes(notes: Sequence[str], room: int) -> Iterator[str]:
+    """As many notes as there is room for, whole, and how many more there are."""
+    filled = [_filled(f"Note: {note}") for note in notes]
+    shown = next(n for n in range(len(notes), -1, -1) if not n or sum(map(len, filled[:n])) + (n < len(notes)) <= room)
+    yield from (line for lines in filled[:shown] for line in lines)
+    if left := len(notes) - shown:
+        yield f"{plural(left, 'more note' if shown else 'note')}, and every collective: add -v."
