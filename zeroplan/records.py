@@ -7,15 +7,31 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.measurement import SCHEMA_VERSION, Measurement
 from zeroplan.spec.base import read
 
+#: How a file of many results is named, which ``verify --matrix`` writes, one result per line.
+RESULTS = ".jsonl"
 
-def record_paths(path: Path) -> list[Path]:
-    """Return the records that a path stands for: those of a folder by name, or the file itself."""
+
+def is_results(path: Path) -> bool:
+    """Whether a path names results of a matrix; any other file is one record."""
+    return path.suffix == RESULTS
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files that a path stands for: every record and every matrix's results of a folder by name, or the file itself."""
     if not path.is_dir():
         return [path]
-    found = sorted(path.glob("*.json"))
+    found = sorted(file for file in path.iterdir() if file.suffix in (".json", RESULTS) and not file.name.startswith("."))
     if not found:
-        raise SpecError(f"folder {str(path)!r} holds no record; `zeroplan verify --out` writes them as *.json")
+        raise SpecError(
+            f"folder {str(path)!r} holds no record; `zeroplan verify --record-dir` writes records as *.json, "
+            "and results of a matrix as *.jsonl"
+        )
     return found
+
+
+def record_paths(path: Path) -> list[Path]:
+    """Return the files of single records that a path stands for."""
+    return [file for file in files_of(path) if not is_results(file)]
 
 
 def read_record(path: Path) -> Measurement:

@@ -10,7 +10,9 @@ import pytest
 
 from tests.cli.command import Run
 from tests.measured_twins import twin
+from zeroplan.verify.cases.results import Result, opened
 from zeroplan.verify.record import write_record
+from zeroplan.verify.task import Task
 
 
 def test_a_record_that_agrees(run: Run, tmp_path: Path):
@@ -36,17 +38,83 @@ def test_the_largest_disagreement_stands_first(run: Run, tmp_path: Path):
     assert errors[0].startswith("  peak allocated")
 
 
-def test_several_runs_are_summed_up(run: Run, tmp_path: Path):
+def test_several_runs_are_a_line_each_and_a_summary(run: Run, tmp_path: Path):
     runs = (twin(), twin(factor=0.5, model="gpt2", gpus=2, stage=0, seq_len=128))
-    code, out, _ = run("compare", *(write_record(measured, tmp_path) for measured in runs))
+    files = [write_record(measured, tmp_path) for measured in runs]
+    code, out, _ = run("compare", *files)
     assert code == 3
-    assert out.splitlines()[-1] == "1 of 2 runs agree within 2 %; the largest error of a peak is +100.00 %."
+    head, *rows = out.split("\n\n")[0].splitlines()
+    assert head.split() == ["case", "predicted", "measured", "error"]
+    assert [row.split()[0] for row in rows] == [file.stem for file in files]
+    assert [row.endswith(word) for row, word in zip(rows, ("+0.00 %  agrees", "+100.00 %  DISAGREES"), strict=True)] == [
+        True,
+        True,
+    ]
+    assert out.splitlines()[-1] == "2 cases: 1 agree within 2.0%, 1 disagree, 0 not judged."
+    assert f"{files[1].stem} disagrees: peak allocated +100.00 %" in out
+
+
+def test_each_of_several_runs_is_shown_in_full_where_that_is_asked_for(run: Run, tmp_path: Path):
+    runs = (twin(), twin(model="gpt2", gpus=2, stage=0, seq_len=128))
+    files = [write_record(measured, tmp_path) for measured in runs]
+    alone = [run("compare", file)[1].strip() for file in files]
+    table = run("compare", *files)[1].strip()
+    for flag in ("-v", "--verbose"):
+        assert run("compare", flag, *files)[1].strip() == "\n\n".join((*alone, table))
+    assert run("compare", "-v", files[0])[1].strip() == alone[0]
 
 
 def test_a_folder_stands_for_its_records(run: Run, tmp_path: Path):
     for measured in (twin(), twin(factor=0.97)):
         write_record(measured, tmp_path)
     assert run("compare", tmp_path)[1] == run("compare", *sorted(tmp_path.iterdir()))[1]
+
+
+def result(name: str, **said: object) -> Result:
+    record = twin(model="gpt2", gpus=2, stage=0, seq_len=len(name))
+    task = Task(job=record.job, transport="fake")
+    return Result(**{"name": name, "task": task, "outcome": "measured", "record": record, **said})
+
+
+def results(path: Path, *found: Result) -> None:
+    with opened(path, say=print) as file:
+        for one in found:
+            file.append(one)
+
+
+def test_a_folder_stands_for_results_of_a_matrix_too(run: Run, tmp_path: Path):
+    record = write_record(twin(), tmp_path)
+    failed = {"outcome": "failed", "record": None, "says": "it hung"}
+    longer = [result("c" * length) for length in range(7, 33)]
+    results(tmp_path / "m-cpu.jsonl", result("first", **failed), *longer, result("first"), result("second", **failed))
+    code, out, _ = run("compare", tmp_path)
+    names = [line.split()[0] for line in out.split("\n\n")[0].splitlines()[1:]]
+    assert code == 4  # one case failed, as `verify --matrix` exits
+    assert names == [record.stem, "first", *("c" * length for length in range(7, 33)), "second"]
+    assert "second, failed: it hung" in out
+    assert out.splitlines()[-1] == "29 cases: 28 agree within 2.0%, 0 disagree, 1 not judged."
+    assert len(out.splitlines()) <= 29 + 6
+    payload = json.loads(run("compare", tmp_path, "--json")[1])
+    assert sorted(one["name"] for one in payload["comparisons"]) == sorted(set(names) - {"second"})
+    assert payload["without_record"] == [{"name": "second", "outcome": "failed", "says": "it hung"}]
+
+
+def test_running_out_of_memory_is_held_against_the_verdict(run: Run, tmp_path: Path):
+    """On a card of a byte the job was to run out of memory, and on one of a terabyte it was not."""
+    ran_out = {"outcome": "out of memory", "record": None, "says": "CUDA out of memory"}
+    results(tmp_path / "m-cuda.jsonl", result("small", **ran_out, card_bytes=1), result("larger", **ran_out, card_bytes=10**12),
+            result("held it"))  # fmt: skip
+    code, out, _ = run("compare", tmp_path)
+    assert code == 3
+    assert "\nlarger disagrees: it ran out of memory, and the estimate fits the GPU\n" in out
+    assert out.splitlines()[-1] == "3 cases: 2 agree within 2.0%, 1 disagree, 0 not judged."
+
+
+def test_a_table_in_markdown(run: Run, tmp_path: Path):
+    files = [write_record(measured, tmp_path) for measured in (twin(), twin(model="gpt2", gpus=2, stage=0, seq_len=128))]
+    lines = run("compare", *files, "--markdown")[1].splitlines()
+    assert lines[:2] == ["| case | predicted | measured | error |  |", "| --- | ---: | ---: | ---: | --- |"]
+    assert lines[2].startswith(f"| {files[0].stem} | ")
 
 
 def test_a_folder_without_records_is_one_line(run: Run, tmp_path: Path):
@@ -63,6 +131,10 @@ def test_of_the_ranks_of_one_run_the_fullest_is_judged(run: Run, tmp_path: Path)
     assert code == 0
     assert out.count("It agrees") == 1
     assert "\n- rank 0: peak " in out
+    write_record(twin(model="gpt2", gpus=2, stage=0, seq_len=128), tmp_path)
+    code, out, _ = run("compare", tmp_path)
+    assert code == 0
+    assert "\n1 record is of another rank of these runs" in out
 
 
 def test_the_json_has_the_keys_that_scripts_rely_on(run: Run, tmp_path: Path):
@@ -72,7 +144,7 @@ def test_the_json_has_the_keys_that_scripts_rely_on(run: Run, tmp_path: Path):
     assert payload["schema_version"] == 1
     (row,) = payload["comparisons"]
     parts = {"peak", "held", "host", "nvme", "phases", "kinds", "collectives", "allocator"}
-    assert row.keys() == {"agrees", "tolerance", "measurement", *parts}
+    assert row.keys() == {"name", "agrees", "tolerance", "measurement", *parts}
     assert row["peak"].keys() == {"what", "predicted_bytes", "measured_bytes", "error"}
     assert (row["agrees"], row["peak"]["error"]) == (True, 0.0)
 

@@ -13,7 +13,9 @@ from tests.measured_twins import twin
 from zeroplan.cli import plotting
 from zeroplan.cli.app import main
 from zeroplan.cli.plot import KINDS
+from zeroplan.verify.cases.results import Result, opened
 from zeroplan.verify.record import write_record
+from zeroplan.verify.task import Task
 
 JOB = ("--model", "gpt2", "--gpus", "4", "--stage", "1", "--engine", "ddp", "--seq-len", "128", "--gpu", "t4")
 MAGIC = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
@@ -63,6 +65,14 @@ def test_records_are_validated(run: Run, tmp_path: Path, record: str):
     assert run("plot", "validation", str(Path(record).parent), "-o", str(path))[0] == 0
     assert path.stat().st_size > 10_000
     assert "0 within 2 %" in run("plot", "validation", record, "--text")[1]
+
+
+def test_results_of_a_matrix_are_validated_beside_records(run: Run, tmp_path: Path):
+    measured = twin()
+    write_record(measured, tmp_path)
+    with opened(tmp_path / "m-cpu.jsonl", say=print) as results:
+        results.append(Result(name="a", task=Task(job=measured.job, transport="fake"), outcome="measured", record=measured))
+    assert "2 runs: " in run("plot", "validation", str(tmp_path), "--text")[1]
 
 
 @pytest.mark.parametrize("kind", ["stages", "timeline", "scaling", "heat"])

@@ -1,50 +1,55 @@
 """``zeroplan compare``: does the estimate agree with these records? Needs no torch."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroplan.cli import DISAGREES
+from zeroplan.cli import CANNOT_RUN, DISAGREES
 from zeroplan.errors import SpecError
 from zeroplan.units import parse_fraction
 
 if TYPE_CHECKING:
-    from zeroplan.measurement import Measurement
+    from zeroplan.cli.case_table import Row
 
 TOLERANCE = "0.02"
+#: Outcomes of a case that says nothing of the estimate.
+UNSETTLED = ("refused", "failed")
 
 
 def compare_command(
     records: Annotated[
         list[str],
-        typer.Argument(metavar="RECORD...", help="Records that `zeroplan verify --record-dir` wrote, or folders of them."),
+        typer.Argument(
+            metavar="RECORD...",
+            help="Records or results of a matrix that `zeroplan verify --record-dir` wrote, or folders of them.",
+        ),
     ],
     *,
     tolerance: Annotated[
         str, typer.Option("--tolerance", metavar="FRACTION", help="How far peak, held bytes and collectives may be apart.")
     ] = TOLERANCE,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Each run in full, where there are several.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Versioned JSON.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Markdown.")] = False,
 ) -> int:
-    """Hold the estimate of each record's job against what the record measured; exit with 3 beyond the tolerance."""
-    from zeroplan.cli.comparing import Held, judged, printed  # noqa: PLC0415  the other commands need none of it
+    """Compare records with the estimates of their jobs: one in full, several in a table; exit with 3 beyond the tolerance."""
+    from zeroplan.cli.comparing import as_data, given, printed_of_many, rows_of  # noqa: PLC0415  only this command
 
     limit = parse_tolerance(tolerance)
-    held = tuple(Held.of(measured) for record in records for measured in _records(Path(record)))
-    typer.echo(printed(held, tolerance=limit, as_json=as_json, as_markdown=as_markdown))
-    return 0 if all(one.comparison.agrees(limit) for one in judged(held)) else DISAGREES
+    found = given(records)
+    rows = rows_of(found, tolerance=limit)
+    if as_json:
+        typer.echo(as_data(found, tolerance=limit))
+    else:
+        typer.echo(printed_of_many(found, rows, tolerance=limit, verbose=verbose, as_markdown=as_markdown))
+    return exit_code(rows)
 
 
-def _records(path: Path) -> "list[Measurement]":
-    """The records that a path stands for: those of a folder, of a matrix's results, or the file itself."""
-    if path.suffix == ".jsonl" and not path.is_dir():
-        from zeroplan.verify.cases.results import read_results  # noqa: PLC0415
-
-        return [one.record for one in read_results(path) if one.record is not None]
-    from zeroplan.records import read_record, record_paths  # noqa: PLC0415
-
-    return [read_record(one) for one in record_paths(path)]
+def exit_code(rows: "list[Row]") -> int:
+    """3 where a case disagrees, 4 where none does and one was refused or failed, else 0: as ``verify --matrix`` exits."""
+    if any(row.agrees is False for row in rows):
+        return DISAGREES
+    return CANNOT_RUN if any(row.outcome in UNSETTLED for row in rows) else 0
 
 
 def parse_tolerance(text: str) -> float:

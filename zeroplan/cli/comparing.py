@@ -1,11 +1,17 @@
-"""What ``verify`` and ``compare`` print of a comparison: one rendering for one record or several."""
+"""What ``verify`` and ``compare`` print of comparisons: one run in full, or many in a table, a line for each."""
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.cli import json_text
+from zeroplan.cli.case_table import Row, table, table_markdown
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.measurement import Measurement
-from zeroplan.report.comparison import comparison_markdown, comparison_payload, comparison_text, rank_line, summary_line
+from zeroplan.records import files_of, is_results, read_record
+from zeroplan.report.comparison import comparison_markdown, comparison_payload, comparison_text, rank_line
+
+if TYPE_CHECKING:
+    from zeroplan.verify.cases.results import Result
 
 SCHEMA_VERSION = 1
 
@@ -15,11 +21,43 @@ class Held(NamedTuple):
 
     measurement: Measurement
     comparison: Comparison
+    name: str = ""
+    """Of the file that it was read from."""
 
     @classmethod
-    def of(cls, measurement: Measurement) -> "Held":
+    def of(cls, measurement: Measurement, name: str = "") -> "Held":
         """Estimate the job of a measurement and hold the two against each other."""
-        return cls(measurement, compare_with_estimate(measurement))
+        return cls(measurement, compare_with_estimate(measurement), name)
+
+    def row(self, tolerance: float) -> Row:
+        """Its line in a table."""
+        return Row(self.name, self.comparison.peak.predicted, self.comparison, self.comparison.agrees(tolerance))
+
+
+class Given(NamedTuple):
+    """The records of some files: those of single runs, and the last result of each case of a matrix."""
+
+    held: tuple[Held, ...]
+    results: "tuple[Result, ...]"
+
+    @property
+    def measured(self) -> tuple[Held, ...]:
+        """The results that have a record, held against the estimates of their jobs."""
+        return tuple(Held.of(one.record, one.name) for one in self.results if one.record is not None)
+
+
+def given(records: list[str]) -> Given:
+    """Read every record that the paths stand for; raises :class:`~zeroplan.errors.SpecError` for the first that is none."""
+    held: list[Held] = []
+    results: list[Result] = []
+    for path in (file for record in records for file in files_of(Path(record))):
+        if is_results(path):
+            from zeroplan.verify.cases.results import last_results  # noqa: PLC0415  only a matrix's results need it
+
+            results += last_results(path)
+        else:
+            held.append(Held.of(read_record(path), path.stem))
+    return Given(tuple(held), tuple(results))
 
 
 def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:
@@ -36,17 +74,57 @@ def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:
     return tuple(fullest.values())
 
 
-def printed(held: tuple[Held, ...], *, tolerance: float, as_json: bool, as_markdown: bool = False) -> str:
-    """Return the comparison of each run, a line for its other ranks, and for several runs a line that sums them up."""
-    if as_json:
-        rows = [comparison_payload(one.comparison, one.measurement, tolerance=tolerance) for one in held]
-        return json_text({"schema_version": SCHEMA_VERSION, "comparisons": rows})
+def rows_of(found: Given, *, tolerance: float) -> list[Row]:
+    """One line for each run and each case of a matrix."""
+    runs = [one.row(tolerance) for one in judged(found.held)]
+    if not found.results:
+        return runs
+    from zeroplan.verify.cases.verdicts import judged as judged_result  # noqa: PLC0415  only a matrix's results need it
+
+    return [*runs, *(Row.of(judged_result(one, tolerance=tolerance)) for one in found.results)]
+
+
+def printed(held: tuple[Held, ...], *, tolerance: float, as_json: bool) -> str:
+    """Return the comparison of each run in full, or as JSON."""
+    return as_data(Given(held, ()), tolerance=tolerance) if as_json else in_full(Given(held, ()), tolerance=tolerance)
+
+
+def printed_of_many(found: Given, rows: list[Row], *, tolerance: float, verbose: bool, as_markdown: bool) -> str:
+    """Return one run in full, and several as a table; ``verbose`` puts each in full above it."""
+    parts, alone = [], len(rows) == 1 and rows[0].comparison is not None
+    if alone or verbose:
+        parts.append(in_full(found, tolerance=tolerance, as_markdown=as_markdown))
+    if not alone:
+        others = len(found.held) + len(found.results) - len(rows)
+        parts.append(_tabled(rows, others, tolerance=tolerance, as_markdown=as_markdown))
+    return "\n\n".join(part for part in parts if part)
+
+
+def in_full(found: Given, *, tolerance: float, as_markdown: bool = False) -> str:
+    """Return every comparison line by line, and a line for the other ranks of each run."""
     rendering = comparison_markdown if as_markdown else comparison_text
-    chosen = judged(held)
-    parts = [rendering(one.comparison, one.measurement, tolerance=tolerance) for one in chosen]
-    others = [rank_line(one.comparison, one.measurement) for one in held if one not in chosen]
+    chosen = judged(found.held)
+    shown = (*chosen, *found.measured)
+    parts = [rendering(one.comparison, one.measurement, tolerance=tolerance) for one in shown]
+    others = [rank_line(one.comparison, one.measurement) for one in found.held if one not in chosen]
     if others:
         parts.append("\n".join(("Other ranks of these runs (the estimate is of the fullest rank)", *others)))
-    if len(chosen) > 1:
-        parts.append(summary_line(tuple(one.comparison for one in chosen), tolerance=tolerance))
     return "\n\n".join(parts)
+
+
+def _tabled(rows: list[Row], others: int, *, tolerance: float, as_markdown: bool) -> str:
+    """One line for each case and what they come to; ``others`` are further ranks of the same runs."""
+    text = (table_markdown if as_markdown else table)(rows, tolerance=tolerance)
+    if not others:
+        return text
+    ranks = "1 record is of another rank" if others == 1 else f"{others:,} records are of other ranks"
+    said = f"{ranks} of these runs; each line has the fullest rank, which the estimate is of."
+    return f"{text}\n{'- ' if as_markdown else ''}{said}"
+
+
+def as_data(found: Given, *, tolerance: float) -> str:
+    """Return every comparison as JSON, and the cases of a matrix that left no record."""
+    every = (*found.held, *found.measured)
+    rows = [{"name": one.name, **comparison_payload(one.comparison, one.measurement, tolerance=tolerance)} for one in every]
+    without = [{"name": one.name, "outcome": one.outcome, "says": one.says} for one in found.results if one.record is None]
+    return json_text({"schema_version": SCHEMA_VERSION, "comparisons": rows, "without_record": without})

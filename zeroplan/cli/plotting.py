@@ -177,7 +177,11 @@ kinds_app.command("timeline", cls=QuickCommand)(takes_a_job(_timeline, or_none=T
 @kinds_app.command("validation", cls=QuickCommand)
 def _validation(
     records: Annotated[
-        list[str], typer.Argument(metavar="RECORD...", help="Records that `zeroplan verify --out` wrote, or folders of them.")
+        list[str],
+        typer.Argument(
+            metavar="RECORD...",
+            help="Records or results of a matrix that `zeroplan verify --record-dir` wrote, or folders of them.",
+        ),
     ],
     *,
     tolerance: Annotated[str, typer.Option("--tolerance", metavar="FRACTION", help="The limit that is drawn.")] = TOLERANCE,
@@ -186,10 +190,10 @@ def _validation(
     text: _Text = False,
 ) -> None:
     """Predicted peaks against measured ones, and how large the errors are, over the records of `zeroplan verify`."""
-    from zeroplan.cli.comparing import Held, judged  # noqa: PLC0415  only this kind needs them
-    from zeroplan.records import read_record, record_paths  # noqa: PLC0415
+    from zeroplan.cli.comparing import given, judged  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.validation import validation  # noqa: PLC0415
 
     where, limit = _where(out, theme, text=text), parse_tolerance(tolerance)
-    held = judged(tuple(Held.of(read_record(path)) for record in records for path in record_paths(Path(record))))
-    _drawn("validation", validation(held, limits=(limit,)), where)
+    found = given(records)
+    pairs = [(one.measurement, one.comparison) for one in (*judged(found.held), *found.measured)]
+    _drawn("validation", validation(pairs, limits=(limit,)), where)

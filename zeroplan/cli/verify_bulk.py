@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import typer
@@ -12,15 +11,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from zeroplan.cli import CANNOT_RUN, DISAGREES, json_text, say
+from zeroplan.cli.case_table import Row, size, table, word
 from zeroplan.cli.verify import require
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Tensors
-from zeroplan.units import format_size
+from zeroplan.report.comparison import percent
 from zeroplan.verify.cases.bulk import run_cases
 from zeroplan.verify.cases.matrix import Case, find_matrix, read_matrix
 from zeroplan.verify.cases.needs import card_bytes
 from zeroplan.verify.cases.results import SETTLED, Result, Results, opened
-from zeroplan.verify.cases.verdicts import BAND, Judged, judged
+from zeroplan.verify.cases.verdicts import Judged, judged
 from zeroplan.verify.processes.scratch import swept
 from zeroplan.verify.task import Task
 
@@ -47,7 +47,7 @@ def verify_matrix(asked: Asked) -> int:
     with opened((asked.folder or Path()) / f"{path.stem}-{asked.backend}.jsonl", say=say) as results:
         _run_what_is_left(cases, results, asked, missing)
         found = [judged(one, tolerance=asked.tolerance) for case in cases if (one := results.of(case.task)) is not None]
-    typer.echo(_as_json(found) if asked.as_json else table(found, tolerance=asked.tolerance))
+    typer.echo(_as_json(found) if asked.as_json else table([Row.of(one) for one in found], tolerance=asked.tolerance))
     if any(one.agrees is False for one in found):
         return DISAGREES
     return 0 if all(one.result.outcome in SETTLED for one in found) else CANNOT_RUN
@@ -150,61 +150,12 @@ def _what(one: Judged) -> str:
     if one.comparison is None:
         return f"{one.result.outcome}{'' if one.agrees is None else f', {_verdict(one)}'}: {one.result.says}"
     peak = one.comparison.peak
-    return f"predicted {_size(peak.predicted)}, measured {_size(peak.measured)} ({peak.error:+.2%}), {_word(one.agrees)}"
+    return f"predicted {size(peak.predicted)}, measured {size(peak.measured)} ({percent(peak.error)}), {word(one.agrees)}"
 
 
 def _verdict(one: Judged) -> str:
     fits = "does not fit" if one.fits is False else "fits"
-    return f"predicted {_size(one.needed)}, {fits}{' (at the edge)' if one.at_the_edge else ''}, {_word(one.agrees)}"
-
-
-def _size(n_bytes: int) -> str:
-    return format_size(n_bytes).partition(" = ")[0]
-
-
-def _word(agrees: bool | None) -> str:
-    return {True: "agrees", False: "DISAGREES", None: "not judged"}[agrees]
-
-
-def table(found: list[Judged], *, tolerance: float) -> str:
-    """All cases in columns, and what they come to."""
-    head = ("case", "predicted", "measured", "off", "verdict", "outcome", "")
-    rows = [head, *(_row(one) for one in found)]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(head))]
-    lines = [
-        "  ".join(
-            part.ljust(width) if at in (0, 4, 5, 6) else part.rjust(width)
-            for at, (part, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join([*lines, "", *_summed(found, tolerance)])
-
-
-def _row(one: Judged) -> tuple[str, ...]:
-    measured = one.measured
-    off = "" if one.comparison is None else f"{one.comparison.peak.error:+.2%}"
-    fits = "" if one.fits is None else ("fits" if one.fits else "does not fit") + (" ~" if one.at_the_edge else "")
-    return (
-        one.result.name, _size(one.predicted), "" if measured is None else _size(measured), off, fits, one.result.outcome,
-        _word(one.agrees),
-    )  # fmt: skip
-
-
-def _summed(found: list[Judged], tolerance: float) -> Iterator[str]:
-    errors = [abs(one.comparison.peak.error) for one in found if one.comparison is not None]
-    if errors:
-        yield f"Peaks of {len(errors)} cases: off by {median(errors):.2%} in the median, {max(errors):.2%} at most."
-    if any(one.at_the_edge for one in found):
-        yield f"~ so near to the card's capacity ({BAND:.0%}) that either verdict may be right."
-    for one in found:
-        if one.agrees is False and one.comparison is not None:
-            off = ", ".join(f"{row.what} {row.error:+.1%}" for row in one.comparison.beyond(tolerance)) or "it was to not fit"
-            yield f"{one.result.name} disagrees: {off}"
-        elif one.agrees is None:
-            yield f"{one.result.name}, {one.result.outcome}: {one.result.says}"
-    agree, wrong, open_ = (sum(one.agrees is said for one in found) for said in (True, False, None))
-    yield f"{len(found)} cases: {agree} agree within {tolerance:.1%}, {wrong} disagree, {open_} not judged."
+    return f"predicted {size(one.needed)}, {fits}{' (at the edge)' if one.at_the_edge else ''}, {word(one.agrees)}"
 
 
 def _as_json(found: list[Judged]) -> str:

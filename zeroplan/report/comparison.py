@@ -57,14 +57,6 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
     }
 
 
-def summary_line(comparisons: tuple[Comparison, ...], *, tolerance: float) -> str:
-    """How many of several runs agree, and the largest error of a peak."""
-    agreeing = sum(comparison.agrees(tolerance) for comparison in comparisons)
-    worst = max((comparison.peak.error for comparison in comparisons), key=abs)
-    agree = f"{agreeing} of {len(comparisons)} runs agree within {100 * tolerance:g} %"
-    return f"{agree}; the largest error of a peak is {percent(worst)}."
-
-
 def rank_line(comparison: Comparison, measurement: Measurement) -> str:
     """One rank in a line: its peak and what it holds between steps."""
     peak, held = comparison.peak.measured, comparison.held.measured

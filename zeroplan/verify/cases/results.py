@@ -164,6 +164,11 @@ def read_results(path: Path) -> list[Result]:
     return [_result(line, f"results {str(path)!r}, line {number}") for number, line in enumerate(lines, 1)]
 
 
+def last_results(path: Path) -> list[Result]:
+    """The last result of each case in a file: one that failed may have been run again."""
+    return list({what_is_run(one.task): one for one in read_results(path)}.values())
+
+
 def _found(descriptor: int, path: Path) -> tuple[list[Result], int]:
     """The whole lines, and how much of a half-written one was cut off. [bytes]"""
     data = path.read_bytes()
