@@ -183,7 +183,7 @@ def recipe(draw: Random, engines: Sequence[str] = ENGINES, *, manner: str = "who
     if engine == "deepspeed":
         said["deepspeed"] = _deepspeed(draw, said, manner)
     if engine == "megatron":
-        said["megatron"] = _overlaps(draw)
+        said["megatron"] = _megatron_options(draw, said["attention"])
     if engine == "paper":
         said |= _paper(draw)
     return RecipeSpec(**said)
@@ -211,17 +211,20 @@ def _of_megatron(draw: Random) -> dict[str, Any]:
     }
 
 
-def _overlaps(draw: Random) -> MegatronOptions:
+def _megatron_options(draw: Random, attention: str) -> MegatronOptions:
     reduced = draw.choice((True, False))
     return MegatronOptions(
         overlap_grad_reduce=reduced, overlap_param_gather=reduced and draw.choice((True, False)),
         overlap_p2p_comm=_mostly(draw, True, False),
+        transformer_impl=draw.choice(("transformer_engine", "local")) if attention == "eager" else "transformer_engine",
+        cross_entropy_fusion_impl=_mostly(draw, None, "native", "te"), hidden_dropout=_mostly(draw, None, True, False),
+        attention_dropout=_mostly(draw, None, True, False), create_attention_mask_in_dataloader=_mostly(draw, True, False),
     )  # fmt: skip
 
 
 def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:
     if engine == "megatron":
-        return {"optimizer": draw.choice(ADAM)}
+        return {"optimizer": draw.choice(ADAM), "optimizer_impl": draw.choice((None, "fused"))}
     offered = _DEEPSPEED_OPTIMIZERS if engine == "deepspeed" else tuple(sorted(IMPLEMENTATIONS))
     optimizer = draw.choice(("adamw", draw.choice(_SPLIT_OPTIMIZERS if "tp" in manner.split() else offered)))
     return {"optimizer": optimizer, "optimizer_impl": draw.choice((None, *IMPLEMENTATIONS[optimizer]))}

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import Literal, NamedTuple, Protocol, cast
 
 from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Symbol
-from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_line
+from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
@@ -323,7 +323,7 @@ def _reserved(moments: tuple[Moment, ...], job: JobSpec) -> Band:
 
 
 def _workspaces(job: JobSpec) -> tuple[Line, ...]:
-    return () if job.recipe.engine == "paper" else (workspace_line(job.cluster.gpu),)
+    return workspace_lines(job.recipe, job.cluster.gpu, experts=job.model.moe is not None)
 
 
 _FLATTENED_IN_HOST_MEMORY = (

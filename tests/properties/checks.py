@@ -34,7 +34,7 @@ from zeroplan.spec.base import read
 from zeroplan.spec.hardware import node_size
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.pipeline import stages_per_rank
-from zeroplan.spec.recipe import DeepSpeedOptions, MegatronOptions
+from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 
@@ -490,7 +490,8 @@ def has_a_time(job: JobSpec, _: Random) -> None:
     assert 0 < time.mfu <= 1, time.mfu
     assert time.tokens_per_s > 0
     if job.recipe.engine == "megatron":
-        alone = replace(job, recipe=replace(job.recipe, megatron=MegatronOptions(overlap_p2p_comm=False)))
+        waits = replace(job.recipe.megatron, overlap_grad_reduce=False, overlap_param_gather=False, overlap_p2p_comm=False)
+        alone = replace(job, recipe=replace(job.recipe, megatron=waits))
         assert time.seconds <= _time(alone).seconds * _ROUNDING, "what goes on beside costs"
 
 

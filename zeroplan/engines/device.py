@@ -13,6 +13,7 @@ from zeroplan.ledger import Band, Kind, Line
 from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import Mesh, MeshSpec
+from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import KIB, MB, MIB
 
 _WORKSPACE_SOURCE = "torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize"
@@ -21,6 +22,11 @@ _WORKSPACE_BEFORE_HOPPER = (2 * 4096 + 8 * 16) * KIB, "(2·4096 + 8·16)·1024"
 _WORKSPACE_SINCE_HOPPER = 32 * MIB, "32·1024²"
 _WORKSPACE_ROCM = {"gfx94": (128 * MIB, "128·1024²"), "gfx95": (128 * MIB, "128·1024²")}
 _WORKSPACE_ROCM_DEFAULT = 32 * MIB, "32·1024²"
+_TRANSFORMER_ENGINE_SOURCE = "Transformer Engine 2026-08, pytorch/cpp_extensions/gemm.py, get_cublas_workspace"
+_TRANSFORMER_ENGINE_BEFORE_HOPPER = 4 * MIB, "4·1024²"
+_TRANSFORMER_ENGINE_SINCE_HOPPER = 32 * MIB + KIB, "(32·1024² + 1024)"
+#: Products of experts go to so many streams (Transformer Engine, common/util/multi_stream.cpp, get_num_compute_streams).
+_EXPERT_STREAMS = 4
 #: The thread that runs the forward pass and autograd's own thread each have a handle, and each handle a workspace.
 _HANDLES = 2
 
@@ -44,6 +50,31 @@ _COMMUNICATOR = Outside(
     Band(300 * MB, 520 * MB, 1_300 * MB),
     "nccl issues 1685 (1.06 GB on 8 H100 with the context) and 864 (1.6 GB with the context)",
 )
+
+
+def workspace_lines(recipe: RecipeSpec, gpu: GpuSpec | None, *, experts: bool = False) -> tuple[Line, ...]:
+    """What libraries keep from their first multiplication on, under this recipe; nothing on paper. [bytes]
+
+    >>> [line.n_bytes // MIB for line in workspace_lines(RecipeSpec(engine="megatron", zero_stage=1), None, experts=True)]
+    [64, 160]
+    """
+    if recipe.engine == "paper":
+        return ()
+    if recipe.engine != "megatron" or recipe.megatron.transformer_impl == "local":
+        return (workspace_line(gpu),)
+    return workspace_line(gpu), transformer_engine_line(gpu, experts=experts)
+
+
+def transformer_engine_line(gpu: GpuSpec | None, *, experts: bool) -> Line:
+    """What Transformer Engine gives its own calls of cuBLAS, and a stream each to experts. [bytes]
+
+    Leaves out user buffers (``--tp-comm-overlap``). Without a GPU named: that of Hopper and Blackwell.
+    """
+    since_hopper = gpu is None or (gpu.vendor == "nvidia" and float(gpu.compute_capability) >= 9)
+    n_bytes, formula = _TRANSFORMER_ENGINE_SINCE_HOPPER if since_hopper else _TRANSFORMER_ENGINE_BEFORE_HOPPER
+    count = 1 + _EXPERT_STREAMS if experts else 1
+    reason = "Transformer Engine's own workspace" + (f", and {_EXPERT_STREAMS} for experts" if experts else "")
+    return Line(Kind.WORKSPACE, count * n_bytes, reason, f"{count}·{formula}", _TRANSFORMER_ENGINE_SOURCE)
 
 
 def workspace_line(gpu: GpuSpec | None) -> Line:

@@ -69,7 +69,7 @@ def missing(recipe: RecipeSpec) -> str:
 def megatron_arguments(job: JobSpec) -> str:
     """Return the arguments, a line for each with its value."""
     _refuse(job)
-    lines = (*_shape(job.model), *_degrees(job), *_batch(job), *_recipe(job.recipe))
+    lines = (*_shape(job.model), *_degrees(job), *_batch(job), *_recipe(job.recipe), *_implementation(job.recipe.megatron))
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -103,7 +103,6 @@ def _shape(model: ModelSpec) -> Iterator[str]:
     if not model.tie_word_embeddings:
         yield "--untie-embeddings-and-output-weights"
     yield f"--vocab-size {model.vocab_size}"
-    yield from ("--hidden-dropout 0.0", "--attention-dropout 0.0")
     if model.moe is not None:
         yield f"--num-experts {model.moe.num_experts}"
         yield f"--moe-router-topk {model.moe.num_experts_per_tok}"
@@ -173,3 +172,15 @@ def _recipe(recipe: RecipeSpec) -> Iterator[str]:
         yield from ("--recompute-granularity selective", "--recompute-modules core_attn")
     if recipe.attention != "sdpa":
         yield f"--attention-backend {'unfused' if recipe.attention == 'eager' else 'flash'}"
+
+
+def _implementation(options: MegatronOptions) -> Iterator[str]:
+    """What the layers and the loss are made of; no family that is written has dropout unless it is asked for."""
+    yield f"--hidden-dropout {0.1 if options.hidden_dropout else 0.0}"
+    yield f"--attention-dropout {0.1 if options.attention_dropout else 0.0}"
+    if options.transformer_impl != "transformer_engine":
+        yield f"--transformer-impl {options.transformer_impl}"
+    if options.cross_entropy_fusion_impl is not None:
+        yield from ("--cross-entropy-loss-fusion", f"--cross-entropy-fusion-impl {options.cross_entropy_fusion_impl}")
+    if not options.create_attention_mask_in_dataloader:
+        yield "--no-create-attention-mask-in-dataloader"

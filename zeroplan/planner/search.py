@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_line
+from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, engine_module, flattened_through_the_host, flattens_on_the_gpu
-from zeroplan.ledger import Band, Phase
-from zeroplan.numeric import for_each_value
+from zeroplan.ledger import Band, Phase, total_bytes
+from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.columns import Highest, highest
 from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.fused import Told, lists_of, of_fused, of_lists
@@ -163,7 +163,8 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, acco
     As many micro-batches are in flight with each of them, so that what does not fit with some sequences at once does not with more.
     """
     gpu = base.cluster.gpu
-    room = 0 if gpu is None else int(gpu.memory_bytes.value - workspace_line(gpu).n_bytes - outside_column(grid, gpu).min())
+    beside = _workspaces(base, recipe)
+    room = 0 if gpu is None else int(gpu.memory_bytes.value - beside - outside_column(grid, gpu).min())
     fits = np.ones((1, grid.layouts), dtype=np.bool_)
     for at in np.argsort(grid.row(grid.micro_batch_size), kind="stable").tolist():
         job = job_at(base, recipe, grid, at)
@@ -204,12 +205,12 @@ def evaluated(
     if grid.pp > 1 and recipe.engine != "megatron":
         return _one_by_one(base, recipe, grid, mfu=mfu, account_of_rank=account_of_rank or _ranks())
     job_at(base, recipe, grid, 0)  # is asked what a single job is asked
-    card, gpu = outside_column(grid, base.cluster.gpu), base.cluster.gpu
+    card = outside_column(grid, base.cluster.gpu)
     if grid.pp > 1:
         needs, time = _of_megatron(base, recipe, grid, mfu)
     else:
         found, time = _told(base, recipe, grid, card, mfu, {} if known is None else known)
-        needs = _needed(found, recipe, gpu)
+        needs = _needed(found, recipe, base)
     least = grid.row(needs.least_bytes + card)
     # Where nothing fits, nobody asks how comfortably.
     comfortable = grid.row(needs.comfortable_bytes + card) if least.min() <= room_of(base) else least
@@ -237,7 +238,7 @@ def _of_megatron(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | Non
     from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
 
     ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in sorted({0, 1, grid.pp - 1})]
-    needs = [_needed(highest(one.moments, engine=recipe.engine), recipe, base.cluster.gpu) for one in ranks]
+    needs = [_needed(highest(one.moments, engine=recipe.engine), recipe, base) for one in ranks]
     least = np.array([grid.row(need.least_bytes) for need in needs])
     comfortable = np.array([grid.row(need.comfortable_bytes) for need in needs])
     fullest = least.argmax(axis=0)[None, :]
@@ -245,9 +246,13 @@ def _of_megatron(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | Non
     return Needed(*shaped), step_time(ranks[0], base.model, recipe, grid, grid, base.cluster, mfu=mfu)
 
 
-def _needed(found: Highest, recipe: RecipeSpec, gpu: GpuSpec | None) -> Needed:
+def _workspaces(base: JobSpec, recipe: RecipeSpec) -> Int:
+    return total_bytes(workspace_lines(recipe, base.cluster.gpu, experts=base.model.moe is not None))
+
+
+def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
     """What tensors and workspaces take, and what the allocator is expected to reserve for them. [bytes]"""
-    workspaces = workspace_line(gpu).n_bytes
+    gpu, workspaces = base.cluster.gpu, _workspaces(base, recipe)
     peak, held = found.peak_bytes + workspaces, found.reserved_bytes + workspaces
     return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
 
@@ -257,11 +262,11 @@ def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | N
     from zeroplan.engines.pipeline import highest_of, ranks_in_question  # noqa: PLC0415  only pipelines need it
 
     least, comfortable, seconds = np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts, np.int64), np.zeros(grid.layouts)
-    gpu, card = base.cluster.gpu, outside_column(grid, base.cluster.gpu)[0, 0]
+    card = outside_column(grid, base.cluster.gpu)[0, 0]
     for at in range(grid.layouts):
         job = job_at(base, recipe, grid, at)
         account = highest_of(account_of_rank(job, rank) for rank in ranks_in_question(recipe, grid.pp))
-        needs = _needed(highest(account.moments, engine=recipe.engine), recipe, gpu)
+        needs = _needed(highest(account.moments, engine=recipe.engine), recipe, base)
         least[at], comfortable[at] = needs.least_bytes + card, needs.comfortable_bytes + card
         time = step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
         seconds[at] = float(time.seconds)

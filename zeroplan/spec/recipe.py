@@ -65,7 +65,10 @@ def ways_of_resharding(options: Fsdp2Options) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions(Spec):
-    """What Megatron-LM lets go on beside computing: it changes time alone. Names and defaults of its arguments (2026-08)."""
+    """Megatron-LM's own arguments (2026-08), with its names and, but for dropout, its defaults.
+
+    The overlaps change time alone; the others change what is held.
+    """
 
     overlap_grad_reduce: bool = False
     """``--overlap-grad-reduce``: gradients are reduced beside the last micro-batch's backward, not after it."""
@@ -73,6 +76,17 @@ class MegatronOptions(Spec):
     """``--overlap-param-gather``: the distributed optimizer's weights are gathered beside the first micro-batch's forward."""
     overlap_p2p_comm: bool = True
     """False is ``--no-overlap-p2p-communication``: an interleaved pipeline waits for every send, as 1F1B does."""
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """``--transformer-impl``: whose layers they are. ``local`` has attention written out alone, whose scores pass a buffer."""
+    cross_entropy_fusion_impl: Literal["native", "te"] | None = None
+    """``--cross-entropy-loss-fusion`` with this ``--cross-entropy-fusion-impl``: ``native`` makes a further fp32 copy of the
+    logits. ``None``: not fused."""
+    hidden_dropout: bool | None = None
+    """Whether ``--hidden-dropout`` is above 0: masks are kept. ``None``: with GPT-2's family alone (Megatron-LM: 0.1, always)."""
+    attention_dropout: bool | None = None
+    """Whether ``--attention-dropout`` is above 0; masks are kept where attention is written out. ``None``: as above."""
+    create_attention_mask_in_dataloader: bool = True
+    """False is ``--no-create-attention-mask-in-dataloader``: no mask of one byte per pair of tokens comes with a batch."""
 
     def check_rules(self) -> None:
         """Refuse what Megatron-LM refuses (megatron/training/arguments.py, validate_args)."""

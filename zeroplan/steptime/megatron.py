@@ -13,7 +13,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.megatron import Rank, chunks_per_rank, collectives_of, head_line, is_expert, is_split, rank_of, states_of
+from zeroplan.engines.megatron import (
+    Rank,
+    chunks_per_rank,
+    collectives_of,
+    head_lines,
+    is_expert,
+    is_split,
+    rank_of,
+    states_of,
+    step_lines,
+)
 from zeroplan.ledger import Collective, Kind, total_bytes
 from zeroplan.numeric import Float, longest, together, where
 from zeroplan.spec.batch import Batch
@@ -129,7 +139,8 @@ def _work(rank: Rank, case: _Case) -> Work:
         share * run.layers * total_bytes(whole_layer_lines(model, run.kind, plain, mesh, batch)) for run in whole.runs
     )
     raw, kept = (0.0, 0.0) if case.kernel.fused else _scores(rank, case)
-    logits = 1.0 * head_line(model, case.recipe, mesh, batch).n_bytes if rank.has_head else 0.0 * tokens
+    through = head_lines(model, case.recipe, mesh, batch)[:2]  # 16-bit logits and copies are read on the way to the fp32 ones
+    logits = 1.0 * total_bytes(through) if rank.has_head else 0.0 * tokens
     of_rank = tokens / case.split
     return Work(
         blocks_flops=2.0 * in_blocks * of_rank,
@@ -144,7 +155,7 @@ def _work(rank: Rank, case: _Case) -> Work:
 
 def _scores(rank: Rank, case: _Case) -> tuple[Float, Float]:
     """Of attention that is written out: scores before the softmax, which nothing keeps, and what is kept of them. [bytes]"""
-    kept = scores_line(case.model, case.mesh, case.batch).n_bytes
+    kept = scores_line(case.model, case.recipe, case.mesh, case.batch).n_bytes
     raw = 2.0 * case.model.num_attention_heads * case.batch.seq_len * case.batch.seq_len * case.batch.micro_batch_size
     return rank.layers * raw / int(case.mesh.tp), rank.layers * 1.0 * kept
 
@@ -296,6 +307,7 @@ def _after(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple
     waits = waits + longest(gathered - beside.forward_s * own.overlap_param_gather, 0.0 * gathered)
     reason = "gradients when the last backward is over, weights after the step; beside a micro-batch where asked for"
     sent = Part("collectives around the optimizer step", waits, reduced + gathered - waits, reason, f"{_AFTER}; {SOURCE}")
-    states = Account(tuple(states_of(rank, case.recipe, mesh)), (), ())
+    copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read, too
+    states = Account((*states_of(rank, case.recipe, mesh), *copied), (), ())
     step = stepping(states, case.recipe, machine.gpu, machine.share, on_host=False, ranks_per_node=per_node)
     return sent, step
