@@ -6,16 +6,18 @@
 14.0
 """
 
-from zeroplan.errors import MeasurementError, SpecError, UnknownNameError, ZeroplanError
-from zeroplan.estimator import Estimate, estimate
-from zeroplan.ledger import Band, Collective, Kind, Line, Moment, Phase
-from zeroplan.resolve import Request, job
-from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.hardware import ClusterSpec, GpuSpec
-from zeroplan.spec.job import JobSpec
-from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
-from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options, MegatronOptions, RecipeSpec
+TYPE_CHECKING = False  # as typing has it, which need not be loaded for it
+if TYPE_CHECKING:
+    from zeroplan.errors import MeasurementError, SpecError, UnknownNameError, ZeroplanError
+    from zeroplan.estimator import Estimate, estimate
+    from zeroplan.ledger import Band, Collective, Kind, Line, Moment, Phase
+    from zeroplan.resolve import Request, job
+    from zeroplan.spec.batch import BatchSpec
+    from zeroplan.spec.hardware import ClusterSpec, GpuSpec
+    from zeroplan.spec.job import JobSpec
+    from zeroplan.spec.mesh import MeshSpec
+    from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+    from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp2Options, MegatronOptions, RecipeSpec
 
 __version__ = "0.1.0"
 
@@ -48,3 +50,28 @@ __all__ = [
     "estimate",
     "job",
 ]
+
+#: Where each name is, below this package: importing the package alone loads none of them.
+_HOMES = {
+    "errors": ("MeasurementError", "SpecError", "UnknownNameError", "ZeroplanError"),
+    "estimator": ("Estimate", "estimate"),
+    "ledger": ("Band", "Collective", "Kind", "Line", "Moment", "Phase"),
+    "resolve": ("Request", "job"),
+    "spec.batch": ("BatchSpec",),
+    "spec.hardware": ("ClusterSpec", "GpuSpec"),
+    "spec.job": ("JobSpec",),
+    "spec.mesh": ("MeshSpec",),
+    "spec.model": ("MlaSpec", "ModelSpec", "MoeSpec"),
+    "spec.recipe": ("DdpOptions", "DeepSpeedOptions", "Fsdp2Options", "MegatronOptions", "RecipeSpec"),
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Load what is asked for, once."""
+        from importlib import import_module  # noqa: PLC0415  so that this package's own import loads nothing
+
+        home = next((home for home, names in _HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals().setdefault(name, getattr(import_module(f"{__name__}.{home}"), name))

@@ -3,9 +3,12 @@
 import os
 import sys
 
-from zeroplan.verify.processes.torchrun import main
+from zeroplan.current_folder import leave_out_current_folder
 
 if __name__ == "__main__":
+    leave_out_current_folder()
+    from zeroplan.verify.processes.torchrun import main
+
     code = main(sys.argv[1:])
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

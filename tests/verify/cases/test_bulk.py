@@ -76,6 +76,8 @@ def test_lists_mean_each_of_their_values_and_a_case_overrides_the_defaults(tmp_p
 @pytest.mark.parametrize(("text", "said"), [
     ("", "has no case; write [[case]]"),
     ("[[case]]\nmodel = 'gpt2'\n[cases]", "no such key 'cases'"),
+    ("[[case]]\nmodel = 'gpt2'\ngpus = []", "case 1: gpus = [] lists no value"),
+    ("[defaults]\nseq_len = []\n[[case]]\nmodel = 'gpt2'", "case 1: seq_len = [] lists no value"),
     ("[case", "is not TOML"),
     ("[[case]]\nmodel = 'gpt2'\nstages = 3", "case 1: stages: no such key; nearest: stage"),
     ("[[case]]\nmodel = 'gtp2'", "case 1: unknown model 'gtp2'"),

@@ -100,7 +100,7 @@ def _cases(where: str, defaults: dict[str, object], tables: list[object], on: _H
         here = f"{where}, case {number}"
         if not isinstance(table, dict):
             raise SpecError(f"{here} is no table; write [[case]]")
-        for said in _each(_keys({**defaults, **table})):
+        for said in _each(_keys({**defaults, **table}), here):
             case = _case(said, here, on)
             cases.setdefault(case.task, case)
             if len(cases) > _MOST_CASES:
@@ -113,8 +113,11 @@ def _keys(table: Mapping[str, object]) -> dict[str, object]:
     return {key.replace("-", "_"): value for key, value in table.items()}
 
 
-def _each(table: dict[str, object]) -> Iterator[dict[str, object]]:
-    """Every combination of the values that are listed."""
+def _each(table: dict[str, object], where: str) -> Iterator[dict[str, object]]:
+    """Every combination of the values that are listed. Raises SpecError where a list is empty, which would mean no case."""
+    empty = next((key for key, value in table.items() if value == []), None)
+    if empty is not None:
+        raise SpecError(f"{where}: {empty} = [] lists no value; give it one or more, or leave it out")
     values = [value if isinstance(value, list) else [value] for value in table.values()]
     return (dict(zip(table, chosen, strict=True)) for chosen in product(*values))
 

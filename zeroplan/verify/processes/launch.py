@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from zeroplan.current_folder import environment
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
@@ -252,10 +253,9 @@ def _started(command: list[str], task: Task, order: Path) -> "subprocess.Popen[s
 
 def environment_of(task: Task) -> dict[str, str]:
     """What a launcher sets; elastic's agent sets each rank's own over it. gloo talks over the loopback."""
-    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[3])) if part)
     ranks = str(task.job.mesh.world_size)
     return {
-        **os.environ,
+        **environment(),
         "RANK": str(task.rank or 0),
         "LOCAL_RANK": "0" if task.tensors == "cuda" else str(task.rank or 0),
         "WORLD_SIZE": ranks,
@@ -264,7 +264,6 @@ def environment_of(task: Task) -> dict[str, str]:
         "MASTER_PORT": "29500",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        "PYTHONPATH": path,
     }
 
 

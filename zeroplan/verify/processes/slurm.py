@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import time
@@ -16,6 +17,7 @@ from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from zeroplan.current_folder import environment
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.installation import not_installed
 from zeroplan.measurement import Measurement
@@ -76,6 +78,7 @@ def submit(task: Task, wanted: Wanted, folder: Path) -> Submitted:
             ntasks_per_node=per_node,
             time=wanted.minutes,
             srun_args=["--kill-on-bad-exit=1"],
+            setup=_exports(),
             **({"gpus_per_node": per_node} if task.tensors == "cuda" else {}),
             **({"partition": wanted.partition} if wanted.partition else {}),
             **({"account": wanted.account} if wanted.account else {}),
@@ -97,6 +100,12 @@ def _refuse_where_there_is_none() -> None:
         raise MeasurementError(lacking)
     if shutil.which("sbatch") is None:
         raise NotHereError("there is no Slurm here: sbatch is not on the path; run this where jobs are submitted")
+
+
+def _exports() -> list[str]:
+    """What a job's shell sets before its ranks start: each is a ``python -m`` in the folder where the job was submitted."""
+    said = environment()
+    return [f"export {name}={shlex.quote(said[name])}" for name in ("PYTHONSAFEPATH", "PYTHONPATH")]
 
 
 def _layout(task: Task) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zeroplan.current_folder import environment
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 from zeroplan.job_file import read_job_file
 from zeroplan.measurement import Measurement
@@ -101,7 +102,7 @@ def _answered(task: Task, asked: argparse.Namespace) -> int:
         for record in (found, *_of_others(task, store)):
             write_record(record, Path(temporary))
         command = [sys.executable, "-m", "zeroplan", "compare", temporary, "--tolerance", asked.tolerance]
-        done = subprocess.run(command, check=False)  # noqa: S603  our own interpreter and module
+        done = subprocess.run(command, env=environment(), check=False)  # noqa: S603  our own interpreter and module
     if folder is not None:
         print(f"records: {folder}", file=sys.stderr)  # noqa: T201  this is a program
     return done.returncode

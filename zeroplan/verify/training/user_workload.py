@@ -4,6 +4,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -71,14 +72,21 @@ _OF_A_BATCH = ("micro_batch", "seq_len")
 
 
 def _imported(module_name: str, where: str) -> ModuleType:
-    """Import a module as ``python -m`` would from here: the current folder comes first."""
+    """Import a module: from the current folder where it is there, whose other modules it then finds as a script would."""
     here = str(Path.cwd())
-    if here not in sys.path:
+    if here not in sys.path and _holds(here, module_name):
         sys.path.insert(0, here)
     try:
         return importlib.import_module(module_name)
     except ImportError as error:
         raise SpecError(f"workload {where!r} is not there: {error}") from error
+
+
+def _holds(folder: str, module_name: str) -> bool:
+    """Whether a module is in a folder, in its packages' folders below it; nothing is imported."""
+    *packages, name = module_name.split(".")
+    found = PathFinder.find_spec(name, [str(Path(folder, *packages))])
+    return found is not None and found.has_location
 
 
 def as_workload(made: object, where: str) -> Workload:
