@@ -1,5 +1,6 @@
 """What is filled in where a user says little, and what is refused because it would be ignored."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroplan import ModelSpec, SpecError
+from zeroplan.cli.app import main
 from zeroplan.resolve import Request, resolve
 from zeroplan.resolve.inferred import infer_model
 from zeroplan.transformer.params import parameter_count
@@ -95,3 +97,24 @@ def test_a_set_up_that_brings_its_deepspeed_configuration_stands_alone(tmp_path:
     said = r"--deepspeed-config beside DeepSpeed configuration '.*own.json', which brings its own; leave one of them out"
     with pytest.raises(SpecError, match=said):
         resolve(Request(params="7b", from_file=str(file), deepspeed_config="other.json"))
+
+
+def test_what_a_config_says_and_is_not_counted_is_in_the_notes(tmp_path: Path):
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "vocab_size": 256}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    notes = resolve(Request(config=str(tmp_path), seq_len=16)).notes
+    assert [note.partition(",")[0] for note in notes] == ["config.json has a quantization_config ('mxfp4')"]
+
+
+def test_a_file_that_cannot_be_read_is_not_blamed_on_the_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", "their/config.json")
+
+    monkeypatch.setattr("zeroplan.cli.job_flags.resolve", denied)
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", "--model", "gpt2"])
+    said = "zeroplan: 'their/config.json' cannot be read or written: Permission denied; check the path and its permissions\n"
+    assert capsys.readouterr().err == said

@@ -51,8 +51,11 @@ class Ability(NamedTuple):
 
 #: What can be done beyond estimating and planning, and the modules it asks for.
 _ABILITIES = (
-    ("estimate, plan, advise, compare, diagnose, models, gpus", ("pydantic", "typer", "rich", "yaml", "numpy")),
-    ("plot, report", ("matplotlib",)),
+    (
+        "estimate, plan, advise, compare, diagnose, report, plot --text, models, gpus",
+        ("pydantic", "typer", "rich", "yaml", "numpy"),
+    ),
+    ("plot into a file or a window", ("matplotlib",)),
     ("explore", ("fastapi", "uvicorn")),
     ("profile", ("torch", "transformers")),
     ("verify --backend simulate", ("torch", "transformers")),

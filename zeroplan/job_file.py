@@ -1,13 +1,14 @@
-"""A job as a file: TOML or JSON, with the keys of the flags, or the complete ``job`` of an answer's JSON."""
+"""A job as a file: TOML or JSON, with the keys of the flags (``set`` as a list), or the complete ``job`` of an answer's JSON."""
 
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zeroplan.catalog.text import each_key_once, one_line, read_text, strict_json
+from zeroplan.catalog.text import each_key_once, one_line, read_text, shown, strict_json
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, request_of
+from zeroplan.settings import with_setting
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 
@@ -48,7 +49,7 @@ def _request(path: Path) -> Request:
     where = f"job file {str(path)!r}"
     if isinstance(data.get("model"), dict):
         return request_of(read(JobSpec, data, where=where))
-    request = read(Request, _keys_of_flags(data), where=where)
+    request = request_of_keys(_keys_of_flags(data), where=where)
     return replace(
         request,
         config=_beside(path, request.config),
@@ -56,6 +57,21 @@ def _request(path: Path) -> Request:
         deepspeed_config=_beside(path, request.deepspeed_config),
         from_file=_beside(path, request.from_file),
     )
+
+
+def request_of_keys(data: Mapping[str, object], *, where: str) -> Request:
+    """Read the keys of a job, ``set`` among them: ``engine.option=value`` as the flag takes it, one text or a list of them."""
+    settings = data.get("set", [])
+    said = [settings] if isinstance(settings, str) else settings
+    if not isinstance(said, list) or not all(isinstance(one, str) for one in said):
+        raise SpecError(f'{where}: set is {shown(settings)}; write set = ["deepspeed.reduce_bucket_size=5e7"]')
+    request = read(Request, {key: value for key, value in data.items() if key != "set"}, where=where)
+    for setting in said:
+        try:
+            request = with_setting(request, setting)
+        except SpecError as error:
+            raise SpecError(f"{where}: {str(error).removeprefix('--')}") from None
+    return request
 
 
 def _beside(path: Path, named: str | None) -> str | None:

@@ -20,24 +20,27 @@ _BYTE_SUFFIX = {
 _WHOLE = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:_[0-9]+)*)"
 _NUMBER = re.compile(rf"\s*({_WHOLE}(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{{1,3}})?|\.[0-9]+)\s*([A-Za-z]*)\s*", re.ASCII)
 _LARGEST = 10**18
+_HEXADECIMAL = re.compile(r"0[xX][0-9a-fA-F]{1,15}")
 
 
-def parse_count(text: str, *, what: str = "count", examples: str = "7e9, 7b, 350M or 7_000_000_000") -> int:
-    """Read a count as people write it: ``7e9``, ``7b``, ``7B``, ``7_000_000_000``, ``1.5T``.
+def parse_count(
+    text: str, *, what: str = "count", examples: str = "7e9, 7b, 350M or 7_000_000_000", most: int = _LARGEST
+) -> int:
+    """Read a count from 1 to ``most`` as people write it: ``7e9``, ``7b``, ``7B``, ``7_000_000_000``, ``1.5T``.
 
     >>> parse_count("7b"), parse_count("7_000_000_000"), parse_count("0.5B"), parse_count("4k")
     (7000000000, 7000000000, 500000000, 4000)
     """
-    return _parse(text, _COUNT_SUFFIX, what, examples)
+    return _parse(text, _COUNT_SUFFIX, what, examples, most=most)
 
 
-def parse_tokens(text: str, *, what: str) -> int:
+def parse_tokens(text: str, *, what: str, most: int = _LARGEST) -> int:
     """Read the length of a sequence. ``4k`` is refused: 4,000 are meant by some, 4,096 by most.
 
     >>> parse_tokens("4096", what="--seq-len")
     4096
     """
-    count = parse_count(text, what=what, examples="4096 or 8192")
+    count = parse_count(text, what=what, examples="4096 or 8192", most=most)
     powers = {"k": (KB, KIB), "m": (MB, MIB)}.get(text.strip()[-1].lower())
     if powers is not None:
         said, meant = powers
@@ -66,16 +69,21 @@ def parse_fraction(text: str) -> float | None:
         return None
 
 
-def _parse(text: str, suffixes: dict[str, int], what: str, examples: str, *, rounded: bool = False) -> int:
+def _parse(
+    text: str, suffixes: dict[str, int], what: str, examples: str, *, rounded: bool = False, most: int = _LARGEST
+) -> int:  # fmt: skip
     match = _NUMBER.fullmatch(text)
+    if _HEXADECIMAL.fullmatch(text):
+        raise SpecError(f"{what} {text!r} is not a decimal number; write {int(text, 16):,}")
     if match is None or match[2].lower() not in suffixes:
         raise SpecError(f"{what} {text!r} is not a number zeroplan reads; write {examples}")
     try:
         value = Decimal(match[1].replace("_", "").replace(",", "")) * suffixes[match[2].lower()]
     except InvalidOperation:  # pragma: no cover  the pattern admits only decimals
         raise SpecError(f"{what} {text!r} is not a number; write {examples}") from None
-    if value < 1 or value > _LARGEST:
-        raise SpecError(f"{what} {text!r} is out of range; write a number from 1 to 1e18, like {examples}")
+    if value < 1 or value > most:
+        largest = "1e18" if most == _LARGEST else f"{most:,}"
+        raise SpecError(f"{what} {text!r} is out of range; write a number from 1 to {largest}, like {examples}")
     if value != value.to_integral_value() and not rounded:
         raise SpecError(f"{what} {text!r} is not a whole number; write {examples}")
     return int(value.to_integral_value())

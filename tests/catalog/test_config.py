@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.hugging_face import ENTRY_NAMES, hub_config, shipped_config
 from tests.transformer.tiny_configs import TINY, tiny_config
-from zeroplan.catalog.config import model_from_config, read_config
+from zeroplan.catalog.config import model_from_config, read_config, read_config_with_note
 from zeroplan.catalog.model import model
 from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.spec.model import ModelSpec
@@ -321,7 +321,35 @@ def test_reads_a_file_or_the_folder_that_holds_it(tmp_path: Path):
     folder = tmp_path / "My-Llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    assert read_config(folder) == read_config(folder / "config.json") == model_from_config(LLAMA, name="My-Llama")
+    assert read_config(folder) == model_from_config(LLAMA, name="My-Llama")
+    assert read_config(folder / "config.json") == model_from_config(LLAMA, name="My-Llama/config.json")
+    assert read_config(folder, name="owner/llama") == model_from_config(LLAMA, name="owner/llama")
+
+
+def test_a_key_that_stands_twice_is_refused_by_its_name(tmp_path: Path):
+    text = json.dumps(LLAMA)[:-1] + ', "hidden_size": 64}'
+    (tmp_path / "config.json").write_text(text)
+    assert "has 'hidden_size' twice; keep one" in file_refusal(tmp_path)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(_: Path) -> bool:
+        raise PermissionError(13, "Permission denied", "config.json")
+
+    monkeypatch.setattr(Path, "exists", denied)
+    said = file_refusal(tmp_path)
+    assert said == f"config.json {str(tmp_path)!r} cannot be read: Permission denied; check the path and its permissions"
+
+
+@pytest.mark.parametrize(("written", "stored"), [
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, " ('fp8')"), ({"load_in_4bit": True}, ""), (None, None),
+])  # fmt: skip
+def test_quantised_weights_of_a_checkpoint_are_named_as_not_counted(tmp_path: Path, written: object, stored: str | None):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": written}))
+    found = read_config_with_note(tmp_path)
+    assert found.model == model_from_config(LLAMA, name=tmp_path.name)
+    begins = f"config.json has a quantization_config{stored}, which is not counted: "
+    assert found.note == "" if stored is None else found.note.startswith(begins)
 
 
 def test_a_byte_order_mark_is_no_obstacle(tmp_path: Path):

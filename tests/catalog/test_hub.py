@@ -69,7 +69,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ThreadingHT
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_shape_comes_from_the_hub_and_from_what_is_kept_of_it(hub: ThreadingHTTPServer):
-    assert resolve(Request(model="mine/good")).job.model.hidden_size == 64
+    found = resolve(Request(model="mine/good")).job.model
+    assert (found.hidden_size, found.name) == (64, "mine/good")
     with pytest.raises(UnknownNameError, match=UNKNOWN.format("absent") + "the Hub gave no config.json either: .*404"):
         resolve(Request(model="mine/absent"))
     with pytest.raises(SpecError, match=r"mine/bad on the Hub: .*num_hidden_layers"):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.command import Run
 from tests.measured_twins import twin
+from zeroplan.ledger import Kind
 from zeroplan.verify.cases.results import Result, opened
 from zeroplan.verify.record import write_record
 from zeroplan.verify.task import Task
@@ -176,3 +177,17 @@ def test_a_record_is_compared_without_torch(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", code, "compare", str(path)], capture_output=True, text=True, check=True)
     assert "It agrees" in done.stdout
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("flag", ["--markdown", "--tolerance=2%"])
+def test_a_row_of_nothing_that_is_seen_has_no_error(run: Run, tmp_path: Path, flag: str):
+    """256 bytes of a kind that nobody predicted are 0.000 beside megabytes: that is no error of -100 %."""
+    measured = twin(model="gpt2", gpus=4, stage=1, engine="ddp", seq_len=1024)
+    *_, last = measured.steps
+    *others, highest = sorted(last.phases, key=lambda one: one.peak_bytes)
+    kinds = {**highest.kinds, Kind.TEMPORARY: 256}
+    step = replace(last, phases=(*others, replace(highest, kinds=kinds)))
+    out = run("compare", write_record(replace(measured, steps=(step, step)), tmp_path), flag)[1]
+    (row,) = (line for line in out.splitlines() if line.strip(" |").startswith("temporaries"))
+    assert "-100.00 %" not in row
+    assert row.strip(" |").endswith("negligible")

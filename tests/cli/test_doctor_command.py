@@ -3,6 +3,7 @@
 import json
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from zeroplan.installation import Package, abilities, absent, installed
 def test_what_works_here_is_said(run):
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
-    assert "works  estimate, plan, advise, compare, diagnose, models, gpus" in out
+    assert "works  estimate, plan, advise, compare, diagnose, report, plot --text, models, gpus" in out
     assert f"python        {sys.version.split()[0]}" in out
 
 
@@ -30,8 +31,8 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pyt
     there = installation.find_spec
     monkeypatch.setattr(installation, "find_spec", lambda name: None if name in ("torch", "matplotlib") else there(name))
     told = {one.what: one for one in abilities(lambda: pytest.fail("asked a torch that is not there"))}
-    assert told["estimate, plan, advise, compare, diagnose, models, gpus"].works
-    assert told["plot, report"].missing == 'matplotlib is not installed: pip install "zeroplan[plot]"'
+    assert told["estimate, plan, advise, compare, diagnose, report, plot --text, models, gpus"].works
+    assert told["plot into a file or a window"].missing == 'matplotlib is not installed: pip install "zeroplan[plot]"'
     assert not told["verify --backend cpu"].works
     assert not told["verify --backend cuda"].works
 
@@ -75,3 +76,15 @@ def test_what_no_package_says_of_itself_is_not_held_against_it(monkeypatch: pyte
     installation._least.cache_clear()
     assert absent("numpy") == ""
     installation._least.cache_clear()
+
+
+def test_what_is_said_to_work_without_matplotlib_does(run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A picture as text and the report draw nothing with it."""
+    there = installation.find_spec
+    monkeypatch.setattr(installation, "find_spec", lambda name: None if name == "matplotlib" else there(name))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "\nworks  estimate, plan, advise, compare, diagnose, report, plot --text, models, gpus\n" in run("doctor")[1]
+    assert run("plot", "stages", "--model", "gpt2", "--gpus", "4", "--text")[0] == 0
+    assert run("report", "--model", "gpt2", "--gpus", "4", "-o", str(tmp_path / "report.html"))[0] == 0
+    code, _, err = run("plot", "stages", "--model", "gpt2", "--gpus", "4", "-o", str(tmp_path / "plot.png"))
+    assert (code, "matplotlib is not installed" in err) == (4, True)

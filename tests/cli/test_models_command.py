@@ -76,6 +76,8 @@ def test_one_model_in_full(run: Run):
 
 def test_the_tensors_of_a_model_add_up_to_its_parameters(run: Run):
     out = run("models", "show", "llama-3.1-8b")[1]
+    assert "parallel_residual" not in out  # which only GPT-NeoX has
+    assert "  parallel_residual             True\n" in run("models", "show", "pythia-70m")[1]
     blocks = next(line for line in out.splitlines() if line.startswith("each of 32"))
     outside = next(line for line in out.splitlines() if line.startswith("outside"))
     in_all = int(blocks.split(", ")[1].split()[0].replace(",", "")) if ", " in blocks else 0

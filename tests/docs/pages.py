@@ -2,6 +2,8 @@
 
 Two comments mark what is written by the program. After a block of commands, ``<!-- prints: Peak allocated | It fits -->``
 stands above what the last of them answers: the sections of the answer that begin so, or all of it after ``<!-- prints -->``.
+``<!-- prints under torch 2.13: Memory -->`` is an answer of an engine that differs between releases: it is written
+and held with that release alone.
 ``<!-- generated: NAME ... -->`` stands above what a function of :mod:`tests.docs.generated.made` returns, as far as
 ``<!-- end -->``.
 """
@@ -15,6 +17,8 @@ import re
 import shlex
 import tempfile
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +30,8 @@ PAGES = sorted([README, *(ROOT / "docs").rglob("*.md")])
 AGAIN = "`python -m tests.docs.pages` writes it anew"
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTS = re.compile(
-    r"^```sh\n((?:(?!^```).)*)^```\n\n(<!-- prints(?:: (.*?))? -->\n```text\n)(.*?)(^```$)", re.MULTILINE | re.DOTALL
+    r"^```sh\n((?:(?!^```).)*)^```\n\n(<!-- prints(?: under torch ([\d.]+))?(?:: (.*?))? -->\n```text\n)(.*?)(^```$)",
+    re.MULTILINE | re.DOTALL,
 )
 _GENERATED = re.compile(r"(<!-- generated: (.*?) -->\n)(.*?)(^<!-- end -->$)", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"(?:^|\.venv/bin/)(zeroplan .*)")
@@ -69,13 +74,20 @@ def all_commands() -> dict[str, list[Shown]]:
     """Every command of every page, once, with what pages show of its answer."""
     found: dict[str, list[Shown]] = {command: [] for page in PAGES for command in commands(page)}
     for page in PAGES:
-        for block, _, sections, text, _ in _PRINTS.findall(text_of(page)):
+        for block, _, torch, sections, text, _ in _PRINTS.findall(text_of(page)):
+            if not _is_installed(torch):
+                continue
             found[_commands(block)[-1]].append(Shown(page, _sections(sections), text))
     return found
 
 
 def _sections(written: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in written.split("|") if part.strip())
+
+
+def _is_installed(torch: str | None) -> bool:
+    """Whether an answer can be had here: any torch's, or that of the release that is installed."""
+    return not torch or (find_spec("torch") is not None and version("torch").startswith(f"{torch}."))
 
 
 def excerpt(answer: str, sections: tuple[str, ...]) -> str:
@@ -141,8 +153,10 @@ def with_answers(page: Path) -> str:
     """A page with what its commands answer."""
 
     def written(found: re.Match[str]) -> str:
-        answer = excerpt(_answered(_commands(found[1])[-1]), _sections(found[3] or ""))
-        return f"```sh\n{found[1]}```\n\n{found[2]}{answer}{found[5]}"
+        if not _is_installed(found[3]):
+            return found[0]
+        answer = excerpt(_answered(_commands(found[1])[-1]), _sections(found[4] or ""))
+        return f"```sh\n{found[1]}```\n\n{found[2]}{answer}{found[6]}"
 
     return _PRINTS.sub(written, text_of(page))
 

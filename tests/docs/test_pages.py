@@ -1,10 +1,13 @@
 """Every command, output, table and snippet on a page is run, or written by the program."""
 
 import shlex
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.docs import pages
 from tests.docs.generated import layers
 from tests.docs.pages import (
     AGAIN,
@@ -74,3 +77,12 @@ def test_the_ci_script_finds_the_test_command():
     assert "<!-- test command -->\n```sh\n" in text
     assert "pytest" in text
     assert (ROOT / ".ci" / "run").exists()
+
+
+def test_an_answer_under_one_release_of_torch_is_held_with_that_alone(monkeypatch: pytest.MonkeyPatch):
+    page = ROOT / "docs" / "how-to" / "is-it-true.md"
+    under = [one for shown in all_commands().values() for one in shown if one.page == page]
+    monkeypatch.setattr(pages, "version", lambda _name: "1.0.0")
+    others = [one for shown in all_commands().values() for one in shown if one.page == page]
+    assert len(others) == 0 < text_of(page).count("<!-- prints under torch 2.13")
+    assert len(under) == (find_spec("torch") is not None and version("torch").startswith("2.13."))

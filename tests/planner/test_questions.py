@@ -129,6 +129,18 @@ def test_the_longest_sequence_of_ranks_that_split_a_model_with_a_window_ends_bef
     )
 
 
+@pytest.mark.parametrize(("model", "beyond"), [("gpt2", False), ("llama-2-7b", True)])
+def test_the_longest_sequence_says_where_it_is_beyond_the_model_s_positions(model: str, *, beyond: bool):
+    """GPT-2's positions are a table, which ends; Llama's are computed, and go on beyond what was configured."""
+    asked = Request(model=model, gpu="h100", gpus=8, engine="fsdp2", stage=3, recompute="full", tensor_parallel=1,
+                    pipeline_parallel=1, context_parallel=1)  # fmt: skip
+    answer = ask(asked, Question(max_seq=True))
+    assert answer.best is not None
+    length, positions = answer.best.layout.job.batch.seq_len, answer.base.model.max_position_embeddings
+    note = f"sequence length {length:,} is beyond the {positions:,} positions this model was configured for"
+    assert (note in answer.notes, length > positions) == (beyond, beyond)
+
+
 @pytest.mark.parametrize(
     ("question", "note"),
     [(Question(max_seq=True), "not even 128 tokens fit"), (Question(max_batch=True), "not even one sequence fits")],

@@ -140,8 +140,14 @@ def test_out_of_memory_says_what_was_asked_for_by_whom_and_what_was_in_the_way(c
     assert seen.failure[:3] == (60_000, 1_000, (4096 - 4000) + (8192 - 8000) + (5120 - 5000))
     assert kinds(seen)[Kind.ACTIVATIONS] == 5_000
     said = diagnosis_text(seen, where="it.pickle")
-    assert "Out of memory: 60.00 kB = 58.59 KiB were asked for by model.py:21 forward, in the forward" in said
+    assert "Out of memory: 60.00 kB = 58.59 KiB were requested by model.py:21 forward, in the forward" in said
     assert said.endswith("58.59 kB = 57.22 KiB were lacking, all that was reserved and idle counted as room.")
+
+
+def test_what_is_allocated_outside_a_step_is_said_so(card: Written, tmp_path: Path):
+    card.ask(5_000, [("/home/me/train.py", "evaluate", 3)])
+    said = diagnosis_text(found(card, tmp_path), where="it.pickle")
+    assert "in use, last allocated outside a step" in said
 
 
 def test_room_in_pieces_is_told_from_no_room(card: Written, tmp_path: Path):

@@ -91,6 +91,7 @@ def texts() -> dict[str, bytes]:
         "version zero": json.dumps({**good, "schema_version": 0}).encode(),
         "no step": no_step.encode(),
         "a text for a number": wrong.encode(),
+        "a key twice": text.replace("{", '{"backend": "cpu", ', 1).encode(),
         "an unknown key": json.dumps({**good, "extra": 1}).encode(),
         "a missing key": json.dumps({key: value for key, value in good.items() if key != "environment"}).encode(),
         "negative bytes": json.dumps({**good, "steps": [{"phases": [], "held_bytes": -1, "held_kinds": {}}]}).encode(),

@@ -5,7 +5,6 @@ Keys, aliases and defaults are those of the configuration classes of transformer
 ``config.json`` does is asked for instead; what would change the parameters in a way zeroplan has no formula for is refused.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -21,7 +20,7 @@ from zeroplan.catalog.config_keys import (
     SAME_AS,
     SIZES,
 )
-from zeroplan.catalog.text import one_line, read_text, shown
+from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import SpecError, unknown_name
 from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, MlaSpec, ModelSpec, MoeSpec
 
@@ -34,8 +33,9 @@ def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as:
     """Read the shape of the model that a ``config.json`` describes.
 
     Of a multimodal config (Gemma 3, LLaVA) it is the text part, and the name says so. ``treat_as`` names a family whose
-    formulas are to be used whatever ``model_type`` says. Quantisation and everything else that leaves the parameters as
-    they are is ignored; multi-token-prediction layers, which transformers does not build, are too.
+    formulas are to be used whatever ``model_type`` says. Everything that leaves the parameters as they are is ignored (of how a
+    checkpoint is quantised :func:`read_config_with_note` has a note); multi-token-prediction layers, which transformers does not
+    build, are too.
 
     >>> model_from_config({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
     ...                    "vocab_size": 50257}).intermediate_size
@@ -51,26 +51,52 @@ def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as:
     return _spec(source, f"{name} (text part)".lstrip() if is_part else name)
 
 
-def read_config(path: Path, *, treat_as: str | None = None) -> ModelSpec:
-    """Read the shape of the model whose ``config.json`` is ``path`` or lies in the folder ``path``; named after the folder."""
+class ConfigRead(NamedTuple):
+    """A model's shape, and what its ``config.json`` says that the shape leaves out; empty where that is nothing."""
+
+    model: ModelSpec
+    note: str
+
+
+def read_config(path: Path, *, treat_as: str | None = None, name: str = "") -> ModelSpec:
+    """Read the shape of the model whose ``config.json`` is ``path`` or lies in the folder ``path``.
+
+    Named ``name``, or after the folder, or after file and folder where ``path`` is the file.
+    """
+    return read_config_with_note(path, treat_as=treat_as, name=name).model
+
+
+def read_config_with_note(path: Path, *, treat_as: str | None = None, name: str = "") -> ConfigRead:
+    """Read the same, and what the file says that is not counted."""
     file = _config_file(path)
-    text = read_text(file, what="config.json")
-    try:
-        config = json.loads(text)
-    except RecursionError:
-        raise SpecError(f"{str(file)!r} is nested too deep; that is no model's config.json") from None
-    except ValueError as error:
-        raise SpecError(f"{str(file)!r} is not JSON: {one_line(str(error))}") from None
-    return model_from_config(config, name=file.resolve().parent.name, treat_as=treat_as)
+    config = strict_json(read_text(file, what="config.json"), f"config.json {str(file)!r}")
+    folder = file.resolve().parent.name
+    named = name or (folder if file != path else f"{folder}/{file.name}".lstrip("/"))
+    model = model_from_config(config, name=named, treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
+    return ConfigRead(model, _quantisation(config))
+
+
+def _quantisation(config: object) -> str:
+    """How the checkpoint's weights are stored, where that is not how they are trained."""
+    said = config.get("quantization_config") if isinstance(config, Mapping) else None
+    if said is None:
+        return ""
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    stored = "" if method is None else f" ({one_line(shown(method))})"
+    return (
+        f"config.json has a quantization_config{stored}, which is not counted: all weights are counted as --precision trains them; "
+        "for frozen weights in 4 bits under adapters, add --lora-rank 16 --quantize nf4"
+    )
 
 
 def _config_file(path: Path) -> Path:
     try:
         is_folder = path.is_dir()
+        empty = is_folder and not (path / "config.json").exists()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or one_line(str(error))
-        raise SpecError(f"config.json {str(path)!r} cannot be read: {reason}; check the path") from None
-    if is_folder and not (path / "config.json").exists():
+        raise SpecError(f"config.json {str(path)!r} cannot be read: {reason}; check the path and its permissions") from None
+    if empty:
         raise SpecError(f"folder {str(path)!r} holds no config.json; give the folder or file of a Hugging Face model")
     return path / "config.json" if is_folder else path
 

@@ -4,16 +4,15 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from zeroplan.catalog.config import read_config
+from zeroplan.catalog.config import ConfigRead, read_config_with_note
 from zeroplan.catalog.text import one_line
 from zeroplan.errors import SpecError, UnknownNameError
-from zeroplan.spec.model import ModelSpec
 
 _PATIENCE_S = 5
 _LONGEST_REASON = 160
 
 
-def hub_model(name: str, *, treat_as: str | None, unknown: UnknownNameError) -> ModelSpec:
+def hub_model(name: str, *, treat_as: str | None, unknown: UnknownNameError) -> ConfigRead:
     """Read the shape of the model that the Hub calls ``owner/name``; only its config.json is fetched.
 
     ``unknown`` is what the catalogue said to the name; it is raised again, with the way out, where the Hub cannot be asked.
@@ -29,7 +28,7 @@ def hub_model(name: str, *, treat_as: str | None, unknown: UnknownNameError) -> 
         reason = "it cannot be reached, and nothing is cached" if cached_only else one_line(str(error))[:_LONGEST_REASON]
         raise UnknownNameError(f"{unknown}; the Hub gave no config.json either: {reason}") from None
     try:
-        return read_config(Path(file), treat_as=treat_as)
+        return read_config_with_note(Path(file), treat_as=treat_as, name=name)
     except SpecError as error:
         raise SpecError(f"{name} on the Hub: {error}") from None
 

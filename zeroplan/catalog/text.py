@@ -64,13 +64,15 @@ def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, 
 
 def written_json(path: Path, *, what: str) -> object:
     """What a file holds that zeroplan writes itself, a ``what``."""
-    text = read_text(path, what=what)
+    text, where = read_text(path, what=what), f"{what} {str(path)!r}"
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
     except RecursionError:
-        raise SpecError(f"{what} {str(path)!r} is nested too deep to be a {what}") from None
+        raise SpecError(f"{where} is nested too deep to be a {what}") from None
+    except SpecError:
+        raise
     except ValueError as error:
-        raise SpecError(f"{what} {str(path)!r} is not complete JSON: {one_line(str(error))}") from None
+        raise SpecError(f"{where} is not complete JSON: {one_line(str(error))}") from None
 
 
 def shown(value: object) -> str:

@@ -92,6 +92,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{str(error.filename)!r} cannot be read or written: {error.strerror}; check the path and its permissions"
     if isinstance(error, OSError):
         return f"the answer cannot be written: {error.strerror}; send it elsewhere"
     return str(error) if isinstance(error, ZeroplanError) else _usage(error)

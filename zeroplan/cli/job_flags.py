@@ -16,6 +16,7 @@ from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.settings import with_setting
+from zeroplan.spec.base import largest
 from zeroplan.units import parse_count, parse_tokens
 
 
@@ -204,23 +205,35 @@ def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Aske
     return Asked(request, folder(None if catalog is None else str(catalog)), chosen)
 
 
-#: ``8xH100``, as clouds and papers write it.
-_NUMBER_AND_NAME = re.compile(r"([0-9]+) ?[xX*] ?(\S.*)")
-_KEEP_LOGITS = {"no": False, "yes": True}
+#: ``8xH100``, as clouds and papers write it; ``0x10`` is no number of GPUs.
+_NUMBER_AND_NAME = re.compile(r"([1-9][0-9]*) ?[xX*] ?(\S.*)")
+_KEEP_LOGITS: dict[str, bool | str] = {"no": False, "yes": True, "fp32": "fp32"}
 
 
 def _value(flag: _Flag, text: object) -> object:
     if flag.switch:
         return text
     if flag.field == "keep_logits":
-        return _KEEP_LOGITS.get(str(text), text)
+        return _kept(str(text))
     if flag.field in ("gpus", "gpu") and (both := _NUMBER_AND_NAME.fullmatch(str(text))):
         raise SpecError(f"--{flag.field} {text!r} says two things; write --gpus {both[1]} --gpu {both[2]}")
     if flag.field == "seq_len":
-        return parse_tokens(str(text), what="--seq-len")
+        return parse_tokens(str(text), what="--seq-len", most=_most(flag))
     if flag.number:
-        return parse_count(str(text), what="--" + flag.field.replace("_", "-"), examples="8 or 1024")
+        return parse_count(str(text), what="--" + flag.field.replace("_", "-"), examples="8 or 1024", most=_most(flag))
     return int(text) if flag.field == "stage" and str(text) in ("0", "1", "2", "3") else text  # type: ignore[call-overload]
+
+
+def _kept(text: str) -> bool | str:
+    if text not in _KEEP_LOGITS:
+        near = {"true": "; write yes", "false": "; write no"}.get(text.lower(), "")
+        raise SpecError(f"--keep-logits {text!r} is none of {', '.join(_KEEP_LOGITS)}{near}")
+    return _KEEP_LOGITS[text]
+
+
+def _most(flag: _Flag) -> int:
+    """The largest number that a flag's field takes."""
+    return largest(Request, flag.field) or 10**18
 
 
 def _from_file(text: str, read_file: _ReadFile | None) -> Request:

@@ -326,9 +326,12 @@ def _check_nproc(text: str, ranks: int, backend: str) -> None:
 
 
 def _number(text: str, what: str, low: int, high: int) -> int:
-    value = 0 if text.strip() == "0" else parse_count(text, what=what)
+    try:
+        value = 0 if text.strip() == "0" else parse_count(text)
+    except SpecError:
+        value = -1
     if not low <= value <= high:
-        raise SpecError(f"{what} {text} is not from {low:,} to {high:,}")
+        raise SpecError(f"{what} {text!r} is not a whole number from {low:,} to {high:,}")
     return value
 
 

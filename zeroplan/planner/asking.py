@@ -21,7 +21,7 @@ from zeroplan.planner.questions import (
 from zeroplan.planner.result import Plan
 from zeroplan.planner.search import Unsaid
 from zeroplan.planner.space import Fixed, gpu_of
-from zeroplan.resolve import Request, Resolved, mesh_of, resolve, with_setup
+from zeroplan.resolve import Request, Resolved, beyond_positions, mesh_of, resolve, with_setup
 from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.transformer.params import parameter_count
@@ -219,7 +219,9 @@ def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | N
         window = base.model.sliding_window
         if window is not None and longest < window <= longest + SEQUENCE_STEP and (fixed.tp or 1) * (fixed.cp or 1) > 1:
             said += f"; longer ones, beyond the window of {window:,}, are not modelled on ranks that split the model"
-        return replace(base, batch=replace(base.batch, seq_len=longest)), replace(fixed, micro_batch_size=1), (said,)
+        found = replace(base, batch=replace(base.batch, seq_len=longest))
+        notes = tuple(note for note in (said, beyond_positions(found)) if note)
+        return found, replace(fixed, micro_batch_size=1), notes
     if question.max_batch:
         largest = largest_batch(base, fixed, unsaid)
         if not largest:

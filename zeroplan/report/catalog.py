@@ -101,6 +101,9 @@ def _shape(one: ModelEntry) -> Iterator[str]:
         value = getattr(one.spec, field.name)
         if is_dataclass(value):
             yield from (_entry(f"{field.name}.{part.name}", getattr(value, part.name)) for part in fields(value))
+        elif field.name == "parallel_residual":
+            if one.spec.family == "gpt_neox":  # of which alone it says anything
+                yield _entry(field.name, value)
         elif field.name != "name" and value not in (None, 0, False):
             yield _entry(field.name, value)
 

@@ -117,11 +117,11 @@ def compared_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
     if not ordered:
         return
     unit = _unit(ordered)
-    decimal, _, binary, _ = unit
+    decimal, decimal_bytes, binary, _ = unit
     yield f"{title:<{_WHAT + 2}}{'predicted':>22}{'measured':>22}{'error':>13}"
     yield " " * (_WHAT + 2) + f"{decimal:>11}{binary:>11}" * 2
     for row in ordered:
-        yield f"  {row.what:<{_WHAT}}{_both(row.predicted, unit)}{_both(row.measured, unit)}{percent(row.error):>13}"
+        yield f"  {row.what:<{_WHAT}}{_both(row.predicted, unit)}{_both(row.measured, unit)}{_error(row, decimal_bytes):>13}"
 
 
 def _unit(rows: list[Compared]) -> tuple[str, int, str, int]:
@@ -144,7 +144,7 @@ def _markdown_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|"
     for row in ordered:
         cells = (f"{n_bytes / unit:,.3f}" for n_bytes in (row.predicted, row.measured) for unit in (GB, GIB))
-        yield f"| {row.what} | {' | '.join(cells)} | {percent(row.error)} |"
+        yield f"| {row.what} | {' | '.join(cells)} | {_error(row, GB)} |"
 
 
 def percent(error: float) -> str:
@@ -156,6 +156,16 @@ def percent(error: float) -> str:
     if error == float("inf"):
         return "unmeasured"
     return f"{round(100 * error, 2) + 0.0:+.2f} %" if error < 10 else f"{error + 1:,.0f} times"
+
+
+def _error(row: Compared, shown_in: int) -> str:
+    """The error of a row of a table in a unit; where both figures are 0.000 there, it would be an error of nothing seen."""
+    seen = max(row.predicted, row.measured) / shown_in >= _LEAST_SHOWN
+    return percent(row.error) if seen else "negligible"
+
+
+#: What three decimals round to 0.001.
+_LEAST_SHOWN = 0.0005
 
 
 def row_payload(row: Compared) -> dict[str, object]:

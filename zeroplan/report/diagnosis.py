@@ -7,6 +7,7 @@ from zeroplan.comparison import Compared
 from zeroplan.report.comparison import compared_table, row_payload
 from zeroplan.report.words import EXPANDABLE, WIDTH, paragraphs
 from zeroplan.snapshots.diagnosis import Diagnosis, Failure, Held
+from zeroplan.snapshots.kinds import Part
 from zeroplan.snapshots.replayed import Replayed
 from zeroplan.units import GB, GIB, format_size
 
@@ -55,13 +56,18 @@ def _head(found: Diagnosis, where: str) -> Iterator[str]:
         yield f"the history begins with {format_size(found.before_bytes)} in use"
     failure = found.failure
     if failure is None:
-        yield f"Highest: {format_size(found.live_bytes)} in use, last asked for in the {found.part}"
+        yield f"Highest: {format_size(found.live_bytes)} in use, last allocated {_during(found.part)}"
     else:
         by = f" by {failure.where}" if failure.where else ""
-        yield f"Out of memory: {format_size(failure.asked_bytes)} were asked for{by}, in the {found.part}, with"
+        yield f"Out of memory: {format_size(failure.asked_bytes)} were requested{by}, {_during(found.part)}, with"
         yield f"{format_size(found.live_bytes)} in use and {format_size(failure.free_bytes)} left by the driver"
     piece = format_size(found.largest_free_bytes)
     yield f"reserved in the end: {format_size(found.reserved_bytes)}, the largest free piece of it {piece}"
+
+
+def _during(part: str) -> str:
+    """Where in a training loop, as the end of a clause."""
+    return part if part == Part.OTHER else f"in the {part}"
 
 
 def _held(held: tuple[Held, ...]) -> Iterator[str]:

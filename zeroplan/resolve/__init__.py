@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroplan.catalog.config import read_config
+from zeroplan.catalog.config import ConfigRead, read_config_with_note
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
@@ -32,6 +32,7 @@ __all__ = [
     "Request",
     "Resolved",
     "SetupRead",
+    "beyond_positions",
     "cluster_of",
     "job",
     "mesh_of",
@@ -76,7 +77,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     """
     own_folder(extra, "models")  # a catalogue that is none is refused even where nothing is looked up in it
     read = with_setup(request, chosen)
-    model, model_note = _model(read.request, extra)
+    model, model_notes = _model(read.request, extra)
     model = _partly_frozen(_fine_tuned(model, read.request), read.request)
     request, config_notes = _with_deepspeed_config(read, model, chosen)
     gpus = request.gpus or 1
@@ -90,7 +91,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=mesh_of(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
-    notes = (model_note, seq_note, *read.notes, *config_notes, _beyond_positions(complete), *_unheeded(complete.recipe))
+    notes = (*model_notes, seq_note, *read.notes, *config_notes, beyond_positions(complete), *_unheeded(complete.recipe))
     return Resolved(complete, tuple(note for note in notes if note))
 
 
@@ -143,7 +144,7 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
     return replace(model, adapter=AdapterSpec(**said) if model.adapter is None else replace(model.adapter, **said))  # type: ignore[arg-type]
 
 
-def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
+def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
     given = [key for key in WAYS_TO_NAME if getattr(request, key) is not None]
     if len(given) != 1:
         said = "none is given" if not given else f"{' and '.join(f'--{key}' for key in given)} are given"
@@ -155,7 +156,7 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
     if request.profile is not None:
         from zeroplan.catalog.profile import read_profile  # noqa: PLC0415  only a profile pays for it
 
-        return read_profile(request.profile), ""
+        return read_profile(request.profile), ()
     if request.config == "":
         raise SpecError("--config '' names no file; give the path of a config.json or of its folder")
     if request.config is not None and request.config.startswith(("https://", "http://")):
@@ -163,17 +164,22 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, str]:
             f"--config {request.config!r} is an address, and none is fetched; name the model with --model OWNER/NAME"
         )
     if request.config is not None:
-        return read_config(Path(request.config), treat_as=request.treat_as), _treated(request.treat_as)
+        return _with_notes(read_config_with_note(Path(request.config), treat_as=request.treat_as), request.treat_as)
     if isinstance(request.model, ModelSpec):
-        return request.model, ""
+        return request.model, ()
     if request.model is not None:
         return _named_model(request.model, request.treat_as, extra)
     from zeroplan.resolve.inferred import infer_model  # noqa: PLC0415  only a bare count pays for it
 
-    return infer_model(_parameters(request.params))
+    found, note = infer_model(_parameters(request.params))
+    return found, (note,)
 
 
-def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[ModelSpec, str]:
+def _with_notes(found: ConfigRead, treat_as: str | None) -> tuple[ModelSpec, tuple[str, ...]]:
+    return found.model, (_treated(treat_as), found.note)
+
+
+def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
     name = _ADDRESS_OF_THE_HUB.sub("", name)
     try:
         found = find_model(name, extra=own_folder(extra, "models"))
@@ -184,8 +190,8 @@ def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[M
             raise
         from zeroplan.catalog.hub import hub_model  # noqa: PLC0415  only a name the catalogue does not know gets here
 
-        return hub_model(name, treat_as=treat_as, unknown=unknown), _treated(treat_as)
-    return found, "" if treat_as is None else f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}"
+        return _with_notes(hub_model(name, treat_as=treat_as, unknown=unknown), treat_as)
+    return found, () if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)
 
 
 def own_folder(extra: Path | None, kind: str) -> Path | None:
@@ -334,7 +340,8 @@ def _seq_len(request: Request, model: ModelSpec) -> tuple[int, str]:
     return chosen, f"sequence length not given: {chosen:,} tokens taken"
 
 
-def _beyond_positions(complete: JobSpec) -> str:
+def beyond_positions(complete: JobSpec) -> str:
+    """Say where a sequence is longer than the model was configured for; empty where it is not."""
     longest, asked = complete.model.max_position_embeddings, complete.batch.seq_len
     if asked <= longest:
         return ""

@@ -86,6 +86,12 @@ def _admissible(cls: type[Spec]) -> tuple[tuple[str, tuple[_Check, ...]], ...]:
     return tuple((field.name, tuple(_checks(hints[field.name]))) for field in fields(cls))
 
 
+def largest(cls: type[Spec], field: str) -> int | None:
+    """The largest whole number that a field takes; None where it has no such bound."""
+    checks = dict(_admissible(cls))[field]  # type: ignore[arg-type]  # mypy reads the dataclass's hash as the class's
+    return next((int(check.bounds.high) for check in checks if check.type is int and check.bounds is not None), None)
+
+
 def _wanted(admissible: tuple[_Check, ...]) -> str:
     """What a field takes; that it may be left out goes without saying."""
     said = [check.wording for check in admissible if check.wording and check.type is not NoneType]

@@ -73,6 +73,13 @@ def test_lists_mean_each_of_their_values_and_a_case_overrides_the_defaults(tmp_p
     assert (last.job.model.num_hidden_layers, last.rank, last.steps, last.transport) == (2, 3, 4, "fake")
 
 
+def test_options_of_an_engine_are_values_of_a_case_too(tmp_path: Path):
+    settings = ("fsdp2.reshard_after_forward=false", "fsdp2.reshard_after_forward=2")
+    path = written(tmp_path, f"[[case]]\nmodel = 'gpt2'\ngpus = 4\nset = {list(settings)}")
+    found = [case.task.job.recipe.fsdp2.reshard_after_forward for case in read_matrix(path, tensors="cpu")]
+    assert found == [False, 2]
+
+
 @pytest.mark.parametrize(("text", "said"), [
     ("", "has no case; write [[case]]"),
     ("[[case]]\nmodel = 'gpt2'\n[cases]", "no such key 'cases'"),

@@ -16,8 +16,9 @@ from typing import Annotated, NamedTuple
 from zeroplan.catalog.text import one_line, read_text
 from zeroplan.errors import SpecError, ZeroplanError, unknown_name
 from zeroplan.estimator import estimate
+from zeroplan.job_file import request_of_keys
 from zeroplan.measurement import Tensors
-from zeroplan.resolve import Request, resolve
+from zeroplan.resolve import resolve
 from zeroplan.spec.base import Count, CountOrZero, Dimension, Range, Spec, read
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.cases.needs import needed_bytes, on_a_card_of
@@ -124,7 +125,7 @@ def _each(table: dict[str, object], where: str) -> Iterator[dict[str, object]]:
 
 def _case(said: dict[str, object], where: str, on: _Here) -> Case:
     own = read(Own, {key: value for key, value in said.items() if key in Own.__dataclass_fields__}, where=where)
-    request = read(Request, {key: value for key, value in said.items() if key not in Own.__dataclass_fields__}, where=where)
+    request = request_of_keys({key: value for key, value in said.items() if key not in Own.__dataclass_fields__}, where=where)
     try:
         job = on_a_card_of(as_installed(resolve(request).job), on.card_bytes)
         job = job if own.layers is None else _with_layers(job, own.layers)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+from zeroplan.catalog.text import each_key_once
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.measurement import SCHEMA_VERSION, Measurement
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec, read
@@ -184,7 +185,9 @@ def _found(descriptor: int, path: Path) -> tuple[list[Result], int]:
 
 def _result(line: bytes, where: str) -> Result:
     try:
-        data = json.loads(line)
+        data = json.loads(line, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
+    except SpecError:
+        raise
     except (ValueError, RecursionError):
         raise SpecError(f"{where} is not JSON; take the line out, or name another --record-dir") from None
     if not isinstance(data, dict):

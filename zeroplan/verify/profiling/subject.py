@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from zeroplan.catalog.text import one_line, read_text
+from zeroplan.catalog.text import each_key_once, one_line, read_text
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.recipe import Attention
 from zeroplan.verify.profiling.polynomials import Shape
@@ -89,7 +89,10 @@ def of_config(named: str, attention: Attention) -> Subject:
 
 def _mapping(path: Path) -> dict[str, object]:
     try:
-        said = json.loads(read_text(path, what="configuration"))
+        text = read_text(path, what="configuration")
+        said = json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, f"configuration {str(path)!r}"))
+    except SpecError:
+        raise
     except (ValueError, RecursionError) as error:
         raise SpecError(f"configuration {str(path)!r} is not JSON: {one_line(str(error))}") from None
     if not isinstance(said, dict) or not isinstance(said.get("model_type"), str):
