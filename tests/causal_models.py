@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zeroplan.catalog.config_keys import PLAIN_HEADS
+from zeroplan.catalog.config_keys import ACTIVATION_KEY, PLAIN_HEADS
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -111,13 +111,15 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
     }
     if spec.family == "gpt2":
         no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-        return AutoConfig.for_model("gpt2", n_inner=spec.intermediate_size, **common, **no_dropout)
+        own = {"n_inner": spec.intermediate_size, "activation_function": spec.activation}
+        return AutoConfig.for_model("gpt2", **own, **common, **no_dropout)
     if spec.family in PLAIN_HEADS:
         return AutoConfig.for_model(spec.family, **common, **_two_layer_mlp(spec))
     rotary = {
         "intermediate_size": spec.intermediate_size,
         "num_key_value_heads": spec.num_key_value_heads,
         "head_dim": spec.head_dim,
+        ACTIVATION_KEY.get(spec.family, "hidden_act"): spec.activation,
     }
     window = {} if spec.family == "llama" else {"sliding_window": spec.sliding_window or NO_WINDOW}
     experts = {}
@@ -129,8 +131,9 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
 def _two_layer_mlp(spec: ModelSpec) -> dict[str, object]:
     """What GPT-NeoX, OPT and BLOOM call their own, without dropout."""
     if spec.family == "opt":
-        return {"ffn_dim": spec.intermediate_size, "word_embed_proj_dim": spec.hidden_size, "dropout": 0.0, "layerdrop": 0.0}
+        own = {"ffn_dim": spec.intermediate_size, "activation_function": spec.activation}
+        return own | {"word_embed_proj_dim": spec.hidden_size, "dropout": 0.0, "layerdrop": 0.0}
     if spec.family == "bloom":
         return {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    neox = {"hidden_act": spec.hidden_act or "gelu", "use_parallel_residual": spec.parallel_residual}
+    neox = {"hidden_act": spec.activation, "use_parallel_residual": spec.parallel_residual}
     return {"intermediate_size": spec.intermediate_size, "hidden_dropout": 0.0, "attention_bias": spec.attention_bias, **neox}

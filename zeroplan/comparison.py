@@ -11,8 +11,8 @@ from zeroplan.measurement import Measurement, StepMeasured, Tensors
 from zeroplan.spec.recipe import Kernels, Loss
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.attention import FLASH_SCRATCH
-from zeroplan.transformer.families.mlp import FP32_ON_CUDA
 from zeroplan.transformer.families.norms import STATISTICS
+from zeroplan.transformer.families.tape import FP32_ON_CUDA
 from zeroplan.transformer.families.written_out import ON_CUDA, TWICE_ON_CPU
 
 #: Library workspaces come with CUDA's kernels; a run on other tensors has none.

@@ -40,12 +40,12 @@ def of_one_variant(**changed: Any) -> Profile:
 
 OF_MODELS: list[tuple[Callable[[], object], str]] = [
     (
-        lambda: model("llama", hidden_act="gelu_fast"),
-        "family='llama' has no hidden_act or parallel_residual of its own; only gpt_neox has",
+        lambda: model("bloom", hidden_act="gelu_fast"),
+        "hidden_act='gelu_fast' of a bloom model has no formula: it always has gelu_new",
     ),
     (
         lambda: model("qwen2", parallel_residual=False),
-        "family='qwen2' has no hidden_act or parallel_residual of its own; only gpt_neox has",
+        "family='qwen2' has no parallel_residual of its own; only gpt_neox has",
     ),
     (
         lambda: model("gpt_neox", head_dim=20),

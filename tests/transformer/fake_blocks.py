@@ -60,7 +60,8 @@ def block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute:
         model = causal_model(spec, compute, layers=3).to(CARD)
         if recompute:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-        for index, block in enumerate(model.get_decoder().layers):
+        decoder = model.get_decoder()
+        for index, block in enumerate(decoder.h if hasattr(decoder, "h") else decoder.layers):
             block.register_forward_pre_hook(_before(say, index))
             block.register_forward_hook(_after(say, index))
         ids = torch.randint(0, spec.vocab_size, (batch.micro_batch_size, batch.seq_len))

@@ -95,6 +95,11 @@ FIXED: dict[str, dict[str, bool | int]] = {
 }  # fmt: skip
 #: Families whose class derives the head width from the model's width and has as many key/value heads as heads.
 PLAIN_HEADS = ("gpt2", "gpt_neox", "opt", "bloom")
+#: The key of the MLP's activation function, where it is not ``hidden_act``; BLOOM has none.
+ACTIVATION_KEY = {
+    "gpt2": "activation_function", "opt": "activation_function", "gemma2": "hidden_activation",
+    "gemma3_text": "hidden_activation",
+}  # fmt: skip
 #: Families whose window counts only where ``use_sliding_window`` says so.
 OPTIONAL_WINDOW = ("qwen2", "qwen3", "qwen3_moe")
 #: The same classes under other names.

@@ -15,6 +15,18 @@ Family = Literal[
     "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
 ]  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)
+#: Activation functions of an MLP of which it is known what they keep, as transformers calls them (``activations.py``, ``ACT2CLS``).
+Activation = Literal[
+    "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "mish", "hardswish", "leaky_relu",
+    "relu", "relu6", "sigmoid", "tanh",
+]  # fmt: skip
+#: The activation function of each family's published models, and its class's default; what is not here has ``silu``.
+USUAL_ACTIVATION: dict[str, Activation] = {
+    "gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh", "gpt2": "gelu_new", "gpt_neox": "gelu", "opt": "relu",
+    "bloom": "gelu_new",
+}  # fmt: skip
+#: Families that may have another.
+FREE_ACTIVATION = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt")
 #: Families of which it is known what a sliding window makes them keep.
 WINDOWED_FAMILIES: tuple[str, ...] = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
 #: Families whose embedding of a token has that of its position added.
@@ -122,8 +134,8 @@ class ModelSpec(Spec):
     """The MLP's projections have biases."""
     sliding_window: Count | None = None
     """Tokens that attention sees back; None for all."""
-    hidden_act: Literal["gelu_fast"] | None = None
-    """Of a GPT-NeoX whose GELU is not one operator."""
+    hidden_act: Activation | None = None
+    """The MLP's activation function, where it is not the family's usual one."""
     parallel_residual: bool = True
     """Of a GPT-NeoX: attention and MLP read the same input; no other family has it."""
     moe: MoeSpec | None = None
@@ -138,6 +150,11 @@ class ModelSpec(Spec):
     """Low-rank adapters that are trained while everything else is frozen; None: everything is trained."""
     frozen: FrozenSpec | None = None
     """What is not trained of a model without adapters."""
+
+    @property
+    def activation(self) -> Activation:
+        """The MLP's activation function."""
+        return self.hidden_act or USUAL_ACTIVATION.get(self.family, "silu")
 
     def check_rules(self) -> None:
         """Refuse what contradicts itself."""
@@ -174,8 +191,9 @@ class ModelSpec(Spec):
             if (getattr(self, part) is not None) != (self.family in families):
                 word = "needs" if self.family in families else "has no"
                 raise SpecError(f"family={self.family!r} {word} `{part}`, the part of {', '.join(families)}")
-        if self.family != "gpt_neox" and (self.hidden_act is not None or not self.parallel_residual):
-            raise SpecError(f"family={self.family!r} has no hidden_act or parallel_residual of its own; only gpt_neox has")
+        self._check_activation()
+        if self.family != "gpt_neox" and not self.parallel_residual:
+            raise SpecError(f"family={self.family!r} has no parallel_residual of its own; only gpt_neox has")
         if self.family == "gpt_neox" and self.head_dim % 8:
             raise SpecError(
                 f"head_dim={self.head_dim} of a gpt_neox model has no formula: a quarter of each head is turned, in pairs; use a "
@@ -190,6 +208,14 @@ class ModelSpec(Spec):
                 f"a sliding window of a {self.family} model (sliding_window={self.sliding_window:,}) has no formula; leave it out "
                 "where sequences are shorter, else `zeroplan profile --config` traces the model"
             )
+        self._check_experts()
+
+    def _check_activation(self) -> None:
+        if self.hidden_act is not None and self.family not in FREE_ACTIVATION:
+            usual = USUAL_ACTIVATION.get(self.family, "silu")
+            raise SpecError(f"hidden_act={self.hidden_act!r} of a {self.family} model has no formula: it always has {usual}")
+
+    def _check_experts(self) -> None:
         if self.moe is not None and self.moe.num_shared_experts and self.family != "deepseek_v3":
             raise SpecError(f"family={self.family!r} has no shared experts; only deepseek_v3 has")
         if self.moe is not None and self.moe.num_dense_layers and self.family not in ("deepseek_v3", "qwen3_moe"):

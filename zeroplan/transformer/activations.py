@@ -11,7 +11,6 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families.deepseek import deepseek_dense, deepseek_moe
-from zeroplan.transformer.families.gpt2 import gpt2_block
 from zeroplan.transformer.families.llama import llama_block
 from zeroplan.transformer.families.mixtral import mixtral_block
 from zeroplan.transformer.families.widths import PROGRAMMED, Widths, beyond_the_window, widths
@@ -26,13 +25,12 @@ class Treatment(NamedTuple):
     moe: Block = mixtral_block
 
 
-#: Where a family meets its formulas, those apart that are written as programs.
+#: The formulas of each family that is not a program altogether.
 TREATMENTS: dict[str, Treatment] = {
     "llama": Treatment(llama_block),
     "mistral": Treatment(llama_block),
     "qwen2": Treatment(llama_block),
     "qwen3": Treatment(llama_block),
-    "gpt2": Treatment(gpt2_block),
     "mixtral": Treatment(llama_block),
     "qwen3_moe": Treatment(llama_block),
     "deepseek_v3": Treatment(deepseek_dense, deepseek_moe),
@@ -93,16 +91,25 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
 
 
 def _by_formulas(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool) -> BlockPass:
-    """A block whose family's formulas stand written out; one with a mask comes from its program."""
+    """A block by its family's formulas; by its program where it has a mask, or these do not hold."""
     treatment, x = TREATMENTS[model.family], widths(model, compute, batch, recomputed=recomputed)
     block = treatment.moe if kind == "moe" else treatment.dense
-    is_masked = beyond_the_window(model, x)
-    if is_masked is False:
+    is_masked, is_written = beyond_the_window(model, x), _needs_its_program(model, x)
+    if is_masked is False and not is_written:
         return block(model, x)
-    from zeroplan.transformer.families.traced import by_mask, masked_block  # noqa: PLC0415  as above
+    from zeroplan.transformer.families.traced import by_mask, written_block  # noqa: PLC0415  as above
 
     again = "full" if recomputed else compute.recompute
-    return by_mask(is_masked, lambda masked: masked_block(model, x, again) if masked else block(model, x))
+
+    def one(masked: bool) -> BlockPass:  # noqa: FBT001  by_mask's own
+        return written_block(model, kind, x, again, masked=masked) if masked or is_written else block(model, x)
+
+    return by_mask(is_masked, one)
+
+
+def _needs_its_program(model: ModelSpec, x: Widths) -> bool:
+    """Whether formulas do not hold: attention is written out, DeepSeek's apart, or the activation function is another."""
+    return model.hidden_act is not None or (x.attention == "eager" and model.mla is None)
 
 
 def _is_beside_frozen(model: ModelSpec, kind: str, compute: Compute) -> bool:

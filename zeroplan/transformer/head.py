@@ -6,7 +6,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
-from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, LAYER_FINAL, FinalNorm, layer_norm, rms_norm
+from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, FinalNorm, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import (
     GLOBAL_LAYERS,
@@ -114,7 +114,7 @@ def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
         from zeroplan.transformer.families.traced import final_norm  # noqa: PLC0415  the others' answers need not wait for it
 
         return final_norm(model, x)
-    norm = layer_norm(x, LAYER_FINAL) if x.fused_projection else rms_norm(x, FINAL)
+    norm = rms_norm(x, FINAL)
     return FinalNorm(norm.saved, (BackwardPoint("final norm", _norm_backward(x, norm), norm.weights, 0, 0),))
 
 
@@ -176,7 +176,7 @@ def _embedding_by_name(model: ModelSpec, x: Widths, *, input_away: bool) -> tupl
             embedded,
             Line(TEMPORARY, x.residual * x.tokens * x.hidden, "position embeddings, held by name", "r·T·h", OPT),
         ), ()
-    if x.fused_projection:
+    if model.family == "gpt2":
         positions = Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings, held by name", "r·s·h", GPT2)
         return (embedded, positions), ()
     saved = not is_frozen(model, "embedding") and (x.residual == 4 or model.family == "gpt_neox") and not input_away
@@ -206,6 +206,6 @@ def _window_mask(model: ModelSpec, x: Widths, square: Int) -> tuple[Line, ...]:
 def _norm_backward(x: Widths, norm: Part) -> tuple[Line, ...]:
     """List the final norm's backward: no residual gradient exists yet that the direct one could be added to."""
     lines = norm.points[0].lines
-    if x.fused_projection or x.residual != 4:
+    if x.residual != 4:
         return lines
     return (*lines, Line(TEMPORARY, 4 * x.tokens * x.hidden, "gradient of the input beside its square, fp32", "4·T·h", MODEL))

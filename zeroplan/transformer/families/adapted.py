@@ -14,11 +14,11 @@ from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import RECOMPUTED, BlockPass, Compute
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families import traced
-from zeroplan.transformer.families.attend import Heads
+from zeroplan.transformer.families.activation import activated
+from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.attention import LLAMA as ATTENTION
 from zeroplan.transformer.families.gated import LLAMA_NORM as NORM
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.llama import has_head_norms
 from zeroplan.transformer.families.mlp import LLAMA as MLP
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import Site
@@ -49,9 +49,6 @@ class Structure(NamedTuple):
     keeps_inputs: bool
     """Frozen linear layers save their inputs."""
     recompute: Recompute
-    head_norms: bool
-    output_bias: bool
-    mlp_bias: bool
     quantize: Quantize = "none"
     without: Literal["adapters frozen", "adapters trained"] | None = None
     """There are no adapters, and the block is frozen, its weights as wide as trained ones, or trained as a whole."""
@@ -98,7 +95,8 @@ def structure_of(model: ModelSpec, compute: Compute, x: Widths, *, tracked: bool
     """What a block's program branches on, but for what is adapted or frozen of it."""
     bias, grouped, one_key = model.attention_bias, x.key != x.query, x.key == x.head_dim
     attention = Block(
-        model.family, x.element == 4, compute.autocast, x.attention, False, grouped, one_key, bias, x.kernels
+        model.family, x.element == 4, compute.autocast, x.attention, False, grouped, one_key, bias, x.kernels,
+        activation=model.activation, output_bias=bias and model.family != "qwen2", mlp_bias=model.mlp_bias,
     )  # fmt: skip
     return Structure(
         attention,
@@ -106,9 +104,6 @@ def structure_of(model: ModelSpec, compute: Compute, x: Widths, *, tracked: bool
         tracked,
         compute.keeps_inputs,
         compute.recompute,
-        has_head_norms(model),
-        bias and model.family != "qwen2",
-        model.mlp_bias,
     )
 
 
@@ -185,7 +180,7 @@ def _final_plan(*, wide: bool, wide_residual: bool) -> traced.Plan:
 
 def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
     normal = _norm(tape, given, "norm before attention", structure)
-    attended = _attention(tape, normal, structure)
+    attended, weights = _attention(tape, normal, structure)
     tape.release(normal)
     middle = _sum(tape, given, attended, "residual stream between attention and MLP")
     tape.release(attended)
@@ -194,6 +189,8 @@ def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
     tape.release(normal)
     made = _sum(tape, middle, branch, "block output")
     tape.release(branch, middle)
+    if weights is not None:
+        tape.release(weights)
     return made
 
 
@@ -209,13 +206,13 @@ def _norm(tape: Tape, given: Value, name: str, structure: Structure, *, weight: 
         return op.rms_norm(tape, given, name, NORM, weight=weight, rows=rows, frozen=True)
 
 
-def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
+def _attention(tape: Tape, normal: Value, structure: Structure) -> Attended:
     bias = structure.block.attention_bias
     query, key, value = (
         _linear(tape, normal, name, structure, width=width, bias=bias)
         for name, width in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"))
     )
-    if structure.head_norms:
+    if structure.block.head_norms:
         bare = query, key
         query = _norm(tape, query, "norm of the queries", structure, weight="d", rows="T·a")
         key = _norm(tape, key, "norm of the keys", structure, weight="d", rows="T·k/d")
@@ -223,10 +220,10 @@ def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
     turned = _rotary(tape, query, "queries"), _rotary(tape, key, "keys")
     tape.release(query, key)
     with tape.unless_constant(*turned, value):
-        context, _ = structure.block.attend(tape, Heads(*turned, value, structure.block.grouped, structure.block.one_key))
-    made = _linear(tape, context, "o_proj", structure, width="h", reads="c", bias=structure.output_bias)
+        context, weights = structure.block.attend(tape, Heads(*turned, value, structure.block.grouped, structure.block.one_key))
+    made = _linear(tape, context, "o_proj", structure, width="h", reads="c", bias=structure.block.output_bias)
     tape.release(value, *turned, context)
-    return made
+    return Attended(made, weights)
 
 
 def _rotary(tape: Tape, value: Value, name: str) -> Value:
@@ -235,10 +232,10 @@ def _rotary(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _mlp(tape: Tape, normal: Value, structure: Structure) -> Value:
-    bias = structure.mlp_bias
+    block, bias = structure.block, structure.block.mlp_bias
     gate = _linear(tape, normal, "gate_proj", structure, width="f", bias=bias)
     with tape.unless_constant(gate):
-        active = op.pointwise(tape, gate, "silu of the gate", Site("silu", MLP))
+        active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
     tape.release(gate)
     up = _linear(tape, normal, "up_proj", structure, width="f", bias=bias)
     with tape.unless_constant(active, up):

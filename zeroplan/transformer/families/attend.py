@@ -25,6 +25,7 @@ from zeroplan.transformer.families.operators import (
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 from zeroplan.transformer.families.written_out import CHOICE, MATH, ON_CUDA, TWICE_ON_CPU
 
+GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
 SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
 EFFICIENT_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
 
@@ -244,6 +245,41 @@ def capped_eager(tape: Tape, heads: Heads) -> Attended:
 def with_sinks(tape: Tape, heads: Heads) -> Attended:
     """Attention of gpt-oss."""
     return eager(tape, heads, source=SINKS, sinks=True)
+
+
+def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
+    """Attention of GPT-2 written out: queries, keys and values are views of one tensor, of which products of several sequences
+    save copies; the softmax stays in the dtype of the scores.
+    """  # noqa: D205
+    joint = heads.query.store
+    tape.part_by_batch(joint)
+    operands = [_copied(tape, value, name) for value, name in ((heads.query, "queries"), (heads.key, "keys"))]
+    scores = tensor(tape, "scores", "e", "a·T·s", GPT2)
+    backward = makes("gradients of queries and keys", GPT2, heads.query, heads.key)
+    tape.add("attention: scores", (scores,), (joint, *operands), backward)
+    tape.drop(*operands)
+    site = Site("attention: scores", GPT2)
+    factor = scaled(tape, scores, "scores, scaled", site)
+    with_mask = masked(tape, factor, site)
+    tape.release(factor)
+    bent = pointwise(tape, with_mask, "softmax of the scores", Site("attention: softmax", GPT2), saves_result=True)
+    tape.release(with_mask)
+    weights = cast(tape, bent, "e", Site("softmax of the scores", GPT2))
+    tape.release(bent)
+    return Attended(_of_copied_values(tape, weights, heads.value), weights)
+
+
+def _copied(tape: Tape, value: Value, name: str) -> Store:
+    return tape.make(TENSOR, f"{name}, copied for the product", f"e·{value.shape}·min(1, b-1)", GPT2)
+
+
+def _of_copied_values(tape: Tape, weights: Value, value: Value) -> Value:
+    operand = _copied(tape, value, "values")
+    made = tensor(tape, "attention output, head by head", "e", "T·c", GPT2)
+    backward = makes("gradient of a factor of the product", GPT2, weights, value)
+    tape.add("attention: product with the values", (made,), (weights.store, value.store, operand), backward)
+    tape.drop(operand)
+    return in_order_of_tokens(tape, made, "attention output")
 
 
 def _repeated(tape: Tape, value: Value, heads: Heads, site: Site) -> Value:

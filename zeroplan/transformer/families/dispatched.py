@@ -1,4 +1,4 @@
-"""Blocks whose experts are on several ranks, of Mixtral and Qwen3-MoE: tokens go to the rank of their expert and come back.
+"""Experts on several ranks: tokens go to the rank of their expert and come back.
 
 Evenly visited experts are assumed: a rank gets as many pairs of a token and an expert as it sends, T·t.
 """
@@ -7,98 +7,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.attend import Attended
-from zeroplan.transformer.families.gated import Branches, three_projections, two_branches
 from zeroplan.transformer.families.moe import EXPERTS
-from zeroplan.transformer.families.moe import MIXTRAL as ROUTER
-from zeroplan.transformer.families.operators import NormAs, Site
-from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts
-from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.operators import Site
+from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts, weighted_outputs
+from zeroplan.transformer.families.tape import Store, Tape, Value
 
-MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
-QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
 DISPATCH = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._dispatch_tokens"
 COMBINE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._combine_tokens"
-NORM = NormAs(one_plus=False, source=MIXTRAL)
-QWEN3_NORM = NormAs(one_plus=False, source=QWEN3)
-
-
-def mixtral(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer of Mixtral."""
-    return two_branches(tape, given, block, Branches(NORM, _attention, _routed, MIXTRAL))
-
-
-def qwen3_moe(tape: Tape, given: Value, block: Block) -> Value:
-    """One decoder layer of Qwen3-MoE."""
-    return two_branches(tape, given, block, Branches(QWEN3_NORM, _attention_with_norms, _narrowly_routed, QWEN3))
-
-
-def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    return three_projections(tape, normal, block, MIXTRAL)
-
-
-def _attention_with_norms(tape: Tape, normal: Value, block: Block) -> Attended:
-    return three_projections(tape, normal, block, QWEN3, QWEN3_NORM)
-
-
-def _routed(tape: Tape, normal: Value) -> Value:
-    return _mlp(tape, normal, narrowed=False)
-
-
-def _narrowly_routed(tape: Tape, normal: Value) -> Value:
-    return _mlp(tape, normal, narrowed=True)
-
-
-def _mlp(tape: Tape, normal: Value, *, narrowed: bool) -> Value:
-    """Router, dispatch, experts, combination; ``narrowed``: the router hands its weights on in the dtype of its logits."""
-    routing = _router(tape, normal, narrowed=narrowed)
-    made = dispatched(tape, normal, routing.weights, _experts)
-    tape.drop(routing.indices)
-    tape.release(routing.weights, routing.logits)
-    return made
-
-
-# --- the router -----------------------------------------------------------------------------------------------------------
-
-
-class _Routing(NamedTuple):
-    """What says which expert gets which token."""
-
-    logits: Value
-    weights: Value
-    indices: Store
-
-
-def _router(tape: Tape, normal: Value, *, narrowed: bool) -> _Routing:
-    logits = op.linear(tape, normal, "E", Site("router", ROUTER))
-    wide = op.cast(tape, logits, "4", Site("router: logits", ROUTER))
-    scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: softmax", ROUTER), saves_result=True)
-    tape.release(wide)
-    indices = tape.make(op.TENSOR, "router: top-k indices, int64", "8·T·t", ROUTER)
-    chosen = picked(tape, scores, ("router: top-k weights", "T·t"), indices, ROUTER)
-    tape.release(scores)
-    weights = _normalised(tape, chosen)
-    if not narrowed:
-        return _Routing(logits, weights, indices)
-    narrow = op.cast(tape, weights, "e", Site("router: weights", ROUTER))
-    tape.release(weights)
-    return _Routing(logits, narrow, indices)
-
-
-def _normalised(tape: Tape, chosen: Value) -> Value:
-    """``weights /= weights.sum()``: in place, so that what they were is copied for the backward."""
-    total = tape.make(op.TENSOR, "router: sum of the top-k weights", "4·T", ROUTER)
-    before = tape.make(op.TENSOR, "router: top-k weights before they are divided by their sum", "4·T·t", ROUTER)
-    made = Value(chosen.store, chosen.dtype, chosen.shape)
-    beside = ("gradient of the sum of the top-k weights, not yet summed", "8·T·t")
-    backward = op.makes("gradient of the top-k weights", ROUTER, chosen, beside=beside)
-    tape.add("router: division by the sum", (made,), (total, before), backward)
-    tape.drop(total, before)
-    return made
-
-
-# --- tokens go and come back -----------------------------------------------------------------------------------------------
 
 
 def dispatched(tape: Tape, normal: Value, weights: Value, experts: Callable[[Tape, Value], Value]) -> Value:
@@ -144,28 +59,10 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
 
     backward = op.makes("gradient of the outputs, sorted by expert", COMBINE, returned)
     tape.add("outputs in the order of tokens", (unsorted,), (order,), backward)
-    wide = _summed(tape, _weighted(tape, unsorted, weights))
+    wide = _summed(tape, weighted_outputs(tape, unsorted, weights, COMBINE))
     tape.release(unsorted, returned)
     made = op.cast(tape, wide, "r", Site("output of the experts", COMBINE))
     tape.release(wide)
-    return made
-
-
-def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
-    """The outputs times the routing weights, in the wider dtype of the two."""
-    made = op.tensor(tape, "experts: weighted outputs", weights.dtype, "T·t·h", COMBINE)
-
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("gradient of the routing weights, not yet summed", f"{made.dtype}·T·t·h", COMBINE)
-        uncast: tuple[Store, ...] = ()
-        if tape.is_wide(made.dtype) != tape.is_wide(outputs.dtype):
-            uncast = (tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", f"{made.dtype}·T·t·h", COMBINE),)
-            tape.used(outputs.store, weights.store)
-        arriving = [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", COMBINE))]
-        tape.drop(*uncast)
-        return [*arriving, (weights, op.gradient(tape, weights, "gradient of the routing weights", COMBINE))]
-
-    tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward)
     return made
 
 
@@ -194,13 +91,13 @@ class Sorting(NamedTuple):
     """Which pairs are no expert's: none, but asked for each."""
 
 
-def _experts(tape: Tape, received: Value) -> Value:
+def own_experts(tape: Tape, received: Value) -> Value:
     """``grouped_mm_experts_forward`` with the parts that expert parallelism switches on: pairs of no expert are set to nought."""
     selected, sorting = sorted_pairs(tape, received)
     masked = nought(tape, selected, sorting, "input of the experts", in_place=True)
     tape.hold(selected.store)
     both = _grouped(tape, masked, ("experts: gate and up projections", "h", "(m+m)"), sorting)
-    outputs = _grouped(tape, _gated(tape, both), ("experts: down projection", "m", "h"), sorting)
+    outputs = _grouped(tape, gated_experts(tape, both), ("experts: down projection", "m", "h"), sorting)
     return returned_pairs(tape, outputs, selected, sorting)
 
 
@@ -250,7 +147,8 @@ def _grouped(tape: Tape, value: Value, site: tuple[str, str, str], sorting: Sort
     return nought(tape, product, sorting, f"output of {site[0]}")
 
 
-def _gated(tape: Tape, both: Value) -> Value:
+def gated_experts(tape: Tape, both: Value) -> Value:
+    """``silu(gate) * up`` of what the first product made; the name goes over to the result."""
     gate, up = op.chunk(tape, both, ("T·t·m", "T·t·m"), Site("experts: gates and ups", EXPERTS))
     active = op.pointwise(tape, gate, "experts: silu of the gate", Site("experts: silu", EXPERTS))
     made = op.product(

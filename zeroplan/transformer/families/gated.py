@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import RMS_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
@@ -19,7 +20,7 @@ class Branches(NamedTuple):
 
     norm: NormAs
     attention: Callable[[Tape, Value, Block], Attended]
-    mlp: Callable[[Tape, Value], Value]
+    mlp: Callable[[Tape, Value, Block], Value]
     source: str
 
 
@@ -32,7 +33,7 @@ def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Val
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", addition)
     tape.release(attended)
     normal = op.rms_norm(tape, middle, "norm before the MLP", parts.norm)
-    branch = parts.mlp(tape, normal)
+    branch = parts.mlp(tape, normal, block)
     tape.release(normal)
     made = op.add(tape, middle, branch, "block output", addition)
     tape.release(branch, middle)
@@ -53,19 +54,20 @@ def three_projections(tape: Tape, normal: Value, block: Block, source: str, norm
     turned = op.rotary(tape, query, Site("queries", source)), op.rotary(tape, key, Site("keys", source))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key))
-    made = op.linear(tape, context, "h", Site("output projection", source), reads="c", bias=bias)
+    made = op.linear(tape, context, "h", Site("output projection", source), reads="c", bias=block.output_bias)
     tape.release(value, *turned, context)
     return Attended(made, weights)
 
 
-def gated_mlp(tape: Tape, normal: Value, activation: str, source: str) -> Value:
+def gated_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
     """``down(act(gate(x)) * up(x))``."""
-    gate = op.linear(tape, normal, "f", Site("gate projection", source))
-    active = op.pointwise(tape, gate, f"{activation} of the gate", Site(activation, source))
+    bias = block.mlp_bias
+    gate = op.linear(tape, normal, "f", Site("gate projection", source), bias=bias)
+    active = activated(tape, gate, block.activation, f"{block.activation} of the gate", source)
     tape.release(gate)
-    up = op.linear(tape, normal, "f", Site("up projection", source))
+    up = op.linear(tape, normal, "f", Site("up projection", source), bias=bias)
     inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", source))
     tape.release(active, up)
-    made = op.linear(tape, inner, "h", Site("down projection", source), reads="f")
+    made = op.linear(tape, inner, "h", Site("down projection", source), reads="f", bias=bias)
     tape.release(inner)
     return made

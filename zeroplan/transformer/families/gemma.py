@@ -22,7 +22,7 @@ def gemma(tape: Tape, given: Value, block: Block) -> Value:
     middle = op.add(tape, given, normal, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(normal)
     normal = op.rms_norm(tape, middle, "norm before the MLP", NORM)
-    branch = gated_mlp(tape, normal, "gelu", MLP)
+    branch = gated_mlp(tape, normal, block, MLP)
     tape.release(normal)
     normal = op.rms_norm(tape, branch, "norm after the MLP", NORM)
     tape.release(branch)

@@ -1,78 +1,47 @@
-"""Blocks of the GPT-2 kind: LayerNorm, one joint projection for q, k and v, a two-matrix MLP with tanh GELU."""
+"""Blocks of the GPT-2 kind: LayerNorm, one joint projection for q, k and v, an MLP of two matrices. Dropout is off."""
 
-from zeroplan.ledger import Line, total_bytes
-from zeroplan.numeric import maximum
-from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.blocks import BlockPass
-from zeroplan.transformer.families.attention import EAGER, eager_forward_bytes, fused_attention
-from zeroplan.transformer.families.llama import (
-    EAGER_EXCESS,
-    attention_kept,
-    eager_excess,
-    middle,
-    norm_output,
-)
-from zeroplan.transformer.families.mlp import GPT2, gelu_mlp
-from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, layer_norm
-from zeroplan.transformer.families.parts import TEMPORARY, assemble
-from zeroplan.transformer.families.widths import Widths
-from zeroplan.transformer.families.written_out import ON_CUDA
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.activation import activated
+from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
+from zeroplan.transformer.families.operators import Site
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Tape, Value
 
-BLOCK = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Block.forward"
+LAYER = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Block.forward"
+ATTENTION = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Attention.forward"
+MLP = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2MLP.forward"
 
 
-def gpt2_block(model: ModelSpec, x: Widths) -> BlockPass:
-    """One GPT-2 block, dropout off. Its products have biases, so that selective recomputation keeps none of them."""
-    parts = (
-        layer_norm(x, LAYER_BEFORE_ATTENTION),
-        fused_attention(x),
-        layer_norm(x, LAYER_BEFORE_MLP),
-        gelu_mlp(x, model.intermediate_size),
-    )
-    forward, recompute = _forward(model, x), _recompute(model, x)
-    if x.attention == "eager":
-        forward = (*forward, eager_excess(x, parts, forward))
-        at_softmax = eager_forward_bytes(x, head_norms=False, recomputed=True)
-        above = maximum(0, at_softmax - total_bytes(recompute))
-        recompute = (*recompute, Line(TEMPORARY, above, EAGER_EXCESS, source=EAGER))
-    return assemble(
-        x, parts, forward=forward, recompute=recompute, selective=attention_kept(x), input_is_saved=True
-    )  # fmt: skip
+def gpt2(tape: Tape, given: Value, block: Block) -> Value:
+    """One block; it holds attention's output, and the weights where they are written out, by name to its end."""
+    normal = op.layer_norm(tape, given, LAYER_BEFORE_ATTENTION, LAYER_NORM)
+    attended, weights = _attention(tape, normal, block)
+    addition = Site("residual addition", LAYER)
+    middle = op.add(tape, attended, given, "residual stream between attention and MLP", addition)
+    tape.release(normal)
+    normal = op.layer_norm(tape, middle, LAYER_BEFORE_MLP, LAYER_NORM)
+    branch = _mlp(tape, normal, block)
+    made = op.add(tape, middle, branch, "block output", addition)
+    tape.release(branch, normal, middle, attended)
+    if weights is not None:
+        tape.release(weights)
+    return made
 
 
-def _attention_output(x: Widths) -> Line:
-    return Line(TEMPORARY, x.element * x.tokens * x.hidden, "attention's output, held by name", "e·T·h", BLOCK)
+def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION), bias=True, addmm=True)
+    query, key, value = op.chunk(tape, joint, ("T·q", "T·k", "T·v"), Site("parts q, k and v", ATTENTION))
+    context, weights = block.attend(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
+    made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=True, addmm=True)
+    tape.release(joint, query, key, value, context)
+    return Attended(made, weights)
 
 
-def _forward(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
-    hidden = x.tokens * x.hidden
-    lines = (
-        _attention_output(x),
-        Line(TEMPORARY, x.element * hidden, "MLP output before the residual addition", "e·T·h", BLOCK),
-        Line(TEMPORARY, x.residual * hidden, "block output", "r·T·h", BLOCK),
-    )
-    return (*lines, norm_output(x), _gelu_in_fp32(model, x)) if x.autocast else lines
-
-
-def _gelu_in_fp32(model: ModelSpec, x: Widths) -> Line:
-    """What the second projection reads, held by name beside the copy that autocast makes of it, before the output is there."""
-    beyond = maximum(0, 4 * x.tokens * (model.intermediate_size - x.hidden))
-    return Line(TEMPORARY, beyond, f"gelu in fp32, beyond the block output, {ON_CUDA}", "max(0, 4·T·(f-h))", GPT2)
-
-
-def _recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
-    inner = x.tokens * model.intermediate_size
-    if x.autocast:
-        # At GELU the second projection's weight is not cast yet, which is counted among the casts.
-        hidden = x.tokens * x.hidden
-        early, late = 12 * inner - x.element * x.hidden * model.intermediate_size, x.element * (inner + hidden)
-        gelu = Line(
-            TEMPORARY,
-            maximum(early, late, (x.element + 4) * hidden),
-            "operands of tanh GELU, partly fp32 under CUDA's autocast, or what follows",
-            "max(12·T·f - e·h·f, e·T·(f+h), (e+4)·T·h)",
-            GPT2,
-        )
-    else:
-        gelu = Line(TEMPORARY, 4 * x.element * inner, "operands of tanh GELU", "4·e·T·f", GPT2)
-    return middle(x), _attention_output(x), norm_output(x), gelu
+def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
+    inner = op.linear(tape, normal, "f", Site("first MLP projection", MLP), bias=True, addmm=True)
+    active = activated(tape, inner, block.activation, "activation, input of the second projection", MLP)
+    tape.release(inner)
+    made = op.linear(tape, active, "h", Site("second MLP projection", MLP), reads="f", bias=True, addmm=True)
+    tape.release(active)
+    return made

@@ -1,6 +1,7 @@
 """Blocks of GPT-NeoX and Pythia: attention and MLP, each behind a LayerNorm, side by side or one after the other."""
 
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
@@ -9,9 +10,8 @@ from zeroplan.transformer.families.tape import Tape, Value
 
 LAYER = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXLayer.forward"
 ATTENTION = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXAttention.forward"
-FAST = "transformers 5.23, activations.py, FastGELUActivation.forward"
 MLP = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXMLP.forward"
-GELU = "gelu, input of the second projection"
+ACTIVE = "activation, input of the second projection"
 
 
 def gpt_neox(tape: Tape, given: Value, block: Block) -> Value:
@@ -64,31 +64,8 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     inner = op.linear(tape, normal, "f", Site("first MLP projection", MLP), bias=True)
-    active = _fast_gelu(tape, inner) if block.fast_gelu else op.pointwise(tape, inner, GELU, Site("gelu", MLP))
+    active = activated(tape, inner, block.activation, ACTIVE, MLP)
     tape.release(inner)
     made = op.linear(tape, active, "h", Site("second MLP projection", MLP), reads="f", bias=True)
     tape.release(active)
     return made
-
-
-def _fast_gelu(tape: Tape, value: Value) -> Value:
-    """``0.5·x·(1 + tanh(0.798·x·(1 + 0.045·x·x)))`` in single operators, of which four save their factors."""
-    half, steep, small = (_times_a_number(tape, value, name) for name in ("half of x", "0.798·x", "0.045·x"))
-    square = op.product(tape, small, value, "gelu: 0.045·x·x", Site("gelu: 0.045·x·x", FAST))
-    tape.release(small)
-    more = op.raised(tape, square, "gelu: 1 + 0.045·x·x", Site("gelu: 1 + 0.045·x·x", FAST))
-    tape.release(square)
-    inside = op.product(tape, steep, more, "gelu: argument of tanh", Site("gelu: argument of tanh", FAST))
-    tape.release(steep, more)
-    bent = op.pointwise(tape, inside, "gelu: tanh", Site("gelu: tanh", FAST), saves_result=True)
-    tape.release(inside)
-    raised = op.raised(tape, bent, "gelu: 1 + tanh", Site("gelu: 1 + tanh", FAST))
-    tape.release(bent)
-    made = op.product(tape, half, raised, GELU, Site("gelu", FAST))
-    tape.release(half, raised)
-    return made
-
-
-def _times_a_number(tape: Tape, value: Value, name: str) -> Value:
-    tape.hold(value.store)
-    return op.scaled(tape, value, f"gelu: {name}", Site(f"gelu: {name}", FAST))

@@ -75,6 +75,7 @@ def why_not(model: ModelSpec, compute: Compute, batch: Batch) -> tuple[str, str]
     for untold, instead in (
         (model.family not in TOLD and f"family {model.family!r}", f"one of {', '.join(TOLD)}"),
         (model.moe is not None and "experts", "a dense model"),
+        (model.hidden_act is not None and f"activation function {model.hidden_act!r}", "the family's own"),
         (x.element != 2 and "precision 'fp32'", "bf16-mixed or bf16"),
         (
             compute.recompute != "none" and f"recompute {compute.recompute!r} (which would run for each weight)",

@@ -5,14 +5,13 @@ from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass
 from zeroplan.transformer.families import written_out
-from zeroplan.transformer.families.attention import EAGER, SDPA, eager_forward_bytes, grouped_query_attention, inputs
+from zeroplan.transformer.families.attention import SDPA, grouped_query_attention, inputs
 from zeroplan.transformer.families.mlp import LLAMA, gated_mlp
 from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
 from zeroplan.transformer.families.parts import LAYER, SAVED, TEMPORARY, Part, assemble
-from zeroplan.transformer.families.widths import Widths
+from zeroplan.transformer.families.widths import HEAD_NORMS, Widths
 
 #: Lines that say how far an earlier moment is above the later one that the other lines describe; they have no formula.
-EAGER_EXCESS = "scores of eager attention, beyond the later peak"
 ATTENTION_EXCESS = "attention, beyond the later peak"
 SELECTIVE = "torchtitan, distributed/activation_checkpoint.py, per-operation selective checkpointing"
 
@@ -23,8 +22,6 @@ def llama_block(model: ModelSpec, x: Widths) -> BlockPass:
     parts = (rms_norm(x, BEFORE_ATTENTION), attention(model, x), rms_norm(x, BEFORE_MLP), mlp)
     forward = dense_forward(x)
     recompute = gated_recompute(model, x)
-    if x.attention == "eager":
-        forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
     forward = (*forward, *written_out_excess(x, parts, forward, head_norms=has_head_norms(model)))
     recompute = (*recompute, attention_excess(x, recompute, x.context * x.hidden + mlp.casts))
     recompute = (*recompute, *written_out.recompute_excess(x, total_bytes(recompute)))
@@ -46,7 +43,7 @@ def attention(model: ModelSpec, x: Widths) -> Part:
 
 def has_head_norms(model: ModelSpec) -> bool:
     """Whether queries and keys are normalised over each head."""
-    return model.family in {"qwen3", "qwen3_moe", "gemma3_text"}
+    return model.family in HEAD_NORMS
 
 
 def dense_forward(x: Widths) -> tuple[Line, ...]:
@@ -67,19 +64,10 @@ def norm_output(x: Widths) -> Line:
     return Line(TEMPORARY, x.residual * x.tokens * x.hidden, "output of the norm before the MLP", "r·T·h", LAYER)
 
 
-def eager_excess(x: Widths, parts: tuple[Part, ...], forward: tuple[Line, ...], *, head_norms: bool = False) -> Line:
-    """Return what the softmax of eager attention takes beyond the end of the block.
-
-    The block's input is alive at both moments, whether it counts as saved or not.
-    """
-    at_softmax = eager_forward_bytes(x, head_norms=head_norms, recomputed=False)
-    return Line(TEMPORARY, maximum(0, at_softmax - _at_end(parts, forward)), EAGER_EXCESS, source=EAGER)
-
-
 def written_out_excess(
     x: Widths, parts: tuple[Part, ...], forward: tuple[Line, ...], *, head_norms: bool = False
 ) -> tuple[Line, ...]:
-    """Return the same of attention that CUDA writes out in 32 bits."""
+    """Return what attention that CUDA writes out in 32 bits takes beyond the end of the block."""
     return written_out.forward_excess(x, _at_end(parts, forward), inputs(x, head_norms=head_norms))
 
 
@@ -88,15 +76,13 @@ def _at_end(parts: tuple[Part, ...], forward: tuple[Line, ...]) -> Int:
 
 
 def attention_excess(x: Widths, recompute: tuple[Line, ...], later_casts: int) -> Line:
-    """Return what attention takes beyond the MLP where nothing is saved: its rotary positions, or eager scores.
+    """Return what attention takes beyond the MLP where nothing is saved: its rotary positions.
 
     Autocast has not copied ``later_casts`` elements of weights yet then, which the MLP's moment counts.
     """
     wide, narrow = x.residual * x.tokens, x.element * x.tokens
     rotary = wide * x.hidden + wide * max(3 * x.query, x.query + 3 * x.key)
     at_attention: Int = rotary + narrow * (x.query + x.key + x.value)
-    if x.attention == "eager":
-        at_attention = maximum(at_attention, eager_forward_bytes(x, head_norms=False, recomputed=True))
     absent = x.element * later_casts if x.autocast else 0
     return Line(TEMPORARY, maximum(0, at_attention - absent - total_bytes(recompute)), ATTENTION_EXCESS, source=LAYER)
 
@@ -120,7 +106,7 @@ def gated_recompute(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
 
 def attention_kept(x: Widths, *products: Line) -> tuple[Line, ...]:
     """List what per-operation recomputation keeps of attention: ``products``, and its output where a kernel computes it."""
-    if x.attention == "eager" or written_out.is_written_out(x):
+    if written_out.is_written_out(x):
         return products
     output = Line(SAVED, x.element * x.tokens * x.context, "attention output", "e·T·c", SDPA)
     sums = Line(SAVED, 4 * x.tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA)

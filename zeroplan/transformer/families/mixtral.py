@@ -10,7 +10,6 @@ from zeroplan.transformer.families.llama import (
     attention,
     attention_excess,
     attention_kept,
-    eager_excess,
     has_head_norms,
     middle,
     norm_output,
@@ -34,8 +33,6 @@ def mixtral_block(model: ModelSpec, x: Widths) -> BlockPass:
         routed_experts(x, model.moe, router),
     )
     forward, recompute = _forward(x, model.moe, router), experts_recompute(x, model.moe, router)
-    if x.attention == "eager":
-        forward = (*forward, eager_excess(x, parts, forward, head_norms=has_head_norms(model)))
     forward = (*forward, *written_out_excess(x, parts, forward, head_norms=has_head_norms(model)))
     later_casts = x.context * x.hidden + parts[3].casts
     recompute = (*recompute, attention_excess(x, recompute, later_casts))

@@ -5,13 +5,8 @@ from zeroplan.numeric import Int
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
-from zeroplan.transformer.families.written_out import ON_CUDA
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
-GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2MLP.forward; activations.py, NewGELUActivation"
-
-#: The end of the reason of tensors that CUDA's autocast makes fp32 (``pow`` is on its fp32 list) and a CPU's does not.
-FP32_ON_CUDA = "fp32 under CUDA's autocast"
 
 
 def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
@@ -102,68 +97,3 @@ def _weights(x: Widths, ffn: int, *, bias: bool) -> tuple[int, int]:
     """Elements of the down projection, and of all three, biases included."""
     down = x.hidden * ffn + (x.hidden if bias else 0)
     return down, down + 2 * (x.hidden * ffn + (ffn if bias else 0))
-
-
-def gelu_mlp(x: Widths, ffn: int) -> Part:
-    """GPT-2's MLP: ``proj(gelu(fc(x)))`` with the tanh form of GELU written out in single operators.
-
-    Under autocast the chain behind ``pow`` is fp32 on CUDA, where a CPU stays in the compute dtype.
-    """
-    if x.autocast:
-        return _gelu_mlp_autocast(x, ffn)
-    size, inner = x.element * x.tokens * x.hidden, x.element * x.tokens * ffn
-    made = Line(SAVED, size, "input of the first projection", "e·T·h", GPT2)
-    kept = (
-        made,
-        Line(SAVED, inner, "first projection's output, base of pow", "e·T·f", GPT2),
-        Line(SAVED, inner, "tanh", "e·T·f", GPT2),
-        Line(SAVED, inner, "half of the first projection's output", "e·T·f", GPT2),
-        Line(SAVED, inner, "one plus tanh", "e·T·f", GPT2),
-    )
-    saved = (*kept, Line(SAVED, inner, "gelu, input of the second projection", "e·T·f", GPT2))
-    product = (*kept, Line(GRADIENT, 3 * inner, "gradients of gelu and of its two factors", "3·e·T·f", GPT2))
-    first = (made, Line(GRADIENT, inner + size, "gradients of the first projection's output and input", "e·T·(f+h)", GPT2))
-    matrix = x.hidden * ffn
-    gelu_gradient = Line(GRADIENT, inner, "gradient of gelu", "e·T·f", GPT2)
-    points = (
-        BackwardPoint("second MLP projection", (*saved, gelu_gradient), matrix + x.hidden, matrix, 0),
-        BackwardPoint("gelu", product, matrix + x.hidden, 0, 0),
-        BackwardPoint("first MLP projection", first, 2 * matrix + ffn + x.hidden, matrix, 0),
-    )
-    return Part(saved, points, 2 * matrix + ffn + x.hidden, 2 * matrix)
-
-
-def _gelu_mlp_autocast(x: Widths, ffn: int) -> Part:
-    e, hidden, inner = x.element, x.tokens * x.hidden, x.tokens * ffn
-    made = Line(SAVED, e * hidden, "input of the first projection, cast", "e·T·h", GPT2)
-    base = Line(SAVED, 4 * inner, f"first projection's output, base of pow, {FP32_ON_CUDA}", "4·T·f", GPT2)
-    kept = (
-        made,
-        base,
-        Line(SAVED, 4 * inner, f"tanh, {FP32_ON_CUDA}", "4·T·f", GPT2),
-        Line(SAVED, e * inner, "half of the first projection's output", "e·T·f", GPT2),
-        Line(SAVED, 4 * inner, f"one plus tanh, {FP32_ON_CUDA}", "4·T·f", GPT2),
-    )
-    saved = (*kept, Line(SAVED, e * inner, "gelu, input of the second projection", "e·T·f", GPT2))
-    # A gradient is cast to the dtype of what it is of while everything its operator took is alive (torch 2.13, engine.cpp,
-    # validate_outputs).
-    product = (
-        *kept,
-        Line(GRADIENT, 12 * inner, f"gradients of gelu and of its two factors, {FP32_ON_CUDA}", "12·T·f", GPT2),
-        Line(GRADIENT, e * inner, f"gradient of one factor, cast, {ON_CUDA}", "e·T·f", GPT2),
-    )
-    matrix = x.hidden * ffn
-    uncast = Line(TEMPORARY, e * matrix, "weight gradient before it is cast", "e·h·f", GPT2)
-    gradients = Line(GRADIENT, e * (inner + hidden), "gradients of the first projection's output and input", "e·T·(f+h)", GPT2)
-    through = Line(GRADIENT, 4 * hidden, "gradient of the norm's output, fp32", "4·T·h", GPT2)
-    second, every = matrix + x.hidden, 2 * matrix + ffn + x.hidden
-    cast = (*kept, Line(GRADIENT, 4 * inner, f"gradient of gelu, {FP32_ON_CUDA}", "4·T·f", GPT2), uncast)
-    output = Line(GRADIENT, e * (hidden + inner), "gradients of the output, cast, and of gelu", "e·T·(h+f)", GPT2)
-    points = (
-        BackwardPoint("second MLP projection", (*saved, output, uncast), 0, 0, 2 * matrix),
-        BackwardPoint("second MLP projection: cast of the weight gradient", cast, second, matrix, matrix),
-        BackwardPoint("gelu", product, second, 0, matrix),
-        BackwardPoint("first MLP projection", (made, gradients, uncast), second, 0, matrix),
-        BackwardPoint("first MLP projection: cast of the weight gradient", (through, uncast), every, matrix, 0),
-    )
-    return Part(saved, points, every, 2 * matrix)

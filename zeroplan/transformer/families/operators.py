@@ -83,18 +83,22 @@ def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) ->
 
 
 def linear(
-    tape: Tape, value: Value, width: str, site: Site, *, reads: str = "h", bias: bool = False
+    tape: Tape, value: Value, width: str, site: Site, *, reads: str = "h", bias: bool = False, addmm: bool = False
 ) -> Value:  # fmt: skip
     """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with casts of its input, weight and bias.
 
-    Autocast makes the copies from the last argument to the first, so that the gradient of the input is cast first.
+    Autocast makes the copies from the last argument to the first, so that the gradient of the input is cast first. ``addmm`` is
+    of a layer that calls it with the bias first (``Conv1D`` of transformers), whose gradient is therefore cast first.
     """
     matrix = f"{reads}·{width}"
     weights = [width, matrix] if bias else [matrix]
     kept = "" if value in tape.constants else matrix  # the weight's copy is needed for the gradient of the input alone
-    casts = [_weight(tape, elements, site, tracked=elements is kept) for elements in weights] if tape.autocast else []
+    before = weights[addmm:] if tape.autocast else []
+    casts = [_weight(tape, elements, site, tracked=elements is kept) for elements in before]
     with tape.unless_constant(value):
         given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
+    if addmm and tape.autocast:
+        casts.append(_weight(tape, width, site, tracked=False))
     made = tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
     if not bias:
         tape.product(made.store)

@@ -1,6 +1,7 @@
 """Blocks of OPT: LayerNorm, three projections with biases, an MLP with ReLU."""
 
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
@@ -21,7 +22,7 @@ def opt(tape: Tape, given: Value, block: Block) -> Value:
     normal = op.layer_norm(tape, middle, LAYER_BEFORE_MLP, LAYER_NORM)
     inner = op.linear(tape, normal, "f", Site("first MLP projection", LAYER), bias=True)
     tape.release(normal)
-    active = op.pointwise(tape, inner, "relu, input of the second projection", Site("relu", LAYER), saves_result=True)
+    active = activated(tape, inner, block.activation, f"{block.activation}, input of the second projection", LAYER)
     tape.release(inner)
     branch = op.linear(tape, active, "h", Site("second MLP projection", LAYER), reads="f", bias=True)
     tape.release(active)

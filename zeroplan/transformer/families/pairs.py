@@ -54,3 +54,24 @@ def back_in_order(tape: Tape, value: Value, reason: str) -> Value:
     tape.drop(inverse)
     tape.release(value)
     return made
+
+
+def weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -> Value:
+    """The experts' outputs times the routing weights, in the wider dtype of the two."""
+    wide = weights.dtype if tape.is_wide(weights.dtype) else outputs.dtype
+    made = op.tensor(tape, "experts: weighted outputs", wide, "T·t·h", source)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.temporary("gradient of the routing weights, not yet summed", f"{made.dtype}·T·t·h", source)
+        if tape.is_wide(made.dtype) == tape.is_wide(outputs.dtype):
+            passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
+            tape.used(outputs.store, weights.store)
+        else:
+            uncast = tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", f"{made.dtype}·T·t·h", source)
+            tape.used(outputs.store, weights.store)
+            passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
+            tape.drop(uncast)
+        return [(outputs, passed), (weights, op.gradient(tape, weights, "gradient of the routing weights", source))]
+
+    tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward)
+    return made

@@ -1,6 +1,7 @@
 """Blocks of the Phi-3 kind: Llama's, with one projection for q, k and v and one for gate and up."""
 
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.gated import Branches, two_branches
 from zeroplan.transformer.families.operators import NormAs, Site
@@ -29,11 +30,11 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return Attended(made, weights)
 
 
-def _mlp(tape: Tape, normal: Value) -> Value:
+def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     both = op.linear(tape, normal, "(f+f)", Site("joint gate and up projection", MLP))
     gate, up = op.chunk(tape, both, ("T·f", "T·f"), Site("gate and up", MLP))
     tape.release(both)
-    active = op.pointwise(tape, gate, "silu of the gate", Site("silu", MLP))
+    active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
     inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", MLP))
     tape.release(active, up)
     made = op.linear(tape, inner, "h", Site("down projection", MLP), reads="f")

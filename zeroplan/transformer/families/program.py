@@ -3,6 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
+from zeroplan.spec.model import Activation
 from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.families.attend import (
     Attend,
@@ -11,10 +12,12 @@ from zeroplan.transformer.families.attend import (
     efficient,
     flash,
     in_32_bits_grouped,
+    of_one_tensor,
     with_mask,
     with_sinks,
 )
 from zeroplan.transformer.families.ring import ring_attention
+from zeroplan.transformer.families.widths import HEAD_NORMS
 
 
 class Block(NamedTuple):
@@ -35,8 +38,11 @@ class Block(NamedTuple):
     kernels: Kernels
     parallel: bool = True
     """Attention and MLP read the same input, where a family may have it so."""
-    fast_gelu: bool = False
-    """GELU is ``gelu_fast``, written out in single operators."""
+    activation: Activation = "silu"
+    """The MLP's activation function."""
+    output_bias: bool = False
+    """The projection of attention's output has a bias, where a family may have it apart from the others."""
+    mlp_bias: bool = False
     again: bool = False
     """What is saved is recomputed, which blocks whose experts are on several ranks tell apart."""
     dispatched: bool = False
@@ -48,8 +54,8 @@ class Block(NamedTuple):
 
     @property
     def head_norms(self) -> bool:
-        """Queries and keys are normalised over each head, in the one program that may have it so."""
-        return self.family == "gemma3_text"
+        """Queries and keys are normalised over each head."""
+        return self.family in HEAD_NORMS
 
     @property
     def attend(self) -> Attend:
@@ -57,7 +63,7 @@ class Block(NamedTuple):
         if self.ring > 1:
             return partial(ring_attention, ranks=self.ring)
         if self.attention == "eager":
-            return {"gemma2": capped_eager, "gpt_oss": with_sinks}.get(self.family, eager)
+            return {"gemma2": capped_eager, "gpt_oss": with_sinks, "gpt2": of_one_tensor}.get(self.family, eager)
         if self.attention == "flash":
             return flash
         if self.masked:

@@ -17,11 +17,11 @@ from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families import traced
-from zeroplan.transformer.families.attend import Heads
+from zeroplan.transformer.families.activation import activated
+from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.attention import LLAMA as ATTENTION
 from zeroplan.transformer.families.gated import LLAMA_NORM as NORM
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.llama import has_head_norms
 from zeroplan.transformer.families.mlp import LLAMA as MLP
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import Site
@@ -39,7 +39,6 @@ class Structure(NamedTuple):
     """Everything the program branches on."""
 
     block: Block
-    head_norms: bool
     recompute: Recompute
     split: bool
     """There are tensor-parallel ranks."""
@@ -80,9 +79,9 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
     query, key = x.query // compute.tp, x.key // compute.tp
     block = Block(
         model.family, x.element == 4, False, x.attention, False, key != query, key == x.head_dim, model.attention_bias, x.kernels,
-        ring=compute.cp,
+        activation=model.activation, ring=compute.cp,
     )  # fmt: skip
-    return Structure(block, has_head_norms(model), compute.recompute, compute.tp > 1)
+    return Structure(block, compute.recompute, compute.tp > 1)
 
 
 @lru_cache(maxsize=256)
@@ -151,15 +150,17 @@ def _run(
 def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
     addition = Site("residual addition", LAYER)
     normal = _norm(tape, given, "norm before attention", split=structure.split)
-    attended = _attention(tape, normal, structure)
+    attended, weights = _attention(tape, normal, structure)
     tape.release(normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", addition)
     tape.release(attended)
     normal = _norm(tape, middle, "norm before the MLP", split=structure.split)
-    branch = _mlp(tape, normal, split=structure.split)
+    branch = _mlp(tape, normal, structure)
     tape.release(normal)
     made = op.add(tape, middle, branch, "block output", addition)
     tape.release(branch, middle)
+    if weights is not None:
+        tape.release(weights)
     return made
 
 
@@ -175,9 +176,9 @@ def _norm(tape: Tape, given: Value, name: str, *, split: bool = True) -> Value:
     return made
 
 
-def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
+def _attention(tape: Tape, normal: Value, structure: Structure) -> Attended:
     block, whole = structure.block, gathered(tape, normal, "input of attention", split=structure.split)
-    bias, norms = block.attention_bias, structure.head_norms
+    bias, norms = block.attention_bias, block.head_norms
     query = op.linear(tape, whole, "q", Site("q projection", ATTENTION), bias=bias)
     query = _normal(tape, query, "norm of the queries", "T·a") if norms else query
     key = op.linear(tape, whole, "k", Site("k projection", ATTENTION), bias=bias)
@@ -186,11 +187,11 @@ def _attention(tape: Tape, normal: Value, structure: Structure) -> Value:
     turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
     tape.release(query, key)
     heads = Heads(*turned, value, block.grouped, block.one_key)
-    context, _ = block.attend(tape, heads)
+    context, weights = block.attend(tape, heads)
     partial = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
     made = scattered(tape, partial, "output of attention", split=structure.split)
     tape.release(partial, value, *turned, context, whole)
-    return made
+    return Attended(made, weights)
 
 
 def _normal(tape: Tape, given: Value, name: str, rows: str) -> Value:
@@ -200,10 +201,11 @@ def _normal(tape: Tape, given: Value, name: str, rows: str) -> Value:
     return made
 
 
-def _mlp(tape: Tape, normal: Value, *, split: bool) -> Value:
+def _mlp(tape: Tape, normal: Value, structure: Structure) -> Value:
+    split, activation = structure.split, structure.block.activation
     whole = gathered(tape, normal, "input of the MLP", split=split)
     gate = op.linear(tape, whole, "f", Site("gate projection", MLP))
-    active = op.pointwise(tape, gate, "silu of the gate", Site("silu", MLP))
+    active = activated(tape, gate, activation, f"{activation} of the gate", MLP)
     tape.release(gate)
     up = op.linear(tape, whole, "f", Site("up projection", MLP))
     inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", MLP))

@@ -13,6 +13,11 @@ from typing import NamedTuple
 
 from zeroplan.ledger import Kind
 
+#: A dtype's symbol on the tape alone: fp32 where CUDA's autocast is on, else the compute dtype.
+CAST_BY_CUDA = "F"
+#: The end of the reason of tensors that CUDA's autocast makes fp32 (``pow`` is on its fp32 list) and a CPU's does not.
+FP32_ON_CUDA = "fp32 under CUDA's autocast"
+
 
 class Store:
     """One piece of memory and who needs it: names, operators that saved it, buffers of gradients."""
@@ -108,10 +113,13 @@ class Tape:
 
     def is_wide(self, dtype: str) -> bool:
         """Whether a dtype's symbol means fp32 here."""
-        return dtype == "4" or self.wide or (dtype == "r" and self.wide_residual)
+        return dtype == "4" or self.wide or (dtype == "r" and self.wide_residual) or (dtype == CAST_BY_CUDA and self.autocast)
 
     def make(self, kind: Kind, reason: str, formula: str, source: str) -> Store:
         """Allocate, and note the moment."""
+        if CAST_BY_CUDA in formula:
+            formula = formula.replace(CAST_BY_CUDA, "4" if self.autocast else "e")
+            reason = f"{reason}, {FP32_ON_CUDA}" if self.autocast else reason
         store = Store(kind, reason, formula, source)
         self.alive[store] = None
         self.note()

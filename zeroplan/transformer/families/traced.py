@@ -9,15 +9,16 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import RUN_AGAIN, BackwardPoint, BlockPass
-from zeroplan.transformer.families import bloom, dispatched, gemma, gpt_neox, gpt_oss, mistral, opt, phi3
+from zeroplan.transformer.families import bloom, dense, gemma, gpt2, gpt_neox, gpt_oss, opt, phi3, routed
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.gated import LLAMA_NORM
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families.norms import LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.sizes import quantities, worked_out
-from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
+from zeroplan.transformer.families.tape import FP32_ON_CUDA, Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window
 
 
@@ -31,7 +32,8 @@ class Program(NamedTuple):
 
 
 PROGRAMS: dict[str, Program] = {
-    "mistral": Program(mistral.mistral, mistral.LAYER, mistral.NORM),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Program(dense.dense, dense.LAYER, LLAMA_NORM)),
+    "gpt2": Program(gpt2.gpt2, gpt2.LAYER),
     "phi3": Program(phi3.phi3, phi3.LAYER, phi3.NORM),
     "gpt_neox": Program(gpt_neox.gpt_neox, gpt_neox.LAYER),
     "gpt_oss": Program(gpt_oss.gpt_oss, gpt_oss.LAYER, gpt_oss.NORM),
@@ -39,14 +41,17 @@ PROGRAMS: dict[str, Program] = {
     "bloom": Program(bloom.bloom, bloom.LAYER),
     "gemma2": Program(gemma.gemma, gemma.LAYER, gemma.NORM),
     "gemma3_text": Program(gemma.gemma, gemma.LAYER, gemma.NORM),
-    "mixtral": Program(dispatched.mixtral, dispatched.MIXTRAL, dispatched.NORM),
-    "qwen3_moe": Program(dispatched.qwen3_moe, dispatched.QWEN3, dispatched.QWEN3_NORM),
+    "mixtral": Program(routed.mixtral, routed.MIXTRAL, LLAMA_NORM),
+    "qwen3_moe": Program(routed.qwen3_moe, routed.QWEN3, LLAMA_NORM),
 }
 
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
-#: pairs that were sent and came back.
-RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe"})
+#: pairs that were sent and came back; Qwen3 holds queries and keys before and after their norms.
+RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe", "qwen3"})
+
+#: The reason of the line that says how far an earlier moment is above the later one where CUDA's autocast makes fp32 of tensors.
+CUDA_EXCESS = "tensors in fp32 under autocast, beyond the later peak, on CUDA"
 
 Places = tuple[int, ...]
 
@@ -130,14 +135,20 @@ def dispatched_block(model: ModelSpec, x: Widths, recompute: Recompute, *, ring:
     return _of(model, x, recompute, masked=False, ring=ring)
 
 
-def masked_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
-    """One block, whatever its family's formulas elsewhere, where attention is given a mask."""
-    return _of(model, x, recompute, masked=True)
+def written_block(model: ModelSpec, kind: str, x: Widths, recompute: Recompute, *, masked: bool = False) -> BlockPass:
+    """One block by its program where the family's formulas do not hold: ``masked``, attention is given a mask."""
+    return _of(model, x, recompute, masked=masked, dense=kind != "moe")
 
 
-def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, ring: int = 1) -> BlockPass:
+#: Whose block the dense layers of a family with experts are.
+_DENSE_LAYERS = {"qwen3_moe": "qwen3"}
+
+
+def _of(
+    model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, ring: int = 1, dense: bool = False
+) -> BlockPass:  # fmt: skip
     structure = Block(
-        model.family,
+        _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
         x.autocast,
         x.attention,
@@ -147,8 +158,10 @@ def _of(model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, ring
         model.attention_bias,
         x.kernels,
         model.parallel_residual,
-        model.hidden_act == "gelu_fast",
-        recompute != "none" and x.expert_ranks > 1,
+        model.activation,
+        model.attention_bias and model.family != "qwen2",
+        model.mlp_bias,
+        recompute != "none" and model.moe is not None,
         x.expert_ranks > 1,
         ring,
         model.family == "bloom" and model.num_hidden_layers == 1,
@@ -365,11 +378,16 @@ def _top(sizes: Sizes, plan: Plan, moments: tuple[Placed, ...], kept: Places, *,
     *earlier, end = moments
     last = sizes.lines(tuple([place for place in end.stores if place not in kept]))
     at_end = total_bytes(last) + total_bytes(sizes.lines(kept))
-    every = sizes.elements(plan.casts)
-    above: Int = 0
-    for moment in earlier:
-        total = total_bytes(sizes.lines(moment.stores))
-        if autocast:
-            total = total - sizes.element * (every - sizes.elements(moment.casts))
-        above = maximum(above, total - at_end)
-    return (*last, Line(Kind.TEMPORARY, above, ATTENTION_EXCESS, source=plan.source))
+    every = sizes.elements(plan.casts) if autocast else 0
+
+    def above(some: list[Placed]) -> Int:
+        highest: Int = 0
+        for moment in some:
+            casts = every - sizes.elements(moment.casts) if autocast else 0
+            highest = maximum(highest, total_bytes(sizes.lines(moment.stores)) - sizes.element * casts - at_end)
+        return highest
+
+    wide = {place for place, store in enumerate(plan.stores) if FP32_ON_CUDA in store.reason}
+    plain = above([moment for moment in earlier if wide.isdisjoint(moment.stores)])
+    beyond = (Line(Kind.TEMPORARY, above(earlier) - plain, CUDA_EXCESS, source=plan.source),) if wide else ()
+    return (*last, Line(Kind.TEMPORARY, plain, ATTENTION_EXCESS, source=plan.source), *beyond)

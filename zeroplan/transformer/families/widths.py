@@ -8,14 +8,14 @@ from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.blocks import Compute
 
-#: Families whose attention is treated as GPT-2's.
-FUSED_PROJECTION = frozenset({"gpt2"})
 #: Families that transformers 5.23 does not run through ``scaled_dot_product_attention`` (``_supports_sdpa`` of their classes):
 #: attention is written out instead.
 WITHOUT_SDPA = frozenset({"gemma2", "bloom", "gpt_oss"})
 
 #: Families whose blocks are written as programs (``traced.py``).
-PROGRAMMED = frozenset({"phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "gpt_oss"})
+PROGRAMMED = frozenset({"gpt2", "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "gpt_oss"})
+#: Families that normalise queries and keys over each head.
+HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "gemma3_text"})
 #: Every so many layers one sees the whole sequence, the others a window.
 GLOBAL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
 
@@ -41,8 +41,6 @@ class Widths(NamedTuple):
     residual: int  # r, bytes of an element of the residual stream: fp32 under autocast, else e
     autocast: bool
     attention: Attention
-    fused_projection: bool
-    """One matrix makes q, k and v, as in GPT-2."""
     kernels: Kernels
     recomputed: bool = False
     """The backward recomputes the block: what the recomputation saved is given back as it is used."""
@@ -77,7 +75,6 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         4 if autocast or (compute.autocast and is_quantised(model)) else compute.element_bytes,
         autocast,
         "eager" if compute.attention == "sdpa" and model.family in WITHOUT_SDPA else compute.attention,
-        model.family in FUSED_PROJECTION,
         compute.kernels,
         recomputed,
         0 if model.adapter is None else model.adapter.rank,

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from zeroplan.catalog.config_keys import KEYS, OPTIONAL_WINDOW, PLAIN_HEADS
+from zeroplan.catalog.config_keys import ACTIVATION_KEY, KEYS, OPTIONAL_WINDOW, PLAIN_HEADS
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.frozen import FrozenSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import FREE_ACTIVATION, ModelSpec
 from zeroplan.spec.recipe import Attention, RecipeSpec
 from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.verify.training.modules import find_blocks
@@ -68,7 +68,9 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
         made["mlp_only_layers"] = list(range(spec.moe.num_dense_layers))
         made["norm_topk_prob"] = True  # as every published one; the class assumes otherwise
     if spec.family == "gpt_neox":
-        made |= {"hidden_act": spec.hidden_act or "gelu", "use_parallel_residual": spec.parallel_residual}
+        made["use_parallel_residual"] = spec.parallel_residual
+    if spec.family in FREE_ACTIVATION:
+        made[ACTIVATION_KEY.get(spec.family, "hidden_act")] = spec.activation
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
     return made | _latent(spec)

@@ -1,0 +1,80 @@
+"""Random small blocks, their tensors counted byte by byte on fake tensors of a pretended GPU, against what is said of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import get_args
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.causal_models import tiny_spec
+from tests.transformer.fake_blocks import BlockRun, block_run
+from tests.transformer.moe_models import moe_spec
+from tests.transformer.test_blocks_on_a_gpu import predicted
+from zeroplan.catalog.config_keys import PLAIN_HEADS
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.model import FREE_ACTIVATION, MOE_FAMILIES, Activation, ModelSpec
+from zeroplan.transformer.blocks import Compute
+
+pytestmark = pytest.mark.torch
+
+RANDOM_STATE = 24
+"""Seed and offset that CUDA's attention kernels save, of 8 bytes, or 16 and 8; the estimate leaves them out."""
+LATE_BIASES = 4
+"""Of a recomputed block an operator's input goes before the gradient of its biases is made, which the estimate counts beside it."""
+MEAN = 4
+"""The mean of squares that an RMSNorm holds by name while it runs, per token; the estimate leaves it out."""
+WRITTEN_OUT = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe")
+
+
+def drawn(draw: Random, family: str) -> tuple[ModelSpec, BatchSpec]:
+    heads, head_dim = draw.choice((2, 4, 8)), draw.choice((8, 16, 32))
+    kv_heads = draw.choice([number for number in (1, 2, 4, 8) if heads % number == 0])
+    wide = family in PLAIN_HEADS or draw.randint(0, 1)
+    hidden, ffn = heads * head_dim if wide else draw.choice((40, 72, 160)), draw.choice((2, 3, 4)) * heads * head_dim
+    size = BatchSpec(micro_batch_size=draw.choice((1, 2, 3)), seq_len=draw.choice((32, 64, 96, 200)))
+    if family in MOE_FAMILIES:
+        return replace(moe_spec(family, (0, 0, heads, kv_heads, head_dim, ffn, 104, hidden)), num_hidden_layers=3), size
+    return tiny_spec(family, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, vocab=104, hidden=hidden, layers=3), size
+
+
+def assert_runs_as_is_said(spec: ModelSpec, compute: Compute, size: BatchSpec, *, recompute: bool) -> None:
+    said = predicted(spec, "dense" if spec.moe is None else "moe", compute, size, recompute=recompute)
+    run = block_run(spec, compute, size, recompute=recompute)
+    case = (spec, compute, size, recompute, said, run)
+    biases = LATE_BIASES * compute.element_bytes * spec.hidden_size if recompute and spec.attention_bias else 0
+    means = 0 if spec.family in PLAIN_HEADS else MEAN * size.micro_batch_size * size.seq_len
+    for name in BlockRun._fields:
+        more = getattr(run, name) - getattr(said, name)
+        assert -biases - RANDOM_STATE <= more <= means + RANDOM_STATE, (name, more, *case)
+
+
+@pytest.mark.parametrize("family", WRITTEN_OUT)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("number", range(4))
+def test_attention_written_out(family: str, number: int, *, recompute: bool) -> None:
+    draw = Random(f"{family} {number} {recompute}")  # noqa: S311  draws tests
+    spec, size = drawn(draw, family)
+    compute = Compute(draw.choice((2, 4)), autocast=False, attention="eager")
+    assert_runs_as_is_said(spec, compute, size, recompute=recompute)
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activation_functions(activation: Activation, *, recompute: bool) -> None:
+    draw = Random(f"{activation} {recompute}")  # noqa: S311  draws tests
+    for family in draw.sample(FREE_ACTIVATION, 3):
+        spec, size = drawn(draw, family)
+        compute = Compute(draw.choice((2, 4)), autocast=False, attention=draw.choice(("sdpa", "eager")))
+        assert_runs_as_is_said(replace(spec, hidden_act=activation), compute, size, recompute=recompute)
+
+
+def test_recomputed_attention_of_grouped_heads_in_32_bits() -> None:
+    """As a block of Llama takes it: keys and values are repeated, and their copies alive when the scores are highest."""
+    spec = tiny_spec("llama", heads=8, kv_heads=4, head_dim=16, ffn=384, vocab=104, hidden=128, layers=3)
+    compute, size = Compute(4, autocast=False, attention="eager"), BatchSpec(micro_batch_size=2, seq_len=96)
+    assert_runs_as_is_said(spec, compute, size, recompute=True)

@@ -1,0 +1,133 @@
+"""Activation functions of an MLP, by the names that transformers gives them: what each allocates, saves and makes backward.
+
+Measured on fake tensors of a pretended GPU. Most are one operator that saves what it reads or what it makes; GELU is also written
+out in single operators, of which some save their factors.
+"""
+
+from collections.abc import Callable
+
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.operators import Site
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Store, Tape, Value
+from zeroplan.transformer.families.written_out import ON_CUDA
+
+ACTIVATIONS = "transformers 5.23, activations.py"
+#: One operator that saves its result, since its derivative is a function of that.
+_SAVES_RESULT = ("relu", "sigmoid", "tanh")
+
+
+def activated(tape: Tape, value: Value, name: str, reason: str, source: str) -> Value:
+    """What the activation function ``name`` makes of a tensor; ``reason`` is what the result is called. The name for it stays."""
+    written_out = _WRITTEN_OUT.get(name)
+    if written_out is not None:
+        return written_out(tape, value, reason)
+    return op.pointwise(tape, value, reason, Site(name, source), saves_result=name in _SAVES_RESULT)
+
+
+def costs_the_same(first: str, second: str) -> bool:
+    """Whether two activation functions have the same tensors at every moment.
+
+    >>> costs_the_same("silu", "gelu"), costs_the_same("silu", "relu")
+    (True, False)
+    """
+    return _way(first) == _way(second)
+
+
+def _way(name: str) -> str:
+    if name in _WRITTEN_OUT:
+        return name
+    return "saves its result" if name in _SAVES_RESULT else "saves its input"
+
+
+# --- written out in single operators --------------------------------------------------------------------------------------
+
+
+def _gelu_new(tape: Tape, value: Value, reason: str) -> Value:
+    """``0.5·x·(1 + tanh(0.798·(x + 0.045·x³)))``: CUDA's autocast computes the cube, and what follows from it, in fp32."""
+    half = _times_a_number(tape, value, "half of x")
+    small = _small_cube(tape, value)
+    inside = op.add(tape, value, small, "gelu: x + 0.045·x³", _site("gelu: x + 0.045·x³"))
+    tape.release(small)
+    steep = op.scaled(tape, inside, "gelu: argument of tanh", _site("gelu: argument of tanh"))
+    bent = op.pointwise(tape, steep, "gelu: tanh", _site("gelu: tanh"), saves_result=True)
+    tape.release(steep)
+    raised = op.raised(tape, bent, "gelu: 1 + tanh", _site("gelu: 1 + tanh"))
+    tape.release(bent)
+    made = _wide_product(tape, half, raised, reason)
+    tape.release(half, raised)
+    return made
+
+
+def _small_cube(tape: Tape, value: Value) -> Value:
+    """``0.045·x³``; ``pow`` saves its base, of which CUDA's autocast makes a copy in fp32."""
+    base = op.cast(tape, value, CAST_BY_CUDA, _site("gelu: x, base of pow"))
+    cube = op.tensor(tape, "gelu: x³", base.dtype, base.shape, ACTIVATIONS)
+
+    def power(tape: Tape, _taken: list[Store]) -> Arriving:
+        for factor in ("x²", "3·x²"):
+            tape.temporary(f"gelu: derivative of pow, {factor}", f"{base.dtype}·{base.shape}", ACTIVATIONS)
+        return [(base, op.gradient(tape, base, "gradient of the base of pow", ACTIVATIONS))]
+
+    tape.add("gelu: x³", (cube,), (base.store,), power)
+    tape.release(base)
+    return op.scaled(tape, cube, "gelu: 0.045·x³", _site("gelu: 0.045·x³"))
+
+
+def _wide_product(tape: Tape, narrow: Value, wide: Value, reason: str) -> Value:
+    """The product of two factors in the wider dtype; the gradient of the narrower is made in that and then cast."""
+    made = op.tensor(tape, reason, wide.dtype, wide.shape, ACTIVATIONS)
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        arriving = [(wide, op.gradient(tape, wide, "gradient of a factor of gelu", ACTIVATIONS))]
+        if tape.is_wide(narrow.dtype) == tape.is_wide(wide.dtype):
+            return [*arriving, (narrow, op.gradient(tape, narrow, "gradient of a factor of gelu", ACTIVATIONS))]
+        tape.temporary("gradient of a factor of gelu, not yet cast", f"{wide.dtype}·{wide.shape}", ACTIVATIONS)
+        return [*arriving, (narrow, op.gradient(tape, narrow, f"gradient of a factor of gelu, cast, {ON_CUDA}", ACTIVATIONS))]
+
+    tape.add("gelu", (made,), (narrow.store, wide.store), backward)
+    return made
+
+
+def _gelu_fast(tape: Tape, value: Value, reason: str) -> Value:
+    """``0.5·x·(1 + tanh(0.798·x·(1 + 0.045·x·x)))``, of which four operators save their factors."""
+    half, steep, small = (_times_a_number(tape, value, name) for name in ("half of x", "0.798·x", "0.045·x"))
+    square = op.product(tape, small, value, "gelu: 0.045·x·x", _site("gelu: 0.045·x·x"))
+    tape.release(small)
+    more = op.raised(tape, square, "gelu: 1 + 0.045·x·x", _site("gelu: 1 + 0.045·x·x"))
+    tape.release(square)
+    inside = op.product(tape, steep, more, "gelu: argument of tanh", _site("gelu: argument of tanh"))
+    tape.release(steep, more)
+    bent = op.pointwise(tape, inside, "gelu: tanh", _site("gelu: tanh"), saves_result=True)
+    tape.release(inside)
+    raised = op.raised(tape, bent, "gelu: 1 + tanh", _site("gelu: 1 + tanh"))
+    tape.release(bent)
+    made = op.product(tape, half, raised, reason, _site("gelu"))
+    tape.release(half, raised)
+    return made
+
+
+def _quick_gelu(tape: Tape, value: Value, reason: str) -> Value:
+    """``x·sigmoid(1.702·x)``."""
+    steep = _times_a_number(tape, value, "1.702·x")
+    bent = op.pointwise(tape, steep, "gelu: sigmoid", _site("gelu: sigmoid"), saves_result=True)
+    tape.release(steep)
+    made = op.product(tape, value, bent, reason, _site("gelu"))
+    tape.release(bent)
+    return made
+
+
+def _times_a_number(tape: Tape, value: Value, name: str) -> Value:
+    """Scale; the name for ``value`` stays."""
+    tape.hold(value.store)
+    return op.scaled(tape, value, f"gelu: {name}", _site(f"gelu: {name}"))
+
+
+def _site(name: str) -> Site:
+    return Site(name, ACTIVATIONS)
+
+
+_WRITTEN_OUT: dict[str, Callable[[Tape, Value, str], Value]] = {
+    "gelu_new": _gelu_new,
+    "gelu_fast": _gelu_fast,
+    "quick_gelu": _quick_gelu,
+}

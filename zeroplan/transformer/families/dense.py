@@ -1,0 +1,34 @@
+"""Blocks of the Llama kind as programs: Llama, Mistral, Qwen2 and Qwen3.
+
+They are used where the formulas of ``llama.py`` do not hold: where attention is written out or given a mask, and where the
+MLP's activation function keeps other tensors than SiLU.
+"""
+
+from zeroplan.transformer.families.attend import Attended
+from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, three_projections, two_branches
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Tape, Value
+
+LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
+ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
+HEAD_NORMS = "transformers 5.23, models/qwen3/modeling_qwen3.py, Qwen3Attention.forward"
+MLP = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
+
+
+def dense(tape: Tape, given: Value, block: Block) -> Value:
+    """One decoder layer; the classes of these families differ in biases and in norms over each head alone."""
+    return two_branches(tape, given, block, _PARTS)
+
+
+def attention(tape: Tape, normal: Value, block: Block) -> Attended:
+    """Attention of these families, and of those with experts in place of the MLP."""
+    if block.head_norms:
+        return three_projections(tape, normal, block, HEAD_NORMS, LLAMA_NORM)
+    return three_projections(tape, normal, block, ATTENTION)
+
+
+def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
+    return gated_mlp(tape, normal, block, MLP)
+
+
+_PARTS = Branches(LLAMA_NORM, attention, _mlp, LAYER)

@@ -1,0 +1,120 @@
+"""Blocks with routed experts as programs, Mixtral and Qwen3-MoE: a router, and experts on this rank or on several.
+
+They are used where the formulas of ``mixtral.py`` do not hold: where attention is written out, or experts are on several ranks.
+"""
+
+from typing import NamedTuple
+
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.dense import attention
+from zeroplan.transformer.families.dispatched import dispatched, gated_experts, own_experts
+from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, two_branches
+from zeroplan.transformer.families.moe import EXPERTS
+from zeroplan.transformer.families.moe import MIXTRAL as ROUTER
+from zeroplan.transformer.families.operators import Site
+from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts, weighted_outputs
+from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.tape import Store, Tape, Value
+
+MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
+QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
+
+
+def mixtral(tape: Tape, given: Value, block: Block) -> Value:
+    """One decoder layer of Mixtral."""
+    return two_branches(tape, given, block, Branches(LLAMA_NORM, attention, _routed, MIXTRAL))
+
+
+def qwen3_moe(tape: Tape, given: Value, block: Block) -> Value:
+    """One decoder layer of Qwen3-MoE."""
+    return two_branches(tape, given, block, Branches(LLAMA_NORM, attention, _narrowly_routed, QWEN3))
+
+
+def _routed(tape: Tape, normal: Value, block: Block) -> Value:
+    return _mlp(tape, normal, narrowed=False, dispatch=block.dispatched)
+
+
+def _narrowly_routed(tape: Tape, normal: Value, block: Block) -> Value:
+    return _mlp(tape, normal, narrowed=True, dispatch=block.dispatched)
+
+
+def _mlp(tape: Tape, normal: Value, *, narrowed: bool, dispatch: bool) -> Value:
+    """Router and experts; ``narrowed``: the router returns its weights in the dtype of its logits."""
+    routing = _router(tape, normal, narrowed=narrowed)
+    made = dispatched(tape, normal, routing.weights, own_experts) if dispatch else _experts(tape, normal, routing.weights)
+    tape.drop(routing.indices)
+    tape.release(routing.weights, routing.logits)
+    return made
+
+
+# --- the router -----------------------------------------------------------------------------------------------------------
+
+
+class _Routing(NamedTuple):
+    """What says which expert gets which token."""
+
+    logits: Value
+    weights: Value
+    indices: Store
+
+
+def _router(tape: Tape, normal: Value, *, narrowed: bool) -> _Routing:
+    logits = op.linear(tape, normal, "E", Site("router", ROUTER))
+    wide = op.cast(tape, logits, "4", Site("router: logits", ROUTER))
+    scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: softmax", ROUTER), saves_result=True)
+    tape.release(wide)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", "8·T·t", ROUTER)
+    chosen = picked(tape, scores, ("router: top-k weights", "T·t"), indices, ROUTER)
+    tape.release(scores)
+    weights = _normalised(tape, chosen)
+    if not narrowed:
+        return _Routing(logits, weights, indices)
+    narrow = op.cast(tape, weights, "e", Site("router: weights", ROUTER))
+    tape.release(weights)
+    return _Routing(logits, narrow, indices)
+
+
+def _normalised(tape: Tape, chosen: Value) -> Value:
+    """``weights /= weights.sum()``: in place, so that what they were is copied for the backward."""
+    total = tape.make(op.TENSOR, "router: sum of the top-k weights", "4·T", ROUTER)
+    before = tape.make(op.TENSOR, "router: top-k weights before they are divided by their sum", "4·T·t", ROUTER)
+    made = Value(chosen.store, chosen.dtype, chosen.shape)
+    beside = ("gradient of the sum of the top-k weights, not yet summed", "8·T·t")
+    backward = op.makes("gradient of the top-k weights", ROUTER, chosen, beside=beside)
+    tape.add("router: division by the sum", (made,), (total, before), backward)
+    tape.drop(total, before)
+    return made
+
+
+# --- experts on this rank -------------------------------------------------------------------------------------------------
+
+
+def _experts(tape: Tape, normal: Value, weights: Value) -> Value:
+    """``grouped_mm_experts_forward``, which holds all but the products' operands by name to its end."""
+    theirs, order = sorted_experts(tape)
+    rows = tape.make(op.TENSOR, "token of each pair, int64", "8·T·t", EXPERTS)
+    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS)
+    tape.drop(rows)
+    by_expert = picked(tape, weights, ("routing weights sorted by expert", "T·t"), order, EXPERTS)
+    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", "4·T·t + 4·E", EXPERTS)
+    ends = tape.make(op.TENSOR, "ends of the experts' groups", "4·E", EXPERTS)
+    both = grouped_product(tape, selected, ("experts: gate and up projections", "h", "(m+m)"), ends, experts="E")
+    gated = gated_experts(tape, both)
+    outputs = grouped_product(tape, gated, ("experts: down projection", "m", "h"), ends, experts="E")
+    tape.release(gated)
+    weighted = weighted_outputs(tape, outputs, by_expert, EXPERTS)
+    unsorted = back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
+    made = _summed(tape, unsorted)
+    tape.drop(theirs, order, counted, ends)
+    tape.release(selected, by_expert, outputs, unsorted)
+    return made
+
+
+def _summed(tape: Tape, unsorted: Value) -> Value:
+    """The sum over a token's experts, in the dtype of the residual stream."""
+    wide = op.tensor(tape, "sum over a token's experts", unsorted.dtype, "T·h", EXPERTS)
+    backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
+    tape.add("sum over a token's experts", (wide,), (), backward)
+    made = op.cast(tape, wide, "r", Site("output of the experts", EXPERTS))
+    tape.release(wide)
+    return made
