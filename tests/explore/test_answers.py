@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from tests.explore.states import jobs, states
 from zeroplan.cli.app import main
 from zeroplan.errors import SpecError, ZeroplanError
-from zeroplan.explore.answers import answer_payload, changes_payload, command, controls_payload
+from zeroplan.explore.answers import answer_of, answer_payload, changes_payload, command, controls_payload, resolved_of
 from zeroplan.explore.controls import controls
 
 SAID = {"model": "llama-3.1-8b", "gpu": "h100-sxm-80gb", "gpus": "8", "stage": "3", "seq_len": "4096"}
@@ -74,7 +74,8 @@ def test_the_command_leaves_out_what_goes_without_saying():
 
 @pytest.mark.parametrize(("said", "why"), [
     ({"model": "nobody"}, "unknown model"), ({"model": "gpt2", "gpus": "many"}, "many"), ({"colour": "red"}, "no control 'colour'"),
-    ({"model": "gpt2", "stage": "7"}, "stage"), ({}, "one model"), ({"model": "gpt2", "gpus": "6", "replicas": "4"}, "replicas"),
+    ({"model": "gpt2", "stage": "7"}, "stage"), ({}, "Model is empty; choose one"),
+    ({"model": "gpt2", "gpus": "6", "replicas": "4"}, "replicas"),
 ])  # fmt: skip
 def test_no_job_is_one_line(said: dict[str, str], why: str):
     with pytest.raises(ZeroplanError, match=why) as refused:
@@ -90,5 +91,26 @@ def test_every_control_begins_with_one_of_its_choices():
 
 
 def test_a_choice_that_is_none_is_refused():
-    with pytest.raises(SpecError, match="precision 'fp4' is none of bf16-mixed"):
+    with pytest.raises(SpecError, match="Precision 'fp4' is not offered; choose one of bf16-mixed"):
         answer_payload({"model": "gpt2", "precision": "fp4"})
+    with pytest.raises(ZeroplanError, match=r"unknown GPU 'h100-sxm'; nearest: h100-sxm-80gb, .*; choose one from its list"):
+        answer_payload({"model": "gpt2", "gpu": "h100-sxm"})
+
+
+def test_the_speed_is_the_one_that_advise_says():
+    shown = answer_payload(SAID)
+    told = printed(str(shown["command"]).replace("estimate", "advise"))
+    assert shown["speed"]["tokens_per_s_per_gpu"] == told["before"]["tokens_per_s_per_gpu"] > 0  # type: ignore[index]
+    assert shown["speed"]["step_s"] == pytest.approx(4096 / told["before"]["tokens_per_s_per_gpu"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("moved", "why"), [({"gpu": ""}, "without a GPU"), ({"gpu": "t4-16gb"}, "no bf16 rate")])
+def test_a_speed_that_nobody_knows_is_not_made_up(moved: dict[str, str], why: str):
+    speed = answer_payload({**SAID, **moved})["speed"]
+    assert speed.keys() == {"refusal"}  # type: ignore[attr-defined]
+    assert why in speed["refusal"]  # type: ignore[index]
+
+
+def test_the_page_names_its_control_where_no_gpu_is_chosen_and_a_report_the_flag():
+    assert str(answer_payload({**SAID, "gpu": ""})["verdict"]).endswith("Choose yours under GPU.")
+    assert "Check: --gpu NAME." in str(answer_of(resolved_of({**SAID, "gpu": ""}), "")["verdict"])

@@ -143,7 +143,7 @@ def planned(page: Page, batch: str = "64") -> None:
     """Ask for layouts by keyboard, and wait for them."""
     page.fill("#p-batch", batch)
     page.press("#p-batch", "Enter")
-    page.wait_for_selector("#p-find:enabled", timeout=60_000)
+    page.wait_for_selector("#p-find[aria-disabled=false]", timeout=60_000)
     page.wait_for_selector("#layouts li")
 
 
@@ -181,7 +181,7 @@ def test_a_plan_is_the_command_lines_and_its_layouts_can_be_loaded(page: Page):
 def test_what_cannot_be_planned_is_said(page: Page):
     page.fill("#p-batch", "many")
     page.click("#p-find")
-    page.get_by_text("global batch 'many' is not a number").wait_for()
+    page.get_by_text("Sequences of all GPUs per step 'many' is not a number").wait_for()
     assert page.locator("#layouts li").count() == 0
     moved(page, model="llama-3.1-405b", gpus="1", gpu="l4-24gb")
     planned(page, batch="")
@@ -224,8 +224,136 @@ def test_a_report_hands_out_too_and_plans_nothing(browser: Any, tmp_path: Path):
     page.close()
 
 
-def test_what_is_no_job_is_said_and_the_last_answer_fades(page: Page):
-    moved(page, model="nobody")
-    assert "unknown model" in (page.text_content("#error") or "")
-    assert page.evaluate("document.getElementById('answer').classList.contains('stale')")
-    json.dumps(page.evaluate("location.hash"))
+PHONE = {"width": 390, "height": 844}
+
+
+def in_view(page: Page, selector: str) -> bool:
+    """Whether a person sees it without scrolling."""
+    box = page.locator(selector).bounding_box()
+    return box is not None and box["y"] >= 0 and box["y"] + box["height"] <= page.viewport_size["height"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("size", [PHONE, {"width": 1440, "height": 900}], ids=["phone", "desk"])
+def test_what_is_no_job_is_said_in_sight_and_no_verdict_is_left(page: Page, size: dict[str, int]):
+    page.set_viewport_size(size)  # type: ignore[arg-type]
+    assert page.locator(".fits:visible").count()
+    for model, place in (("nobody", "top"), ("nobody else", "bottom")):
+        page.fill("#c-model", model)
+        page.evaluate(f"scrollTo(0, {0 if place == 'top' else 'document.body.scrollHeight'})")
+        page.get_by_text(f"unknown model '{model}'").wait_for()
+        assert in_view(page, "#error"), place
+        assert page.evaluate("document.getElementById('answer').classList.contains('stale')")
+        assert not page.locator(".fits").count()
+        assert "fits" not in (page.text_content("header") or "") + (page.text_content("#verdict") or "")
+    moved(page, model="llama-3.2-1b")
+    assert page.is_hidden("#error")
+    assert page.locator("#verdict.fits").count() == 1
+
+
+def test_skipping_to_the_answer_keeps_the_job(page: Page, address: str):
+    moved(page, model="gpt2", gpus="16", seq_len="512")
+    page.focus("#skip")
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.activeElement.id") == "answer"
+    assert (page.input_value("#c-model"), page.input_value("#c-gpus")) == ("gpt2", "16")
+    assert "gpt2 on 16" in (page.text_content("#headline") or "")
+    page.goto("about:blank")
+    page.goto(f"{address}#answer")
+    page.wait_for_selector(ANSWERED)
+    assert page.is_hidden("#error")
+    assert "model=llama-3.1-8b" in page.evaluate("location.hash")
+
+
+def test_the_words_beside_the_stages_choose_none(page: Page):
+    page.get_by_text("ZeRO stage", exact=True).click()
+    page.wait_for_timeout(200)
+    assert page.is_checked("#c-stage-3")
+    assert page.get_by_role("radiogroup", name="ZeRO stage").count() == 1
+
+
+@pytest.mark.parametrize("chart", ["stages", "timeline"])
+def test_every_colour_of_a_chart_is_in_its_legend(page: Page, chart: str):
+    for stage in ("0", "3"):
+        moved(page, stage=stage)
+        drawn = page.evaluate(f"[...document.querySelectorAll('#{chart} rect[fill]')].map((one) => one.getAttribute('fill'))")
+        named = page.evaluate(f"[...document.querySelectorAll('#{chart}-legend rect')].map((one) => one.getAttribute('fill'))")
+        assert set(drawn) == set(named)
+    assert chart == "stages" or "unsharded gradients" in page.locator(f"#{chart}-legend li").all_text_contents()
+
+
+def test_back_undoes_one_move_after_the_other(page: Page):
+    moved(page, stage="2")
+    page.fill("#c-gpus", "")
+    page.type("#c-gpus", "128", delay=100)
+    page.keyboard.press("Tab")
+    page.wait_for_selector(ANSWERED)
+    assert "gpus=128" in page.evaluate("location.hash")
+    page.go_back()
+    page.wait_for_selector(ANSWERED)
+    assert (page.input_value("#c-gpus"), page.is_checked("#c-stage-2")) == ("8", True)
+    page.go_back()
+    page.wait_for_selector(ANSWERED)
+    assert page.is_checked("#c-stage-3")
+    page.get_by_text("ZeRO stage 3").wait_for()
+    page.go_forward()
+    page.wait_for_selector(ANSWERED)
+    assert page.is_checked("#c-stage-2")
+
+
+@pytest.mark.parametrize(("link", "why"), [
+    ("model=nobody", "unknown model 'nobody'"), ("model=gpt2&gpu=nonsense", "unknown GPU 'nonsense'"),
+    ("model=gpt2&stage=7", "ZeRO stage '7' is not offered"), ("model=gpt2&colour=red", "no control 'colour'"),
+    ("model=gpt2&gpus=many", "GPUs 'many'"),
+])  # fmt: skip
+def test_a_link_to_no_job_says_why(page: Page, address: str, link: str, why: str):
+    page.goto("about:blank")
+    page.goto(f"{address}#{link}")
+    page.get_by_text(why).wait_for()
+    assert "Loading" not in (page.text_content("body") or "")
+    assert page.is_hidden("#ledger")
+    moved(page, model="llama-3.2-1b", gpus="4", gpu="h100-sxm-80gb", stage="3")
+    assert page.is_hidden("#error")
+    assert page.is_visible("#ledger")
+
+
+@pytest.mark.parametrize(("path", "answered"), [("/api/controls", False), ("/api/answer?*", False), ("/api/answer?*", True)])
+def test_a_server_that_is_gone_or_broken_is_said(browser: Any, address: str, path: str, answered: bool):
+    page = browser.new_page()
+    page.route(f"**{path}", lambda route: route.fulfill(status=500, body="Internal") if answered else route.abort())
+    page.goto(address)
+    page.get_by_text("zeroplan itself failed" if answered else "does not answer").wait_for()
+    assert "Loading" not in page.text_content("body")
+    page.close()
+
+
+def test_the_focus_stays_on_the_button_that_searches(page: Page):
+    moved(page, model="gpt2", gpus="2", seq_len="256")
+    page.focus("#p-find")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#layouts li", timeout=60_000)
+    assert page.evaluate("document.activeElement.id") == "p-find"
+
+
+def test_quantised_adapters_can_be_chosen_and_are_named(page: Page):
+    moved(page, model="llama-3.1-8b", gpu="l4-24gb", gpus="1", seq_len="1024", stage="0", lora_rank="32", quantize="nf4")
+    assert "llama-3.1-8b with QLoRA (nf4) of rank 32 on 1 x NVIDIA L4" in (page.text_content("#headline") or "")
+    told = printed(page.text_content("#command") or "")
+    assert told["job"]["model"]["adapter"]["quantize"] == "nf4"  # type: ignore[index]
+    assert f"{told['peak']['allocated_bytes'] / 1e9:.2f} GB" in (page.text_content("#figure-peak") or "")  # type: ignore[index]
+
+
+def test_the_speed_is_shown_without_a_plan(page: Page):
+    moved(page, model="llama-3.1-8b", gpus="8")
+    rate = printed((page.text_content("#command") or "").replace("estimate", "advise"))["before"]["tokens_per_s_per_gpu"]  # type: ignore[index]
+    assert page.text_content("#figure-speed") == f"{round(rate):,} tokens/s per GPU"
+    assert (page.text_content("#figure-step") or "").endswith(" s")
+    moved(page, gpu="")
+    assert page.text_content("#figure-speed") == "not known without a GPU"
+
+
+def test_messages_name_the_controls_of_the_page(page: Page):
+    moved(page, replicas="3")
+    assert "\u201cGPUs\u201d 8 is not divisible by \u201cReplicas\u201d 3" in (page.text_content("#error") or "")
+    moved(page, replicas="1", gpu="")
+    assert (page.text_content("#verdict") or "").endswith("Choose yours under GPU.")

@@ -6,29 +6,35 @@ from dataclasses import fields
 from functools import cache
 from typing import cast
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import SpecError, ZeroplanError, unknown_name
 from zeroplan.estimator import estimate
 from zeroplan.explore.configurations import configurations
 from zeroplan.explore.controls import KEEP_LOGITS, Control, controls
+from zeroplan.planner.choose import time_of
 from zeroplan.remedies import remedies
 from zeroplan.report.palette import LOOKS
 from zeroplan.report.payload import estimate_payload
 from zeroplan.report.series.stages import stages
 from zeroplan.report.series.timeline import timeline
-from zeroplan.report.words import headline, verdict_sentence
+from zeroplan.report.words import NAME_A_GPU, headline, verdict_sentence
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.settings import with_setting
+from zeroplan.spec.job import JobSpec
 from zeroplan.units import parse_count, parse_tokens
 
 SCHEMA_VERSION = 1
 
 #: Of the controls what describes the job to the planner, whose search decides the others.
-DESCRIBE = ("model", "lora_rank", "gpu", "gpus", "precision", "optimizer", "attention", "seq_len")
+DESCRIBE = ("model", "lora_rank", "quantize", "gpu", "gpus", "precision", "optimizer", "attention", "seq_len")
 
 
 @cache
 def _controls() -> dict[str, Control]:
     return {control.name: control for control in controls()}
+
+
+def _label(name: str) -> str:
+    return _controls()[name].label
 
 
 def controls_payload() -> dict[str, object]:
@@ -46,22 +52,34 @@ def answer_payload(said: Mapping[str, str]) -> dict[str, object]:
 
     Raises :class:`~zeroplan.errors.ZeroplanError`, one line, for what is no job.
     """
-    return answer_of(resolved_of(said), command(said))
+    return answer_of(resolved_of(said), command(said), name_a_gpu=f"Choose yours under {_label('gpu')}.")
 
 
-def answer_of(resolved: Resolved, command: str) -> dict[str, object]:
-    """The answer for a job that is complete, and the command line that gives it."""
+def answer_of(resolved: Resolved, command: str, *, name_a_gpu: str = NAME_A_GPU) -> dict[str, object]:
+    """The answer for a job that is complete, and the command line that gives it; ``name_a_gpu`` is how its reader names one."""
     answer = estimate(resolved.job)
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "headline": headline(answer),
-        "verdict": verdict_sentence(answer),
+        "verdict": verdict_sentence(answer, name_a_gpu=name_a_gpu),
+        "speed": _speed(resolved.job),
         "estimate": estimate_payload(answer, resolved.notes),
         "stages": plain(stages(resolved.job, answer)),
         "timeline": plain(timeline(resolved.job, own=answer)),
         "configurations": configurations(resolved.job),
     }
+
+
+def _speed(job: JobSpec) -> dict[str, object]:
+    """How long a step takes, as modelled, and how many tokens a GPU trains on per second; or ``refusal``: why nobody knows."""
+    if job.cluster.gpu is None:
+        return {"refusal": "not known without a GPU"}
+    try:
+        time = time_of(job)
+    except SpecError as refused:
+        return {"refusal": str(refused)}
+    return {"step_s": float(time.seconds), "tokens_per_s_per_gpu": float(time.tokens_per_s), "refusal": ""}
 
 
 def changes_payload(said: Mapping[str, str]) -> dict[str, object]:
@@ -98,13 +116,14 @@ def request_of(said: Mapping[str, str]) -> Request:
     """What is said, not yet completed."""
     unknown = said.keys() - _controls().keys()
     if unknown:
-        raise SpecError(f"there is no control {min(unknown)!r}; there are {', '.join(_controls())}")
+        raise SpecError(f"the page has no control {min(unknown)!r}; it has {', '.join(_controls())}")
     values = {
         name: _value(_controls()[name], text.strip()) for name, text in said.items() if text.strip() and name != _SETTINGS
     }
-    name = values.pop("model", None)
-    where = {} if name is None else {_model_key(str(name)): name}
-    request = Request(**where, **values)  # type: ignore[arg-type]  # Request checks every field
+    if "model" not in values:
+        raise SpecError(f"{_label('model')} is empty; choose one from its list, or write a number of parameters, such as 7e9")
+    name = str(values.pop("model"))
+    request = Request(**{_model_key(name): name}, **values)  # type: ignore[arg-type]  # Request checks every field
     for setting in said.get(_SETTINGS, "").split():
         request = with_setting(request, setting)
     return request
@@ -157,8 +176,19 @@ def _value(control: Control, text: str) -> object:
         return text
     if control.kind == "number":
         if control.name == "seq_len":
-            return parse_tokens(text, what=control.label.lower())
-        return parse_count(text, what=control.label.lower(), examples="8 or 1024")
+            return parse_tokens(text, what=control.label)
+        return parse_count(text, what=control.label, examples="8 or 1024")
     if text not in control.choices:
-        raise SpecError(f"{control.label.lower()} {text!r} is none of {', '.join(filter(None, control.choices))}")
+        raise _no_choice(control, text)
     return KEEP_LOGITS[text] if control.name == "keep_logits" else int(text) if text.isdigit() else text
+
+
+_FEW = 12
+
+
+def _no_choice(control: Control, text: str) -> ZeroplanError:
+    """Name all choices where there are few, the nearest ones where there are many."""
+    choices = [choice for choice in control.choices if choice]
+    if len(choices) > _FEW:
+        return unknown_name(control.label, text, choices, "choose one from its list")
+    return SpecError(f"{control.label} {text!r} is not offered; choose one of {', '.join(choices)}")

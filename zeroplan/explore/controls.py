@@ -23,7 +23,7 @@ class Control:
     least: int = 1
     most: int = 1
     default: str = ""
-    empty: str = "as usual"
+    empty: str = "default"
     """What nothing chosen is called."""
     hint: str = ""
 
@@ -39,27 +39,29 @@ def controls() -> tuple[Control, ...]:
     """Every control, in the order of the page."""
     return (
         Control(name="model", label="Model", group=_WHAT, kind="text", choices=tuple(model_names()), default="llama-3.1-8b"),
-        Control(name="lora_rank", label="LoRA rank", group=_WHAT, choices=(_AUTO, "8", "16", "64", "256"),
+        Control(name="lora_rank", label="LoRA rank", group=_WHAT, choices=(_AUTO, "4", "8", "16", "32", "64", "128", "256"),
                 empty="none: train everything"),
+        Control(name="quantize", label="Frozen weights (QLoRA)", group=_WHAT, choices=(_AUTO, "nf4", "nf4-double"),
+                empty="not quantised", hint="in 4 bits, beside a LoRA rank"),
         Control(name="gpu", label="GPU", group=_WHERE, choices=(_AUTO, *gpu_names()), default="h100-sxm-80gb",
                 empty="any"),
         Control(name="gpus", label="GPUs", group=_WHERE, kind="number", least=1, most=4096, default="8"),
         Control(name="replicas", label="Replicas", group=_WHERE, kind="number", least=1, most=512, default="1",
-                hint="of the sharded group, as HSDP has them"),
+                hint="copies of the sharded group (HSDP)"),
         Control(name="stage", label="ZeRO stage", group=_HOW, choices=("0", "1", "2", "3"), default="3"),
         Control(name="engine", label="Engine", group=_HOW, choices=(_AUTO, *ENGINE_STAGES)),
         Control(name="precision", label="Precision", group=_HOW, choices=get_args(Precision), default="bf16-mixed"),
         Control(name="recompute", label="Recomputation", group=_HOW, choices=get_args(Recompute), default="none"),
         Control(name="optimizer", label="Optimizer", group=_HOW, choices=get_args(Optimizer), default="adamw"),
-        Control(name="optimizer_impl", label="Its step", group=_HOW, choices=(_AUTO, *get_args(OptimizerImpl))),
+        Control(name="optimizer_impl", label="Optimizer step", group=_HOW, choices=(_AUTO, *get_args(OptimizerImpl))),
         Control(name="offload_optimizer", label="Offload optimizer", group=_HOW, choices=("none", "cpu"), default="none"),
         Control(name="offload_param", label="Offload parameters", group=_HOW, choices=("none", "cpu"), default="none"),
         Control(name="attention", label="Attention", group=_HOW, choices=get_args(Attention), default="sdpa"),
         Control(name="loss", label="Loss", group=_HOW, choices=get_args(Loss), default="full"),
         Control(name="keep_logits", label="Logits in backward", group=_HOW, choices=tuple(KEEP_LOGITS), default="no",
-                hint="whether the loop holds the model's output"),
+                hint="whether the training loop keeps the model's output"),
         Control(name="set", label="Options of the engine", group=_HOW, kind="text",
-                hint="as fsdp2.reshard_after_forward=8, spaces between several"),
+                hint="for example fsdp2.reshard_after_forward=8; separate several by spaces"),
         Control(name="seq_len", label="Tokens per sequence", group=_FED, kind="number", least=128, most=1_048_576, default="4096"),
         Control(name="micro_batch", label="Sequences per GPU", group=_FED, kind="number", least=1, most=256, default="1"),
         Control(name="grad_accum", label="Micro-batches per step", group=_FED, kind="number", least=1, most=256, default="1"),

@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 #: What is asked beside the controls: what it is called, and its flag.
 ASKED = {
     "global_batch": ("Sequences of all GPUs per step", "--global-batch"), "objective": ("Best for", "--objective"),
-    "file": ("For a file", "--emit"),
+    "file": ("To run from", "--emit"),
 }  # fmt: skip
 _OBJECTIVES = tuple(one for one in OBJECTIVES if one != "cost")
 """Cost asks for plans on fewer GPUs, too: too long for a page that waits."""
@@ -39,9 +39,11 @@ def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
         _question(said),
         _target(said),
     )
+    if request.gpu is None:
+        raise SpecError("a plan must fit a GPU, and none is chosen; choose one among the controls")
     request = as_accelerate_has_it(request) if target == "accelerate" else request
     if (request.gpus or 1) > _MOST_GPUS:
-        raise SpecError(f"the page plans for up to {_MOST_GPUS:,} GPUs; ask `zeroplan plan` for more")
+        raise SpecError(f"{request.gpus:,} GPUs are more than the page plans for, {_MOST_GPUS:,}; run `zeroplan plan` instead")
     plan = ask(request, question, unsaid=unsaid_by(target))
     best = "" if plan.best is None else estimate_command(plan.best.layout.job, request)
     return {
@@ -55,12 +57,12 @@ def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
 def _question(said: Mapping[str, str]) -> Question:
     unknown = said.keys() - {control.name for control in controls()} - ASKED.keys()
     if unknown:
-        raise SpecError(f"there is no control {min(unknown)!r}")
+        raise SpecError(f"the page has no control {min(unknown)!r}")
     batch, objective = said.get("global_batch", "").strip(), said.get("objective", "").strip()
     for one in _OBJECTIVES:
         if objective in ("", one):
-            return Question(one, parse_count(batch, what="global batch", examples="1024") if batch else None)
-    raise SpecError(f"best for {objective!r} is none of {', '.join(_OBJECTIVES)}")
+            return Question(one, parse_count(batch, what=ASKED["global_batch"][0], examples="1024") if batch else None)
+    raise SpecError(f"{ASKED['objective'][0]} {objective!r} is not offered; choose one of {', '.join(_OBJECTIVES)}")
 
 
 def _target(said: Mapping[str, str]) -> Target | None:
@@ -69,7 +71,7 @@ def _target(said: Mapping[str, str]) -> Target | None:
         if text == target:
             return target
     if text:
-        raise SpecError(f"file {text!r} is none of {', '.join(TARGETS)}")
+        raise SpecError(f"{ASKED['file'][0]} {text!r} is not offered; choose one of {', '.join(TARGETS)}")
     return None
 
 

@@ -213,13 +213,19 @@ def _short(number: float) -> str:
     return "less than 0.01" if digits == "0.00" and number else digits.rstrip("0").rstrip(".")
 
 
-def verdict_sentence(answer: Estimate, unit: Unit | None = None) -> str:
-    """Whether the job fits, with how much room; where no GPU is named, how large a GPU it needs. Without a unit, in GB and GiB."""
+NAME_A_GPU = "Check: --gpu NAME."
+
+
+def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: str = NAME_A_GPU) -> str:
+    """Whether the job fits, with how much room; where no GPU is named, how large a GPU it needs, and ``name_a_gpu``.
+
+    Without a unit, in GB and GiB.
+    """
     size = format_size if unit is None else unit.size
     if answer.capacity_bytes is None:
         fits, least = size(answer.comfortable_bytes), size(answer.least_bytes)
         also = "" if fits == least else f", and tightly one of {least}"
-        return f"It fits a GPU of {fits}{also}. Check: --gpu NAME."
+        return f"It fits a GPU of {fits}{also}. {name_a_gpu}"
     gpu = answer.job.cluster.gpu
     name = "" if gpu is None else gpu.full_name
     capacity, room = size(answer.capacity_bytes), size(abs(answer.room_bytes or 0))

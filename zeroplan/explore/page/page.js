@@ -4,7 +4,9 @@
 const GB = 1e9, GIB = 2 ** 30, WAIT_MS = 60;
 const SVG = "http://www.w3.org/2000/svg";
 const of = (id) => document.getElementById(id);
-const state = { colours: {}, controls: [], asked: 0, timer: 0 };
+const state = { colours: {}, controls: [], asked: 0, timer: 0, settled: true, pushing: false };
+const GONE = "The zeroplan server does not answer. Start `zeroplan explore` again.";
+const BROKEN = "zeroplan itself failed on these settings. Please report it with the address of this page.";
 
 function node(name, attributes = {}, ...children) {
   const made = document.createElement(name);
@@ -27,15 +29,19 @@ function size(bytes) {
 const gb = (bytes) => (bytes / GB).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
 const gib = (bytes) => (bytes / GIB).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
 
+/** A message for this page: the flags of the command line by the names of their controls. A report has no controls, and keeps them. */
+const worded = (text) => text.replace(/(?<![\w-])--([a-z]+(?:-[a-z]+)*)/g, (flag, name) => labelled(name.replaceAll("-", "_")) || flag);
+const labelled = (name) => state.controls.filter((one) => one.name === name).map((one) => `\u201c${one.label}\u201d`)[0];
+
 // --- the controls -------------------------------------------------------------------------------------------------------------
 
 function fieldOf(control) {
   const id = `c-${control.name}`, field = node("div", { class: "field" });
-  field.append(node("label", { for: control.name === "stage" ? `${id}-0` : id }, control.label));
-  if (control.name === "stage") field.append(stagesField(control, id));
+  if (control.name === "stage") field.append(...stagesField(control, id));
   else if (control.kind === "choice") field.append(choiceField(control, id));
   else if (control.kind === "text") field.append(...textField(control, id));
   else field.append(...numberField(control, id));
+  if (control.name !== "stage") field.prepend(node("label", { for: id }, control.label));
   if (control.hint) {
     field.append(node("p", { class: "hint", id: `${id}-hint` }, control.hint));
     field.querySelector(`#${id}`).setAttribute("aria-describedby", `${id}-hint`);
@@ -44,12 +50,13 @@ function fieldOf(control) {
 }
 
 function stagesField(control, id) {
-  const group = node("div", { class: "stages", role: "radiogroup", "aria-label": control.label });
+  const name = node("p", { class: "name", id: `${id}-name` }, control.label); // no label: a click on it would choose a stage
+  const group = node("div", { class: "stages", role: "radiogroup", "aria-labelledby": `${id}-name` });
   for (const choice of control.choices) {
     const input = node("input", { type: "radio", name: control.name, value: choice, id: `${id}-${choice}` });
     group.append(node("span", {}, input, node("label", { for: `${id}-${choice}` }, choice)));
   }
-  return group;
+  return [name, group];
 }
 
 function choiceField(control, id) {
@@ -88,20 +95,42 @@ function build(told) {
   }
   of("controls").append(...groups.values());
   restore();
-  of("controls").addEventListener("input", () => { busy(true); clearTimeout(state.timer); state.timer = setTimeout(ask, WAIT_MS); });
+  of("controls").addEventListener("input", moved);
+  of("controls").addEventListener("change", () => { state.settled = true; });
   of("controls").addEventListener("submit", (event) => event.preventDefault());
   of("asked").addEventListener("submit", (event) => { event.preventDefault(); plan(); });
-  addEventListener("hashchange", () => { restore(); ask(); });
+  of("skip").addEventListener("click", (event) => { event.preventDefault(); of("answer").focus(); });
+  addEventListener("hashchange", () => { if (!namesAPlace()) { restore(); ask(addressed()); } });
 }
 
+/** Ask soon. The first move after a control was left begins a new entry of the browser's history, for Back to return from. */
+function moved() {
+  busy(true);
+  if (state.settled) Object.assign(state, { settled: false, pushing: true });
+  clearTimeout(state.timer);
+  state.timer = setTimeout(ask, WAIT_MS);
+}
+
+/** Whether the address names a part of the page, as `#answer` does, and no job. */
+const namesAPlace = () => location.hash.length > 1 && !location.hash.includes("=");
+const inAddress = () => new URLSearchParams(namesAPlace() ? "" : location.hash.slice(1));
+
+/** Set the controls to the job of the address. */
 function restore() {
-  const said = new URLSearchParams(location.hash.slice(1));
+  const said = inAddress();
   for (const control of state.controls) {
     const value = said.has(control.name) ? said.get(control.name) : said.size && control.default && control.choices.includes("") ? "" : control.default;
     const found = of("controls").elements[control.name];
     found.value = value;
     if (control.kind === "number") place(control, found, of(`c-${control.name}-slide`));
   }
+}
+
+/** The job of the controls, and what the address says that no control can show: the server says what is wrong with that. */
+function addressed() {
+  const values = said();
+  for (const [name, value] of inAddress()) if (value.trim()) values.set(name, value.trim());
+  return values;
 }
 
 function said() {
@@ -117,56 +146,77 @@ function said() {
 
 const busy = (asking) => of("answer").setAttribute("aria-busy", String(asking));
 
-async function ask() {
-  busy(true);
-  const mine = ++state.asked, query = said();
-  history.replaceState(null, "", `#${query}`);
-  of("layouts").classList.toggle("stale", state.planned !== undefined && state.planned !== described(query));
-  let response, told;
+/** The server's answer, or `error`: one line that says why there is none. */
+async function fetched(path) {
+  let response;
   try {
-    response = await fetch(`/api/answer?${query}`);
-    told = await response.json();
+    response = await fetch(path);
   } catch {
-    response = null;
+    return { error: GONE };
   }
+  try {
+    const told = await response.json();
+    return response.ok ? told : { error: told.error || BROKEN };
+  } catch {
+    return { error: BROKEN };
+  }
+}
+
+async function ask(query = said()) {
+  busy(true);
+  const mine = ++state.asked;
+  remember(query);
+  of("layouts").classList.toggle("stale", state.planned !== undefined && state.planned !== described(query));
+  const told = await fetched(`/api/answer?${query}`);
   if (mine !== state.asked) return;
-  if (response === null) refuse("zeroplan does not answer any more; start `zeroplan explore` again");
-  else if (!response.ok) refuse(told.error || "these controls do not go together");
+  if (told.error) refuse(told.error);
   else { show(told); if (told.estimate.fits === false) changes(query, mine); }
 }
 
+/** Keep the job in the address: in a new entry of the history where a move began, so that Back undoes it. */
+function remember(query) {
+  const address = `#${query}`;
+  if (state.pushing && address !== location.hash) history.pushState(null, "", address);
+  else history.replaceState(null, "", address);
+  state.pushing = false;
+}
+
 async function changes(query, mine) {
-  const response = await fetch(`/api/changes?${query}`);
-  const told = await response.json();
-  if (mine !== state.asked || !response.ok) return;
-  showChanges(told.changes);
+  const told = await fetched(`/api/changes?${query}`);
+  if (mine === state.asked && !told.error) showChanges(told.changes);
 }
 
 const described = (query) => state.describe.map((name) => query.get(name) || "").join(" ");
 
 async function plan() {
+  if (searching()) return;
   const query = said(), job = described(query);
   if (of("p-batch").value.trim()) query.set("global_batch", of("p-batch").value.trim());
   query.set("objective", of("p-objective").value);
   if (of("p-file").value) query.set("file", of("p-file").value);
-  of("p-find").disabled = true;
+  searching(true);
   of("plan-said").textContent = "Searching…";
-  let response = null, told = {};
-  try {
-    response = await fetch(`/api/plan?${query}`);
-    told = await response.json();
-  } catch {
-    told = { error: "zeroplan does not answer any more; start `zeroplan explore` again" };
-  }
-  of("p-find").disabled = false;
-  if (response && response.ok) { state.planned = job; of("layouts").classList.remove("stale"); showPlan(told); }
-  else { clearPlan(); of("plan-said").textContent = told.error || "these controls do not go together"; }
+  const told = await fetched(`/api/plan?${query}`);
+  searching(false);
+  if (told.error) { clearPlan(); of("plan-said").textContent = worded(told.error); }
+  else { state.planned = job; of("layouts").classList.remove("stale"); showPlan(told); }
 }
 
+/** Whether a search goes on; the button only says so, since one that is disabled loses the focus. */
+function searching(now) {
+  if (now !== undefined) of("p-find").setAttribute("aria-disabled", String(now));
+  return of("p-find").getAttribute("aria-disabled") === "true";
+}
+
+/** Say why there is no answer, and that what still stands here is the last one. */
 function refuse(why) {
-  of("error").textContent = why;
+  of("error").textContent = worded(why);
   of("error").hidden = false;
   of("answer").classList.add("stale");
+  of("headline").textContent = state.told ? `Last answer: ${state.told.headline}` : "";
+  judge("short", "no answer", false);
+  judge("verdict", "These figures are from before the error.", null);
+  showChanges([]);
   busy(false);
 }
 
@@ -175,9 +225,11 @@ function refuse(why) {
 function show(told) {
   state.told = told;
   of("error").hidden = true;
-  of("answer").classList.remove("stale");
+  of("answer").classList.remove("stale", "empty");
   of("headline").textContent = told.headline;
-  figures(told);
+  figures(told.estimate, told.speed);
+  judge("short", `${gb(told.estimate.peak.allocated_bytes)} GB${told.estimate.fits === null ? "" : `, ${told.estimate.verdict}`}`, told.estimate.fits);
+  judge("verdict", told.verdict, told.estimate.fits);
   showChanges([]);
   stages(told.stages, told.estimate.job.recipe.zero_stage);
   timeline(told.timeline);
@@ -185,12 +237,11 @@ function show(told) {
   sent(told.estimate.communication);
   files(told.configurations);
   of("command").textContent = told.command;
-  of("notes").replaceChildren(...told.estimate.notes.map((note) => node("li", {}, note)));
+  of("notes").replaceChildren(...told.estimate.notes.map((note) => node("li", {}, worded(note))));
   busy(false);
 }
 
-function figures(told) {
-  const { estimate } = told;
+function figures(estimate, speed) {
   const rows = [
     ["Peak allocated", size(estimate.peak.allocated_bytes), "peak"],
     ["at this moment", estimate.peak.moment, "moment"],
@@ -198,11 +249,19 @@ function figures(told) {
     ["Reserved, as expected", size(estimate.reserved.expected_bytes), "reserved"],
   ];
   if (estimate.host_bytes) rows.push(["Host memory per rank", size(estimate.host_bytes), "host"]);
+  const fitted = estimate.fits === false ? ", if it fitted" : "";
+  if (speed.refusal) rows.push(["Speed", worded(speed.refusal), "speed"]);
+  else rows.push([`Training speed${fitted}`, perGpu(speed), "speed"], [`Time of a step${fitted}`, perStep(speed), "step"]);
   of("figures").replaceChildren(...rows.map(([what, value, id]) => node("div", {}, node("dt", {}, what), node("dd", { id: `figure-${id}` }, id === "peak" ? node("strong", {}, value) : value))));
-  of("short").textContent = `${gb(estimate.peak.allocated_bytes)} GB${estimate.fits === null ? "" : `, ${estimate.verdict}`}`;
-  of("short").className = estimate.fits === true ? "fits" : estimate.fits === false ? "not" : "";
-  of("verdict").textContent = told.verdict;
-  of("verdict").className = estimate.fits === true ? "fits" : estimate.fits === false ? "not" : "";
+}
+
+const perStep = (speed) => `${speed.step_s.toPrecision(3)} s`;
+const perGpu = (speed) => `${Math.round(speed.tokens_per_s_per_gpu).toLocaleString("en")} tokens/s per GPU`;
+
+/** Say something in the colour of a verdict: it fits, it does not, or nobody knows. */
+function judge(id, words, fits) {
+  of(id).textContent = words;
+  of(id).className = fits === true ? "fits" : fits === false ? "not" : "";
 }
 
 function showChanges(found) {
@@ -230,7 +289,7 @@ function showPlan(told) {
 function layout(one, best) {
   const load = node("button", { type: "button", "aria-label": `Load into the controls: ${one.layout}` }, "Load");
   load.addEventListener("click", () => { location.hash = new URLSearchParams(one.said); of("answer").focus(); });
-  const figures = `${size(one.least_bytes)} needed, ${Math.round(one.tokens_per_s_per_gpu).toLocaleString("en")} tokens/s per GPU, ${one.step_s.toPrecision(3)} s per step`;
+  const figures = `${size(one.least_bytes)} needed, ${perGpu(one)}, ${perStep(one)} per step`;
   const loaded = one.said ? [load] : []; // what has a flag without a control cannot be shown here
   return node("li", { class: best ? "best" : "" }, node("p", {}, node("strong", {}, best), one.layout), node("p", { class: "figures" }, figures), node("p", { class: "note" }, one.why), ...loaded);
 }
@@ -240,7 +299,7 @@ function layout(one, best) {
 const TARGETS = { deepspeed: "DeepSpeed", accelerate: "Accelerate", fsdp2: "FSDP2 script", torchtitan: "torchtitan", megatron: "Megatron" };
 
 function files(found) {
-  of("files").replaceChildren(...found.map((one) => node("div", {}, node("h3", {}, TARGETS[one.target] || one.target), ...(one.refusal ? [node("p", { class: "note" }, one.refusal)] : handedOut(one)))));
+  of("files").replaceChildren(...found.map((one) => node("div", {}, node("h3", {}, TARGETS[one.target] || one.target), ...(one.refusal ? [node("p", { class: "note" }, worded(one.refusal))] : handedOut(one)))));
 }
 
 function handedOut(one) {
@@ -249,7 +308,7 @@ function handedOut(one) {
     button.addEventListener("click", () => download(file));
     return button;
   });
-  return [node("p", {}, ...buttons), node("p", {}, node("code", {}, one.launch)), node("ul", { class: "note" }, ...one.notes.map((note) => node("li", {}, note)))];
+  return [node("p", {}, ...buttons), node("p", {}, node("code", {}, one.launch)), node("ul", { class: "note" }, ...one.notes.map((note) => node("li", {}, worded(note))))];
 }
 
 function download(file) {
@@ -258,8 +317,11 @@ function download(file) {
   setTimeout(() => URL.revokeObjectURL(address), 1000);
 }
 
-function legend(kinds) {
-  of("legend").replaceChildren(...kinds.map((kind) => node("li", {}, swatch(kind), kind)));
+/** The colours of what a chart's stacks consist of. */
+function legend(id, stacks) {
+  const drawnKinds = new Set(stacks.flatMap((one) => one.parts.map((part) => part.what)));
+  const kinds = Object.keys(state.colours).filter((kind) => drawnKinds.has(kind));
+  of(id).replaceChildren(...kinds.map((kind) => node("li", {}, swatch(kind), kind)));
 }
 
 function swatch(kind) {
@@ -299,7 +361,7 @@ function stages(series, own) {
     svg.append(drawn("text", { x: width - 10, y: line - 5, "text-anchor": "end", class: "limit-text" }, `the GPU has ${gb(series.capacity_bytes)} GB`));
   }
   of("stages").replaceChildren(svg);
-  legend(Object.keys(state.colours).filter((kind) => series.columns.some((one) => one.parts.some((part) => part.what === kind))));
+  legend("stages-legend", series.columns);
 }
 
 function column(svg, one, engine, { x, wide, room }, y, floor, chosen) {
@@ -341,6 +403,7 @@ function timeline(series) {
   svg.append(drawn("path", { d: `M ${x} ${y(peak.total_bytes) - 4} l -5 -9 h 10 z`, class: "mark" }));
   phases(series.instants, (at) => left + room * at, svg, height - bottom);
   of("timeline").replaceChildren(svg);
+  legend("timeline-legend", series.instants);
   of("timeline-note").textContent = `Highest: ${peak.name}. One column for each named moment; point at one for its name.${series.caption.lines.slice(2).map((line) => ` ${line}.`).join("")}`;
 }
 
@@ -418,7 +481,14 @@ async function begin() {
     showChanges(found);
     return;
   }
-  build(await (await fetch("/api/controls")).json());
-  await ask();
+  const found = await fetched("/api/controls");
+  if (found.error) { refuse(found.error); return; }
+  build(found);
+  await ask(addressed());
 }
+
+/** How high the head of the page is, below which the controls stay and to which a jump leads. */
+const measured = () => document.documentElement.style.setProperty("--head", `${document.querySelector("header").offsetHeight}px`);
+new ResizeObserver(measured).observe(document.querySelector("header"));
+
 begin();
