@@ -22,6 +22,7 @@ DENSE_BF16 = {
     "l4-24gb": 121e12,
     "l40s-48gb": 362.05e12,
     "h100-sxm-80gb": 989.4e12,
+    "h100-sxm-96gb": 989.4e12,
     "h100-pcie-80gb": 756e12,
     "h200-sxm-141gb": 989.4e12,
     "b200-180gb": 2250e12,
@@ -172,6 +173,7 @@ def test_aliases_are_normal_unique_and_no_entrys_name() -> None:
         ("MI250X", "mi250x-gcd-64gb"),
         ("RTX 3090 Ti", "rtx-3090-ti-24gb"),
         ("NVIDIA H100 80GB HBM3", "h100-sxm-80gb"),
+        ("NVIDIA H100", "h100-sxm-96gb"),  # as torch names the one of 95 GiB
         ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090-24gb"),
         ("AMD Instinct MI300X", "mi300x-192gb"),
@@ -211,7 +213,7 @@ def test_a_short_name_reads_the_entries_that_begin_with_it_only(monkeypatch: pyt
     monkeypatch.setattr(catalogue, "read_toml", lambda file, what: (read.append(file.name), real(file, what=what))[1])
     catalogue._shipped.cache_clear()
     gpu("h100")
-    assert set(read) <= {"h100-nvl-94gb.toml", "h100-pcie-80gb.toml", "h100-sxm-80gb.toml"}
+    assert set(read) <= {"h100-nvl-94gb.toml", "h100-pcie-80gb.toml", "h100-sxm-80gb.toml", "h100-sxm-96gb.toml"}
 
 
 @pytest.mark.parametrize("name", gpu_names())

@@ -13,7 +13,10 @@ from zeroplan.synonyms import _ELSEWHERE, _OURS
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (("--batch-size", "4"), "--batch-size; here it is --micro-batch: Sequences per GPU"),
+        (
+            ("--batch-size", "4"),
+            "--batch-size; here it is --micro-batch: Sequences in one forward pass of a data-parallel rank",
+        ),
         (("--gradient_checkpointing",), "here it is --recompute full: "),
         (
             ("--recompute",),

@@ -228,7 +228,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not():
         (Fixed(global_batch_size=64, micro_batch_size=2, grad_accum_steps=2), "leave one out"),
         (Fixed(engine="ddp", offload_optimizer="cpu"), "no engine offers"),
         (Fixed(global_batch_size=64, engine="megatron", loss="chunked"), "with loss 'chunked' is not modelled"),
-        (Fixed(global_batch_size=8 * 10**9), "sequences per GPU"),
+        (Fixed(global_batch_size=8 * 10**9), "sequences per data-parallel rank is beyond"),
         (Fixed(micro_batch_size=10**9), "tokens on a GPU at once"),
     ],
 )

@@ -88,7 +88,8 @@ FLAGS = (
     _Flag("sync_every_micro_batch", "", "Reduce gradients after every micro-batch (default), or with "
           "--no-sync-every-micro-batch after the last one only (no_sync).", _SWITCHES, switch=True),
     _Flag("seq_len", "TOKENS", "Tokens per sequence. (default: 4096, or the model's longest)", _BATCH, number=True),
-    _Flag("micro_batch", "N", "Sequences per GPU in one forward pass. (default: 1)", _BATCH, number=True),
+    _Flag("micro_batch", "N", "Sequences in one forward pass of a data-parallel rank: a GPU, or those that split a model or a "
+          "sequence. (default: 1)", _BATCH, number=True),
     _Flag("grad_accum", "N", "Micro-batches per optimizer step. (default: 1)", _BATCH, number=True),
 )  # fmt: skip
 

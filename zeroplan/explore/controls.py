@@ -63,7 +63,7 @@ def controls() -> tuple[Control, ...]:
         Control(name="set", label="Options of the engine", group=_HOW, kind="text",
                 hint="for example fsdp2.reshard_after_forward=8; separate several by spaces"),
         Control(name="seq_len", label="Tokens per sequence", group=_FED, kind="number", least=128, most=1_048_576, default="4096"),
-        Control(name="micro_batch", label="Sequences per GPU", group=_FED, kind="number", least=1, most=256, default="1"),
+        Control(name="micro_batch", label="Sequences per micro-batch", group=_FED, kind="number", least=1, most=256, default="1"),
         Control(name="grad_accum", label="Micro-batches per step", group=_FED, kind="number", least=1, most=256, default="1"),
         *(Control(name=f"{what}_parallel", label=f"{what.capitalize()} parallelism", group=_SPLIT, kind="number", least=1, most=64,
                   default="1") for what in ("tensor", "context", "pipeline", "expert")),

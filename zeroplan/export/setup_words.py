@@ -314,7 +314,7 @@ _TRAINER: dict[str, _Said] = {
 
 def _titan_recomputes(_: _Words, value: _Value) -> list[str]:
     if value == "selective":
-        return ['in the training script: all matrix products kept; its own mode "selective" computes every second one again']
+        return ['activation_checkpoint.mode = "selective"', 'activation_checkpoint.selective_ac_option = "op"']
     return [f'activation_checkpoint.mode = "{value}"']
 
 

@@ -40,6 +40,8 @@ SCHEDULES = {
     "interleaved-zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble",
 }  # fmt: skip
 
+#: Classes of 0.3 (distributed/activation_checkpoint.py).
+_POLICIES: dict[str, str] = {"full": "FullAC", "selective": "SelectiveAC"}
 _Value = str | int | bool
 
 
@@ -48,7 +50,6 @@ def missing(recipe: RecipeSpec) -> str:
     sharded = recipe.engine == "fsdp2"
     for unsaid, said in (
         (not sharded and not (recipe.engine == "ddp" and recipe.zero_stage == 0), "torchtitan runs FSDP2, or DDP without ZeRO"),
-        (recipe.recompute == "selective", "torchtitan's selective recomputation multiplies every second matrix again"),
         (
             recipe.recompute_layers is not None,
             "torchtitan recomputes all blocks, or every second or third one, not the first ones",
@@ -132,7 +133,10 @@ def torchtitan_toml(job: JobSpec) -> str:
     flavor, tables = _flavor(job), _tables(job)
     tables["optimizer"] = {"name": "AdamW", **tables["optimizer"]}
     model: dict[str, _Value] = {"name": flavor.module, "flavor": flavor.flavor}
-    whole: dict[str, dict[str, _Value]] = {"model": model, **tables, "activation_checkpoint": {"mode": job.recipe.recompute}}
+    again: dict[str, _Value] = {"mode": job.recipe.recompute}
+    if job.recipe.recompute == "selective":
+        again["selective_ac_option"] = "op"
+    whole: dict[str, dict[str, _Value]] = {"model": model, **tables, "activation_checkpoint": again}
     return "\n".join(_toml(whole)) + "\n"
 
 
@@ -165,12 +169,12 @@ def torchtitan_function(job: JobSpec, launch: str) -> str:
     flavor, tables = _flavor(job), _tables(job)
     tables["training"]["disable_cuda_graphs"] = True
     lines = [f"config.{name}.{key} = {_python(value)}" for name, table in tables.items() for key, value in table.items()]
-    full = job.recipe.recompute == "full"
-    lines.append(f"config.activation_checkpoint = {'FullAC.Config()' if full else None}")
+    policy = _POLICIES.get(job.recipe.recompute)
+    lines.append(f"config.activation_checkpoint = {policy + '.Config()' if policy else None}")
     if job.recipe.loss == "full":
         lines.append("config.loss = config.loss.loss_fn")
     imports = [
-        *(["from torchtitan.distributed.activation_checkpoint import FullAC"] if full else []),
+        *([f"from torchtitan.distributed.activation_checkpoint import {policy}"] if policy else []),
         f"from torchtitan.models.{flavor.module}.config_registry import {flavor.function}",
     ]
     return _SCRIPT.format(

@@ -226,6 +226,6 @@ def _extreme(base: JobSpec, fixed: Fixed, question: Question, unsaid: Unsaid | N
         largest = largest_batch(base, fixed, unsaid)
         if not largest:
             return base, replace(fixed, micro_batch_size=1), ("not even one sequence fits",)
-        said = f"the largest micro-batch that fits: {largest:,} sequences per GPU"
+        said = f"the largest micro-batch that fits: {largest:,} sequences per data-parallel rank"
         return base, replace(fixed, micro_batch_size=largest), (said,)
     return base, fixed, ()

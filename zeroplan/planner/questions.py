@@ -1,4 +1,4 @@
-"""What is the smallest or largest number with which something fits: GPUs, sequence length, sequences per GPU, parameters?"""
+"""What is the smallest or largest number with which something fits: GPUs, tokens and sequences at once, parameters?"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -152,7 +152,7 @@ def longest_sequence(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) 
 
 
 def largest_batch(base: JobSpec, fixed: Fixed, unsaid: Unsaid | None = None) -> int:
-    """The most sequences per GPU at once with which some layout fits; 0 where none does."""
+    """The most sequences per data-parallel rank at once with which some layout fits; 0 where none does."""
     most = max(1, min(_MOST_SEQUENCES, MOST_TOKENS // base.batch.seq_len))
     sizes = np.unique(np.geomspace(1, most, 64).astype(np.int64))
     coarse = _most(base, fixed, sizes, tokens=False, unsaid=unsaid)

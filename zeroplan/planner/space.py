@@ -46,7 +46,7 @@ _IMPLEMENTATIONS: tuple[OptimizerImpl, ...] = ("foreach", "fused")
 #: Micro-batches that are tried where no global batch is asked for.
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 
-#: More tokens than any GPU holds at once, and more sequences per GPU than any step has.
+#: More tokens than any GPU holds at once, and more sequences than any step has.
 MOST_TOKENS, _MOST_OF_A_GPU = 1 << 24, 1 << 19
 
 
@@ -395,7 +395,9 @@ def check_batch(base: JobSpec, fixed: Fixed, splits: Sequence[Degrees]) -> None:
             f"{tokens:,} tokens on a GPU at once are more than the {MOST_TOKENS:,} that a plan goes up to; use fewer"
         )
     if (fixed.global_batch_size or 1) // ranks > _MOST_OF_A_GPU or (fixed.grad_accum_steps or 1) > _MOST_OF_A_GPU:
-        raise SpecError(f"a step of more than {_MOST_OF_A_GPU:,} sequences per GPU is beyond what a plan goes up to; use fewer")
+        raise SpecError(
+            f"a step of more than {_MOST_OF_A_GPU:,} sequences per data-parallel rank is beyond what a plan goes up to; use fewer"
+        )
     total = fixed.global_batch_size
     if total is not None and not any(is_cut_evenly(total, base.mesh.world_size, one, fixed) for one in splits):
         raise NoLayoutError(_how_uneven(base.mesh.world_size, min(splits, key=_model_ranks), fixed, total))

@@ -12,7 +12,7 @@ class Batch(Protocol):
 
     @property
     def micro_batch_size(self) -> Int:
-        """Sequences per GPU in one forward pass."""
+        """Sequences in one forward pass of a data-parallel rank: a GPU, or those that split a model or a sequence."""
         ...
 
     @property

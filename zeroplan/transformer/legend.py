@@ -8,7 +8,7 @@ from zeroplan.transformer.families.widths import symbols, widths
 
 #: Symbol to meaning, in the order a report prints them.
 SYMBOLS: dict[str, str] = {
-    "b": "micro-batch: sequences per GPU in one forward pass",
+    "b": "micro-batch: sequences in one forward pass of a data-parallel rank",
     "s": "tokens per sequence",
     "T": "tokens in one forward pass, b·s",
     "h": "hidden width",

@@ -204,7 +204,8 @@ def test_a_deepspeed_configuration(read: Callable[..., Resolved]):
         (TRAINER | {"per_device_train_batch_size": "two"}, {}, "per_device_train_batch_size='two' is not a whole number"),
         (TRAINER | {"deepspeed": "nowhere.json"}, {}, "does not exist"),
         (TRAINER | {"max_length": 512, "block_size": 1024}, {}, "max_length=512 and block_size=1024"),
-        (TITAN.replace('"full"', '"selective"'), {"gpus": 8, "model": None}, "every second matrix multiplication|block"),
+        (TITAN.replace('"full"', '"selective"'), {"gpus": 8, "model": None}, "selective by block, every 2 of them again"),
+        (TITAN.replace('[activation_checkpoint]\nmode = "full"\n', ""), {"gpus": 8, "model": None}, "is left out, which"),
         (TITAN.replace("= 64", "= 66"), {"gpus": 16, "model": None}, "global_batch_size=66 is not 2 sequences x 16"),
         (TITAN + "[compile]\nenable = true\n", {"gpus": 8}, "torch.compile is not modelled"),
         (TITAN + "[parallelism]\n", {"gpus": 8}, "TOML|YAML"),
@@ -220,8 +221,23 @@ def test_what_is_not_modelled_is_answered_where_a_flag_says_how(read: Callable[.
     one = read(FSDP.replace("fsdp_version: 2", "fsdp_version: 1"), engine="fsdp2")
     assert (one.job.recipe.engine, one.job.recipe.zero_stage) == ("fsdp2", 3)
     assert any("FSDP1 is not modelled: --engine fsdp2 is answered instead" in note for note in one.notes)
-    kept = read(TITAN.replace('"full"', '"selective"'), model=None, gpus=8, recompute="selective")
-    assert any("--recompute selective is answered instead" in note for note in kept.notes)
+    kept = read(TITAN.replace('"full"', '"selective"'), model=None, gpus=8, recompute="none")
+    assert any("--recompute none is answered instead" in note for note in kept.notes)
+
+
+def test_torchtitans_selection_by_operator_is_selective(read: Callable[..., Resolved]):
+    """In 0.2 by its option, in 0.3 by the policy's fields: attention and every second product are kept, as here."""
+    by_operator = read(TITAN.replace('mode = "full"', 'mode = "selective"\nselective_ac_option = "op"'), model=None, gpus=8)
+    assert by_operator.job.recipe.recompute == "selective"
+    assert any("products with biases and of experts" in note for note in by_operator.notes)
+    saved = {
+        "preserve_rng_state": True,
+        "determinism_check": "default",
+        "force_recompute_mm_shapes_by_fqns": ["moe.router.gate"],
+    }
+    of_0_3 = {"model_spec": {"name": "llama3", "flavor": "8B"}, "training": {"seq_len": 4096, "local_batch_size": 2},
+              "parallelism": {"data_parallel_shard_degree": 8}, "activation_checkpoint": saved}  # fmt: skip
+    assert read(of_0_3, model=None).job.recipe.recompute == "selective"
 
 
 def test_torchtitans_degrees_are_the_jobs(read: Callable[..., Resolved]):
@@ -265,7 +281,7 @@ def test_every_key_of_torchtitans_own_classes_is_known(read: Callable[..., Resol
     data = {name: dict.fromkeys(keys) if keys else None for name, keys in tables.items()}
     if version == "0.2.2":
         data["activation_checkpoint"]["mode"] = "full"
-    notes = read(data, gpus=8, recompute="full").notes
+    notes = read(data, gpus=8).notes
     assert not [note for note in notes if "not known" in note]
 
 

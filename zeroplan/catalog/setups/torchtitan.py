@@ -18,6 +18,12 @@ _MODELS = {
     ("gpt_oss", "120b"): "gpt-oss-120b",
 }  # fmt: skip
 _GRAPHS = "CUDA graphs, which torchtitan captures unless training.disable_cuda_graphs is true, hold memory that is not counted"
+#: ``selective_ac_option`` where it is left out (0.2, config/job_config.py).
+_DEFAULT_OPTION = "2"
+_MORE_IS_KEPT = (
+    "torchtitan's selective recomputation is --recompute selective; what 0.3 also keeps of products with biases and of experts is "
+    "not counted"
+)
 _OWN_MODULES = "torchtitan's own modules are counted as transformers' are, which save a little more or less"
 
 #: Tables that change no memory of a training step.
@@ -187,11 +193,13 @@ def _recomputation(reading: _Reading) -> None:
         reading.tell("recompute", f"{key}.mode", mode)
     elif mode == "selective" and str(option) == "1":
         reading.tell("recompute", f"{key}.selective_ac_option", "full")
+    elif mode == "selective" and (option == "op" or _is_of_0_3(table)):
+        reading.tell("recompute", f"{key}.selective_ac_option", "selective", note=_MORE_IS_KEPT)
     elif mode == "selective":
-        what = "every second matrix multiplication again" if option in ("op", None) else f"every {option}th block"
+        which = f"{key} is left out, which to torchtitan is selective" if not table.data else f"{key} is selective"
         reading.asks["recompute"] = (
-            f"{key} is selective, which computes {what}, and that is not modelled; say --recompute selective, which keeps all "
-            "multiplications and so takes more, full or none"
+            f"{which} by block, every {option or _DEFAULT_OPTION} of them again, and that is not modelled; say --recompute none, "
+            "which keeps all and so takes more, or full"
         )
     elif mode == "memory_budget":
         raise table.refused("memory_budget", "use mode none or full")
@@ -199,8 +207,13 @@ def _recomputation(reading: _Reading) -> None:
         raise table.wrong("mode", "none, full or selective")
 
 
+def _is_of_0_3(table: Table) -> bool:
+    """Whether a saved configuration has the policy by operator that 0.3 knows alone; 0.2 says a mode, or leaves the table out."""
+    return bool(table.data) and "mode" not in table.data and "selective_ac_option" not in table.data
+
+
 def _mode_of(table: Table) -> str:
-    """Which policy a saved configuration of 0.3 is of, by its fields; selective is the default."""
+    """Which policy a saved configuration of 0.3 is of, by its fields; selective is the default of both."""
     if "memory_budget" in table.data:
         return "memory_budget"
     if not table.data or {"force_recompute_mm_shapes_by_fqns", "selective_ac_option"} & table.data.keys():
