@@ -54,7 +54,8 @@ def test_it_listens_on_the_loopback_alone_and_leaves_nothing_behind(served: int,
     paths = ("/", "/api/controls", f"/api/answer?{job}", f"/api/changes?{job}", f"/api/plan?{job}")
     assert {path: status_of(served, path) for path in paths} == dict.fromkeys(paths, 200)
     assert status_of(served, "/", {"X-Long": "x" * 10_000}) == 431
-    assert status_of(served, "/", {"X-Long": "x" * 4_000_000}) in {431, CUT_OFF}
+    # The HTTP parser refuses it before we see it: the client reads that answer, or fails to write the rest.
+    assert status_of(served, "/", {"X-Long": "x" * 4_000_000}) in {400, 431, CUT_OFF}
     assert list(tmp_path.iterdir()) == []
     listening = explore._listening(0)
     assert listening.getsockname()[0] == "127.0.0.1"
