@@ -15,7 +15,7 @@ from tests.drawn_profiles import profile
 from tests.profiles import by_hand
 from zeroplan import BatchSpec, ClusterSpec, DdpOptions, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec
 from zeroplan.catalog.gpu import gpu, gpu_names
-from zeroplan.engines.optimizers import IMPLEMENTATIONS
+from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
 from zeroplan.errors import SpecError
 from zeroplan.spec import megatron
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, GROUPS, AdapterSpec
@@ -177,7 +177,7 @@ def recipe(draw: Random, engines: Sequence[str] = ENGINES, *, manner: str = "who
     said |= _optimizer(draw, engine, manner)
     _only_what_goes(said, {*manner.split()})
     if engine == "ddp":
-        said["ddp"] = DdpOptions(gradient_as_bucket_view=draw.choice((False, True)))
+        said["ddp"] = _ddp(draw)
     if engine == "fsdp2":
         said["fsdp2"] = _fsdp2(draw, said, manner)
     if engine == "deepspeed":
@@ -187,6 +187,14 @@ def recipe(draw: Random, engines: Sequence[str] = ENGINES, *, manner: str = "who
     if engine == "paper":
         said |= _paper(draw)
     return RecipeSpec(**said)
+
+
+def _ddp(draw: Random) -> DdpOptions:
+    return DdpOptions(
+        gradient_as_bucket_view=draw.choice((False, True)), bucket_cap_mb=_mostly(draw, None, 1, 100),
+        find_unused_parameters=_mostly(draw, False, True), static_graph=_mostly(draw, False, True),
+        wrap_one_rank=draw.choice((False, True)),
+    )  # fmt: skip
 
 
 def _free(draw: Random) -> dict[str, Any]:
@@ -226,8 +234,11 @@ def _optimizer(draw: Random, engine: str, manner: str) -> dict[str, Any]:
     if engine == "megatron":
         return {"optimizer": draw.choice(ADAM), "optimizer_impl": draw.choice((None, "fused"))}
     offered = _DEEPSPEED_OPTIMIZERS if engine == "deepspeed" else tuple(sorted(IMPLEMENTATIONS))
+    if engine == "fsdp2":
+        offered = tuple(name for name in offered if (name, IMPLEMENTATIONS[name][0]) not in RAISES_ON_DTENSORS)
     optimizer = draw.choice(("adamw", draw.choice(_SPLIT_OPTIMIZERS if "tp" in manner.split() else offered)))
-    return {"optimizer": optimizer, "optimizer_impl": draw.choice((None, *IMPLEMENTATIONS[optimizer]))}
+    steps = [one for one in IMPLEMENTATIONS[optimizer] if engine != "fsdp2" or (optimizer, one) not in RAISES_ON_DTENSORS]
+    return {"optimizer": optimizer, "optimizer_impl": draw.choice((None, *steps))}
 
 
 def _only_what_goes(said: dict[str, Any], manner: set[str]) -> None:

@@ -24,7 +24,7 @@ class Kept(NamedTuple):
 _ASKED: dict[str, tuple[str, ...]] = {
     "--model llama-3.1-8b --gpus 8 --stage 3": (
         "--recompute-layers 12 --recompute full", "--loss chunked", "--loss fused", "--attention eager", "--attention flash",
-        "--keep-logits fp32", "--optimizer adafactor", "--optimizer lion", "--optimizer muon", "--optimizer adamw-8bit",
+        "--keep-logits fp32", "--optimizer lion", "--optimizer muon",
         "--optimizer sgd", "--optimizer sgd-momentum", "--optimizer rmsprop", "--optimizer adagrad", "--optimizer-impl fused",
         "--offload-optimizer cpu --offload-param cpu", "--grad-accum 3", "--recompute full --offload-activations true",
         "--precision fp16-mixed", "--precision fp32 --attention eager", "--gpu h100 --replicas 2", "--lora-rank 16",
@@ -33,7 +33,8 @@ _ASKED: dict[str, tuple[str, ...]] = {
         "--freeze embedding", "--freeze-layers 10", "--gpu rtx-4090 --micro-batch 2 --seq-len 1000",
     ),
     "--model llama-3.1-8b --gpus 8 --engine ddp --stage 1": (
-        "--optimizer adam --grad-accum 2", "--recompute full --recompute-layers 7", "--loss fused", "--optimizer-impl forloop",
+        "--optimizer adam --grad-accum 2", "--optimizer adafactor", "--optimizer adamw-8bit", "--stage 0 --optimizer adafactor",
+        "--recompute full --recompute-layers 7", "--loss fused", "--optimizer-impl forloop",
         "--lora-rank 16 --stage 0", "--lora-rank 8 --quantize nf4 --stage 0", "--precision bf16", "--keep-logits yes",
     ),
     "--model qwen2.5-7b --gpus 16 --engine deepspeed --stage 3": (

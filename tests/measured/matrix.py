@@ -3,8 +3,9 @@
 Every job of the sample is simulated (real engine, fake tensors) in a process of its own and leaves one line. Jobs that have a
 line are skipped, so it may be stopped at any time and goes on where it was. ``--sample`` names another sample: ``fresh`` has
 jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for and that the
-pages draw, ``options`` those with fine-tuning, offload and ZeRO++. ``--table`` prints
-how far the estimate is off. At the end the validation page is written anew (:mod:`tests.measured.page`).
+pages draw, ``options`` those with fine-tuning, offload and ZeRO++, ``options_torch`` those over the options of DDP and FSDP2,
+every optimizer and few ranks. ``--table`` prints how far the estimate is off. At the end the validation page is written anew
+(:mod:`tests.measured.page`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from tests.measured import options, peers, stored
+from tests.measured import options, options_torch, peers, stored
 from tests.measured.drawn import FRESH_SEED, drawn
+from zeroplan import estimate
+from zeroplan.ledger import Phase
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -52,7 +55,8 @@ def main() -> None:
     page.write()
 
 
-_PATHS = {"matrix": stored.RECORDS, "fresh": stored.FRESH, "peers": stored.PEERS, "options": stored.OPTIONS}
+_PATHS = {"matrix": stored.RECORDS, "fresh": stored.FRESH, "peers": stored.PEERS, "options": stored.OPTIONS,
+          "options_torch": stored.OPTIONS_TORCH}  # fmt: skip
 
 
 def _jobs(asked: argparse.Namespace) -> list[JobSpec]:
@@ -63,6 +67,8 @@ def _jobs(asked: argparse.Namespace) -> list[JobSpec]:
             return peers.jobs()
         case "options":
             return options.drawn(asked.cases or 110)
+        case "options_torch":
+            return options_torch.drawn(asked.cases or 90)
     return drawn(asked.cases or 600)
 
 
@@ -80,7 +86,7 @@ def _measure_what_is_left(asked: argparse.Namespace) -> None:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", choices=_PATHS, default="matrix", help="which jobs")
-    parser.add_argument("--cases", type=int, help="how many of its jobs (600, 100 fresh ones, 110 with options)")
+    parser.add_argument("--cases", type=int, help="how many of its jobs (600, 100 fresh ones, 110 with options, 90 of torch's)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other case after so long")
     parser.add_argument("--timeout", type=float, default=180.0, help="give a case up after so many seconds")
     parser.add_argument("--retry", action="store_true", help="try again what could not be measured")
@@ -148,15 +154,16 @@ def _simulated(job: JobSpec) -> Measurement:
 
 
 def fullest_rank(job: JobSpec) -> int:
-    """Return the rank that the estimate is about: rank 0, but where whole tensors are handed out."""
+    """Return the rank that the peak of the estimate is of: rank 0, but where whole tensors are handed out."""
     if job.recipe.engine != "ddp" or job.recipe.zero_stage != 1:
         return 0
     from zeroplan.engines.ddp.zero_redundancy import fullest_share
+    from zeroplan.engines.optimizers import implementation_of
     from zeroplan.engines.precisions import widths
 
-    recipe = job.recipe
-    stored_bytes = widths(recipe.precision).stored
-    return fullest_share(job.model, recipe.optimizer, recipe.optimizer_impl or "foreach", stored_bytes, job.mesh.dp_shard).rank
+    recipe, stored_bytes = job.recipe, widths(job.recipe.precision).stored
+    found = fullest_share(job.model, recipe.optimizer, implementation_of(recipe), stored_bytes, job.mesh.dp_shard)
+    return found.rank_in_step if estimate(job).peak.phase is Phase.STEP else found.rank
 
 
 if __name__ == "__main__":

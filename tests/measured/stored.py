@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 RECORDS, REFUSED = FOLDER / "matrix.jsonl", FOLDER / "refused.jsonl"
 FRESH, PEERS, OPTIONS = FOLDER / "fresh.jsonl", FOLDER / "peers.jsonl", FOLDER / "options.jsonl"
+OPTIONS_TORCH = FOLDER / "options_torch.jsonl"
 #: Of other versions than those that all others were taken under.
 VERSIONS = FOLDER / "versions.jsonl"
 

@@ -331,11 +331,8 @@ def falls_with_ranks(job: JobSpec, _: Random) -> None:
     """Twice the ranks that shard never hold more parameters or optimizer state, but for DeepSpeed's padding to 2·N elements.
 
     AdamW in 8 bits is not asked: a tensor below 4,096 elements, as a shard may be, keeps its states in 32. Nor is
-    ZeroRedundancyOptimizer, which hands out whole tensors, at times less evenly, nor Adafactor with experts, which keeps sums over
-    columns for each of a rank's experts: where ranks are more than experts, each has a slice of all of them.
+    ZeroRedundancyOptimizer, which hands out whole tensors, at times less evenly.
     """
-    if job.recipe.optimizer == "adafactor" and job.model.moe is not None and job.recipe.engine == "fsdp2":
-        raise Refused("sums over columns are kept for every expert of which a rank has a slice")
     if job.recipe.optimizer == "adamw-8bit" or (job.recipe.engine, job.recipe.zero_stage) == ("ddp", 1):
         raise Refused("its states do not fall evenly")
     wider = _changed(job, mesh=replace(job.mesh, dp_shard=2 * job.mesh.dp_shard))

@@ -155,8 +155,40 @@ def implementation(optimizer: Optimizer, impl: OptimizerImpl | None, *, on_host:
     return impl
 
 
+_FUSED = "torch has no DTensor strategy for its fused kernel"
+_NORM = "it squares a norm over shards in place, which DTensor refuses"
+_BNB = "bitsandbytes gives its kernel DTensors and plain tensors together, which torch refuses"
+
+#: Steps that raise over FSDP2's DTensors, whatever the device. Read and run with torch 2.13, and read in 2.11.0, 2.14.1 and
+#: 2.15.0: ``torch/distributed/tensor/_ops/_pointwise_ops.py`` (the fused ops), ``_ops/utils.py`` (in-place operations) and
+#: ``torch/optim/_adafactor.py``; bitsandbytes 0.50.2, ``functional.py``, ``optimizer_update_8bit_blockwise``.
+RAISES_ON_DTENSORS: dict[tuple[Optimizer, OptimizerImpl], str] = {
+    ("sgd", "fused"): _FUSED, ("sgd-momentum", "fused"): _FUSED, ("adagrad", "fused"): _FUSED,
+    ("adafactor", "forloop"): _NORM, ("adafactor", "foreach"): _NORM, ("adamw-8bit", "fused"): _BNB,
+}  # fmt: skip
+
+
+def check_on_dtensors(optimizer: Optimizer, impl: OptimizerImpl) -> None:
+    """Raise SpecError where the optimizer cannot step over DTensors, which FSDP2's parameters are.
+
+    >>> check_on_dtensors("sgd", "fused")
+    Traceback (most recent call last):
+        ...
+    zeroplan.errors.SpecError: optimizer 'sgd' (fused) fails under engine 'fsdp2': torch has no DTensor strategy for its fused
+    kernel; use its foreach implementation
+    """
+    reason = RAISES_ON_DTENSORS.get((optimizer, impl))
+    if reason is None:
+        return
+    others = [one for one in IMPLEMENTATIONS[optimizer] if (optimizer, one) not in RAISES_ON_DTENSORS]
+    instead = f"its {others[0]} implementation" if others else "adamw, or engine 'ddp' or 'deepspeed'"
+    raise SpecError(f"optimizer {optimizer!r} ({impl}) fails under engine 'fsdp2': {reason}; use {instead}")
+
+
 def implementation_of(recipe: RecipeSpec) -> OptimizerImpl:
     """How the optimizer steps under this recipe: what was asked for, or the engine's default.
+
+    Raises SpecError where the engine cannot run it.
 
     >>> implementation_of(RecipeSpec()), implementation_of(RecipeSpec(engine="deepspeed"))
     ('foreach', 'fused')
@@ -167,7 +199,10 @@ def implementation_of(recipe: RecipeSpec) -> OptimizerImpl:
         from zeroplan.engines.deepspeed import optimizer_impl  # noqa: PLC0415  the others' answers need not wait for it
 
         return optimizer_impl(recipe)
-    return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.offloads_states)
+    impl = implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.offloads_states)
+    if recipe.engine == "fsdp2":
+        check_on_dtensors(recipe.optimizer, impl)
+    return impl
 
 
 def bytes_per_parameter(optimizer: Optimizer, element_bytes: int) -> str:

@@ -13,7 +13,7 @@ from zeroplan.export.fsdp2 import fsdp2_script
 from zeroplan.spec.hardware import node_size
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Split
-from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
+from zeroplan.spec.recipe import DdpOptions, RecipeSpec, ways_of_resharding
 
 Target = Literal["deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron"]
 TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron")
@@ -90,8 +90,8 @@ _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
     (lambda recipe: recipe.recompute == "selective", "accelerate recomputes whole blocks or nothing"),
     (lambda recipe: recipe.engine == "ddp" and recipe.zero_stage == 1, "accelerate has no ZeroRedundancyOptimizer"),
     (lambda recipe: recipe.engine == "ddp" and recipe.recompute != "none", "accelerate does not recompute under DDP"),
-    (lambda recipe: recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view,
-     "accelerate's configuration has no gradient_as_bucket_view"),
+    (lambda recipe: recipe.engine == "ddp" and recipe.ddp != DdpOptions(),
+     "accelerate's configuration has no options of DDP, such as gradient_as_bucket_view"),
     (lambda recipe: recipe.engine == "fsdp2" and ways_of_resharding(recipe.fsdp2) is not None,
      "accelerate's reshard_after_forward is true or false"),
     (lambda recipe: recipe.engine == "fsdp2" and recipe.precision == "bf16-mixed" and recipe.fsdp2.reduce_dtype == "fp32",

@@ -112,6 +112,10 @@ _IN_SCRIPT: dict[str, _Said] = {
     "batch.micro_batch_size": _script("{value} sequences at a time"),
     "batch.grad_accum_steps": _script("gradients of {value} micro-batches per step"),
     "ddp.gradient_as_bucket_view": _script("DistributedDataParallelKwargs(gradient_as_bucket_view=True)"),
+    "ddp.bucket_cap_mb": _script("DistributedDataParallelKwargs(bucket_cap_mb={value})"),
+    "ddp.find_unused_parameters": _script("DistributedDataParallelKwargs(find_unused_parameters={value})"),
+    "ddp.static_graph": _script("DistributedDataParallelKwargs(static_graph={value})"),
+    "ddp.wrap_one_rank": _script("DistributedDataParallel around the model of a single GPU"),
     "fsdp2.reduce_dtype": _script("MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"),
     "mesh.dp_shard": lambda words, _: [f"started on {words.after.mesh.world_size} GPUs"]
     if words.after.mesh.world_size != words.before.mesh.world_size else [],

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zeroplan.errors import SpecError
 from zeroplan.export.fsdp2 import reshards
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
+from zeroplan.spec.recipe import DdpOptions, RecipeSpec, ways_of_resharding
 
 
 class _Flavor(NamedTuple):
@@ -59,7 +59,10 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.optimizer != "adamw", "only the optimizer adamw is written"),
         (sharded and ways_of_resharding(recipe.fsdp2) is not None, "torchtitan reshards over all ranks or none"),
         (sharded and recipe.precision == "bf16-mixed" and recipe.fsdp2.reduce_dtype == "param", "torchtitan reduces in fp32"),
-        (recipe.ddp.gradient_as_bucket_view and not sharded, "torchtitan's DDP has no gradient_as_bucket_view"),
+        (
+            recipe.ddp != DdpOptions() and not sharded,
+            "torchtitan's DDP has no options, such as gradient_as_bucket_view",
+        ),
         (recipe.attention != "sdpa", "only the attention sdpa is written"),
         (bool(recipe.keep_logits), "torchtitan lets go of its logits"),
         (recipe.offload_activations, "torchtitan keeps activations on the GPU"),

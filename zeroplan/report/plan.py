@@ -9,6 +9,7 @@ from zeroplan.report.payload import SCHEMA_VERSION
 from zeroplan.report.words import (
     EXPANDABLE,
     WIDTH,
+    engine_words,
     item,
     kinds_by_size,
     model_words,
@@ -18,7 +19,7 @@ from zeroplan.report.words import (
     recompute_words,
     spread,
 )
-from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.steptime import Part
@@ -65,7 +66,7 @@ def _head(plan: Plan) -> Iterator[str]:
 def layout_words(job: JobSpec) -> str:
     """A layout in a line: engine and stage, what it recomputes, how the batch is cut."""
     recipe, batch = job.recipe, job.batch
-    words = [ENGINE_STAGES[recipe.engine][recipe.zero_stage]]
+    words = [engine_words(job)]
     words += [f"{job.mesh.dp_replicate} replicas of {job.mesh.dp_shard} shards"] if job.mesh.dp_replicate > 1 else []
     degrees = (("tensor", job.mesh.tp), ("context", job.mesh.cp), ("pipeline", job.mesh.pp), ("expert", job.mesh.ep))
     words += [f"{number}-way {name} parallelism" for name, number in degrees if number > 1]

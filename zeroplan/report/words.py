@@ -64,10 +64,17 @@ def spread(front: Sequence[T], most: int) -> list[T]:
 
 def headline(answer: Estimate) -> str:
     """What is trained, on how many GPUs, how."""
-    recipe = answer.job.recipe
-    engine = ENGINE_STAGES[recipe.engine][recipe.zero_stage]
+    recipe, engine = answer.job.recipe, engine_words(answer.job)
     stage = "" if "DeepSpeed stage" in engine else f"ZeRO stage {recipe.zero_stage}: "
     return f"{subject(answer.job)}, {stage}{engine}"
+
+
+def engine_words(job: JobSpec) -> str:
+    """An engine as it is called at this stage; on one GPU that DDP does not wrap there is none."""
+    recipe = job.recipe
+    if recipe.engine == "ddp" and job.mesh.world_size == 1 and not recipe.wraps_one_rank:
+        return "plain loop"
+    return ENGINE_STAGES[recipe.engine][recipe.zero_stage]
 
 
 def subject(job: JobSpec) -> str:

@@ -30,6 +30,15 @@ class DdpOptions(Spec):
 
     gradient_as_bucket_view: bool = False
     """Gradients are views of the buckets they are reduced in, and take no memory of their own."""
+    bucket_cap_mb: Count | None = None
+    """MiB of gradients that close a bucket. ``None``: 25, and 1 for the first bucket."""
+    find_unused_parameters: bool = False
+    """DDP copies the model's output after every forward (``_DDPSink``), and reduces a map of the parameters that were used."""
+    static_graph: bool = False
+    """DDP learns from the first step which parameters are used, and nothing is copied from the second step on."""
+    wrap_one_rank: bool = False
+    """A single rank is wrapped in DDP too. Without it, and with no other option of DDP, one rank runs a plain loop, as accelerate
+    and transformers' Trainer do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +233,11 @@ class RecipeSpec(Spec):
     """Megatron-LM's own options."""
     kernels: Kernels = "cuda"
     """Whose kernels compute: a GPU's, or a CPU's, where a run without a GPU is to be held against the estimate."""
+
+    @property
+    def wraps_one_rank(self) -> bool:
+        """Whether engine ddp wraps the model of a single rank: where that or another option of DDP is set."""
+        return self.ddp != DdpOptions()
 
     @property
     def offloads(self) -> bool:

@@ -147,11 +147,17 @@ def test_a_block_keeps_what_is_estimated_under_selective_recomputation(name: str
     assert 0 <= kept - sum(int(line.n_bytes) for line in lines) <= NUMBERS
 
 
-def test_an_optimizer_that_reads_values_is_refused_in_one_line():
-    from zeroplan.verify.backends.simulate import simulate
+def test_a_run_that_reads_values_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    from torch._subclasses.fake_tensor import DataDependentOutputException
 
-    with pytest.raises(MeasurementError, match=r"'adafactor' .* reads values") as refused:
-        simulate(job(optimizer="adafactor"))
+    from zeroplan.verify.backends import simulate
+
+    def reads(*_: object, **__: object) -> None:
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+    monkeypatch.setattr(simulate, "run", reads)
+    with pytest.raises(MeasurementError, match=r"optimizer 'adamw' or engine 'fsdp2' reads values") as refused:
+        simulate.simulate(job())
     assert "\n" not in str(refused.value)
 
 

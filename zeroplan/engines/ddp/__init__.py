@@ -9,7 +9,7 @@ Left out: the transient of the constructor's broadcast (never above parameters a
 training loop itself.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
@@ -17,7 +17,7 @@ from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.block_runs import run_pass
 from zeroplan.engines.ddp.step import Lines, Run, Step, Weights, kept_casts, pass_moments, psi, rebuild_moment
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
-from zeroplan.engines.optimizers import counted, implementation, state_lines, step_temporary_lines, whole_tensors
+from zeroplan.engines.optimizers import counted, implementation_of, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -29,6 +29,7 @@ from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.buffers import buffer_bytes
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation
+from zeroplan.units import GIB, MIB
 
 _REDUCER = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::initialize_buckets"
 _ALL_REDUCE = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::all_reduce_bucket"
@@ -72,10 +73,26 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     moments = (*pass_moments(step, model, batch, blocks), at_step, *rebuild_moment(step, (parameters, *frozen)))
     kept = tuple(kept_casts(run.recompute(recipe), block) for run, block in zip(weights.runs, blocks, strict=True))
     symbols = (*_of_frozen(model), *_symbols(step, kept), *counted(*held, *temporary))
-    answer = Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols)
+    notes = tuple(_notes(model, recipe, mesh.dp_shard))
+    answer = Account(states, moments, _collectives(step, model, mesh.dp_shard), symbols=symbols, notes=notes)
     if not recipe.offload_activations:
         return answer
     return with_activations_away(answer, ((block, run.layers) for block, run in zip(blocks, weights.runs, strict=True)))
+
+
+def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
+    """Say what one rank runs, and whose the figures are where ranks have different ones."""
+    stored = widths(recipe.precision).stored
+    if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank:
+        more = stored * trained_count(model) / GIB
+        yield f"one GPU runs a plain loop; wrapped in DDP it needs {more:,.2f} GiB more (--set ddp.wrap_one_rank=true)"
+    if recipe.zero_stage == 0 or not isinstance(ranks, int) or ranks == 1:
+        return
+    found = fullest_share(model, recipe.optimizer, implementation_of(recipe), stored, ranks)
+    in_step = (
+        "" if found.rank_in_step == found.rank else f", and rank {found.rank_in_step} needs the most in the optimizer step"
+    )
+    yield f"ZeroRedundancyOptimizer gives each rank whole tensors: rank {found.rank} holds the most optimizer state{in_step}"
 
 
 def _symbols(step: Step, kept: tuple[int, ...]) -> tuple[Symbol, ...]:
@@ -145,14 +162,14 @@ def _whole(kind: Kind, element_bytes: int, elements: int, reason: str, source: s
 def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: Int) -> tuple[Line, Lines]:
     """Return the buckets, alive always, and the gradients beside them at the end of a backward.
 
-    A single rank has nothing to reduce and nobody wraps it: it has gradients but no buckets.
+    A single rank that nothing wraps has gradients but no buckets.
     """
     if recipe.ddp.gradient_as_bucket_view:
         return _whole(Kind.GRADIENTS, element_bytes, total, "gradients, views of the reducer's buckets", _REDUCER), ()
-    size = where(ranks > 1, element_bytes * total, 0)
-    buckets = Line(
-        Kind.REDUCE, size, "the reducer's buckets, room for all gradients", f"{element_bytes}·Ψ·min(1, N-1)", _REDUCER
-    )
+    reason, wrapped = "the reducer's buckets, room for all gradients", recipe.wraps_one_rank
+    size = element_bytes * total if wrapped else where(ranks > 1, element_bytes * total, 0)
+    formula = psi(element_bytes) if wrapped else f"{psi(element_bytes)}·min(1, N-1)"
+    buckets = Line(Kind.REDUCE, size, reason, formula, _REDUCER)
     return buckets, (_whole(Kind.GRADIENTS, element_bytes, total, "gradients", ACCUMULATE),)
 
 
@@ -164,13 +181,13 @@ def _scaler(recipe: RecipeSpec) -> Lines:
 
 def _optimizer_lines(model: ModelSpec, recipe: RecipeSpec, element_bytes: int, ranks: Int) -> tuple[Lines, Lines]:
     """States and step temporaries of the tensors this rank updates: all of them, or the fullest rank's share."""
-    impl = implementation(recipe.optimizer, recipe.optimizer_impl)
+    impl = implementation_of(recipe)
     if recipe.zero_stage == 0:
         return _all_updated(model, recipe.optimizer, impl, element_bytes)
 
     def share(n: int) -> tuple[Lines, Lines]:
-        _, held, temporary = fullest_share(model, recipe.optimizer, impl, element_bytes, n)
-        return held, temporary
+        found = fullest_share(model, recipe.optimizer, impl, element_bytes, n)
+        return found.state, found.temporary
 
     if isinstance(ranks, int):
         return share(ranks)
@@ -230,7 +247,7 @@ def _collectives(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, 
     calls = step.accum if recipe.sync_every_micro_batch else 1
     share = ceil_div(payload, ranks) * (ranks - 1)
     moved = where(ranks > 1, total, 0)
-    what = _in_buckets(bucket_count(model, step.element_bytes))
+    what = _in_buckets(bucket_count(model, step.element_bytes, recipe.ddp.bucket_cap_mb))
     reduce = Collective(
         "all_reduce", what, "backward", ranks, calls, payload, 2 * share * calls, 2 * moved * calls, _ALL_REDUCE
     )
@@ -252,22 +269,23 @@ def _buffers(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, ...]
 
 
 @lru_cache(maxsize=256)
-def bucket_count(model: ModelSpec, element_bytes: int) -> int:
+def bucket_count(model: ModelSpec, element_bytes: int, cap_mb: int | None = None) -> int:
     """How many buckets the gradients fill, one all-reduce each. [buckets]
 
-    A bucket is closed by the gradient that reaches its limit: 1 MiB for the first, 25 MiB for the others. Gradients are taken
-    in the reverse order of ``model.parameters()``; the order in which they become ready differs from it within a block.
-    Source: torch 2.13, reducer.cpp, ``compute_bucket_assignment_by_size``.
+    A bucket is closed by the gradient that reaches its limit: 1 MiB for the first and 25 MiB for the others, or ``cap_mb`` for
+    all. Gradients are taken in the reverse order of ``model.parameters()``; the order in which they become ready differs from it
+    within a block. Source: torch 2.13, reducer.cpp, ``compute_bucket_assignment_by_size``.
     """
-    return _bucket_count(element_bytes * int(tensor.numel) for tensor in reversed(every_tensor(model)))
+    first, others = (_FIRST_BUCKET_BYTES, BUCKET_BYTES) if cap_mb is None else (cap_mb * MIB, cap_mb * MIB)
+    return _bucket_count((element_bytes * int(tensor.numel) for tensor in reversed(every_tensor(model))), first, others)
 
 
-def _bucket_count(sizes: Iterable[int]) -> int:
-    closed, filled, limit = 0, 0, _FIRST_BUCKET_BYTES
+def _bucket_count(sizes: Iterable[int], first: int, others: int) -> int:
+    closed, filled, limit = 0, 0, first
     for size in sizes:
         filled += size
         if filled >= limit:
-            closed, filled, limit = closed + 1, 0, BUCKET_BYTES
+            closed, filled, limit = closed + 1, 0, others
     return closed + (filled > 0)
 
 

@@ -24,6 +24,7 @@ Lines = tuple[Line, ...]
 
 _AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 _REBUILD = "torch 2.13, torch/csrc/distributed/c10d/reducer.cpp, Reducer::rebuild_buckets"
+_SINK = "torch 2.13, torch/nn/parallel/distributed.py, _DDPSink"
 _EMBEDDING = "torch 2.13, aten::embedding_dense_backward"
 
 
@@ -141,6 +142,7 @@ def pass_moments(step: Step, model: ModelSpec, batch: Batch, blocks: tuple[Block
     return (
         *(_forward(step, head, stacks, place) for place in places if place.forward),
         _loss_forward(step, head, whole),
+        *_output_copied(step, head, whole),
         *(_head_backward(step, point, stacks[-1], above) for point in head.points),
         *(moment for place in reversed(places) for moment in _block_backward(step, stacks, place, held)),
         *_embedding_backward(step, (*head.at_embedding, *output, *head.below_blocks), head),
@@ -257,6 +259,17 @@ def _loss_forward(step: Step, head: HeadPass, whole: Lines) -> Moment:
     casts = _casts(step, _cached(step.weights, step.weights.layers), step.weights.head_casts)
     lines = (*step.base, _gradients(step, _NOTHING, 0), *casts, *whole, *head.saved, *head.loss_forward)
     return Moment("forward of the loss", Phase.LOSS, lines)
+
+
+def _output_copied(step: Step, head: HeadPass, whole: Lines) -> tuple[Moment, ...]:
+    """The end of the forward where DDP looks for unused parameters: it hands on copies of what the model returns."""
+    options = step.recipe.ddp
+    if not options.find_unused_parameters or options.static_graph:
+        return ()
+    casts = _casts(step, _cached(step.weights, step.weights.layers), step.weights.head_casts)
+    copies = tuple(line._replace(reason=f"{line.reason}, copied by DDP", source=_SINK) for line in head.output)
+    lines = (*step.base, _gradients(step, _NOTHING, 0), *casts, *whole, *head.saved, *head.output, *copies)
+    return (Moment("forward: DDP copies the model's output", Phase.FORWARD, lines),)
 
 
 def _head_backward(step: Step, point: BackwardPoint, top: _Stack, above: Lines) -> Moment:

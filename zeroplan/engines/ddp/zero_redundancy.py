@@ -18,11 +18,15 @@ from zeroplan.transformer.params import trained_layout
 
 
 class Share(NamedTuple):
-    """What one rank holds and needs for the tensors it updates."""
+    """What the rank with most optimizer state holds, and what the optimizer's step takes at most."""
 
     rank: int
+    """The one that holds most between steps, the first among equals."""
     state: tuple[Line, ...]
     temporary: tuple[Line, ...]
+    """Of the step: with the states of ``rank`` they are what ``rank_in_step`` holds and takes."""
+    rank_in_step: int
+    """The one that holds and takes most in the step: the largest tensors need not be where most states are."""
 
 
 def partition(tensors: tuple[LocalTensor, ...], ranks: int) -> list[list[LocalTensor]]:
@@ -47,20 +51,34 @@ def partition(tensors: tuple[LocalTensor, ...], ranks: int) -> list[list[LocalTe
 
 @lru_cache(maxsize=4096)
 def fullest_share(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, element_bytes: int, ranks: int) -> Share:
-    """Return the rank with most optimizer state, the first among equals, with its states and step temporaries.
+    """Return what no rank exceeds: the most optimizer state, and the most of states and temporaries in the step.
 
     Muon is one optimizer beside AdamW for all that is no matrix of a block: each hands out its own tensors.
     """
-    tensors = every_tensor(model)
+    shares = _shares(every_tensor(model), optimizer, ranks)
+    held = [sum(_state_bytes(optimizer, impl, element_bytes, tensor) for tensor in share) for share in shares]
+    taken = [int(total_bytes(step_temporary_lines(optimizer, impl, share, element_bytes))) for share in shares]
+    rank, states = held.index(max(held)), max(held)
+    in_step = [here + there for here, there in zip(held, taken, strict=True)]
+    busiest = rank if in_step[rank] == max(in_step) else in_step.index(max(in_step))
+    temporary = step_temporary_lines(optimizer, impl, shares[busiest], element_bytes)
+    if busiest != rank:
+        temporary = tuple(_beside(line, in_step[busiest] - states) for line in temporary)
+    return Share(rank, state_lines(optimizer, impl, shares[rank], element_bytes), temporary, busiest)
+
+
+def _shares(tensors: tuple[LocalTensor, ...], optimizer: Optimizer, ranks: int) -> list[tuple[LocalTensor, ...]]:
     muon = tuple(tensor for tensor in tensors if optimizer == "muon" and updated_by_muon(tensor))
     others = tuple(tensor for tensor in tensors if optimizer != "muon" or not updated_by_muon(tensor))
     nothing: list[LocalTensor] = []
     pairs = zip_longest(partition(muon, ranks), partition(others, ranks), fillvalue=nothing)
-    shares = [(*by_muon, *by_other) for by_muon, by_other in pairs]
-    held = [sum(_state_bytes(optimizer, impl, element_bytes, tensor) for tensor in share) for share in shares]
-    rank = held.index(max(held))
-    states = state_lines(optimizer, impl, shares[rank], element_bytes)
-    return Share(rank, states, step_temporary_lines(optimizer, impl, shares[rank], element_bytes))
+    return [(*by_muon, *by_other) for by_muon, by_other in pairs]
+
+
+def _beside(line: Line, n_bytes: int) -> Line:
+    """The temporaries beside the states of another rank, which are fewer: the line, with what is missing of those."""
+    reason = f"{line.reason}, on the rank that needs most then, beyond the states here"
+    return line._replace(n_bytes=n_bytes, reason=reason, formula="1·U_z")
 
 
 def every_tensor(model: ModelSpec) -> tuple[LocalTensor, ...]:

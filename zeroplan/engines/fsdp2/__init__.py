@@ -161,7 +161,8 @@ def _of_trained(plan: Plan) -> Iterator[Symbol]:
 def _smaller_shards(plan: Plan) -> Iterator[Symbol]:
     if isinstance(plan.reshard, bool):
         return
-    for group in plan.blocks:
+    apart = () if plan.trained_root is plan.root else plan.trained_blocks
+    for group in (*plan.blocks, *apart):
         meaning = f"elements of the smaller shard of one {group.symbol} block between its forward and its backward"
         yield Symbol(f"Q_{group.symbol}", smaller_shard(plan, group), meaning)
 

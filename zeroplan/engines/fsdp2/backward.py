@@ -8,6 +8,7 @@ from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import (
     CAST,
     GATHER,
+    POST_FORWARD,
     cast_early,
     flowing,
     gathered,
@@ -20,6 +21,7 @@ from zeroplan.engines.fsdp2.buffers import (
     reduce_output_width,
     root_gradients,
     root_unsharded,
+    smaller_shard,
     still_unsharded,
     unsharded,
 )
@@ -182,17 +184,45 @@ def _own_buffer_then_the_next(plan: Plan, position: Position, group: Group) -> t
         from zeroplan.engines.fsdp2 import experts  # noqa: PLC0415  the others' answers need not wait for it
 
         return experts.own_buffers_then_the_next(plan, position)
+    buffer = gathered(plan, group, "this block's, until it is copied out")
+    cut, cut_formula = _smaller_shard_of(plan, group)
     if position.previous_run is None:
-        return (gathered(plan, group, "this block's, until it is copied out"),)
-    below, width = plan.blocks[position.previous_run], plan.width.compute
-    to_gather = plan.width.mixed or plan.offloaded  # a cast copy, or one from host memory
-    copied = below if plan.cast_too else plan.trained_blocks[position.previous_run]
-    cast: Int = copied.shard * width if to_gather else 0
-    ahead = plan.gathers * maximum(width * group.padded, width * below.padded + cast)
-    own, other = f"{width}·P_{group.symbol}", f"{width}·P_{below.symbol}"
-    formula = f"max({own}, {other} + {width}·P_{copied.symbol}/N)" if to_gather else f"max({own}, {other})"
-    formula = f"{formula}·min(1, N-1)"
+        return (buffer, *_own_smaller_shard(plan, group))
+    below = plan.blocks[position.previous_run]
+    cast, cast_formula = _to_gather(plan, position.previous_run)
+    ahead = maximum(buffer.n_bytes + cut, plan.gathers * (plan.width.compute * below.padded + cast))
+    own, other = f"{plan.width.compute}·P_{group.symbol}", f"{plan.width.compute}·P_{below.symbol}"
+    formula = f"max({own}{cut_formula}, {other}{cast_formula})·min(1, N-1)"
     return (Line(Kind.GATHER, ahead, "this block's, then the next one's with its cast input", formula, GATHER),)
+
+
+def _smaller_shard_of(plan: Plan, group: Group) -> tuple[Int, str]:
+    """Bytes of a block's smaller shard, which is there until the block is copied out, and how a sum writes them."""
+    if isinstance(plan.reshard, bool):
+        return 0, ""
+    return plan.width.compute * smaller_shard(plan, group), f" + {plan.width.compute}·Q_{group.symbol}"
+
+
+def _own_smaller_shard(plan: Plan, group: Group) -> tuple[Line, ...]:
+    n_bytes, formula = _smaller_shard_of(plan, group)
+    if not formula:
+        return ()
+    reason = "this block's smaller shard, until it is copied out"
+    return (Line(Kind.UNSHARDED_PARAMETERS, n_bytes, reason, formula.removeprefix(" + "), POST_FORWARD),)
+
+
+def _to_gather(plan: Plan, run: int) -> tuple[Int, str]:
+    """Bytes of what goes into the all-gather of a block in backward, and how a sum writes them.
+
+    A cast copy, or one from host memory; a smaller shard is cast already and on the GPU, but copied where dtypes are mixed.
+    """
+    width, copied = plan.width.compute, plan.blocks[run] if plan.cast_too else plan.trained_blocks[run]
+    of_shard: Int = width * copied.shard if plan.width.mixed or plan.offloaded else 0
+    if isinstance(plan.reshard, bool):
+        return of_shard, f" + {width}·P_{copied.symbol}/N" if plan.width.mixed or plan.offloaded else ""
+    mixed = plan.width.mixed and not plan.offloaded
+    of_smaller: Int = width * smaller_shard(plan, copied) if mixed else 0
+    return where(plan.n == plan.reshard, of_shard, of_smaller), f" + {width}·Q_{copied.symbol}" if mixed else ""
 
 
 def _inside(plan: Plan, point: BackwardPoint) -> tuple[str, tuple[Line, ...]]:
@@ -361,7 +391,6 @@ def end_of_backward(plan: Plan) -> Iterator[Moment]:
     common = (*plan.persistent, *_reduced(plan, plan.every_layer), *_gathered_in_vain(plan), *output(plan))
     if plan.shared_sequences:
         common = (*common, *plan.head.at_embedding)
-    width = plan.width.compute
     yield from _at_the_embedding(plan, common)
     if not root.numel:
         return
@@ -374,8 +403,15 @@ def end_of_backward(plan: Plan) -> Iterator[Moment]:
         REDUCE,
     )
     yield Moment("backward: reducing the root group", Phase.BACKWARD, (*common, made, *cast_early(plan), copy))
-    named, out = plan.last_root_elements, _output_formula(plan, root)
-    last = Line(Kind.UNSHARDED_GRADIENTS, width * named, "root group's last one, still named", product(width, named), REDUCE)
+    out = _output_formula(plan, root)
     reduced = Line(Kind.REDUCE, reduce_output_bytes(plan, root), "reduce-scatter output of the root group", out, REDUCE)
-    still = () if plan.of_torch_2_15 else (last,)
+    still = () if plan.of_torch_2_15 else (_still_named(plan),)
     yield Moment("backward: root group reduced", Phase.BACKWARD, (*common, *still, copy, reduced))
+
+
+def _still_named(plan: Plan) -> Line:
+    """A local of ``foreach_reduce``, which only a loop over several ranks' chunks sets."""
+    named, width = plan.last_root_elements, plan.width.compute
+    formula = f"{product(width, named)}·min(1, N-1)"
+    reason = "root group's last one, still named"
+    return Line(Kind.UNSHARDED_GRADIENTS, plan.gathers * width * named, reason, formula, REDUCE)

@@ -8,7 +8,7 @@ from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, where
 
 GATHER = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather"
 COPY_OUT = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out"
@@ -100,8 +100,12 @@ def _still_formula(width: int, letter: str, layers: tuple[int, ...], kinds: tupl
 
 
 def smaller_shard(plan: Plan, group: Group) -> Int:
-    """One of ``reshard_after_forward`` shards of a block, where that is a number. [elements]"""
-    return group.padded // int(plan.reshard)
+    """One of ``reshard_after_forward`` shards of a block, where that is a number. [elements]
+
+    None is kept where a column has as many ranks, which is ``True``.
+    """
+    ways = int(plan.reshard)
+    return where(plan.n == ways, 0, group.padded // ways)
 
 
 def kept(plan: Plan, layers: tuple[int, ...], *, every: bool = False) -> tuple[Line, ...]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Group, cut_of, local_tensors, on_host, parameter_lines
-from zeroplan.engines.optimizers import LocalTensor, implementation, state_lines
+from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines
 from zeroplan.engines.outside import outside
 from zeroplan.engines.positions import Position, corners
 from zeroplan.engines.precisions import Widths, compute_of, widths
@@ -212,7 +212,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     tree, learning = cut.tree, cut.learning
     passes = tuple(run_pass(model, run, compute, batch) for run in tree.runs)
     recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
-    impl = implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload)
+    impl = implementation_of(recipe)
     tensors = local_tensors(learning, n, ep)
     parameters, symbol = parameter_lines(cut, width, frozen=width.stored if model.frozen else width.compute)
     optimizer = state_lines(recipe.optimizer, impl, tensors, width.stored, symbol=symbol)
@@ -229,7 +229,7 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
         replicated=where(mesh.dp_replicate > 1, 1, 0),
         several=where(batch.grad_accum_steps > 1, 1, 0),
         twice=where(batch.grad_accum_steps > 2, 1, 0),
-        reshard=_reshard(recipe),
+        reshard=_reshard(recipe, n),
         runs=tree.runs,
         every_layer=tuple(run.layers for run in tree.runs),
         kinds=tuple(run.name for run in tree.runs),
@@ -269,9 +269,12 @@ def _at_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbeddi
     return at_the_embedding(model, compute, batch)
 
 
-def _reshard(recipe: RecipeSpec) -> bool | int:
+def _reshard(recipe: RecipeSpec, n: Int) -> bool | int:
+    """As ``fully_shard`` takes it: as many ways as there are ranks is ``True``."""
     chosen = recipe.fsdp2.reshard_after_forward
-    return recipe.zero_stage == 3 if chosen is None else chosen
+    if chosen is None:
+        return recipe.zero_stage == 3
+    return True if not isinstance(chosen, bool) and isinstance(n, int) and chosen == n else chosen
 
 
 @lru_cache(maxsize=256)

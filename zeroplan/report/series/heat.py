@@ -7,7 +7,8 @@ from typing import NamedTuple
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, Verdict, estimate, needed, verdict
 from zeroplan.numeric import Int
-from zeroplan.report.series.parts import Caption, caption, engine_words
+from zeroplan.report.series.parts import Caption, caption
+from zeroplan.report.words import engine_words
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.profiled import profile_of
 

@@ -7,7 +7,7 @@ from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line, bytes_by_kind
 from zeroplan.report.palette import ORDER, OUTSIDE
 from zeroplan.report.words import batch_line, mesh_line, partly_trained, recipe_line, subject
-from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+from zeroplan.spec.job import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,6 @@ def kinds_of(stacks: tuple[tuple[Part, ...], ...]) -> tuple[str, ...]:
     """What occurs in any of these stacks, in their order: the entries of a legend."""
     seen = {part.what for stack in stacks for part in stack}
     return tuple(what for what in ORDER if what in seen)
-
-
-def engine_words(job: JobSpec) -> str:
-    """An engine as it is called at this stage."""
-    return ENGINE_STAGES[job.recipe.engine][job.recipe.zero_stage]
 
 
 def caption(answer: Estimate, title: str, *more: str, batch: bool = True) -> Caption:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Verdict, estimate
 from zeroplan.remedies import MOST_GPUS
-from zeroplan.report.series.parts import Caption, caption, engine_words
+from zeroplan.report.series.parts import Caption, caption
 from zeroplan.report.series.stages import STAGES, at_stage, left_behind
 from zeroplan.report.words import plural
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec, engine_at
@@ -92,8 +92,9 @@ def _line(job: JobSpec, stage: Stage) -> ScalingLine:
             refusal = refusal or str(error)
     if not found:
         return ScalingLine(stage=stage, engine=ENGINE_STAGES[engine_at(stage, job.recipe.engine)][stage], refusal=refusal)
+    recipe = at_stage(job, stage).recipe
     return ScalingLine(
-        stage=stage, engine=engine_words(at_stage(job, stage)), points=tuple(found), fits_from=_fits_from(job, stage, found)
+        stage=stage, engine=ENGINE_STAGES[recipe.engine][recipe.zero_stage], points=tuple(found), fits_from=_fits_from(job, stage, found)
     )
 
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, Verdict, estimate
-from zeroplan.report.series.parts import Caption, Part, caption, engine_words, parts
+from zeroplan.report.series.parts import Caption, Part, caption, parts
+from zeroplan.report.words import engine_words
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec, engine_at
 from zeroplan.spec.recipe import DeepSpeedOptions, Stage
 

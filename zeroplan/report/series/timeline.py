@@ -10,8 +10,8 @@ from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.ledger import Moment, Phase
 from zeroplan.measurement import CourseMeasured, Measurement
 from zeroplan.report.series.levels import Level, block_named, levels_of
-from zeroplan.report.series.parts import Caption, Part, caption, engine_words, parts
-from zeroplan.report.words import plural
+from zeroplan.report.series.parts import Caption, Part, caption, parts
+from zeroplan.report.words import engine_words, plural
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Loss
 

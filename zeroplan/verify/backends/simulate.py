@@ -42,6 +42,7 @@ _CPU_ADAM = (
     ("torch's fused optimizer ran on the host in place of DeepSpeedCPUAdam, with zero_force_ds_cpu_optimizer false: both keep "
      "momentum and variance in fp32 and take nothing more"),
 )  # fmt: skip
+_USED = ("DDP's map of used parameters was not made: its C++ cannot pin fake memory; it takes four bytes per tensor",)
 _NVME = ("what goes to NVMe moved no data: DeepSpeed's own swapping ran with a stand-in for its asynchronous reads and writes",)
 
 
@@ -96,7 +97,8 @@ def _layers_are_alike(job: JobSpec) -> bool:
 
 def _remarks(recipe: RecipeSpec) -> tuple[str, ...]:
     unscaled = recipe.precision == "fp16-mixed" and recipe.engine != "deepspeed"  # which has a scaler of its own
-    return (*_ALWAYS, *(_NO_SCALER if unscaled else ()), *_stands_for(recipe))
+    maps = recipe.engine == "ddp" and (recipe.ddp.find_unused_parameters or recipe.ddp.static_graph)
+    return (*_ALWAYS, *(_NO_SCALER if unscaled else ()), *(_USED if maps else ()), *_stands_for(recipe))
 
 
 def _stands_for(recipe: RecipeSpec) -> tuple[str, ...]:

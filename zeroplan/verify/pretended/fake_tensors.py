@@ -11,6 +11,7 @@ from torch.distributed.tensor import _sharding_prop
 from zeroplan.verify.pretended.card import CARD, FakeCardMode, decisions
 from zeroplan.verify.pretended.card_autocast import cuda_lists
 from zeroplan.verify.pretended.fake_mode import QuickFakes
+from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels
 from zeroplan.verify.pretended.reducer import readable_bookkeeping
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.watcher import Watcher
@@ -25,7 +26,14 @@ def fake_tensors(watcher: Watcher, device: str = "cpu", *, strided: bool = False
     as_on_cuda = (decisions(), cuda_lists()) if device == CARD else ()
     mode = FakeCardMode() if device == CARD else QuickFakes()
     plain = () if strided else (_no_strided_shards(),)
-    as_real = _unpacked_rows(), _chunks_as_wanted(), *plain, _grouped_products(), readable_bookkeeping(watcher)
+    as_real = (
+        _unpacked_rows(),
+        _chunks_as_wanted(),
+        *plain,
+        _grouped_products(),
+        optimizer_kernels(),
+        readable_bookkeeping(watcher),
+    )
     with ExitStack() as answers:
         for answer in (*as_real, *as_on_cuda, mode):
             answers.enter_context(answer)
@@ -73,12 +81,12 @@ def _no_strided_shards() -> AbstractContextManager[None]:
 
 
 def _grouped_products() -> AbstractContextManager[None]:
-    """Let fake experts compute in 32 bits, as real ones do: torch 2.13 refuses what its kernels take."""
+    """Let fake experts compute in fp32 and fp16, as real ones do: torch 2.13 refuses what its kernels take."""
     original: Callable[..., object] = _meta_registrations._meta_grouped_mm_common
     shaped: Callable[..., object] = _meta_registrations._create_grouped_mm_output_tensor
 
     def product(mat_a: torch.Tensor, mat_b: torch.Tensor, **others: object) -> object:
-        if mat_a.dtype == mat_b.dtype == torch.float32:
+        if mat_a.dtype == mat_b.dtype in (torch.float32, torch.float16):
             return shaped(mat_a, mat_b, others["offs"], others["out_dtype"])
         return original(mat_a, mat_b, **others)
 

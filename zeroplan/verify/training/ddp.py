@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import GradBucket, Reducer
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroplan.ledger import Kind, Phase
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import DdpOptions, RecipeSpec
 from zeroplan.verify.training.engine import COMPUTE, labelled
 from zeroplan.verify.training.optimizers import make_optimizer, trained, zero_redundancy
 from zeroplan.verify.training.workload import Workload
@@ -19,15 +19,13 @@ from zeroplan.verify.watching.watcher import Watcher
 class Ddp:
     """``DistributedDataParallel``, alone or with ``ZeroRedundancyOptimizer``; mixed precision by autocast.
 
-    A single rank has nothing to reduce, and nobody wraps it, unless its gradients are to be views of buckets.
+    A single rank has nothing to reduce, and is wrapped only where the recipe says so.
     """
 
     kept: Kind | None = Kind.GRADIENTS
 
     def __init__(self, work: Workload, recipe: RecipeSpec) -> None:
-        views = recipe.ddp.gradient_as_bucket_view
-        wrapped = views or dist.get_world_size() > 1
-        self._wrapper = DistributedDataParallel(work.module, gradient_as_bucket_view=views) if wrapped else None
+        self._wrapper = _wrapped(work, recipe.ddp) if recipe.wraps_one_rank or dist.get_world_size() > 1 else None
         self._work, self._recipe = work, recipe
         self._device = next(work.module.parameters()).device.type
         self.handed_on = Kind.UNSHARDED_GRADIENTS if recipe.ddp.gradient_as_bucket_view else Kind.GRADIENTS
@@ -66,6 +64,25 @@ class Ddp:
     def labels(self, watcher: Watcher) -> AbstractContextManager[None]:
         """Tell the buckets that the reducer makes in the second forward; the first ones are made with the engine."""
         return labelled(watcher, Reducer, "_rebuild_buckets", Kind.REDUCE)
+
+
+def _wrapped(work: Workload, options: DdpOptions) -> DistributedDataParallel:
+    """DDP as the recipe has it.
+
+    In a fake process group the reducer's C++ cannot pin its map of used parameters. There only what DDP's Python does about unused
+    ones is run, as it is from the second step on: the output is copied.
+    """
+    unused, static, fake = options.find_unused_parameters, options.static_graph, dist.get_backend().startswith("fake")
+    wrapper = DistributedDataParallel(
+        work.module,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
+        bucket_cap_mb=options.bucket_cap_mb,
+        find_unused_parameters=unused and not fake,
+        static_graph=static and not fake,
+    )
+    if fake:
+        wrapper.find_unused_parameters = unused and not static
+    return wrapper
 
 
 def reduced_at_once(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

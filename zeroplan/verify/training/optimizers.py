@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from zeroplan.engines.optimizers import implementation
+from zeroplan.engines.optimizers import implementation_of
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -28,8 +28,9 @@ def trained(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def make_optimizer(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
     """Build torch's optimizer with its default arguments and the recipe's implementation."""
+    how = _implementation(recipe)
     cls, arguments = _optimizer_class(recipe)
-    return cls(parameters, **arguments, **_implementation(recipe))  # type: ignore[arg-type]  # each class has its own
+    return cls(parameters, **arguments, **how)  # type: ignore[arg-type]  # each class has its own
 
 
 def zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
@@ -45,5 +46,5 @@ def _optimizer_class(recipe: RecipeSpec) -> tuple[type[torch.optim.Optimizer], M
 
 
 def _implementation(recipe: RecipeSpec) -> dict[str, bool]:
-    chosen = implementation(recipe.optimizer, recipe.optimizer_impl, on_host=recipe.fsdp2.cpu_offload)
+    chosen = implementation_of(recipe)
     return {"fused": True} if chosen == "fused" else {"foreach": chosen == "foreach"}

@@ -1,0 +1,70 @@
+"""Which optimizers step over FSDP2's DTensors: what is refused raises, what is not refused does not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.engines.data_parallel import process_group
+from zeroplan import RecipeSpec, SpecError, estimate, job
+from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS, implementation_of
+
+if TYPE_CHECKING:
+    from zeroplan.spec.recipe import Optimizer, OptimizerImpl
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+_BY_TORCH = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop", "adafactor")
+STEPS = [(optimizer, impl) for optimizer in _BY_TORCH for impl in IMPLEMENTATIONS[optimizer]]
+
+
+def step(make: object) -> None:
+    """Two steps of a small module under ``fully_shard``."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with process_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        module = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.LayerNorm(128), torch.nn.Linear(128, 64, bias=False))
+        fully_shard(module, mesh=mesh)
+        optimizer = make(module.parameters())  # type: ignore[operator]
+        for _ in range(2):
+            module(torch.randn(4, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("optimizer", "impl"), STEPS)
+def test_what_raises_is_refused_and_nothing_else(optimizer: Optimizer, impl: OptimizerImpl):
+    from zeroplan.verify.training.optimizers import _OPTIMIZERS
+
+    cls, arguments = _OPTIMIZERS[optimizer]
+    how = {"fused": True} if impl == "fused" else {"foreach": impl == "foreach"}
+    if (optimizer, impl) not in RAISES_ON_DTENSORS:
+        step(lambda parameters: cls(parameters, **arguments, **how))
+        return
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"sharding strategy|in-place operations"):
+        step(lambda parameters: cls(parameters, **arguments, **how))
+
+
+def test_adamw_of_bitsandbytes_raises():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        step(lambda parameters: bitsandbytes.optim.AdamW8bit(parameters, lr=1e-3, min_8bit_size=16))
+
+
+@pytest.mark.parametrize(("optimizer", "impl"), sorted(RAISES_ON_DTENSORS))
+def test_run_and_estimate_say_so_in_one_line(optimizer: Optimizer, impl: OptimizerImpl):
+    from zeroplan.verify.backends.simulate import simulate
+
+    asked = job(model="smollm2-135m", gpus=2, stage=3, optimizer=optimizer, optimizer_impl=impl, seq_len=16)
+    said = []
+    for ask in (estimate, simulate):
+        with pytest.raises(SpecError, match=rf"{optimizer}' \({impl}\) fails under engine 'fsdp2': .*; use ") as refused:
+            ask(asked)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+    assert "\n" not in said[0]
+    assert implementation_of(RecipeSpec(engine="ddp", zero_stage=0, optimizer=optimizer, optimizer_impl=impl)) == impl
