@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent
 RECORDS, REFUSED = FOLDER / "matrix.jsonl", FOLDER / "refused.jsonl"
 FRESH, PEERS, OPTIONS = FOLDER / "fresh.jsonl", FOLDER / "peers.jsonl", FOLDER / "options.jsonl"
-OPTIONS_TORCH = FOLDER / "options_torch.jsonl"
+OPTIONS_TORCH, OPTIONS_DEEPSPEED = FOLDER / "options_torch.jsonl", FOLDER / "options_deepspeed.jsonl"
+#: Over options, optimizers and few ranks, engine by engine.
+VARIED = tuple(path for path in (OPTIONS_TORCH, OPTIONS_DEEPSPEED) if path.exists())
+#: All that were taken under the versions of ``constraints.txt``.
+SAMPLES = (RECORDS, FRESH, OPTIONS, *VARIED)
 #: Of other versions than those that all others were taken under.
 VERSIONS = FOLDER / "versions.jsonl"
 

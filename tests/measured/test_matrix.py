@@ -1,7 +1,7 @@
 """The estimate against every record of the matrix, and the sample that the records are of. Needs no torch.
 
-The goal is that every peak is within 1 %, none more than 1 % below, nineteen in twenty within 0.25 %. It is asked of all
-records but those of a known cause; a cause without a record beyond the goal has been mended, and its line must go.
+Every peak is within a tenth of a per cent, but of jobs for which ``causes.py`` names why not; a cause without such a record has
+been mended, and its line must go.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.measured import drawn, page, stored
-from tests.measured.causes import CAUSES, Cause, cause_of
-from tests.measured.errors import EVERY, MOST, Held, held, what
+from tests.measured.causes import TENTH_OF_A_PER_CENT, Cause, cause_of, complaints
+from tests.measured.errors import MOST, Held, held, what
 from zeroplan import estimate
 from zeroplan.estimator import engine_module
 from zeroplan.ledger import peak_bytes
@@ -34,29 +34,42 @@ def replayed() -> list[Held]:
     return held(stored.records())
 
 
-def test_every_record_of_no_known_cause_reaches_the_goal(replayed: list[Held]):
-    judged = [one for one in replayed if cause_of(one) is None]
-    beyond = [f"{one.error:+.2%} {what(one.measured.job)}" for one in judged if abs(one.error) > EVERY]
-    assert not beyond, "\n".join(beyond)
-    assert sum(abs(one.error) <= MOST for one in judged) >= _REACHED * len(judged)
-    assert len(judged) > len(replayed) // 4
+def test_most_records_are_far_closer(replayed: list[Held]):
+    assert sum(abs(one.error) <= MOST for one in replayed) >= _REACHED * len(replayed)
 
 
-@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.why)
-def test_a_known_cause_is_as_bad_as_is_said_and_no_worse(replayed: list[Held], cause: Cause):
-    errors = [one.error for one in replayed if cause_of(one) is cause]
-    assert -cause.below <= min(errors)
-    assert max(errors) <= cause.above
-    assert max(map(abs, errors)) > EVERY, "mended: take the cause out of the list"
+def test_no_record_is_further_off_than_a_known_cause_says():
+    """Whatever the sample: an error without a cause is a bug, and so is a cause that explains nothing any more."""
+    found = [one for path in stored.SAMPLES for one in held(stored.records(path))]
+    assert list(complaints(found)) == []
 
 
-@pytest.mark.parametrize("path", [stored.RECORDS, stored.FRESH, stored.OPTIONS], ids=lambda path: path.stem)
+def test_an_error_without_a_cause_is_noticed_and_so_is_a_cause_without_an_error(replayed: list[Held]):
+    few = replayed[:3]
+    peak = few[1].found.peak._replace(measured=2 * few[1].found.peak.measured)
+    off = [few[0], few[1]._replace(found=few[1].found._replace(peak=peak)), few[2]]
+    job = off[1].measured.job
+    (unexplained,) = complaints(off, ())
+    assert "no known cause" in unexplained
+    half = Cause("half is forgotten", lambda one: one == job, below=0.51)
+    assert list(complaints(off, [half])) == []
+    (worse,) = complaints(off, [half._replace(below=0.1)])
+    assert "half is forgotten" in worse
+    (mended,) = complaints(few, [half])
+    assert mended == "half is forgotten: mended, take it out of the list"
+
+
+@pytest.mark.parametrize("path", [stored.RECORDS, stored.FRESH, stored.OPTIONS, *stored.VARIED], ids=lambda path: path.stem)
 def test_every_peak_is_within_what_the_readme_says(path: Path):
     """A tenth of a per cent, nineteen in twenty a thousandth, and the same phase; of jobs with options too."""
     found = held(stored.records(path))
-    beyond = [f"{one.error:+.4%} {what(one.measured.job)}" for one in found if abs(one.error) > 0.001 or not one.same_phase]
+    beyond = [f"{one.error:+.4%} {what(one.measured.job)}" for one in found if cause_of(one) is None and _is_off(one)]
     assert not beyond, "\n".join(beyond)
-    assert sum(abs(one.error) <= 0.00001 for one in found) >= _REACHED * len(found) >= 95
+    assert sum(abs(one.error) <= 0.00001 for one in found) >= _REACHED * len(found) >= 57
+
+
+def _is_off(one: Held) -> bool:
+    return abs(one.error) > TENTH_OF_A_PER_CENT or not one.same_phase
 
 
 def test_other_versions_are_predicted_as_well():

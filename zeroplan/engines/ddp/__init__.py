@@ -39,6 +39,7 @@ _REDUCER_OF = "torch 2.13, torch/nn/parallel/distributed.py, DistributedDataPara
 _SCALER = "torch 2.13, torch/amp/grad_scaler.py, GradScaler._lazy_init_scale_growth_tracker"
 
 _FIRST_BUCKET_BYTES = 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultFirstBucketBytes
+_NOTABLE_BUCKETS = 50  # one part in fifty of the parameters is worth a sentence
 BUCKET_BYTES = 25 * 2**20  # torch 2.13, torch/csrc/distributed/c10d/reducer.hpp, kDefaultBucketBytesCap
 
 
@@ -82,9 +83,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
 def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
     """Say what one rank runs, and whose the figures are where ranks have different ones."""
-    stored = widths(recipe.precision).stored
-    if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank:
-        more = stored * trained_count(model) / GIB
+    stored, trained = widths(recipe.precision).stored, trained_count(model)
+    notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
+    if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
+        more = stored * trained / GIB
         yield f"one GPU runs a plain loop; wrapped in DDP it needs {more:,.2f} GiB more (--set ddp.wrap_one_rank=true)"
     if recipe.zero_stage == 0 or not isinstance(ranks, int) or ranks == 1:
         return

@@ -94,7 +94,10 @@ def _line(job: JobSpec, stage: Stage) -> ScalingLine:
         return ScalingLine(stage=stage, engine=ENGINE_STAGES[engine_at(stage, job.recipe.engine)][stage], refusal=refusal)
     recipe = at_stage(job, stage).recipe
     return ScalingLine(
-        stage=stage, engine=ENGINE_STAGES[recipe.engine][recipe.zero_stage], points=tuple(found), fits_from=_fits_from(job, stage, found)
+        stage=stage,
+        engine=ENGINE_STAGES[recipe.engine][recipe.zero_stage],
+        points=tuple(found),
+        fits_from=_fits_from(job, stage, found),
     )
 
 
