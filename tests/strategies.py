@@ -293,6 +293,7 @@ def _deepspeed(draw: Random, said: dict[str, Any], manner: str) -> DeepSpeedOpti
         "reduce_scatter": _mostly(draw, True, False),
         "compute_grad_norm": _mostly(draw, True, False),
         "stage3_allgather_sequential": _mostly(draw, False, True),
+        "torch_adam": _mostly(draw, False, True),
         "zero_init": _mostly(draw, True, False),
         "flatten_on_accelerator": _mostly(draw, True, False),
         "grad_accum_dtype": _mostly(draw, "param", "fp32"),

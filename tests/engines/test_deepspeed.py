@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -262,26 +262,38 @@ def test_the_lines_that_are_gone_when_a_gradient_is_handed_on_are_found_by_their
     assert run.settled[index].n_bytes < alive
 
 
-@pytest.mark.parametrize("n_ranks", [1, 3, 4, 13])
-def test_slices_of_a_gradient_above_the_bucket_are_copied_in_groups_larger_than_the_bucket(n_ranks: int) -> None:
-    from zeroplan.engines.deepspeed.stage12_lines import job_of, oversize_copy
-
-    job = job_of(TINY, recipe(2, options={"reduce_bucket_size": 150}), MeshSpec(dp_shard=n_ranks), BATCH)
-    for low, fill in product((0, 17, 400), (151, 512, 900)):
-        # As DeepSpeed goes: slices of ranks, one after the other; a group is reduced once it is larger than the bucket.
-        ends = [low, *(share * job.partition for share in range(1, n_ranks)), low + fill]
-        cuts = sorted(end for end in set(ends) if low <= end <= low + fill)
-        copied, group = 0, list[int]()
-        for start, end in pairwise(cuts):
-            group.append(end - start)
-            if sum(group) > 150 or end == cuts[-1]:
-                copied, group = max(copied, sum(group) if len(group) > 1 else 0), []
-        assert oversize_copy(job, low, fill) == copied
-
-
 def test_what_was_asked_before_changes_no_answer():
     """Passes are remembered, and the single micro-batch's may be forgotten before that of several."""
     one = job(model="llama-3.2-1b", gpus=4, engine="deepspeed", stage=3, grad_accum=2)
     first = estimate(one)
     gathered.cache_clear()
     assert estimate(one).moments == first.moments
+
+
+def test_stage_0_lays_gradients_flat_for_deepspeeds_own_adam_alone():
+    """Torch's fused kernel takes the gradients as they are: +20 % was measured where it was taken for DeepSpeed's."""
+    mesh, psi = MeshSpec(dp_shard=2), parameter_count(TINY)
+    own, torchs = (account(TINY, recipe(0, options={"torch_adam": given}), mesh, BATCH) for given in (False, True))
+    fused = account(TINY, recipe(0, options={"torch_adam": True}, optimizer_impl="fused"), mesh, BATCH)
+    steps = [max(moment.total_bytes for moment in one.moments if moment.phase is Phase.STEP) for one in (own, torchs, fused)]
+    counters = [sum(line.n_bytes for line in one.states if "counters" in line.reason) for one in (own, torchs, fused)]
+    without = [step - counted for step, counted in zip(steps, counters, strict=True)]
+    assert without == [22 * psi + 2 * psi, (2 + 12 + 2 + 4) * psi + 4 * psi, (2 + 12 + 2 + 4) * psi]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "options", "left"),
+    [
+        (0, "fp32", {}, 0), (0, "bf16-mixed", {}, 2), (1, "bf16-mixed", {"grad_accum_dtype": "fp32"}, 2), (1, "fp32", {}, 4),
+        (2, "bf16", {}, 2), (3, "bf16-mixed", {"zero_init": True}, 0), (3, "bf16-mixed", {"zero_init": False}, 2),
+    ],
+)  # fmt: skip
+def test_adagrads_sums_of_the_whole_model_stay_where_deepspeed_steps_with_others(
+    stage: int, precision: str, options: dict[str, Any], left: int
+):
+    """Measured: -34.7 % without them."""
+    chosen = recipe(stage, options=options, precision=precision, optimizer="adagrad")
+    found = account(TINY, chosen, MeshSpec(dp_shard=4), BATCH)
+    stays = [line.n_bytes for line in found.states if "made when the optimizer was built" in line.reason]
+    assert stays == ([left * parameter_count(TINY)] if left else [])
+    assert all(sum("was built" in line.reason for line in moment.lines) == bool(left) for moment in found.moments)

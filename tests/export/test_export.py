@@ -36,6 +36,7 @@ def as_told(one: JobSpec) -> tuple[int, int, float]:
 
 JOBS = [
     {"engine": "deepspeed", "stage": 0},
+    {"engine": "deepspeed", "stage": 0, "optimizer_impl": "fused", "deepspeed": DeepSpeedOptions(torch_adam=True)},
     {"engine": "deepspeed", "stage": 1, "micro_batch": 2, "deepspeed": DeepSpeedOptions(overlap_comm=True)},
     {"engine": "deepspeed", "stage": 2, "grad_accum": 4, "offload_optimizer": "cpu"},
     {"engine": "deepspeed", "stage": 3, "recompute": "full", "offload_optimizer": "cpu", "offload_param": "cpu"},

@@ -20,6 +20,7 @@ from zeroplan import BatchSpec, Estimate, JobSpec, Kind, MeshSpec, RecipeSpec, e
 from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model as published
 from zeroplan.engines.account import Account
+from zeroplan.engines.optimizers import implementation_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of, engine_module
 from zeroplan.export.files import TARGETS, Export, Target, cannot_say, export, write
@@ -34,7 +35,7 @@ from zeroplan.spec.base import read
 from zeroplan.spec.hardware import node_size
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.pipeline import stages_per_rank
-from zeroplan.spec.recipe import DeepSpeedOptions
+from zeroplan.spec.recipe import ADAM, DeepSpeedOptions
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 
@@ -575,6 +576,9 @@ def _comparable(job: JobSpec) -> JobSpec:
     """The job with everything said, and what has no effect left out."""
     recipe, options, fsdp2 = job.recipe, job.recipe.deepspeed, job.recipe.fsdp2
     impl = recipe.optimizer_impl or ("fused" if recipe.engine == "deepspeed" else "foreach")
+    if recipe.engine == "deepspeed":
+        impl = implementation_of(recipe)
+        options = replace(options, torch_adam=recipe.optimizer in ADAM and options.torch_adam and impl == "fused")
     stage, kept = recipe.zero_stage, fsdp2.reshard_after_forward
     if recipe.engine == "fsdp2":
         kept = stage == 3 if kept is None else kept

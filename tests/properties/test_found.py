@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from zeroplan import BatchSpec, ClusterSpec, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
-from zeroplan.engines.deepspeed.buckets import flush_over, schedule
+from zeroplan.engines.deepspeed.buckets import schedule
 from zeroplan.engines.deepspeed.flat import row
+from zeroplan.engines.deepspeed.gradients import Plan, course_of
 from zeroplan.engines.deepspeed.quantized import sharing_of
 from zeroplan.errors import SpecError
 from zeroplan.resolve import job as described
@@ -23,12 +24,15 @@ LLAMA = ModelSpec(
 BELOW = "attention weights of the block below, one of its outputs"
 
 
-def test_the_first_bucket_that_reaches_into_a_share_is_found_where_buckets_are_not_in_order():
+def test_own_gradients_are_there_from_the_first_bucket_that_reaches_into_the_share():
     """Norms run before what is registered before them; measured: the backward of small models was up to 5 % too low."""
-    buckets = schedule(row(LLAMA), 500)
-    assert list(buckets.lows) != sorted(buckets.lows)
-    for element in range(1, buckets.whole.n_elements, 977):
-        assert flush_over(buckets, element) == max(at for at, low in enumerate(buckets.lows) if low < element)
+    whole = row(LLAMA)
+    lows = [flush.low for flush in schedule(whole, 500).flushes]
+    assert lows != sorted(lows)
+    for share in range(2, whole.n_elements, 978):
+        plan = Plan(whole, (0,), False, 2, 2, 500, False, True, True, False, False, share, 1)
+        kept = any(seen.held.own for seen in course_of(plan).events["kept"])
+        assert kept == any(low < share for low in lows[1:])
 
 
 @pytest.mark.parametrize(("layers", "there"), [(1, False), (2, True)])

@@ -203,8 +203,11 @@ class _Reader:
         torchs = self._switch(params.get("torch_adam", False), "optimizer.params.torch_adam") is True
         default = "offload_optimizer" not in self._flags  # torch's own goes tensor by tensor on the host
         listed = params.get("foreach") is True or (params.get("foreach") is None and default)
+        fused = not torchs or self._switch(params.get("fused", False), "optimizer.params.fused") is True
         self._flags["optimizer"] = Stated("optimizer.type", name)
-        self._flags["optimizer_impl"] = Stated("optimizer.type", ("foreach" if listed else "forloop") if torchs else "fused")
+        self._flags["optimizer_impl"] = Stated("optimizer.type", "fused" if fused else "foreach" if listed else "forloop")
+        if torchs and fused:
+            self._options["torch_adam"] = Stated("optimizer.params.torch_adam", value=True)
 
     def _read_batch(self) -> None:
         """Two of three numbers make the third, as DeepSpeed has it (``_set_batch_related_parameters``)."""
@@ -342,7 +345,7 @@ def _is_off(value: object, harmless: object) -> bool:
 def _option_keys() -> Iterator[tuple[str, str]]:
     """Keys of ``zero_optimization`` and their options; DeepSpeed takes ``stage3_`` keys without their prefix too."""
     for field in fields(DeepSpeedOptions):
-        ours = ("grad_accum_dtype", "zero_init", "flatten_on_accelerator", "gpus_per_node")
+        ours = ("grad_accum_dtype", "torch_adam", "zero_init", "flatten_on_accelerator", "gpus_per_node")
         if field.name not in ours and not field.name.startswith("offload_"):
             yield field.name, field.name
             if field.name.startswith("stage3_"):

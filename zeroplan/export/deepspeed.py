@@ -7,7 +7,7 @@ from zeroplan.spec.recipe import ADAM, RecipeSpec
 
 _OFFLOADED = ("offload_optimizer", "offload_param")
 #: Options of a job that are no keys of ``zero_optimization``.
-_OURS = ("grad_accum_dtype", "zero_init", "flatten_on_accelerator", "gpus_per_node")
+_OURS = ("grad_accum_dtype", "torch_adam", "zero_init", "flatten_on_accelerator", "gpus_per_node")
 #: Keys that DeepSpeed 0.18 refuses as unknown: written only where they say other than its default.
 _LATE: dict[str, object] = {"compute_grad_norm": True, "stage3_allgather_sequential": False}
 
@@ -40,10 +40,17 @@ def with_optimizer(job: JobSpec) -> dict[str, object]:
     config, recipe = configuration(job), job.recipe
     if recipe.optimizer not in ADAM:
         return {**config, "zero_allow_untested_optimizer": True}
-    params: dict[str, object] = {}
-    if recipe.optimizer_impl not in (None, "fused"):
-        params = {"torch_adam": True, "foreach": recipe.optimizer_impl == "foreach"}
-    return {**config, "optimizer": {"type": {"adam": "Adam", "adamw": "AdamW"}[recipe.optimizer], "params": params}}
+    kind = {"adam": "Adam", "adamw": "AdamW"}[recipe.optimizer]
+    return {**config, "optimizer": {"type": kind, "params": _adam_params(recipe)}}
+
+
+def _adam_params(recipe: RecipeSpec) -> dict[str, object]:
+    """The parameters that choose torch's Adam and how it steps; none for DeepSpeed's own."""
+    if recipe.optimizer_impl is None:
+        return {"torch_adam": True} if recipe.deepspeed.torch_adam else {}
+    if recipe.optimizer_impl == "fused":
+        return {"torch_adam": True, "fused": True} if recipe.deepspeed.torch_adam else {}
+    return {"torch_adam": True, "foreach": recipe.optimizer_impl == "foreach"}
 
 
 def _zero(recipe: RecipeSpec, nvme_path: str | None) -> dict[str, object]:

@@ -190,7 +190,11 @@ def _zero_options() -> Iterator[tuple[str, _Said]]:
             yield f"deepspeed.{name}", _deepspeed_option(f"zero_optimization.{name}")
 
 
-_ZERO: dict[str, _Said] = {**dict(_zero_options()), "deepspeed.zero_init": _script("zero_init {value}")}
+_ZERO: dict[str, _Said] = {
+    **dict(_zero_options()),
+    "deepspeed.zero_init": _script("zero_init {value}"),
+    "deepspeed.torch_adam": _deepspeed_option("optimizer.params.torch_adam"),
+}
 _DEEPSPEED: dict[str, _Said] = {
     **_ZERO,
     "recipe.zero_stage": _deepspeed_option("zero_optimization.stage"),

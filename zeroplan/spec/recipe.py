@@ -111,9 +111,9 @@ SMALL_BUCKET = 50_000_000
 class DeepSpeedOptions(Spec):
     """The keys of DeepSpeed's ``zero_optimization`` that change memory; DeepSpeed's defaults, sizes in elements.
 
-    Three fields are not keys of that section: ``grad_accum_dtype`` stands under ``data_types``, ``zero_init`` and
-    ``flatten_on_accelerator`` say how the model comes to the GPU. ``offload_optimizer`` and ``offload_param`` are sections of
-    their own there, whose keys stand here with the section's name before them.
+    Four fields are not keys of that section: ``grad_accum_dtype`` is in ``data_types``, ``torch_adam`` in ``optimizer.params``;
+    ``zero_init`` and ``flatten_on_accelerator`` say how the model comes to the GPU. ``offload_optimizer`` and ``offload_param``
+    are sections of their own there, whose keys stand here with the section's name before them.
     """
 
     reduce_bucket_size: Count = 500_000_000
@@ -150,6 +150,8 @@ class DeepSpeedOptions(Spec):
     """GPUs that one process sees; no key, and asked for by ``zero_quantized_gradients`` alone."""
     grad_accum_dtype: Literal["fp32", "param"] = "param"
     """``data_types.grad_accum_dtype``: what gradients of several micro-batches are summed in."""
+    torch_adam: bool = False
+    """``optimizer.params.torch_adam``: Adam is torch's, not DeepSpeed's own kernel; also where a script gives DeepSpeed torch's."""
     zero_init: bool = True
     """Stage 3: the model is built under ``deepspeed.zero.Init``, sharded from the start."""
     flatten_on_accelerator: bool = True
@@ -186,7 +188,8 @@ class DeepSpeedOptions(Spec):
 class RecipeSpec(Spec):
     """Everything about the run that is structure rather than number.
 
-    ``optimizer_impl=None`` means the engine's own default: foreach under torch (CUDA), fused under DeepSpeed.
+    ``optimizer_impl=None`` means the engine's own default: foreach under torch (CUDA), fused under DeepSpeed, whose Adam has a
+    kernel of its own unless ``deepspeed.torch_adam`` is set.
     """
 
     engine: Engine = "fsdp2"

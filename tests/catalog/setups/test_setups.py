@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zeroplan.catalog.setups import trainer
+from zeroplan.engines.optimizers import implementation_of
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request, Resolved, resolve
 
@@ -104,6 +105,27 @@ def test_the_trainers_arguments(read: Callable[..., Resolved]):
     assert read({"output_dir": "x", "optim": "adamw_torch"}).job.batch.micro_batch_size == 8
     assert any("is 8 to transformers" in note for note in read({"output_dir": "x"}).notes)
     assert not notes[1:]
+
+
+@pytest.mark.parametrize(
+    ("said", "section", "expected"),
+    [
+        ({}, {}, (True, "fused")),
+        ({"optim": "adamw_torch_fused"}, {}, (True, "fused")),
+        ({"optim": "adamw_torch"}, {}, (True, "foreach")),
+        ({"optim": "sgd"}, {}, (False, "foreach")),
+        ({}, {"optimizer": {"type": "AdamW"}}, (False, "fused")),
+        ({"optim": "adamw_torch"}, {"optimizer": {"type": "AdamW"}}, (False, "fused")),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "fused": True}}}, (True, "fused")),
+        ({}, {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, (False, "foreach")),
+    ],
+)
+def test_the_trainer_hands_torchs_adam_to_deepspeed_where_its_file_names_none(
+    read: Callable[..., Resolved], said: dict, section: dict, expected: tuple[bool, str]
+):
+    config = {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, **section}
+    recipe = read(TRAINER | {"deepspeed": config, "optim": None} | said, gpus=4).job.recipe
+    assert (recipe.deepspeed.torch_adam, implementation_of(recipe)) == expected
 
 
 def test_the_trainers_fsdp_and_deepspeed(read: Callable[..., Resolved]):

@@ -230,6 +230,10 @@ def _optimizer(reading: Reading) -> None:
     reading.tell("optimizer", "optim", optimizer, filled=filled)
     if impl is not None:
         reading.tell("optimizer_impl", "optim", impl, filled=filled)
+    if optimizer == "adamw" and reading.deepspeed is not None and not reading.deepspeed.data.get("optimizer"):
+        reading.options["deepspeed.torch_adam"] = Told(
+            "optim", value=True, filled=filled
+        )  # the Trainer hands torch's to DeepSpeed
 
 
 def _optim_args(table: Table) -> dict[str, str]:

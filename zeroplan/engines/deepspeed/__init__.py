@@ -18,7 +18,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
+from zeroplan.spec.recipe import ADAM, OptimizerImpl, RecipeSpec
 
 #: A block recomputed to its end runs its last module forward once more, after which stage 3 lets go of that module's weight,
 #: though its backward has begun and needs it (DeepSpeed 0.19.8, ``parameter_offload.py``, ``_post_forward_module_hook``).
@@ -88,6 +88,12 @@ def _answer(recipe: RecipeSpec) -> Callable[[ModelSpec, RecipeSpec, Mesh, Batch,
     return partitioned_account
 
 
+def steps_in_own_kernel(recipe: RecipeSpec) -> bool:
+    """Whether the optimizer is DeepSpeed's own, in one fused kernel, rather than one of torch's."""
+    torchs = recipe.deepspeed.torch_adam and recipe.optimizer in ADAM
+    return recipe.optimizer in _OWN_KERNELS and recipe.optimizer_impl in (None, "fused") and not torchs
+
+
 def optimizer_impl(recipe: RecipeSpec) -> OptimizerImpl:
     """How the optimizer steps: DeepSpeed's own fused kernel where it has one, else torch's default.
 
@@ -98,6 +104,6 @@ def optimizer_impl(recipe: RecipeSpec) -> OptimizerImpl:
     """
     if recipe.optimizer == "muon":
         raise SpecError("optimizer 'muon' with engine 'deepspeed' is not modelled; use engine 'fsdp2' or optimizer 'adamw'")
-    if recipe.optimizer in _OWN_KERNELS and recipe.optimizer_impl in (None, "fused"):
+    if steps_in_own_kernel(recipe):
         return "fused"
     return implementation(recipe.optimizer, recipe.optimizer_impl, on_host=offloads_optimizer(recipe))

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.flat import Placed, Row, Sizes, count_below
+from zeroplan.engines.deepspeed.flat import Placed, Row, Sizes
 from zeroplan.engines.deepspeed.modules import LEAF_FAMILIES
-from zeroplan.numeric import Int
 from zeroplan.transformer.parameters import operator_of
 
 
@@ -39,20 +38,12 @@ class Flush(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Schedule:
-    """All buckets of one backward pass, the last one first, so that their places mostly ascend; one object per model and size."""
+    """All buckets of one backward pass, the last one first; one object per model and size."""
 
     whole: Row
     size: int
     leaves: bool
     flushes: tuple[Flush, ...]
-    lows: tuple[int, ...]
-    highs: tuple[int, ...]
-    fills: tuple[int, ...]
-    arriving: tuple[int, ...]
-    blocks: tuple[int, ...]
-    made: tuple[int, ...]
-    held: tuple[int, ...]
-    """Elements of a gradient that is reduced where it is, beside the bucket."""
 
 
 @lru_cache(maxsize=256)
@@ -72,7 +63,7 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     """
     flushes, inside = list[Flush](), list[Placed]()
     fill, made, block = 0, 0, whole.n_blocks
-    for together in _made_at_once(whole, leaves=leaves):
+    for together in made_at_once(whole, leaves=leaves):
         waiting = sum(_numel(each) for each in together)
         made = waiting + (made if together[0].block == block else 0)
         block = together[0].block
@@ -84,7 +75,7 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
             fill += _numel(each)
             waiting -= _numel(each)
     flushes.append(_flush(inside, fill, size, 0)._replace(made=made))
-    return _columns(whole, size, tuple(reversed(flushes)), leaves=leaves)
+    return Schedule(whole, size, leaves, tuple(reversed(flushes)))
 
 
 def _numel(each: Placed) -> int:
@@ -108,7 +99,7 @@ def handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
     return tuple(tuple(sorted(group, key=lambda each: each.start)) for group in groups)
 
 
-def _made_at_once(whole: Row, *, leaves: bool) -> Iterator[tuple[Placed, ...]]:
+def made_at_once(whole: Row, *, leaves: bool = False) -> Iterator[tuple[Placed, ...]]:
     """Yield gradients in the order in which they reach the bucket, together those that one operator makes.
 
     A product makes its weight's and its bias's, and a norm its two; the one waits while the other goes into the bucket.
@@ -134,71 +125,6 @@ def _flush(inside: list[Placed], fill: int, size: int, arriving: int) -> Flush:
     low, high = min(each.start for each in inside), max(each.end for each in inside)
     sizes = tuple(Counter(map(_numel, inside)).items())
     return Flush(low, high, fill, len(inside) == 1, fill > size, arriving, -1, 0, sizes)
-
-
-def _columns(whole: Row, size: int, flushes: tuple[Flush, ...], *, leaves: bool) -> Schedule:
-    return Schedule(
-        whole,
-        size,
-        leaves,
-        flushes,
-        tuple(flush.low for flush in flushes),
-        tuple(flush.high for flush in flushes),
-        tuple(flush.fill for flush in flushes),
-        tuple(flush.arriving for flush in flushes),
-        tuple(flush.block for flush in flushes),
-        tuple(flush.made for flush in flushes),
-        tuple(flush.fill if flush.alone else 0 for flush in flushes),
-    )
-
-
-def flush_over(buckets: Schedule, element: Int) -> Int:
-    """Index of the first bucket that is reduced with something below ``element``: one that spans a border there if any does."""
-    index: Int = count_below(_lowest_until(buckets), element) - 1
-    return index
-
-
-@lru_cache(maxsize=256)
-def _lowest_until(buckets: Schedule) -> tuple[int, ...]:
-    """Of each bucket where it or one that was reduced before it begins: buckets need not come from the end to the front.
-
-    Modules run in another order than they are registered in, as norms do, and an embedding may be registered behind the blocks.
-    """
-    return tuple(accumulate(reversed(buckets.lows), min))[::-1]
-
-
-class Front(NamedTuple):
-    """A bucket that is reduced after the backward, where gradients are taken in the order of the parameters."""
-
-    low: int
-    high: int
-    alone: bool
-    """It is one gradient too large for the bucket, reduced where it is."""
-
-    @property
-    def fill(self) -> int:
-        """Its elements."""
-        return self.high - self.low
-
-
-@lru_cache(maxsize=256)
-def from_the_front(buckets: Schedule) -> tuple[Front, ...]:
-    """Return the buckets that are filled when all gradients are there.
-
-    >>> from zeroplan.engines.deepspeed.flat import row
-    >>> from zeroplan.spec.model import ModelSpec
-    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
-    >>> [(front.low, front.high) for front in from_the_front(schedule(row(tiny), 1000))]
-    [(0, 992), (992, 1352)]
-    """
-    fronts, low = list[Front](), 0
-    for each in buckets.whole.placed:
-        if each.start > low and each.end - low > buckets.size:
-            fronts.append(Front(low, each.start, each.start - low > buckets.size))
-            low = each.start
-    end = buckets.whole.n_elements
-    return (*fronts, Front(low, end, end - low > buckets.size))
 
 
 @lru_cache(maxsize=4096)

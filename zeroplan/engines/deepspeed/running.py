@@ -1,6 +1,6 @@
 """What of activations is alive in the backward when so many gradients exist, in the block that runs or beyond the blocks?"""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.handed_on import Running, flow_of, flowing_lines, lines_between, running_of, settled_lines
@@ -9,6 +9,7 @@ from zeroplan.engines.formulas import total_formula
 from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
+from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.losses import HEAD_INPUT
 
 _FLOW = "r·T·h"
@@ -31,9 +32,18 @@ def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
     )
 
 
-def running_bytes(these: Passes, block: int, made: int) -> Int:
-    """Return the size of :func:`running_lines` for plain numbers. [bytes]"""
-    return _running_now(these, block, made).n_bytes
+def running_size(these: Passes, block: Int, made: Int) -> Int:
+    """Return the size of :func:`running_lines`. [bytes]"""
+    if isinstance(block, int) and isinstance(made, int):
+        return _running_now(these, block, made).n_bytes
+    return _running_anywhere(these, block, made).n_bytes
+
+
+def points_of_kinds(run: RunPass) -> Iterator[tuple[BackwardPoint, ...]]:
+    """Yield the points of a block's backward, those of each kind of block by themselves (:func:`_kinds`)."""
+    points = run.block.points
+    for kind in _kinds(tuple([point.gradients for point in points])):
+        yield points[kind.start : kind.stop]
 
 
 def _handed_at(these: Passes, block: int, made: int) -> tuple[Line, ...]:

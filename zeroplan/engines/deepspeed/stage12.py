@@ -5,23 +5,21 @@ state of that share. Rank 0 is described, whose share begins with the embedding.
 """
 
 from zeroplan.engines.account import Account
+from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
 from zeroplan.engines.deepspeed.numbers import numbers_partitioned
 from zeroplan.engines.deepspeed.offload import kept_as, note, offloads_optimizer, on_host
-from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
+from zeroplan.engines.deepspeed.passes import kept_in_a_block, passes
 from zeroplan.engines.deepspeed.sources import FP64, SHARE, STAGE12
-from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments, reduced_after_moments
+from zeroplan.engines.deepspeed.stage12_backward import training_moments
 from zeroplan.engines.deepspeed.stage12_lines import (
     Job,
     frozen_weights,
     job_of,
     keeps_partition,
     own_gradients,
-    reduces_in_backward,
     symbols,
-    window,
 )
-from zeroplan.engines.deepspeed.stage12_offload import host_lines, host_symbols, offloading_moments, way_back
-from zeroplan.engines.deepspeed.stage12_reducing import reducing_moments
+from zeroplan.engines.deepspeed.stage12_offload import host_lines, host_symbols, way_back
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -54,11 +52,12 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=SHARE)
     these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
     here = tuple(map(on_host, updated)) if away else updated
-    persistent = (flat, *frozen, *here, *way_back(job), *layout(model).buffers)
+    left = abandoned_states(recipe, job.whole.n_elements, job.element)
+    persistent = (flat, *frozen, *here, *left, *way_back(job), *layout(model).buffers)
     step = _step_away(job) if away else _step(job, temporary)
-    training = (*_forward(job, these), *_backward(job, these), *offloading_moments(job, these), *step)
+    training = (*training_moments(job, these, collects=False), *step)
     alive = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
-    start = _init(job, (flat, here[0], *frozen))
+    start = beside(_init(job, (flat, here[0], *frozen)), left)
     return Account(
         (*persistent, own_gradients(job)),
         (*start, *alive),
@@ -86,20 +85,6 @@ def _weights(job: Job) -> tuple[Line, ...]:
         Line(Kind.PARAMETERS, job.element * job.n_ranks * job.partition, "all weights, flat and padded", flat, STAGE12),
         Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, SHARE), STAGE12),
         *frozen_weights(job),
-    )
-
-
-def _forward(job: Job, these: Passes) -> tuple[Moment, ...]:
-    instants = (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these))
-    return tuple(Moment(at.name, at.phase, at.lines + window(job)) for at in instants)
-
-
-def _backward(job: Job, these: Passes) -> tuple[Moment, ...]:
-    """Every moment of the backward pass where memory can peak."""
-    return (
-        reducing_moments(job, these)
-        if reduces_in_backward(job.recipe)
-        else (*collecting_moments(job, these), *reduced_after_moments(job, these))
     )
 
 

@@ -6,12 +6,13 @@ That is stage 0 in any precision, and stage 1 with 16-bit weights and fp32 gradi
 from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.deepspeed.flat import Row, embedding_elements, embedding_symbol, largest_parameter
+from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
+from zeroplan.engines.deepspeed.flat import Row, largest_parameter
 from zeroplan.engines.deepspeed.numbers import numbers_unpartitioned
-from zeroplan.engines.deepspeed.passes import Passes, forward_instant, kept_in_a_block, loss_instant, passes
+from zeroplan.engines.deepspeed.passes import Passes, kept_in_a_block, passes
 from zeroplan.engines.deepspeed.sources import SHARE
-from zeroplan.engines.deepspeed.stage12_collecting import collecting_moments
-from zeroplan.engines.deepspeed.stage12_lines import Job, at_the_embedding, job_of, symbols, whole_gradients, window
+from zeroplan.engines.deepspeed.stage12_backward import training_moments
+from zeroplan.engines.deepspeed.stage12_lines import Job, job_of, symbols
 from zeroplan.engines.formulas import times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
@@ -44,10 +45,11 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
         weights.append(_all(job, Kind.OPTIMIZER_STATE, 4, "all weights in fp32", _FUSED if wrapped else _UNFUSED))
     gradients = _all(job, Kind.GRADIENTS, element, "all gradients", _ENGINE)
     step = _mixed_step(job, gradients, temporary, wrapped=wrapped) if mixed else _step("update", gradients, *temporary)
-    end = _all_reduced(job, gradients)
     these = passes(model, recipe, batch)
-    training = (*_forward_and_backward(job, these), *end, *step)
-    persistent = (*weights, *state, *layout(model).buffers)
+    end = _all_reduced(job, these, gradients)
+    training = (*training_moments(job, these, collects=True), *end, *step)
+    left = abandoned_states(recipe, psi, element)
+    persistent = (*weights, *state, *left, *layout(model).buffers)
     moments = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
     return Account(
         (*persistent, gradients),
@@ -72,7 +74,8 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     weights, tensors = _flat_in_fp32(job), (LocalTensor((job.partition,), in_block=False),)
     state = state_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
     temporary = step_temporary_lines(recipe.optimizer, impl, tensors, 4, symbol=SHARE)
-    persistent = (*weights, *state, *layout(model).buffers)
+    left = abandoned_states(recipe, job.whole.n_elements, job.element)
+    persistent = (*weights, *state, *left, *layout(model).buffers)
     arrived = _all(job, Kind.PARAMETERS, 2, "the model as it arrived on the GPU", _BF16)
     init = (
         Moment("initialisation: weights laid flat", Phase.INIT, (weights[0], arrived)),
@@ -81,7 +84,7 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     training = _accumulating_in_fp32(job, these, temporary)
     return Account(
         persistent,
-        (*init, *(Moment(name, phase, persistent + lines) for name, phase, lines in training)),
+        (*beside(init, left), *(Moment(name, phase, persistent + lines) for name, phase, lines in training)),
         (*_collectives(job), _weight_gather(job)),
         symbols=(*_symbols(job, these), *counted(*persistent, *temporary)),
         kept=kept_in_a_block(these),
@@ -107,9 +110,9 @@ def _accumulating_in_fp32(job: Job, these: Passes, temporary: tuple[Line, ...]) 
     copy = Line(Kind.REDUCE, 2 * job.n_ranks * job.partition, "fp32 gradients cast to bf16 for the all-reduce", f"2·N·{SHARE}",
                 f"{_ENGINE}, allreduce_bucket")  # fmt: skip
     return (
-        *_forward_and_backward(job, these),
-        Moment("end of backward: gradients added in fp32", Phase.BACKWARD, (made, cast)),
-        Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (made, copy)),
+        *training_moments(job, these, collects=True),
+        Moment("end of backward: gradients added in fp32", Phase.BACKWARD, (*_still_there(these), made, cast)),
+        Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (*_still_there(these), made, copy)),
         *_step("update", made, *temporary),
     )
 
@@ -120,8 +123,11 @@ def _tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
 
 
 def _takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
-    """DeepSpeed lays weights and gradients flat only for its own ``FusedAdam``."""
-    return impl == "fused" and recipe.optimizer in ADAM
+    """DeepSpeed lays weights and gradients flat only for its own ``FusedAdam``, not for torch's fused one.
+
+    Source: DeepSpeed 0.19.8, ``runtime/engine.py``, ``_configure_fp16_optimizer``.
+    """
+    return impl == "fused" and recipe.optimizer in ADAM and not recipe.deepspeed.torch_adam
 
 
 def _all(job: Job, kind: Kind, width: int, reason: str, source: str) -> Line:
@@ -144,16 +150,6 @@ def _mixed_step(job: Job, gradients: Line, temporary: tuple[Line, ...], *, wrapp
     return (*_step("gradients laid flat", gradients, cast, flat), *_step("update", flat, *temporary))
 
 
-def _forward_and_backward(job: Job, these: Passes) -> tuple[Moment, ...]:
-    instants = (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these))
-    forward = tuple(Moment(at.name, at.phase, at.lines + window(job)) for at in instants)
-    vocabulary, psi = embedding_elements(job.whole), job.whole.n_elements
-    made = job.element * where(job.accumulates, psi + vocabulary, psi)
-    formula = times(job.element, f"(Ψ + M·{embedding_symbol(job.whole)})")
-    line = Line(whole_gradients(job), made, "all gradients, and the embedding's before it is added", formula, _ENGINE)
-    return (*forward, *collecting_moments(job, these), *at_the_embedding(job, these, (line,)))
-
-
 @lru_cache(maxsize=256)
 def _all_reduces(whole: Row) -> tuple[int, int]:
     """Return how many all-reduces there are, and the elements of the largest: one closes when it has outgrown the limit."""
@@ -165,11 +161,16 @@ def _all_reduces(whole: Row) -> tuple[int, int]:
     return count + (fill > 0), max(largest, fill)
 
 
-def _all_reduced(job: Job, gradients: Line) -> tuple[Moment, ...]:
+def _still_there(these: Passes) -> tuple[Line, ...]:
+    """What of activations is alive when the backward is over."""
+    return (*these.head.at_embedding, *these.output)
+
+
+def _all_reduced(job: Job, these: Passes, gradients: Line) -> tuple[Moment, ...]:
     reason = "copy of the largest bucket that is all-reduced"
     n_bytes = job.element * _all_reduces(job.whole)[1]
     copy = Line(Kind.REDUCE, n_bytes, reason, times(job.element, "B_max"), f"{_ENGINE}, allreduce_no_retain")
-    return (Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (gradients, copy)),)
+    return (Moment("end of backward: gradients all-reduced", Phase.BACKWARD, (*_still_there(these), gradients, copy)),)
 
 
 def _init(

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from zeroplan.engines.deepspeed import optimizer_impl, steps_in_own_kernel
 from zeroplan.export import deepspeed as export
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
@@ -53,14 +54,19 @@ def configuration(job: JobSpec) -> dict[str, object]:
 
 
 class DeepSpeed:
-    """``deepspeed.initialize`` with torch's optimizer; fused it stands for DeepSpeed's own, which needs a GPU."""
+    """``deepspeed.initialize`` with torch's optimizer.
+
+    Torch's fused Adam also stands for DeepSpeed's own, which needs a GPU.
+    """
 
     kept: Kind | None = None
 
     def __init__(self, work: Workload, job: JobSpec) -> None:
         self.optimizer = make_optimizer(trained(work.module), _with_its_default(job.recipe))
-        if job.recipe.zero_stage == 0 and self.optimizer.defaults.get("fused"):
-            deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # so that its wrapper is taken
+        if job.recipe.zero_stage == 3 and job.recipe.deepspeed.zero_init:
+            self.optimizer.state.clear()  # under zero.Init parameters have no elements when an optimizer is built
+        if steps_in_own_kernel(job.recipe):
+            deepspeed.runtime.engine.FusedAdam = type(self.optimizer)  # so that stage 0 wraps it like its own
         # Inference's all-reduce among CPUs, no part of a step: compiling it takes long, and a build that was killed leaves a lock
         # (torch.utils.file_baton) on which every later process would wait for ever.
         with replaced(_TRANSPORT, "build_shm_op", lambda: None):
@@ -152,7 +158,7 @@ _MASTERS = Kind.OPTIMIZER_STATE
 
 
 def _with_its_default(recipe: RecipeSpec) -> RecipeSpec:
-    return recipe if recipe.optimizer_impl else replace(recipe, optimizer_impl="fused")
+    return replace(recipe, optimizer_impl=optimizer_impl(recipe))
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ it runs. Gradients go through one bucket that is reduce-scattered in a copy of i
 """
 
 from zeroplan.engines.account import Account, Symbol
+from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
 from zeroplan.engines.deepspeed.flat import largest_parameter, shares
 from zeroplan.engines.deepspeed.infinity import Shares, note_on_nvme, nvme_lines, refuse_few_pipelined
 from zeroplan.engines.deepspeed.offload import note, offloads_optimizer
@@ -33,7 +34,8 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     """
     job = make_job(model, recipe, mesh)
     everything = shares_held(job, impl)
-    states = (*states_on_gpu(recipe, everything), *layout(model).buffers)
+    left = abandoned_states(recipe, job.whole.n_elements, job.element)
+    states = (*states_on_gpu(recipe, everything), *left, *layout(model).buffers)
     refuse_few_pipelined(recipe, group_count(job))
     persistent = (*states, bucket_line(job), persistent_line(job))
     these = passes(model, recipe, batch)
@@ -51,7 +53,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     mine = Shares(job.whole, job.n_ranks, job.partition, job.element, job.master, job.kept)
     return Account(
         (*states, bucket_line(job), persistent_line(job)),
-        (*construction_moments(job, states), *training, *step),
+        (*beside(construction_moments(job, states), left), *training, *step),
         collectives(job, batch),
         host=host_lines(recipe, mine, everything, taken),
         symbols=(*_symbols(job), *host_symbols(recipe, mine), *kept_symbols(these), *counted(*everything, *taken)),

@@ -1,0 +1,30 @@
+"""Which states of an optimizer stay in memory, though DeepSpeed steps with others?"""
+
+from zeroplan.engines.formulas import product
+from zeroplan.ledger import Kind, Line, Moment
+from zeroplan.spec.recipe import RecipeSpec
+
+_SOURCE = "torch 2.13, torch/optim/adagrad.py, Adagrad.__init__; DeepSpeed 0.19.8, runtime/engine.py, basic_optimizer"
+_REASON = "Adagrad's sums for the whole model, made when the optimizer was built; DeepSpeed steps with others"
+
+
+def abandoned_states(recipe: RecipeSpec, n_elements: int, element: int) -> tuple[Line, ...]:
+    """Return Adagrad's states of the parameters that it was built for, of ``n_elements`` elements in all. [bytes]
+
+    Adagrad makes its sums when it is built, others in their first step. DeepSpeed then gives the optimizer tensors of its own, and
+    keeps the optimizer. At stage 0 in fp32 it leaves the parameters as they are; under ``zero.Init`` parameters have no elements
+    by then. The sums have the dtype of the model when the optimizer is built, here the dtype that it computes in.
+
+    >>> [line.n_bytes for line in abandoned_states(RecipeSpec(engine="deepspeed", zero_stage=2, optimizer="adagrad"), 1000, 2)]
+    [2000]
+    """
+    keeps_parameters = recipe.zero_stage == 0 and recipe.precision == "fp32"
+    has_none = recipe.zero_stage == 3 and recipe.deepspeed.zero_init
+    if recipe.optimizer != "adagrad" or keeps_parameters or has_none:
+        return ()
+    return (Line(Kind.OPTIMIZER_STATE, element * n_elements, _REASON, product(element, n_elements), _SOURCE),)
+
+
+def beside(moments: tuple[Moment, ...], lines: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """Return the moments with these lines alive too."""
+    return tuple(moment._replace(lines=(*moment.lines, *lines)) for moment in moments)
