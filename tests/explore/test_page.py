@@ -355,5 +355,9 @@ def test_the_speed_is_shown_without_a_plan(page: Page):
 def test_messages_name_the_controls_of_the_page(page: Page):
     moved(page, replicas="3")
     assert "\u201cGPUs\u201d 8 is not divisible by \u201cReplicas\u201d 3" in (page.text_content("#error") or "")
-    moved(page, replicas="1", gpu="")
+    moved(page, replicas="1", model="gpt2")
+    assert "\u201cTokens per sequence\u201d=4,096 is beyond the 1,024 positions" in (page.text_content("#error") or "")
+    moved(page, seq_len="512", set="fsdp2.colour=red")
+    assert "\u201cOptions of the engine\u201d 'fsdp2.colour=red': fsdp2 has no option" in (page.text_content("#error") or "")
+    moved(page, set="", gpu="")
     assert (page.text_content("#verdict") or "").endswith("Choose yours under GPU.")

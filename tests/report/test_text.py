@@ -171,3 +171,11 @@ def test_every_model_reads_well(name: str):
             continue
         text = estimate_text(answer, (), remedies(answer), explain=True) + estimate_markdown(answer, explain=True)
         assert not re.search(r"\b(nan|inf|None)\b|  -\d|\b1 (GPU|replica|shard|token)s\b|-0\.00", text)
+
+
+def test_the_headline_names_the_adapters_and_the_lines_below_what_is_trained():
+    answer = estimate(job(model="llama-3.2-1b", gpus=2, lora_rank=16, quantize="nf4"))
+    assert headline(answer).startswith("llama-3.2-1b with QLoRA (nf4) of rank 16 on 2 GPUs")
+    assert f"adapters in all-linear: {answer.trained_parameters:,} parameters trained, the others frozen" in list(
+        job_lines(answer)
+    )

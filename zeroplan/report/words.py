@@ -158,7 +158,7 @@ def job_lines(answer: Estimate) -> Iterator[str]:
     model = answer.job.model
     if model.adapter is not None:
         trained = f"{answer.trained_parameters:,} parameters trained, the others frozen"
-        yield f"{method_words(model)} in {model.adapter.targets}: {trained}"
+        yield f"{partly_trained(model)}: {trained}"
     if model.frozen is not None:
         yield f"{answer.trained_parameters:,} parameters trained; {partly_trained(model)}"
     yield recipe_line(recipe)

@@ -29,8 +29,8 @@ function size(bytes) {
 const gb = (bytes) => (bytes / GB).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
 const gib = (bytes) => (bytes / GIB).toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
 
-/** A message for this page: the flags of the command line by the names of their controls. A report has no controls, and keeps them. */
-const worded = (text) => text.replace(/(?<![\w-])--([a-z]+(?:-[a-z]+)*)/g, (flag, name) => labelled(name.replaceAll("-", "_")) || flag);
+/** A message for this page: flags, and fields before an equals sign, by the names of their controls. A report has no controls, and keeps them. */
+const worded = (text) => text.replace(/(?<![\w.-])(?:--([a-z]+(?:-[a-z]+)*)|([a-z_]+)(?==))/g, (found, flag, field) => labelled(field || flag.replaceAll("-", "_")) || found);
 const labelled = (name) => state.controls.filter((one) => one.name === name).map((one) => `\u201c${one.label}\u201d`)[0];
 
 // --- the controls -------------------------------------------------------------------------------------------------------------
