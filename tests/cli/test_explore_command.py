@@ -62,6 +62,18 @@ def test_it_listens_on_the_loopback_alone_and_leaves_nothing_behind(served: int,
     listening.close()
 
 
+def test_it_closes_connections_that_nobody_uses(monkeypatch: pytest.MonkeyPatch):
+    import uvicorn
+
+    from zeroplan.explore.connection import Impatient
+
+    served: list[uvicorn.Config] = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, **_: served.append(self.config))
+    with explore._listening(0) as listening:
+        explore._serve(listening)
+    assert [config.http for config in served] == [Impatient]
+
+
 def test_a_port_that_is_taken_is_one_line(run: Run):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, out, err = run("explore", "--port", str(taken.getsockname()[1]), "--no-browser")

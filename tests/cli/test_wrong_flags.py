@@ -67,7 +67,7 @@ def test_a_model_by_its_address_or_folder(run: Run, tmp_path: Path):
         .startswith("gpt2 on 1 GPU")
     )
     assert "which goes to --config" in run("estimate", "--model", str(tmp_path))[2]
-    assert "--model OWNER/NAME" in run("estimate", "--config", "https://huggingface.co/openai-community/gpt2")[2]
+    assert "--model hf:OWNER/NAME" in run("estimate", "--config", "https://huggingface.co/openai-community/gpt2")[2]
 
 
 def test_a_name_behind_a_list_is_shown_how_to_look_it_up(run: Run):

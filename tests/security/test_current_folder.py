@@ -1,11 +1,10 @@
-"""Nothing of the folder that a program is started in is imported, unless ``--workload`` names it.
+"""Nothing of the folder that a command is started in is imported, unless ``--workload`` names it, and no network is reached.
 
 The folder holds a module of the name of every module that there is to import. Each leaves its name when it is run.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -17,20 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from zeroplan.current_folder import environment
+from tests.security.watched import JOB, MODULE, TORCH, Watched
 
-TINY = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 512}  # fmt: skip
 TRAP = "import os\nwith open(os.environ['SPRUNG'], 'a') as file:\n    file.write(f'{__name__} ')\nraise ImportError('a trap')\n"
 WORK = (
     "import helper\nimport torch\n\n\ndef good():\n    return torch.nn.Linear(2, 2), {'input': torch.ones(1, 2)}, helper.loss\n"
 )
-JOB = ("--config", "tiny/config.json", "--gpus", "2", "--seq-len", "32", "--engine", "fsdp2", "--stage", "3")
-ZERO = ("--config", "tiny/config.json", "--gpus", "2", "--seq-len", "32", "--engine", "deepspeed", "--stage", "2")
 CPU = ("--backend", "cpu", "--nproc", "2")
+ZERO = ("--config", "tiny/config.json", "--gpus", "2", "--seq-len", "32", "--engine", "deepspeed", "--stage", "2")
 MATRIX = "[[case]]\nconfig = 'tiny/config.json'\nstage = 3\ngpus = 2\nseq_len = 32\n"
 PROGRAM = "import sys\nfrom zeroplan.__main__ import main\nsys.exit(main())\n"
-OPTIONAL = {"h2", "apex", "wandb", "mpi4py", "flash_attn", "triton", "sitecustomize", "usercustomize"}
 WITHOUT_HELPER = """
 import sys
 sys.path[0] = sys.argv[1]
@@ -42,12 +37,10 @@ except Exception as error:
 else:
     raise AssertionError
 """
-SCRIPT, MODULE = ("program",), (sys.executable, "-m", "zeroplan")
-needs = {
-    name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
-    for name in ("torch", "transformers", "deepspeed")
-}
-torch = (pytest.mark.torch, needs["torch"], needs["transformers"])
+#: What libraries look for, and go without.
+OPTIONAL = {"h2", "apex", "wandb", "mpi4py", "flash_attn", "triton", "sitecustomize", "usercustomize"}
+SCRIPT = (sys.executable, "../program")
+DEEPSPEED = (*TORCH, pytest.mark.deepspeed, pytest.mark.skipif(find_spec("deepspeed") is None, reason="no DeepSpeed"))
 
 
 def names_of_modules() -> set[str]:
@@ -70,28 +63,13 @@ def traps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path, traps: Path) -> Path:
+def watched(tmp_path: Path, traps: Path) -> Watched:
     """A folder full of traps, and in it what a command needs."""
-    folder = tmp_path / "here"
-    shutil.copytree(traps, folder)
-    (folder / "tiny").mkdir()
-    (folder / "tiny" / "config.json").write_text(json.dumps(TINY))
-    (folder / "matrix.toml").write_text(MATRIX)
-    (folder / "job.toml").write_text("config = 'tiny/config.json'\nstage = 3\nseq_len = 32\n")
+    shutil.copytree(traps, tmp_path / "here")
+    found = Watched(tmp_path)
+    (found.folder / "matrix.toml").write_text(MATRIX)
+    (found.folder / "job.toml").write_text("config = 'tiny/config.json'\nstage = 3\nseq_len = 32\n")
     (tmp_path / "program").write_text(PROGRAM)
-    return folder
-
-
-def sprung(here: Path, command: tuple[str, ...], *arguments: str, code: int = 0, path: str = "") -> str:
-    """Which modules of the folder a command runs that is started in it; the command itself must do what it is for."""
-    if command == SCRIPT:
-        command = (sys.executable, str(here.parent / "program"))
-    log = here.parent / "sprung"
-    said = {name: value for name, value in environment().items() if name not in ("PYTHONSAFEPATH", "COVERAGE_PROCESS_START")}
-    said |= {"SPRUNG": str(log), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path + said["PYTHONPATH"]}
-    done = subprocess.run([*command, *arguments], cwd=here, env=said, capture_output=True, text=True, check=False, timeout=300)
-    found = log.read_text() if log.exists() else ""
-    assert found or done.returncode == code, done.stderr
     return found
 
 
@@ -99,59 +77,63 @@ def sprung(here: Path, command: tuple[str, ...], *arguments: str, code: int = 0,
     ("estimate", *JOB), ("plan", "--model", "gpt2", "--gpus", "2", "--gpu", "l4-24gb"), ("models",), ("doctor",), ("--help",),
 ], ids=lambda words: words[0])  # fmt: skip
 @pytest.mark.parametrize("command", [SCRIPT, MODULE], ids=["script", "module"])
-def test_a_command_imports_nothing_from_here(here: Path, command: tuple[str, ...], arguments: tuple[str, ...]):
-    assert sprung(here, command, *arguments) == ""
+def test_a_command_imports_nothing_from_here(watched: Watched, command: tuple[str, ...], arguments: tuple[str, ...]):
+    watched.run(*command, *arguments)
+    assert (watched.sprung(), watched.reached()) == ("", "")
 
 
 @pytest.mark.parametrize("command", [SCRIPT, MODULE], ids=["script", "module"])
-def test_nor_where_a_part_of_the_path_is_empty(here: Path, command: tuple[str, ...]):
+def test_nor_where_a_part_of_the_path_is_empty(watched: Watched, command: tuple[str, ...]):
     """As ``PYTHONPATH=$PYTHONPATH:/mine`` makes one. What Python looks for by itself before any program begins is not ours."""
-    for name in ("sitecustomize", "usercustomize", "re", "enum"):
-        (here / f"{name}.py").unlink(missing_ok=True)
-    assert sprung(here, command, "verify", *JOB, "--backend", "none", path=os.pathsep, code=2) == ""
-    assert sprung(here, command, "models", path=f"{here}{os.pathsep}")  # named, it is what is meant
+    for name in ("sitecustomize", "usercustomize"):
+        (watched.folder / f"{name}.py").unlink(missing_ok=True)
+    watched.run(*command, "verify", *JOB, "--backend", "none", path=os.pathsep, code=2)
+    assert watched.sprung() == ""
+    watched.run(*command, "models", path=f"{watched.folder}{os.pathsep}")
+    assert watched.sprung()  # a folder that is named is meant
 
 
-@pytest.mark.parametrize(("command", "arguments", "code"), [
-    pytest.param(SCRIPT, ("verify", *JOB), 0, id="simulate", marks=torch),
-    pytest.param(MODULE, ("verify", *ZERO), 0, id="deepspeed", marks=(*torch, pytest.mark.deepspeed, needs["deepspeed"])),
-    pytest.param(SCRIPT, ("verify", *JOB, *CPU), 0, id="cpu", marks=torch),
-    pytest.param(MODULE, ("verify", *JOB, "--backend", "cpu"), 0, id="one for all", marks=torch),
-    pytest.param(SCRIPT, ("verify", "--matrix", "matrix.toml", "--record-dir", "kept"), 0, id="matrix", marks=torch),
-    pytest.param(MODULE, ("profile", "--config", "tiny", "--engine", "fsdp2", "--recompute", "none", "--precision", "fp32"), 0,
-                 id="profile", marks=torch),
+@pytest.mark.parametrize(("command", "arguments"), [
+    pytest.param(SCRIPT, ("verify", *JOB), id="simulate", marks=TORCH),
+    pytest.param(MODULE, ("verify", *ZERO), id="deepspeed", marks=DEEPSPEED),
+    pytest.param(SCRIPT, ("verify", *JOB, *CPU), id="cpu", marks=TORCH),
+    pytest.param(MODULE, ("verify", *JOB, "--backend", "cpu"), id="one for all", marks=TORCH),
+    pytest.param(SCRIPT, ("verify", "--matrix", "matrix.toml", "--record-dir", "kept"), id="matrix", marks=TORCH),
+    pytest.param(MODULE, ("profile", "--config", "tiny", "--engine", "fsdp2", "--recompute", "none", "--precision", "fp32"),
+                 id="profile", marks=TORCH),
 ])  # fmt: skip
-def test_nor_does_what_runs_engines(here: Path, command: tuple[str, ...], arguments: tuple[str, ...], code: int):
-    assert sprung(here, command, *arguments, code=code) == ""
+def test_nor_does_what_runs_engines(watched: Watched, command: tuple[str, ...], arguments: tuple[str, ...]):
+    watched.run(*command, *arguments)
+    assert (watched.sprung(), watched.reached()) == ("", "")
 
 
 @pytest.mark.torch
-@needs["torch"]
-@needs["transformers"]
-def test_nor_does_a_rank_under_torchrun(here: Path):
+@TORCH[1]
+def test_nor_does_a_rank_under_torchrun(watched: Watched):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{free.getsockname()[1]}"
     launcher = (sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", where, "--local-addr", "127.0.0.1")  # fmt: skip
-    assert sprung(here, launcher, "-m", "zeroplan.verify.worker", "job.toml", "--backend", "cpu", "--record-dir", "kept") == ""
-    assert len(list((here / "kept").iterdir())) == 2
+    watched.run(*launcher, "-m", "zeroplan.verify.worker", "job.toml", "--backend", "cpu", "--record-dir", "kept")
+    assert (watched.sprung(), watched.reached()) == ("", "")
+    assert len(list((watched.folder / "kept").iterdir())) == 2
 
 
 @pytest.mark.torch
-@needs["torch"]
-@needs["transformers"]
-def test_a_workload_is_imported_with_its_neighbours_where_it_is_here_alone(here: Path):
-    for path in here.glob("*.py"):
-        path.unlink()
-    (here / "work.py").write_text(WORK)
-    (here / "helper.py").write_text("def loss(output):\n    return output.sum()\n")
-    (here / "pydantic.py").write_text(TRAP)
-    assert sprung(here, SCRIPT, "verify", *JOB, "--workload", "work:good", code=3) == ""
-    elsewhere = here.parent / "elsewhere"
+@TORCH[1]
+def test_a_workload_is_imported_with_its_neighbours_where_it_is_here_alone(tmp_path: Path):
+    watched = Watched(tmp_path)
+    (tmp_path / "program").write_text(PROGRAM)
+    (watched.folder / "work.py").write_text(WORK)
+    (watched.folder / "helper.py").write_text("def loss(output):\n    return output.sum()\n")
+    (watched.folder / "pydantic.py").write_text(TRAP)
+    watched.run(*SCRIPT, "verify", *JOB, "--workload", "work:good", code=3)
+    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    (here / "work.py").rename(elsewhere / "work.py")
-    assert sprung(here, (sys.executable, "-c", WITHOUT_HELPER, str(elsewhere))) == ""
+    (watched.folder / "work.py").rename(elsewhere / "work.py")
+    watched.run(sys.executable, "-c", WITHOUT_HELPER, str(elsewhere))
+    assert watched.sprung() == ""
 
 
 def test_a_job_of_slurms_sets_the_same_before_its_ranks_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -161,7 +143,7 @@ def test_a_job_of_slurms_sets_the_same_before_its_ranks_start(monkeypatch: pytes
     from zeroplan.verify.processes import slurm
     from zeroplan.verify.task import Task
 
-    asked: dict[str, object] = {}
+    asked: dict[str, list[str]] = {}
     stand_in = ModuleType("submitit")
     stand_in.core = SimpleNamespace(utils=SimpleNamespace(FailedJobError=RuntimeError))  # type: ignore[attr-defined]
     stand_in.SlurmExecutor = lambda **_: SimpleNamespace(  # type: ignore[attr-defined]
@@ -171,6 +153,6 @@ def test_a_job_of_slurms_sets_the_same_before_its_ranks_start(monkeypatch: pytes
     monkeypatch.setattr(slurm, "_refuse_where_there_is_none", lambda: None)
     monkeypatch.setenv("PYTHONPATH", ":/a b")
     slurm.submit(Task(job=twin().job, transport="gloo"), slurm.Wanted(), tmp_path)
-    script = "\n".join([*asked["setup"], 'echo $PYTHONSAFEPATH "$PYTHONPATH"'])  # type: ignore[misc]  # lines of a shell
+    script = "\n".join([*asked["setup"], 'echo $PYTHONSAFEPATH "$PYTHONPATH"'])
     told = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True).stdout
     assert told.startswith("1 /a b:")

@@ -39,7 +39,9 @@ def drawn(draw: Random, family: str) -> tuple[ModelSpec, BatchSpec]:
     size = BatchSpec(micro_batch_size=draw.choice((1, 2, 3)), seq_len=draw.choice((32, 64, 96, 200)))
     if family in MOE_FAMILIES:
         return replace(moe_spec(family, (0, 0, heads, kv_heads, head_dim, ffn, 104, hidden)), num_hidden_layers=3), size
-    return tiny_spec(family, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, vocab=104, hidden=hidden, layers=3), size
+    return tiny_spec(
+        family, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, vocab=104, hidden=hidden, layers=3
+    ), size
 
 
 def assert_runs_as_is_said(spec: ModelSpec, compute: Compute, size: BatchSpec, *, recompute: bool) -> None:

@@ -12,9 +12,10 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from zeroplan.catalog.model import model as find_model
 from zeroplan.cli.catalog_flags import Catalog, folder
-from zeroplan.errors import SpecError
-from zeroplan.resolve import Request, Resolved, resolve
+from zeroplan.errors import SpecError, UnknownNameError
+from zeroplan.resolve import Request, Resolved, own_folder, resolve, with_fetched
 from zeroplan.settings import with_setting
 from zeroplan.spec.base import largest
 from zeroplan.units import parse_count, parse_tokens
@@ -36,7 +37,7 @@ _SWITCHES = "Switches of the recipe"
 
 FLAGS = (
     _Flag("params", "COUNT", "Parameters, as 7e9, 7b or 350M; a published shape of that size is taken.", _MODEL),
-    _Flag("model", "NAME", "A model of the catalogue (`zeroplan models`), or a name on the Hugging Face Hub.", _MODEL),
+    _Flag("model", "NAME", "A model of the catalogue (`zeroplan models`), or hf:OWNER/NAME, from the Hugging Face Hub.", _MODEL),
     _Flag("config", "PATH", "A Hugging Face config.json, or a folder that holds one.", _MODEL),
     _Flag("profile", "FILE", "A profile of a module (`zeroplan profile`), for what has no formulas.", _MODEL),
     _Flag("treat_as", "FAMILY", "Read the config of an unknown architecture as this family.", _MODEL),
@@ -200,10 +201,29 @@ def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Aske
     said = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
     request = _from_file(str(job_file), read_file) if job_file is not None else Request()
     request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
+    extra = folder(None if catalog is None else str(catalog))
+    request = _looked_up(request, extra) if "model" in said else request
     for setting in settings:
         request = with_setting(request, str(setting))
     chosen = tuple(str(setting).partition("=")[0].removeprefix("deepspeed.") for setting in settings)
-    return Asked(request, folder(None if catalog is None else str(catalog)), chosen)
+    return Asked(request, extra, chosen)
+
+
+def _looked_up(request: Request, extra: Path | None) -> Request:
+    """The request with what its flag ``--model`` names beyond the catalogue: a model of the Hub's, or by mistake a file."""
+    if _exists(Path(str(request.model))):
+        try:
+            find_model(str(request.model), extra=own_folder(extra, "models"))
+        except UnknownNameError as unknown:
+            raise UnknownNameError(f"{unknown}; there is a file or folder of this name, which goes to --config") from None
+    return with_fetched(request, extra=extra)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a NUL
+        return False
 
 
 #: ``8xH100``, as clouds and papers write it; ``0x10`` is no number of GPUs.

@@ -25,6 +25,7 @@ def estimate_command(job: JobSpec, asked: Request) -> str:
 
 def _model(job: JobSpec, asked: Request) -> Iterator[str]:
     name = asked.model if isinstance(asked.model, str) else None
+    name = name if asked.fetched is None else f"hf:{name}"
     for flag, value in (("model", name), ("params", asked.params), ("config", asked.config), ("treat-as", asked.treat_as)):
         if value is not None:
             yield from (f"--{flag}", str(value))

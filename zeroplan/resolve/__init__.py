@@ -5,7 +5,6 @@ shape where only a parameter count is known, and applies the defaults a PyTorch 
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 from zeroplan.catalog.config import ConfigRead, read_config_with_note
 from zeroplan.catalog.gpu import gpu as find_gpu
+from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
 from zeroplan.errors import SpecError, UnknownNameError
@@ -39,13 +39,11 @@ __all__ = [
     "own_folder",
     "request_of",
     "resolve",
+    "with_fetched",
     "with_setup",
 ]
 
 _DEFAULT_SEQ_LEN = 4096
-_ADDRESS_OF_THE_HUB = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/")
-#: A repository on the Hub: ``owner/name`` (huggingface_hub, ``validate_repo_id``).
-_ON_THE_HUB = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 class Resolved(NamedTuple):
@@ -58,13 +56,32 @@ class Resolved(NamedTuple):
 def job(**said: object) -> JobSpec:
     """Build a complete job from what a user would say; the keywords are the fields of :class:`Request`.
 
+    ``model="hf:owner/name"`` has the model's config.json fetched from the Hugging Face Hub, where the catalogue does not know it.
+
     >>> job(params="7e9", gpus=8, stage=3).recipe.engine
     'fsdp2'
     """
     for name in said:
         if name not in Request.__dataclass_fields__:
             raise TypeError(f"job() takes no {name!r}{nearest_fields(Request, name)}")
-    return resolve(Request(**said)).job  # type: ignore[arg-type]  # Request checks every field
+    return resolve(with_fetched(Request(**said))).job  # type: ignore[arg-type]  # Request checks every field
+
+
+def with_fetched(request: Request, *, extra: Path | None = None) -> Request:
+    """The request with the config.json of its model, fetched where its name names the Hub and the catalogue does not know it.
+
+    Raises UnknownNameError where the Hub gives none within a while.
+    """
+    repository = repository_of(request.model) if isinstance(request.model, str) else None
+    if repository is None or not is_repository(repository):
+        return request
+    try:
+        find_model(repository, extra=own_folder(extra, "models"))
+    except UnknownNameError as unknown:
+        from zeroplan.catalog.hub import hub_config  # noqa: PLC0415  few names get here
+
+        return replace(request, model=repository, fetched=str(hub_config(repository, unknown=unknown)))
+    return replace(request, model=repository)
 
 
 def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str] = ()) -> Resolved:
@@ -161,12 +178,14 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, 
         raise SpecError("--config '' names no file; give the path of a config.json or of its folder")
     if request.config is not None and request.config.startswith(("https://", "http://")):
         raise SpecError(
-            f"--config {request.config!r} is an address, and none is fetched; name the model with --model OWNER/NAME"
+            f"--config {request.config!r} is an address, and none is fetched; name the model with --model hf:OWNER/NAME"
         )
     if request.config is not None:
         return _with_notes(read_config_with_note(Path(request.config), treat_as=request.treat_as), request.treat_as)
     if isinstance(request.model, ModelSpec):
         return request.model, ()
+    if request.fetched is not None and request.model is not None:
+        return _fetched_model(request.model, Path(request.fetched), request.treat_as)
     if request.model is not None:
         return _named_model(request.model, request.treat_as, extra)
     from zeroplan.resolve.inferred import infer_model  # noqa: PLC0415  only a bare count pays for it
@@ -179,18 +198,18 @@ def _with_notes(found: ConfigRead, treat_as: str | None) -> tuple[ModelSpec, tup
     return found.model, (_treated(treat_as), found.note)
 
 
-def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
-    name = _ADDRESS_OF_THE_HUB.sub("", name)
+def _fetched_model(name: str, file: Path, treat_as: str | None) -> tuple[ModelSpec, tuple[str, ...]]:
     try:
-        found = find_model(name, extra=own_folder(extra, "models"))
-    except UnknownNameError as unknown:
-        if _exists(Path(name)):
-            raise UnknownNameError(f"{unknown}; there is a file or folder of this name, which goes to --config") from None
-        if not _ON_THE_HUB.fullmatch(name):
-            raise
-        from zeroplan.catalog.hub import hub_model  # noqa: PLC0415  only a name the catalogue does not know gets here
+        return _with_notes(read_config_with_note(file, treat_as=treat_as, name=name), treat_as)
+    except SpecError as error:
+        raise SpecError(f"{name} on the Hub: {error}") from None
 
-        return _with_notes(hub_model(name, treat_as=treat_as, unknown=unknown), treat_as)
+
+def _named_model(name: str, treat_as: str | None, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
+    try:
+        found = find_model(repository_of(name) or name, extra=own_folder(extra, "models"))
+    except UnknownNameError as unknown:
+        raise UnknownNameError(f"{unknown}{way_to_the_hub(name)}") from None
     return found, () if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)
 
 
@@ -207,13 +226,6 @@ def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
     except (OSError, ValueError):  # a name too long, or with a NUL
-        return False
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # as above
         return False
 
 

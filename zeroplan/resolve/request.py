@@ -86,11 +86,15 @@ class Request(Spec):
     """Whose kernels compute, as a complete job says it; no flag."""
     shares: SharesSpec | None = None
     """What a measured step reached of the GPU's rates, likewise."""
+    fetched: str | None = None
+    """Where the config.json lies that was fetched for ``model``: the command line and :func:`zeroplan.job` fill it in."""
 
     def overridden_by(self, other: "Request") -> "Request":
         """Return this request with everything that ``other`` says instead; another model replaces the model as a whole."""
         said = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
-        base = replace(self, **dict.fromkeys((*WAYS_TO_NAME, "treat_as"))) if said.keys() & set(WAYS_TO_NAME) else self
+        base = (
+            replace(self, **dict.fromkeys((*WAYS_TO_NAME, "treat_as", "fetched"))) if said.keys() & set(WAYS_TO_NAME) else self
+        )
         return replace(base, **said)
 
 
