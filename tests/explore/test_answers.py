@@ -93,7 +93,7 @@ def test_every_control_begins_with_one_of_its_choices():
 def test_a_choice_that_is_none_is_refused():
     with pytest.raises(SpecError, match="Precision 'fp4' is not offered; choose one of bf16-mixed"):
         answer_payload({"model": "gpt2", "precision": "fp4"})
-    with pytest.raises(ZeroplanError, match=r"unknown GPU 'h100-sxm'; nearest: h100-sxm-80gb, .*; choose one from its list"):
+    with pytest.raises(ZeroplanError, match=r"unknown GPU 'h100-sxm'; nearest: .*h100-sxm-80gb.*; choose one from its list"):
         answer_payload({"model": "gpt2", "gpu": "h100-sxm"})
 
 
