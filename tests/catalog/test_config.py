@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.hugging_face import ENTRY_NAMES, hub_config, shipped_config
 from tests.transformer.tiny_configs import TINY, tiny_config
-from zeroplan.catalog.config import model_from_config, read_config, read_config_with_note
+from zeroplan.catalog.config import config_with_notes, model_from_config, read_config, read_config_with_notes
 from zeroplan.catalog.model import model
 from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.spec.model import ModelSpec
@@ -144,7 +144,9 @@ def test_any_wrapper_of_a_known_text_model_is_read(wrapper: str, name: str):
 def test_a_wrapper_may_state_what_ties_the_head():
     assert not model_from_config(GEMMA_3_4B | {"tie_word_embeddings": False}).tie_word_embeddings
     text = GEMMA_3_4B["text_config"] | {"tie_word_embeddings": True}
-    assert "disagree" in refusal(GEMMA_3_4B | {"tie_word_embeddings": False, "text_config": text})
+    read = config_with_notes(GEMMA_3_4B | {"tie_word_embeddings": False, "text_config": text})
+    assert not read.model.tie_word_embeddings
+    assert "tie_word_embeddings=False and, in text_config, True: False is counted" in read.notes[1]
 
 
 def test_kimi_k2_is_deepseek_v3_under_another_name():
@@ -173,7 +175,9 @@ def test_what_leaves_the_parameters_alone_is_ignored():
 def test_an_unknown_architecture_is_counted_as_another_only_where_the_user_says_so():
     strange = LLAMA | {"model_type": "foo"}
     line = refusal(strange)
-    assert line.startswith("model_type 'foo' has no formulas; --treat-as llama counts it as a Llama-shaped model")
+    assert line.startswith("model_type 'foo' has no formulas (there are some for llama, ")
+    assert line.endswith("; `zeroplan profile --config` traces it, --treat-as llama counts a Llama of its sizes")
+    assert refusal(strange | {"mamba_d_state": 128}).endswith("a Llama of its sizes and ignores mamba_d_state")
     assert model_from_config(strange, treat_as="llama") == model_from_config(LLAMA)
     assert model_from_config(strange, treat_as="qwen2").family == "qwen2"
     with pytest.raises(UnknownNameError, match="unknown architecture 'lama'; nearest: llama"):
@@ -346,10 +350,10 @@ def test_a_folder_that_may_not_be_looked_into_is_one_line(tmp_path: Path, monkey
 ])  # fmt: skip
 def test_quantised_weights_of_a_checkpoint_are_named_as_not_counted(tmp_path: Path, written: object, stored: str | None):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": written}))
-    found = read_config_with_note(tmp_path)
+    found = read_config_with_notes(tmp_path)
     assert found.model == model_from_config(LLAMA, name=tmp_path.name)
     begins = f"config.json has a quantization_config{stored}, which is not counted: "
-    assert found.note == "" if stored is None else found.note.startswith(begins)
+    assert not found.notes if stored is None else found.notes[0].startswith(begins)
 
 
 def test_a_byte_order_mark_is_no_obstacle(tmp_path: Path):
@@ -411,4 +415,4 @@ def test_gpt_neox_says_how_it_computes_gelu_and_where_its_mlp_reads() -> None:
     assert (read.hidden_act, read.parallel_residual) == ("gelu_fast", False)
     assert (model_from_config(plain).hidden_act, model_from_config(plain).parallel_residual) == (None, True)
     with pytest.raises(SpecError, match="zeroplan profile --config"):
-        model_from_config(plain | {"hidden_act": "gelu_new"})
+        model_from_config(plain | {"hidden_act": "xielu"})

@@ -5,7 +5,7 @@ Keys, aliases and defaults are those of the configuration classes of transformer
 ``config.json`` does is asked for instead; what would change the parameters in a way zeroplan has no formula for is refused.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -20,6 +20,8 @@ from zeroplan.catalog.config_keys import (
     SAME_AS,
     SIZES,
 )
+from zeroplan.catalog.config_parts import text_part
+from zeroplan.catalog.config_rest import activation_of, listed, quantised, the_rest, unknown_keys
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import SpecError, unknown_name
 from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, MlaSpec, ModelSpec, MoeSpec
@@ -33,29 +35,44 @@ def model_from_config(config: Mapping[str, object], *, name: str = "", treat_as:
     """Read the shape of the model that a ``config.json`` describes.
 
     Of a multimodal config (Gemma 3, LLaVA) it is the text part, and the name says so. ``treat_as`` names a family whose
-    formulas are to be used whatever ``model_type`` says. Everything that leaves the parameters as they are is ignored (of how a
-    checkpoint is quantised :func:`read_config_with_note` has a note); multi-token-prediction layers, which transformers does not
-    build, are too.
+    formulas are to be used whatever ``model_type`` says. Of what is left out :func:`config_with_notes` has notes;
+    multi-token-prediction layers, which transformers does not build, are none.
 
     >>> model_from_config({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
     ...                    "vocab_size": 50257}).intermediate_size
     3072
     """
-    if not isinstance(config, Mapping):
-        raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
-    _refuse_other_kinds(config)
-    text, is_part = _text_part(config)
-    source = _Source(text, _family(text, treat_as))
-    _refuse_other_architectures(source)
-    _demand_required(source)
-    return _spec(source, f"{name} (text part)".lstrip() if is_part else name)
+    return config_with_notes(config, name=name, treat_as=treat_as).model
 
 
 class ConfigRead(NamedTuple):
-    """A model's shape, and what its ``config.json`` says that the shape leaves out; empty where that is nothing."""
+    """A model's shape, and a note on each thing in its ``config.json`` that is not counted."""
 
     model: ModelSpec
-    note: str
+    notes: tuple[str, ...]
+
+
+def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as: str | None = None) -> ConfigRead:
+    """Read the same, and what the config says that is not counted."""
+    if not isinstance(config, Mapping):
+        raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
+    _refuse_other_kinds(config)
+    text, is_part, of_parts = text_part(config)
+    source = _Source(text, _family(text, treat_as))
+    _refuse_other_architectures(source)
+    _demand_required(source)
+    model = _spec(source, f"{name} (text part)".lstrip() if is_part else name)
+    beside = quantised(config) if is_part else ()
+    return ConfigRead(model, (*of_parts, *_treated(text.get("model_type"), treat_as), *beside, *the_rest(text, source.family)))
+
+
+def _treated(model_type: object, treat_as: str | None) -> Iterator[str]:
+    if treat_as is not None and model_type != treat_as:
+        yield (
+            f"model_type {shown(model_type)} is counted as a {treat_as} model, as --treat-as asks: with the parameters and "
+            f"activations of a {treat_as} of its sizes, which is wrong where the architecture differs; `zeroplan profile --config` "
+            "traces its own"
+        )
 
 
 def read_config(path: Path, *, treat_as: str | None = None, name: str = "") -> ModelSpec:
@@ -63,30 +80,16 @@ def read_config(path: Path, *, treat_as: str | None = None, name: str = "") -> M
 
     Named ``name``, or after the folder, or after file and folder where ``path`` is the file.
     """
-    return read_config_with_note(path, treat_as=treat_as, name=name).model
+    return read_config_with_notes(path, treat_as=treat_as, name=name).model
 
 
-def read_config_with_note(path: Path, *, treat_as: str | None = None, name: str = "") -> ConfigRead:
+def read_config_with_notes(path: Path, *, treat_as: str | None = None, name: str = "") -> ConfigRead:
     """Read the same, and what the file says that is not counted."""
     file = _config_file(path)
     config = strict_json(read_text(file, what="config.json"), f"config.json {str(file)!r}")
     folder = file.resolve().parent.name
     named = name or (folder if file != path else f"{folder}/{file.name}".lstrip("/"))
-    model = model_from_config(config, name=named, treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
-    return ConfigRead(model, _quantisation(config))
-
-
-def _quantisation(config: object) -> str:
-    """How the checkpoint's weights are stored, where that is not how they are trained."""
-    said = config.get("quantization_config") if isinstance(config, Mapping) else None
-    if said is None:
-        return ""
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
-    stored = "" if method is None else f" ({one_line(shown(method))})"
-    return (
-        f"config.json has a quantization_config{stored}, which is not counted: all weights are counted as --precision trains them; "
-        "for frozen weights in 4 bits under adapters, add --lora-rank 16 --quantize nf4"
-    )
+    return config_with_notes(config, name=named, treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
 
 
 def _config_file(path: Path) -> Path:
@@ -160,26 +163,11 @@ class _Source(NamedTuple):
 def _refuse_other_kinds(config: Config) -> None:
     """Refuse what is no decoder-only transformer, whatever the user wants it treated as."""
     model_type = config.get("model_type")
-    for kind, types in OTHER_KINDS.items():
-        if model_type in types:
-            raise SpecError(f"model_type {shown(model_type)} is {kind}; zeroplan counts decoder-only transformers")
+    kinds = [f"model_type {shown(model_type)} is {kind}" for kind, types in OTHER_KINDS.items() if model_type in types]
     if config.get("is_encoder_decoder") is True:
-        raise SpecError("is_encoder_decoder=True in config.json: zeroplan counts decoder-only transformers")
-
-
-def _text_part(config: Config) -> tuple[Config, bool]:
-    """Find the config of the language model, and say whether it is a part of a larger one."""
-    text = config.get("text_config")
-    if config.get("model_type") in FAMILIES or not isinstance(text, Mapping):
-        return config, False
-    tied, tied_in_text = config.get("tie_word_embeddings"), text.get("tie_word_embeddings")
-    if tied is None or tied_in_text == tied:
-        return text, True
-    if tied_in_text is not None:
-        raise SpecError(
-            f"tie_word_embeddings={shown(tied)} and {shown(tied_in_text)} in text_config disagree; keep the right one"
-        )
-    return {**text, "tie_word_embeddings": tied}, True
+        kinds.append("is_encoder_decoder=True in config.json")
+    for kind in kinds:
+        raise SpecError(f"{kind}: zeroplan counts decoder-only transformers; `zeroplan profile --workload` traces others")
 
 
 def _family(config: Config, treat_as: str | None) -> str:
@@ -193,10 +181,15 @@ def _family(config: Config, treat_as: str | None) -> str:
     family = SAME_AS.get(model_type, model_type)
     if family not in FAMILIES:
         raise SpecError(
-            f"model_type {shown(model_type)} has no formulas; --treat-as llama counts it as a Llama-shaped model "
-            f"(formulas: {', '.join(FAMILIES)})"
+            f"model_type {shown(model_type)} has no formulas (there are some for {', '.join(FAMILIES)}); "
+            f"`zeroplan profile --config` traces it, --treat-as llama counts a Llama of its sizes{_ignored(config)}"
         )
     return family
+
+
+def _ignored(config: Config) -> str:
+    keys = unknown_keys(config, "llama")
+    return f" and ignores {listed(keys)}" if keys else ""
 
 
 def _known_family(treat_as: str) -> str:
@@ -262,6 +255,7 @@ def _shape(source: _Source) -> dict[str, object]:
         "attention_bias": _bias(source, "attention_bias"),
         "mlp_bias": _bias(source, "mlp_bias"),
         "sliding_window": _window(source),
+        "hidden_act": activation_of(source.config, source.family),
         **_of_neox(source),
         "moe": _moe(source),
         "mla": _mla(source),
@@ -318,17 +312,11 @@ def _bias(source: _Source, field: str) -> bool:
 
 
 def _of_neox(source: _Source) -> dict[str, object]:
-    """How a GPT-NeoX computes GELU and where its MLP reads."""
+    """Where the MLP of a GPT-NeoX reads."""
     if source.family != "gpt_neox":
         return {}
-    gelu = source.config.get("hidden_act", "gelu")
-    if gelu not in ("gelu", "gelu_fast"):
-        raise SpecError(
-            f"hidden_act={shown(gelu)} in config.json has no formula: gpt_neox has gelu or gelu_fast; "
-            "`zeroplan profile --config` traces others"
-        )
     in_parallel = source.config.get("use_parallel_residual") is None or source.flag("use_parallel_residual")
-    return {"hidden_act": "gelu_fast" if gelu == "gelu_fast" else None, "parallel_residual": in_parallel}
+    return {"parallel_residual": in_parallel}
 
 
 def _window(source: _Source) -> int | None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroplan.catalog.config import ConfigRead, read_config_with_note
+from zeroplan.catalog.config import read_config_with_notes
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
 from zeroplan.catalog.model import WAYS_TO_NAME
@@ -181,7 +181,7 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, 
             f"--config {request.config!r} is an address, and none is fetched; name the model with --model hf:OWNER/NAME"
         )
     if request.config is not None:
-        return _with_notes(read_config_with_note(Path(request.config), treat_as=request.treat_as), request.treat_as)
+        return read_config_with_notes(Path(request.config), treat_as=request.treat_as)
     if isinstance(request.model, ModelSpec):
         return request.model, ()
     if request.fetched is not None and request.model is not None:
@@ -194,13 +194,9 @@ def _model(request: Request, extra: Path | None) -> tuple[ModelSpec, tuple[str, 
     return found, (note,)
 
 
-def _with_notes(found: ConfigRead, treat_as: str | None) -> tuple[ModelSpec, tuple[str, ...]]:
-    return found.model, (_treated(treat_as), found.note)
-
-
 def _fetched_model(name: str, file: Path, treat_as: str | None) -> tuple[ModelSpec, tuple[str, ...]]:
     try:
-        return _with_notes(read_config_with_note(file, treat_as=treat_as, name=name), treat_as)
+        return read_config_with_notes(file, treat_as=treat_as, name=name)
     except SpecError as error:
         raise SpecError(f"{name} on the Hub: {error}") from None
 
@@ -227,12 +223,6 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError):  # a name too long, or with a NUL
         return False
-
-
-def _treated(treat_as: str | None) -> str:
-    if treat_as is None:
-        return ""
-    return f"the configuration is read as a {treat_as} model, as asked; `zeroplan profile --config` gives its own figures"
 
 
 def _parameters(params: str | float | None) -> int:

@@ -20,6 +20,8 @@ Activation = Literal[
     "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "mish", "hardswish", "leaky_relu",
     "relu", "relu6", "sigmoid", "tanh",
 ]  # fmt: skip
+#: Those that are one operator, which saves what it reads: as SiLU does.
+SAVES_ITS_INPUT: tuple[str, ...] = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "mish", "hardswish", "leaky_relu", "relu6")
 #: The activation function of each family's published models, and its class's default; what is not here has ``silu``.
 USUAL_ACTIVATION: dict[str, Activation] = {
     "gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh", "gpt2": "gelu_new", "gpt_neox": "gelu", "opt": "relu",

@@ -24,21 +24,6 @@ def activated(tape: Tape, value: Value, name: str, reason: str, source: str) -> 
     return op.pointwise(tape, value, reason, Site(name, source), saves_result=name in _SAVES_RESULT)
 
 
-def costs_the_same(first: str, second: str) -> bool:
-    """Whether two activation functions have the same tensors at every moment.
-
-    >>> costs_the_same("silu", "gelu"), costs_the_same("silu", "relu")
-    (True, False)
-    """
-    return _way(first) == _way(second)
-
-
-def _way(name: str) -> str:
-    if name in _WRITTEN_OUT:
-        return name
-    return "saves its result" if name in _SAVES_RESULT else "saves its input"
-
-
 # --- written out in single operators --------------------------------------------------------------------------------------
 
 

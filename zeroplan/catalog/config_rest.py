@@ -1,0 +1,194 @@
+"""What does a ``config.json`` say beside the sizes of tensors: what is refused, and what does the answer have to name?
+
+Every key is used, or known not to matter, or refused with values that no formula covers, or named in a note.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import get_args
+
+from zeroplan.catalog.config_keys import ACTIVATION_KEY, FIXED, KEYS, OPTIONAL_WINDOW
+from zeroplan.catalog.config_rest_keys import (
+    ASSUMED,
+    COUNTED_AS,
+    DROPOUT,
+    HARMLESS,
+    HARMLESS_IN,
+    NOT_NULL,
+    ONLY,
+    ONLY_IN,
+    WINDOW_PATTERN,
+)
+from zeroplan.catalog.text import shown
+from zeroplan.errors import SpecError
+from zeroplan.spec.model import FREE_ACTIVATION, MOE_FAMILIES, SAVES_ITS_INPUT, USUAL_ACTIVATION, Activation
+
+Config = Mapping[str, object]
+_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window",
+)  # fmt: skip
+_EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers")
+_LATENT_FIELDS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+#: Keys that every family's reader looks at to refuse another architecture.
+_LOOKED_AT = (
+    "num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "word_embed_proj_dim", "text_config", "layer_types",
+)  # fmt: skip
+_MOST_NAMED = 12
+_WAY_OUT = "`zeroplan profile --config` traces the model itself"
+_OF_CAUSAL_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "LMModel")
+_ROPE = ("rope_parameters", "rope_scaling")
+
+
+def the_rest(config: Config, family: str) -> tuple[str, ...]:
+    """Return a note on each thing that is not counted; raises SpecError where it would be counted wrongly."""
+    _refuse_values(config, family)
+    _refuse_layer_types(config, family)
+    notes = (
+        *_dropout(config, family),
+        *_counted_otherwise(config, family),
+        *_another_head(config),
+        *quantised(config),
+        *_unknown(config, family),
+    )
+    return tuple(notes)
+
+
+def activation_of(config: Config, family: str) -> Activation | None:
+    """Return the MLP's activation function, or None for the family's usual one; raises SpecError for one without formulas."""
+    key = ACTIVATION_KEY.get(family, "hidden_act")
+    said, usual = config.get(key), USUAL_ACTIVATION.get(family, "silu")
+    if family in ("bloom", "gpt_oss") or said is None or said == usual:
+        return None
+    if family not in FREE_ACTIVATION and said in SAVES_ITS_INPUT:  # usual is one of these
+        return None
+    known = get_args(Activation) if family in FREE_ACTIVATION else SAVES_ITS_INPUT
+    if said not in known:
+        raise SpecError(f"{key}={shown(said)} in config.json has no formula: {family} may have {', '.join(known)}; {_WAY_OUT}")
+    return said  # type: ignore[return-value]  # one of Activation
+
+
+@cache
+def known_keys(family: str) -> frozenset[str]:
+    """Return every key that is used, refused, named or known not to matter where the config is one of ``family``."""
+    fields = (
+        *_FIELDS,
+        *(_EXPERT_FIELDS if family in MOE_FAMILIES else ()),
+        *(_LATENT_FIELDS if family == "deepseek_v3" else ()),
+    )
+    read = (key for field in fields for key in KEYS.get(family, {}).get(field, (field,)))
+    optional = ("use_sliding_window", "max_window_layers") if family in OPTIONAL_WINDOW else ()
+    own = {"gpt_neox": ("use_parallel_residual",), "qwen3_moe": ("mlp_only_layers", "decoder_sparse_step")}.get(family, ())
+    harmless = (*HARMLESS.values(), *HARMLESS_IN.get(family, {}).values())
+    return frozenset((
+        *read, *optional, *own, *_LOOKED_AT, *FIXED[family], ACTIVATION_KEY.get(family, "hidden_act"), *DROPOUT[family],
+        *ONLY, *ONLY_IN.get(family, {}), *NOT_NULL.get(family, ()), *COUNTED_AS.get(family, {}),
+        *(key for keys in harmless for key in keys),
+    ))  # fmt: skip
+
+
+def unknown_keys(config: Config, family: str) -> tuple[str, ...]:
+    """Return the keys that are read by nothing here."""
+    known = known_keys(family)
+    return tuple(str(key) for key in config if key not in known and config[key] is not None)
+
+
+def listed(keys: Iterable[str]) -> str:
+    """Write keys for a line, the first dozen of them."""
+    every = list(keys)
+    more = len(every) - _MOST_NAMED
+    return ", ".join(shown(key)[1:-1] for key in every[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_values(config: Config, family: str) -> None:
+    for key, allowed in (*ONLY.items(), *ONLY_IN.get(family, {}).items()):
+        for value in _values(config, key):
+            if value is not None and value not in allowed:
+                counted = f"only {key}={allowed[0]} has" if allowed else "leave it out"
+                raise SpecError(
+                    f"{key}={shown(value)} in config.json of a {family} model has no formula, {counted}; {_WAY_OUT}"
+                )
+    for key in NOT_NULL.get(family, ()):
+        if key in config and not config[key]:
+            raise SpecError(f"{key}={shown(config[key])} in config.json has no formula: {family} always has one; {_WAY_OUT}")
+
+
+def _values(config: Config, key: str) -> Iterator[object]:
+    """The key's value, and that of the same name among rotary positions."""
+    yield config.get(key)
+    for name in _ROPE:
+        inner = config.get(name)
+        if isinstance(inner, Mapping):
+            yield inner.get(key)
+
+
+def _refuse_layer_types(config: Config, family: str) -> None:
+    """Refuse kinds of attention in another order than the family's class makes of its other keys."""
+    said = config.get("layer_types")
+    if said is None:
+        return
+    if not isinstance(said, list | tuple) or not all(isinstance(kind, str) for kind in said):
+        raise SpecError(f"layer_types={shown(said)} in config.json is not a list of names; correct it, or leave it out")
+    every = WINDOW_PATTERN.get(family)
+    for layer, kind in enumerate(said, start=1):
+        local = every is not None and layer % every
+        if kind != ("sliding_attention" if local else "full_attention") and not _windowed(config, family, layer):
+            raise SpecError(
+                f"layer_types in config.json makes layer {layer} {shown(kind)}, which has no formula in a {family}; {_WAY_OUT}"
+            )
+
+
+def _windowed(config: Config, family: str, layer: int) -> bool:
+    """Whether a layer of Qwen2 or Qwen3 sees a window by its other keys, which the size of that window is then refused for."""
+    first = config.get("max_window_layers", 28)
+    return family in OPTIONAL_WINDOW and config.get("use_sliding_window") is True and isinstance(first, int) and layer > first
+
+
+# --- what is named --------------------------------------------------------------------------------------------------------
+
+
+def _dropout(config: Config, family: str) -> Iterator[str]:
+    rates = {key: config.get(key, default) for key, default in DROPOUT[family].items()}
+    said = [f"{key}={shown(rate)}" for key, rate in rates.items() if rate]
+    if said:
+        yield (
+            f"config.json trains with dropout ({', '.join(said)}), which is counted as off: each one keeps a mask of a byte per "
+            "element, of the scores too where attention is eager"
+        )
+
+
+def _counted_otherwise(config: Config, family: str) -> Iterator[str]:
+    assumed = ASSUMED.get(family, {})
+    for key, (counted, instead) in COUNTED_AS.get(family, {}).items():
+        for value in (*(value for value in _values(config, key) if value is not None),) or (assumed.get(key, counted),):
+            if value != counted:
+                yield f"config.json has {key}={shown(value)}, which is counted as {counted}: {instead}"
+
+
+def _another_head(config: Config) -> Iterator[str]:
+    said = config.get("architectures")
+    for name in said if isinstance(said, list | tuple) else ():
+        if isinstance(name, str) and not name.endswith(_OF_CAUSAL_MODELS):
+            yield f"config.json is of a {shown(name)[1:-1]}; a language model's head and loss are counted"
+
+
+def quantised(config: Config) -> Iterator[str]:
+    """Yield how the checkpoint's weights are stored, where that is not how they are trained."""
+    said = config.get("quantization_config")
+    if said is None:
+        return
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    stored = "" if method is None else f" ({shown(method)})"
+    yield (
+        f"config.json has a quantization_config{stored}, which is not counted: all weights are counted as --precision trains them; "
+        "for frozen weights in 4 bits under adapters, add --lora-rank 16 --quantize nf4"
+    )
+
+
+def _unknown(config: Config, family: str) -> Iterator[str]:
+    keys = unknown_keys(config, family)
+    if keys:
+        yield f"config.json has keys that a {family} model has not, which are ignored: {listed(keys)}; {_WAY_OUT}"
