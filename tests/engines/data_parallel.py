@@ -68,7 +68,13 @@ def _wrapped(spec: ModelSpec, recipe: RecipeSpec) -> DistributedDataParallel:
     model = causal_model(spec, compute_of(recipe))
     if recipe.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=recipe.ddp.gradient_as_bucket_view)
+    wrapped = DistributedDataParallel(
+        model,
+        gradient_as_bucket_view=recipe.ddp.gradient_as_bucket_view,
+        bucket_cap_mb=recipe.ddp.bucket_cap_mb,
+        find_unused_parameters=recipe.ddp.find_unused_parameters,
+        static_graph=recipe.ddp.static_graph,
+    )
     wrapped.register_comm_hook(None, _nothing_to_reduce)
     return wrapped
 

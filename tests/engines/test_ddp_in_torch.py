@@ -109,6 +109,15 @@ def test_peaks_with_every_optimizer_implementation(precision: Precision, impl: s
     check(LLAMA_WEIGHTS, recipe_of(precision=precision, optimizer_impl=impl), FEW)
 
 
+@pytest.mark.filterwarnings("ignore:You passed find_unused_parameters=true:UserWarning")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_peaks_where_unused_parameters_are_looked_for(*, keep: bool, static: bool) -> None:
+    """The reducer's own search, in real tensors: the output is copied, unless the graph is known to stay as it is."""
+    options = DdpOptions(find_unused_parameters=True, static_graph=static)
+    check(LLAMA_LOGITS, recipe_of(precision="fp32", optimizer_impl="fused", keep_logits=keep, ddp=options), SOME)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adafactor"])
 def test_peaks_with_other_optimizers(optimizer: str) -> None:
     check(LLAMA_WEIGHTS, recipe_of(precision="fp32", optimizer=optimizer), FEW)

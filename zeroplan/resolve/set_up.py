@@ -9,6 +9,7 @@ from zeroplan.catalog.setups.told import Setup, option_taken, taken
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.resolve.request import Request, SetupRead
+from zeroplan.spec.job import DEFAULT_ENGINE
 from zeroplan.spec.recipe import RecipeSpec
 
 
@@ -32,9 +33,17 @@ def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence
     groups: dict[str, object] = {}
     for name, told in setup.options.items():
         group, _, option = name.partition(".")
+        if told.filled and _asks_for_another(request, group):
+            continue
         default = getattr(RecipeSpec(), group)
         now = groups.get(group, getattr(request, group) or default)
         asked = option if group == "deepspeed" else name  # as they are handed on
         value = option_taken(name, told, getattr(now, option), getattr(default, option), where, chosen=asked in chosen)
         groups[group] = replace(now, **{option: value})  # type: ignore[type-var]  # one of the engines' options
     return groups
+
+
+def _asks_for_another(request: Request, engine: str) -> bool:
+    """Whether an engine or a stage is asked for that another engine than this one runs."""
+    asked = request.engine or (None if request.stage is None else DEFAULT_ENGINE[request.stage])
+    return asked not in (None, engine)

@@ -37,8 +37,8 @@ class DdpOptions(Spec):
     static_graph: bool = False
     """DDP learns from the first step which parameters are used, and nothing is copied from the second step on."""
     wrap_one_rank: bool = False
-    """A single rank is wrapped in DDP too. Without it, and with no other option of DDP, one rank runs a plain loop, as accelerate
-    and transformers' Trainer do."""
+    """A single rank is wrapped in DDP too, as it is for ``gradient_as_bucket_view``. Otherwise one rank runs a plain loop, as
+    accelerate and transformers' Trainer do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +239,8 @@ class RecipeSpec(Spec):
 
     @property
     def wraps_one_rank(self) -> bool:
-        """Whether engine ddp wraps the model of a single rank: where that or another option of DDP is set."""
-        return self.ddp != DdpOptions()
+        """Whether engine ddp wraps the model of a single rank."""
+        return self.ddp.wrap_one_rank or self.ddp.gradient_as_bucket_view
 
     @property
     def offloads(self) -> bool:

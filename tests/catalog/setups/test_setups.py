@@ -128,6 +128,21 @@ def test_the_trainer_hands_torchs_adam_to_deepspeed_where_its_file_names_none(
     assert (recipe.deepspeed.torch_adam, implementation_of(recipe)) == expected
 
 
+def test_the_trainers_options_of_ddp(read: Callable[..., Resolved]):
+    """Without recomputation ``_build_accelerator_args`` looks for unused parameters, for which DDP copies the logits."""
+    plain = {"output_dir": "x", "per_device_train_batch_size": 2}
+    looks = read(plain, gpus=4, model="gpt2").job.recipe.ddp
+    assert looks.find_unused_parameters
+    assert not read(TRAINER, gpus=4).job.recipe.ddp.find_unused_parameters
+    said = {"ddp_find_unused_parameters": False, "ddp_static_graph": True, "ddp_bucket_cap_mb": 50}
+    options = read(plain | said, gpus=4, model="gpt2").job.recipe.ddp
+    assert (options.find_unused_parameters, options.static_graph, options.bucket_cap_mb) == (False, True, 50)
+    alone, elsewhere = read(plain, gpus=1, model="gpt2"), read(plain, gpus=4, model="gpt2", stage=3)
+    assert not alone.job.recipe.wraps_one_rank
+    assert elsewhere.job.recipe.engine == "fsdp2"
+    assert not any("have no effect" in note for note in elsewhere.notes)
+
+
 def test_the_trainers_fsdp_and_deepspeed(read: Callable[..., Resolved]):
     fsdp = TRAINER | {"fsdp": "full_shard offload", "fsdp_config": {"version": 2, "fsdp_cpu_ram_efficient_loading": True}}
     recipe = read(fsdp, gpus=4).job.recipe

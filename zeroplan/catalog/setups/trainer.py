@@ -20,12 +20,13 @@ _OPTIMIZERS: dict[str, tuple[str, str | None]] = {
 }  # fmt: skip
 _DEFAULT_OPTIM = "adamw_torch_fused"
 _DEFAULT_BATCH = 8
+_UNUSED = "ddp_find_unused_parameters"
 
 #: What changes memory and has no words in a job, and the values that leave it as it is.
 _REFUSED: dict[str, tuple[object, ...]] = {
     "torch_compile": (), "torch_compile_backend": (), "torch_compile_mode": (), "torchdynamo": (), "use_liger_kernel": (),
     "neftune_noise_alpha": (0,), "label_smoothing_factor": (0, 0.0), "optim_target_modules": (), "use_cpu": (), "no_cuda": (),
-    "ddp_bucket_cap_mb": (25,), "mp_parameters": (), "sharded_ddp": (), "apex": (), "use_ipex": (), "use_mps_device": (),
+    "mp_parameters": (), "sharded_ddp": (), "apex": (), "use_ipex": (), "use_mps_device": (),
     "load_in_8bit": (), "half_precision_backend": ("auto", "cpu_amp", "cuda_amp"), "bf16_full_eval": (), "fp16_full_eval": (),
     "use_dora": (), "lora_dropout": (0, 0.0), "modules_to_save": (), "lora_modules_to_save": (), "padding_free": (),
 }  # fmt: skip
@@ -45,7 +46,7 @@ _KNOWN_WORDS = """
     ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed data_seed dataloader_drop_last
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names train_sampling_strategy
-    group_by_length length_column_name ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph ddp_backend
+    group_by_length length_column_name ddp_broadcast_buffers ddp_backend
     ddp_timeout debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank logging_dir
     fp16_opt_level fp16_backend tpu_num_cores tpu_metrics_debug past_index jit_mode_eval ray_scope push_to_hub_model_id
     push_to_hub_organization push_to_hub_token fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params deepspeed_plugin
@@ -70,7 +71,7 @@ def trainer_setup(table: Table, folder: Path) -> Setup:
     """Read the file's keys; raises SpecError where it says what is not modelled."""
     reading = Reading(table, folder)
     table.refuse(_REFUSED)
-    for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _optimizer, _model, _adapter, _accelerators):
+    for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _ddp, _optimizer, _model, _adapter, _accelerators):
         read(reading)
     table.leave(_KNOWN)
     return reading.setup("trainer")
@@ -213,6 +214,22 @@ def _recomputation(reading: Reading) -> None:
         reading.tell("recompute", on[0], "full")
     else:
         reading.tell("recompute", said[0] if said else keys[0], "none", filled=not said)
+
+
+def _ddp(reading: Reading) -> None:
+    """DDP's options (``_build_accelerator_args``): without recomputation the Trainer looks for unused parameters."""
+    table, recomputed = reading.table, reading.flags["recompute"]
+    unused, static, cap = table.switch(_UNUSED), table.switch("ddp_static_graph"), table.count("ddp_bucket_cap_mb")
+    if reading.flags.get("engine", Told("", "")).value != "ddp":
+        return
+    if unused is None and recomputed.value == "none":
+        reading.options["ddp.find_unused_parameters"] = Told(_UNUSED, value=True, filled=True)
+    elif unused:
+        reading.options["ddp.find_unused_parameters"] = Told(_UNUSED, value=True)
+    if static:
+        reading.options["ddp.static_graph"] = Told("ddp_static_graph", value=True)
+    if cap:
+        reading.options["ddp.bucket_cap_mb"] = Told("ddp_bucket_cap_mb", cap)
 
 
 def _optimizer(reading: Reading) -> None:

@@ -67,6 +67,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         recipe.ddp.gradient_as_bucket_view,
         recipe.sync_every_micro_batch,
         batch.grad_accum_steps,
+        1 if recipe.wraps_one_rank else where(mesh.dp_shard > 1, 1, 0),
     )
     at_step = Moment("optimizer step", Phase.STEP, (*states, *temporary))
     runs = layout_by_recomputation(model, first).runs

@@ -100,6 +100,8 @@ class Step(NamedTuple):
     sync_every: bool
     """Every micro-batch moves its gradients into the buckets."""
     accum: Int
+    wrapped: Int
+    """1 where DDP wraps the model, else 0."""
 
 
 class _Place(NamedTuple):
@@ -267,9 +269,15 @@ def _output_copied(step: Step, head: HeadPass, whole: Lines) -> tuple[Moment, ..
     if not options.find_unused_parameters or options.static_graph:
         return ()
     casts = _casts(step, _cached(step.weights, step.weights.layers), step.weights.head_casts)
-    copies = tuple(line._replace(reason=f"{line.reason}, copied by DDP", source=_SINK) for line in head.output)
-    lines = (*step.base, _gradients(step, _NOTHING, 0), *casts, *whole, *head.saved, *head.output, *copies)
+    copies = tuple(_copied(step, line) for line in head.output)
+    lines = (*step.base, _gradients(step, _NOTHING, 0), *casts, *whole, *head.saved, *head.loss, *head.output, *copies)
     return (Moment("forward: DDP copies the model's output", Phase.FORWARD, lines),)
+
+
+def _copied(step: Step, line: Line) -> Line:
+    formula = line.formula if step.recipe.wraps_one_rank else f"{line.formula}·min(1, N-1)"
+    reason = f"{line.reason}, copied by DDP"
+    return Line(line.kind, step.wrapped * line.n_bytes, reason, formula if line.formula else "", _SINK)
 
 
 def _head_backward(step: Step, point: BackwardPoint, top: _Stack, above: Lines) -> Moment:
