@@ -14,6 +14,7 @@ from tests.measured.errors import EVERY, MOST, Held, engine_of, held, share_of, 
 from tests.measured.figure import draw
 from tests.measured.formulas import FORMULAS
 from zeroplan import estimate
+from zeroplan.estimator import step_implementation
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def page(all_held: list[Held]) -> str:
             *_top(all_held),
             *_by_side(all_held),
             *_options(),
+            *_varied(),
             *_fresh(),
             *_versions(),
             *_worst(all_held),
@@ -111,6 +113,38 @@ def _options() -> Iterator[str]:
     yield _table(("what", *_HEAD), rows)
     host = [abs(one.found.host.error) for one in found if one.found.host is not None]
     yield f"Host memory per rank, of the {len(host)} that offload to it: median error {median(host):.3%}, most {max(host):.3%}.\n"
+
+
+def _varied() -> Iterator[str]:
+    """The jobs over the engines' own options, every optimizer and few ranks, by engine, ranks and optimizer."""
+    found = [one for path in stored.VARIED for one in held(stored.records(path))]
+    yield "## Options, optimizers, few ranks\n"
+    yield _COVERED.format(jobs=len(found))
+    rows = [_errors("all", found)]
+    for side in (engine_of, _ranks_of, _step_of):
+        values = sorted({side(one.measured.job) for one in found})
+        rows += [_errors(value, [one for one in found if side(one.measured.job) == value]) for value in values]
+    yield _table(("of them", *_HEAD), rows)
+
+
+_COVERED = """\
+{jobs} jobs drawn at random, not among those above: 1, 2 and 3 ranks and more; every implementation of the optimizers that fake tensors
+take; accumulation with and without `no_sync`; kept logits, a chunked loss, eager attention, some blocks recomputed; DDP's options; FSDP2's
+`reshard_after_forward` as a number too, `reduce_dtype`, replicas and CPU offload; DeepSpeed's buckets, overlap, sums and thresholds. They
+do not cover other units of FSDP2 than blocks and a root, explicit prefetching, Lion, Muon or 8-bit AdamW, and real memory of a GPU.
+"""
+
+
+def _ranks_of(job: JobSpec) -> str:
+    sharing = job.mesh.dp_shard
+    return f"{sharing} rank{'s' if sharing > 1 else ''} that share" if sharing <= _FEW else f"more than {_FEW} ranks"
+
+
+_FEW = 3
+
+
+def _step_of(job: JobSpec) -> str:
+    return f"{job.recipe.optimizer}, {step_implementation(job.recipe)}"
 
 
 def _fresh() -> Iterator[str]:

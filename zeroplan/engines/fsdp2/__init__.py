@@ -173,6 +173,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "FSDP2 is that of torch 2.15"
     if plan.recipe.offload_activations:
         yield NOTE
+    if plan.recipe.optimizer == "muon":
+        yield "Muon multiplies whole matrices: what DTensor gathers and holds of them in the optimizer step is left out"
     if plan.offloaded:
         yield "shards of parameters and gradients and the optimizer's state are in pinned host memory, and the CPU takes the step"
     if plan.has_experts_apart:

@@ -9,6 +9,7 @@ from zeroplan.engines.fsdp2.buffers import (
     CAST,
     GATHER,
     POST_FORWARD,
+    cast_alone,
     cast_early,
     flowing,
     gathered,
@@ -171,6 +172,7 @@ def _unsharding(plan: Plan, position: Position, alive: tuple[Line, ...]) -> Mome
     lines = (
         *alive,
         *_own_buffer_then_the_next(plan, position, group),
+        *cast_alone(plan, group),
         *one.kept(plan.recomputes[position.run]),
         flowing(plan, "gradient that flows into this block"),
     )

@@ -12,6 +12,7 @@ from zeroplan.numeric import Int, where
 
 GATHER = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather"
 COPY_OUT = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out"
+ALONE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard"
 PARKED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard"
 _CONTEXT = "torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPCommContext"
 RELEASED = f"{_CONTEXT}.release_all_gather_state_for_comm_reuse"
@@ -52,6 +53,20 @@ def gathered(plan: Plan, group: Group, reason: str, source: str = GATHER) -> Lin
     width = plan.width.compute
     formula = f"{width}·P_{group.symbol}·min(1, N-1)"
     return Line(Kind.GATHER, plan.gathers * width * group.padded, reason, formula, source)
+
+
+def cast_alone(plan: Plan, group: Group) -> tuple[Line, ...]:
+    """What a single rank takes on the way to a group's unsharded parameters, which it casts one after the other or fetches.
+
+    Beside adapters, what is frozen is neither, and the rest is small.
+    """
+    copies = plan.cast_too and (plan.width.mixed or plan.offloaded)
+    if not copies or (isinstance(plan.gathers, int) and plan.gathers):
+        return ()
+    width = plan.width.compute
+    formula = f"(1 - min(1, N-1))·{product(width, group.alone)}"
+    reason = "its parameters, cast one after the other"
+    return (Line(Kind.GATHER, (1 - plan.gathers) * width * group.alone, reason, formula, ALONE),)
 
 
 def being_gathered(plan: Plan, run: int) -> tuple[Line, Line]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.fsdp2.groups import Apart, Group
+from zeroplan.engines.fsdp2.groups import Apart, Group, cast_one_by_one
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.positions import Position
@@ -86,23 +86,10 @@ def block_group(run: BlockRun, n: Int, ep: int) -> Group:
     ranks = n // ep
     experts = Apart(
         ranks, apart, apart * ranks, sum(parameter.numel for parameter in theirs),
-        _cast_one_by_one(tuple(parameter.numel for parameter in theirs)), theirs[-1].numel,
+        cast_one_by_one(tuple(parameter.numel for parameter in theirs)), theirs[-1].numel,
         where(_is_narrow(theirs[0].shape[0], n, ep), 1, 0), where(ranks > 1, 1, 0),
     )  # fmt: skip
-    return Group(shard, (shard - apart) * n + experts.padded, numel, run.kind, experts)
-
-
-def _cast_one_by_one(sizes: tuple[int, ...]) -> int:
-    """What is there of casts beside all unsharded weights, at the most: one goes when the next has been made.
-
-    >>> _cast_one_by_one((20, 10)), _cast_one_by_one((20, 2, 10, 1))
-    (20, 10)
-    """
-    most = done = before = 0
-    for size in sizes:
-        most, done = max(most, done + before + size, done + 2 * size), done + size
-        before = size
-    return most - done
+    return Group(shard, (shard - apart) * n + experts.padded, numel, run.kind, experts=experts)
 
 
 def symbols(plan: Plan) -> Iterator[Symbol]:

@@ -11,6 +11,7 @@ from zeroplan.engines.fsdp2.buffers import (
     POST_FORWARD,
     RELEASED,
     being_gathered,
+    cast_alone,
     flowing,
     kept,
     last_gathered,
@@ -35,6 +36,8 @@ def left_by_earlier(plan: Plan) -> tuple[Line, ...]:
 def forward(plan: Plan) -> Iterator[Moment]:
     """Each block where memory can peak: while it is unsharded, and while it computes."""
     left = left_by_earlier(plan)
+    if alone := cast_alone(plan, plan.root):
+        yield Moment("forward: casting the root group", Phase.FORWARD, (*plan.persistent, *left, root_unsharded(plan), *alone))
     for position in plan.corners:
         group, one = plan.blocks[position.run], plan.passes[position.run]
         below = plan.root if position.previous_run is None else plan.blocks[position.previous_run]
@@ -62,6 +65,8 @@ def forward(plan: Plan) -> Iterator[Moment]:
             yield Moment(f"forward: gathering {position.name}", Phase.FORWARD, lines)
         else:
             yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))
+        if alone := cast_alone(plan, group):
+            yield Moment(f"forward: casting {position.name}", Phase.FORWARD, (*common, *alone, *one.checkpoint))
         again = plan.recomputes[position.run]
         inside = (*one.saved, *one.forward) if again == "none" else (*one.kept(again), *one.forward_recompute)
         yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *one.entered, *inside))

@@ -46,6 +46,8 @@ class Group(NamedTuple):
     numel: int
     """Without padding: what autograd's gradients measure."""
     symbol: str
+    alone: int = 0
+    """What casting its parameters one after the other takes beside all of them, where a single rank gathers nothing."""
     experts: Apart | None = None
     """With expert parallelism: of a block with experts those that this rank has; the other fields count them too."""
 
@@ -133,7 +135,21 @@ def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
     for rows, width in _widths_by_rows(parameters):
         shard = shard + ceil_div(rows, n) * width
         numel += rows * width
-    return Group(shard, shard * n, numel, symbol)
+    return Group(shard, shard * n, numel, symbol, cast_one_by_one(tuple(parameter.numel for parameter in parameters)))
+
+
+@lru_cache(maxsize=256)
+def cast_one_by_one(sizes: tuple[int, ...]) -> int:
+    """What is there of casts beside all unsharded weights, at the most: one goes when the next has been made.
+
+    >>> cast_one_by_one((20, 10)), cast_one_by_one((20, 2, 10, 1))
+    (20, 10)
+    """
+    most = done = before = 0
+    for size in sizes:
+        most, done = max(most, done + before + size, done + 2 * size), done + size
+        before = size
+    return most - done
 
 
 @lru_cache(maxsize=256)
