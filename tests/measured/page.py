@@ -118,6 +118,8 @@ def _options() -> Iterator[str]:
 def _varied() -> Iterator[str]:
     """The jobs over the engines' own options, every optimizer and few ranks, by engine, ranks and optimizer."""
     found = [one for path in stored.VARIED for one in held(stored.records(path))]
+    if not found:
+        return
     yield "## Options, optimizers, few ranks\n"
     yield _COVERED.format(jobs=len(found))
     rows = [_errors("all", found)]
