@@ -38,6 +38,9 @@ JOBS = {
     # With one rank nothing names the root group's last gradient any more when it is reduced.
     "fsdp2, one rank": job("pythia-160m", 2, ranks=1),
     "fsdp2, one rank, bf16": job("pythia-160m", 2, ranks=1, precision="bf16"),
+    # It casts its parameters one after the other, or fetches and casts them, which is the peak of the forward.
+    "fsdp2, one rank, wide head": job("llama-3.1-8b", 1, ranks=1, tokens=16),
+    "fsdp2, one rank, offloaded": job("pythia-160m", 2, ranks=1, tokens=16, fsdp2=Fsdp2Options(cpu_offload=True)),
     # A block's smaller shard is there until it is copied out, and what is cast for the next gather is as large.
     "fsdp2, resharded two ways, experts": job("deepseek-v3", 5, ranks=4, fsdp2=Fsdp2Options(reshard_after_forward=2)),
     "fsdp2, resharded two ways, bf16": job(
@@ -70,6 +73,7 @@ def test_the_engine_takes_what_is_estimated(name: str):
         pytest.skip("FSDP2 of torch 2.15 holds otherwise")
     found = compare_with_estimate(simulate(asked, rank=fullest_rank(asked), steps=3))
     assert abs(found.peak.error) < EXACT, found.peak
+    assert all(abs(row.difference) <= EXACT * found.peak.measured for row in found.phases), found.phases
     assert not [row for row in found.collectives if row.difference]
 
 

@@ -63,10 +63,9 @@ def cast_alone(plan: Plan, group: Group) -> tuple[Line, ...]:
     copies = plan.cast_too and (plan.width.mixed or plan.offloaded)
     if not copies or (isinstance(plan.gathers, int) and plan.gathers):
         return ()
-    width = plan.width.compute
-    formula = f"(1 - min(1, N-1))·{product(width, group.alone)}"
-    reason = "its parameters, cast one after the other"
-    return (Line(Kind.GATHER, (1 - plan.gathers) * width * group.alone, reason, formula, ALONE),)
+    elements = group.alone_from_host if plan.width.mixed and plan.offloaded else group.alone
+    formula, reason = f"(1 - min(1, N-1))·{product(plan.width.compute, elements)}", "its parameters, one after the other"
+    return (Line(Kind.GATHER, (1 - plan.gathers) * plan.width.compute * elements, reason, formula, ALONE),)
 
 
 def being_gathered(plan: Plan, run: int) -> tuple[Line, Line]:

@@ -48,6 +48,8 @@ class Group(NamedTuple):
     symbol: str
     alone: int = 0
     """What casting its parameters one after the other takes beside all of them, where a single rank gathers nothing."""
+    alone_from_host: int = 0
+    """The same where each is fetched in fp32 first, twice as wide."""
     experts: Apart | None = None
     """With expert parallelism: of a block with experts those that this rank has; the other fields count them too."""
 
@@ -135,19 +137,22 @@ def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
     for rows, width in _widths_by_rows(parameters):
         shard = shard + ceil_div(rows, n) * width
         numel += rows * width
-    return Group(shard, shard * n, numel, symbol, cast_one_by_one(tuple(parameter.numel for parameter in parameters)))
+    sizes = tuple(parameter.numel for parameter in parameters)
+    return Group(shard, shard * n, numel, symbol, cast_one_by_one(sizes), cast_one_by_one(sizes, fetched=2))
 
 
 @lru_cache(maxsize=256)
-def cast_one_by_one(sizes: tuple[int, ...]) -> int:
+def cast_one_by_one(sizes: tuple[int, ...], *, fetched: int = 0) -> int:
     """What is there of casts beside all unsharded weights, at the most: one goes when the next has been made.
+
+    What is ``fetched`` from the host, so many times as wide, goes when it has been cast.
 
     >>> cast_one_by_one((20, 10)), cast_one_by_one((20, 2, 10, 1))
     (20, 10)
     """
     most = done = before = 0
     for size in sizes:
-        most, done = max(most, done + before + size, done + 2 * size), done + size
+        most, done = max(most, done + before + (1 + fetched) * size, done + 2 * size), done + size
         before = size
     return most - done
 
