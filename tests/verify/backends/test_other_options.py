@@ -81,7 +81,7 @@ def test_without_the_wrapper_one_rank_has_no_buckets():
     plain, wrapped = (estimate(JOBS[name]) for name in ("plain loop", "ddp around one rank"))
     assert wrapped.peak_bytes - plain.peak_bytes == 4 * plain.parameters
     (note,) = plain.notes
-    assert f"needs {4 * plain.parameters / 2**30:.2f} GiB more" in note
+    assert f"DDP adds {4 * plain.parameters / 2**30:.2f} GiB" in note
     assert not wrapped.notes
 
 

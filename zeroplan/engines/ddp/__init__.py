@@ -88,7 +88,7 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
     notable = trained * _NOTABLE_BUCKETS >= parameter_count(model)
     if isinstance(ranks, int) and ranks == 1 and not recipe.wraps_one_rank and notable:
         more = stored * trained / GIB
-        yield f"one GPU runs a plain loop; wrapped in DDP it needs {more:,.2f} GiB more (--set ddp.wrap_one_rank=true)"
+        yield f"one GPU runs a plain loop; DDP adds {more:,.2f} GiB (ddp.wrap_one_rank)"
     if recipe.zero_stage == 0 or not isinstance(ranks, int) or ranks == 1:
         return
     found = fullest_share(model, recipe.optimizer, implementation_of(recipe), stored, ranks)
