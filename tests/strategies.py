@@ -291,7 +291,7 @@ def _deepspeed(draw: Random, said: dict[str, Any], manner: str) -> DeepSpeedOpti
         "overlap_comm": draw.choice((None, None, True, False)),
         "contiguous_gradients": _mostly(draw, True, False),
         "reduce_scatter": _mostly(draw, True, False),
-        "compute_grad_norm": _mostly(draw, True, False),
+        "compute_grad_norm": _mostly(draw, True, False) or stage not in (1, 2),
         "stage3_allgather_sequential": _mostly(draw, False, True),
         "torch_adam": _mostly(draw, False, True),
         "zero_init": _mostly(draw, True, False),
@@ -300,6 +300,8 @@ def _deepspeed(draw: Random, said: dict[str, Any], manner: str) -> DeepSpeedOpti
     }
     if manner == "lora" or stage == 0 or (stage == 1 and said["precision"] != "bf16-mixed"):
         chosen["grad_accum_dtype"] = "param"
+    if stage == 1 and chosen["grad_accum_dtype"] == "fp32":
+        chosen["compute_grad_norm"] = True
     special = draw.choice(("", "", "offload", "offload", "zero++")) if manner == "whole" else ""
     if special == "offload" and stage and said["precision"] != "bf16" and not said["offload_activations"]:
         chosen |= _away(draw, said, sums_in_fp32=chosen["grad_accum_dtype"] == "fp32")

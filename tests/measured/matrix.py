@@ -4,8 +4,8 @@ Every job of the sample is simulated (real engine, fake tensors) in a process of
 line are skipped, so it may be stopped at any time and goes on where it was. ``--sample`` names another sample: ``fresh`` has
 jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for and that the
 pages draw, ``options`` those with fine-tuning, offload and ZeRO++, ``options_torch`` those over the options of DDP and FSDP2,
-every optimizer and few ranks. ``--table`` prints how far the estimate is off. At the end the validation page is written anew
-(:mod:`tests.measured.page`).
+every optimizer and few ranks, ``options_deepspeed`` the same for DeepSpeed. ``--table`` prints how far the estimate is off. At
+the end the validation page is written anew (:mod:`tests.measured.page`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from tests.measured import options, options_torch, peers, stored
+from tests.measured import options, options_deepspeed, options_torch, peers, stored
 from tests.measured.drawn import FRESH_SEED, drawn
 from zeroplan import estimate
 from zeroplan.ledger import Phase
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 _PATHS = {"matrix": stored.RECORDS, "fresh": stored.FRESH, "peers": stored.PEERS, "options": stored.OPTIONS,
-          "options_torch": stored.OPTIONS_TORCH}  # fmt: skip
+          "options_torch": stored.OPTIONS_TORCH, "options_deepspeed": stored.OPTIONS_DEEPSPEED}  # fmt: skip
 
 
 def _jobs(asked: argparse.Namespace) -> list[JobSpec]:
@@ -69,6 +69,8 @@ def _jobs(asked: argparse.Namespace) -> list[JobSpec]:
             return options.drawn(asked.cases or 110)
         case "options_torch":
             return options_torch.drawn(asked.cases or 90)
+        case "options_deepspeed":
+            return options_deepspeed.drawn(asked.cases or 84)
     return drawn(asked.cases or 600)
 
 
@@ -86,7 +88,8 @@ def _measure_what_is_left(asked: argparse.Namespace) -> None:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", choices=_PATHS, default="matrix", help="which jobs")
-    parser.add_argument("--cases", type=int, help="how many of its jobs (600, 100 fresh ones, 110 with options, 90 of torch's)")
+    counts = "600, 100 fresh ones, 110 with options, 90 of torch's, 84 of DeepSpeed's"
+    parser.add_argument("--cases", type=int, help=f"how many of its jobs ({counts})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other case after so long")
     parser.add_argument("--timeout", type=float, default=180.0, help="give a case up after so many seconds")
     parser.add_argument("--retry", action="store_true", help="try again what could not be measured")

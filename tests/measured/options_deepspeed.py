@@ -90,7 +90,9 @@ def _job(dice: _Dice, stage: int) -> JobSpec:
             optimizer_impl=impl,
             recompute=dice.any("none", "none", "selective", "full"),  # type: ignore[arg-type]
             keep_logits=dice.any(False, False, True),
-            deepspeed=replace(_sharded_options(dice) if stage == 3 else _options(dice), torch_adam=dice.any(False, True)),
+            deepspeed=replace(
+                _sharded_options(dice) if stage == 3 else _options(dice, stage), torch_adam=dice.any(False, True)
+            ),
         ),
         mesh=MeshSpec(dp_shard=dice.any(1, 2, 3, 8)),
         batch=BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=dice.any(1, 1, 2, 3)),
@@ -101,13 +103,13 @@ def _few_layers(name: str, layers: int) -> ModelSpec:
     return replace(model(name), num_hidden_layers=layers)
 
 
-def _options(dice: _Dice) -> DeepSpeedOptions:
+def _options(dice: _Dice, stage: int) -> DeepSpeedOptions:
     return DeepSpeedOptions(
         reduce_bucket_size=dice.any(1_000_000, 5_000_000, 50_000_000, 200_000_000, 500_000_000),
         overlap_comm=dice.any(None, None, True),
         contiguous_gradients=dice.any(True, True, False),
         reduce_scatter=dice.any(True, True, False),
-        compute_grad_norm=dice.any(True, True, False),
+        compute_grad_norm=dice.any(True, True, False) or stage == 0,  # where DeepSpeed refuses False
         grad_accum_dtype=dice.any("param", "param", "fp32"),  # type: ignore[arg-type]
     )
 

@@ -62,6 +62,7 @@ def _refuse(recipe: RecipeSpec) -> None:
         raise SpecError(
             "offload_activations beside DeepSpeed's offload of optimizer or parameters is not modelled; use one of them"
         )
+    _refuse_without_norm(recipe, sums_in_fp32=sums_in_fp32)
     if recipe.zero_stage == 3 and recipe.recompute == "selective":
         raise SpecError(_SELECTIVE)
     if recipe.zero_stage == 0 and recipe.precision == "bf16":
@@ -74,6 +75,16 @@ def _refuse(recipe: RecipeSpec) -> None:
         raise SpecError(
             f"grad_accum_dtype 'fp32' at stage 1 with precision {recipe.precision!r} is not modelled; use 'bf16-mixed'"
         )
+
+
+def _refuse_without_norm(recipe: RecipeSpec, *, sums_in_fp32: bool) -> None:
+    """As ``runtime/zero/config.py``, ``compute_grad_norm_valid``, and ``runtime/engine.py``, ``_do_optimizer_sanity_check`` do."""
+    if recipe.deepspeed.compute_grad_norm:
+        return
+    if recipe.zero_stage not in (1, 2):
+        raise SpecError(f"compute_grad_norm=False at ZeRO stage {recipe.zero_stage} is refused by DeepSpeed; use stage 1 or 2")
+    if recipe.zero_stage == 1 and sums_in_fp32:
+        raise SpecError("compute_grad_norm=False with grad_accum_dtype 'fp32' at stage 1 is refused by DeepSpeed; use stage 2")
 
 
 def _answer(recipe: RecipeSpec) -> Callable[[ModelSpec, RecipeSpec, Mesh, Batch, OptimizerImpl], Account]:

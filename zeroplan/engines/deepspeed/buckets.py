@@ -150,3 +150,36 @@ def _waiting_after(buckets: Schedule, latest: Placed) -> int:
         return sum(_numel(each) for each in order[: order.index(latest) + 1])
     last = _numel(together[-1])
     return last if last > buckets.size else 0
+
+
+def unreduced_elements(buckets: Schedule, block: int, gradients: int, current: int) -> int:
+    """Elements that wait to be reduced where there is no contiguous bucket, when a block has made so many. [elements]
+
+    Those of the bucket that fills, and of this block what has not arrived there, the ``current`` ones included.
+    """
+    made, fill = 0, 0
+    for made_then, filled in _fills(buckets)[block]:
+        if made_then <= gradients - current:
+            made, fill = made_then, filled
+    return fill + gradients - made
+
+
+@lru_cache(maxsize=256)
+def _fills(buckets: Schedule) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Of each block, and the embedding (-1) and the head, the elements made and those in the bucket after each operator."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    whole, fill = buckets.whole, 0
+    of_block = {block: list(groups) for block, groups in groupby(_arriving(buckets), key=lambda group: group[0].block)}
+    for block in range(whole.n_blocks, -2, -1):
+        made = 0
+        found[block] = [(0, fill)]
+        for group in of_block.get(block, []):
+            for each in group:
+                fill = _numel(each) + (fill if fill + _numel(each) <= buckets.size else 0)
+                made += _numel(each)
+            found[block].append((made, fill))
+    return {block: tuple(after) for block, after in found.items()}
+
+
+def _arriving(buckets: Schedule) -> Iterator[tuple[Placed, ...]]:
+    return made_at_once(buckets.whole, leaves=buckets.leaves)

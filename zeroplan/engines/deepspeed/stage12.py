@@ -20,10 +20,10 @@ from zeroplan.engines.deepspeed.stage12_lines import (
     symbols,
 )
 from zeroplan.engines.deepspeed.stage12_offload import host_lines, host_symbols, way_back
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
-from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.numeric import Bool, Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -88,26 +88,49 @@ def _weights(job: Job) -> tuple[Line, ...]:
     )
 
 
+def _is_one_slice(job: Job) -> Bool:
+    """Whether the share is a slice of one gradient: that is laid flat as it is, without a copy (torch, ``flatten``)."""
+    return job.whole.placed[0].end >= job.partition
+
+
 def _step(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of ``step``: norm, flattening, update."""
-    own, share = own_gradients(job), job.partition
-    master = Line(Kind.GRADIENTS, job.master * share, "gradients of this rank's share, as the optimizer takes them",
-                  times(job.master, SHARE), f"{STAGE12}, step")  # fmt: skip
-    update = (own,) if keeps_partition(job) else (master,)
-    moments = [Moment("optimizer step: update", Phase.STEP, update + temporary)]
-    if not keeps_partition(job):
-        flat = Line(
-            Kind.OPTIMIZER_TEMPORARY, job.element * share, "gradients of this rank's share, flattened",
-            f"{job.element}·{SHARE}", STAGE12,
-        )  # fmt: skip
-        cast = (own, flat, master) if job.element != job.master else (own, master)
-        moments.insert(0, Moment("optimizer step: gradients flattened", Phase.STEP, cast))
+    own = own_gradients(job)
+    moments: list[Moment] = []
     if job.recipe.deepspeed.compute_grad_norm:
         norm = Line(
             Kind.OPTIMIZER_TEMPORARY, FP64 * job.largest, "largest gradient of this rank's share in fp64", "8·G_max", _NORM
         )
-        moments.insert(0, Moment("gradient norm", Phase.STEP, (own, norm)))
-    return tuple(moments)
+        moments.append(Moment("gradient norm", Phase.STEP, (own, norm)))
+    if keeps_partition(job):
+        return (*moments, Moment("optimizer step: update", Phase.STEP, (own, *temporary)))
+    flat, taken, still = _laid_flat(job, own)
+    return (
+        *moments,
+        Moment("optimizer step: gradients flattened", Phase.STEP, (own, flat, taken)),
+        Moment("optimizer step: update", Phase.STEP, (still, taken, *temporary)),
+    )
+
+
+def _laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
+    """Return the gradients laid flat, as the optimizer takes them, and what was kept as far as these are a view of it.
+
+    In the optimizer's dtype, what is laid flat is taken as it is.
+    """
+    one, same = _is_one_slice(job), job.element == job.master
+    copied = where(one, 0, job.partition)
+    flat_bytes: Int = 0 if same else job.element * copied
+    taken_bytes = job.master * (copied if same else job.partition)
+    still_bytes = where(one, own.n_bytes, 0) if same else 0
+    flat = Line(
+        Kind.OPTIMIZER_TEMPORARY, flat_bytes, "gradients of this rank's share, flattened",
+        unless_zero(flat_bytes, f"{job.element}·{SHARE}"), STAGE12,
+    )  # fmt: skip
+    taken = Line(
+        Kind.GRADIENTS, taken_bytes, "gradients of this rank's share, as the optimizer takes them",
+        unless_zero(taken_bytes, times(job.master, SHARE)), f"{STAGE12}, step",
+    )  # fmt: skip
+    return flat, taken, own._replace(n_bytes=still_bytes, formula=unless_zero(still_bytes, own.formula))
 
 
 def _step_away(job: Job) -> tuple[Moment, ...]:

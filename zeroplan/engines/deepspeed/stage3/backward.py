@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.adapted import before_its_gradient, highest_places
-from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol
+from zeroplan.engines.deepspeed.buckets import unreduced_elements
+from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.deepspeed.infinity import swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
 from zeroplan.engines.deepspeed.passes import (
@@ -28,6 +29,7 @@ _BEFORE_GRADIENTS = "weighting of the expert outputs"
 _MADE_FIRST = ("gradients of the weighted outputs", "gradient of the expert outputs", "gradient of the routing weights")
 _GATHERING = -1
 """Stands, in place of the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
+_NOWHERE = BackwardPoint("", (), 0, 0, 0)
 _OF_HEAD = {"loss": 0, "head": 1, "final norm": 2}
 """Where in the trace's figures of the head a point is, where no gradients tell."""
 
@@ -57,9 +59,35 @@ def _head(job: Job, these: Passes) -> Iterator[Moment]:
         )
         tied = tied_head_lines(job) if at.point.gradients and not first else ()
         made = gradient_line(job, at.point.current_gradient, "gradient just made")
-        yield Moment(at.name, at.phase, (*at.lines, gathered_line(job, held), made, *tied))
+        yield Moment(at.name, at.phase, (*at.lines, gathered_line(job, held), made, *tied, *_before(job, these, at.point)))
         if first and at.point.gradients and not job.trace.head_notes:
             yield _past_head(job, these, at.point.gradients)
+
+
+def _before(job: Job, these: Passes, point: BackwardPoint) -> tuple[Line, ...]:
+    """Without a contiguous bucket, the gradients after the blocks that wait to be reduced, less the one being made."""
+    if job.recipe.deepspeed.contiguous_gradients:
+        return ()
+    return (
+        gradient_line(
+            job, _unreduced(job, these.n_blocks, point) - point.current_gradient, "gradients that wait to be reduced"
+        ),
+    )
+
+
+def _unreduced(job: Job, block: int, point: BackwardPoint) -> int:
+    """Elements of gradients that wait in no bucket; that of a tied head waits for the embedding's first."""
+    gradients = point.gradients
+    if block == job.whole.n_blocks and has_tied_head(job.whole):
+        gradients = max(point.current_gradient, gradients - embedding_elements(job.whole))
+    return unreduced_elements(job.buckets, block, gradients, point.current_gradient)
+
+
+def _waiting(job: Job, block: int, point: BackwardPoint) -> Line:
+    """Return gradients outside the bucket: the one being made, and what waits with it."""
+    if job.recipe.deepspeed.contiguous_gradients:
+        return waiting(job.buckets, job.element, block, point.gradients, point.current_gradient)
+    return gradient_line(job, _unreduced(job, block, point), "gradients that wait to be reduced")
 
 
 def _held_at_head(trace: Gathered, point: BackwardPoint) -> int:
@@ -68,7 +96,7 @@ def _held_at_head(trace: Gathered, point: BackwardPoint) -> int:
 
 def _past_head(job: Job, these: Passes, made: int) -> Moment:
     """Return the moment after the head: what the final norm needs is gathered while a gradient too large for the bucket waits."""
-    waits = waiting(job.buckets, job.element, these.n_blocks, made, 0)
+    waits = _waiting(job, these.n_blocks, _NOWHERE._replace(gradients=made))
     running = running_lines(these, these.n_blocks, made)
     around = (*these.head.shared, *these.output, kept_before(these, these.n_blocks), *running, *tied_head_lines(job))
     return Moment(
@@ -105,10 +133,9 @@ def _adapted_blocks(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Each point of the last block, and of earlier ones where more is gathered, where weights are frozen."""
     for point in run.block.points:
         current = point.current_gradient
-        line = waiting(job.buckets, job.element, run.first, point.gradients, current)
         earlier = before_its_gradient(point)
         for block, held, gathering in highest_places(job.trace, run.first, run.n_blocks, point.name, current):
-            around = (*around_block(these, run, block), line)
+            around = (*around_block(these, run, block), _waiting(job, block, point))
             yield Moment(
                 f"backward of a block: {point.name}", Phase.BACKWARD, (*around, *point.lines, gathered_line(job, held))
             )
@@ -123,19 +150,28 @@ def _blocks(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     beside: dict[int, tuple[Line, ...]] = {}
     experts = next((point.gradients for point in run.block.points if point.name == _BEFORE_GRADIENTS), None)
     for point in run.block.points:
-        line = waiting(job.buckets, job.element, run.first, point.gradients, point.current_gradient)
-        around = (line, *tied)
         apart = point.gradients - point.current_gradient == experts
         place = point.gradients, point.current_gradient, point.name == _BEFORE_GRADIENTS, apart
-        highest = _highest_blocks(job.trace, run.first, run.n_blocks, place)
+        highest = _highest_with_waiting(job, run, place, point)
         for block, held in highest if not swaps_optimizer(job.recipe) else _and_first(job.trace, run, highest, place):
             if block not in beside:
                 beside[block] = around_block(these, run, block)
             stay = staying_lines(job, block, point.gradients - point.current_gradient)
+            around = (_waiting(job, block, point), *tied)
             lines = (*beside[block], *point.lines, gathered_line(job, held), *around, *stay)
             yield Moment(f"backward of a block: {point.name}", Phase.BACKWARD, lines)
         if point.name == _BEFORE_GRADIENTS:
             yield from _experts_gathered(job, these, run, point)
+
+
+def _highest_with_waiting(
+    job: Job, run: RunPass, at: tuple[int, int, bool, bool], point: BackwardPoint
+) -> tuple[tuple[int, int], ...]:  # fmt: skip
+    """Return :func:`_highest_blocks`, where gradients that wait in no bucket count too."""
+    if job.recipe.deepspeed.contiguous_gradients:
+        return _highest_blocks(job.trace, run.first, run.n_blocks, at)
+    most = rising(run.first, run.n_blocks, lambda block: _held(job.trace.backward[block], *at) + _unreduced(job, block, point))
+    return tuple((block, _held(job.trace.backward[block], *at)) for block, _ in most)
 
 
 def _and_first(
@@ -150,9 +186,9 @@ def _and_first(
 def _experts_gathered(job: Job, these: Passes, run: RunPass, first: BackwardPoint) -> Iterator[Moment]:
     """Return the moments at which experts are gathered for their backward, before its ``first`` point has made anything."""
     kept = tuple(line for line in first.lines if not line.reason.startswith(_MADE_FIRST))
-    waits = waiting(job.buckets, job.element, run.first, first.gradients, 0)
     for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, (first.gradients, _GATHERING, True, True)):
         stay = staying_lines(job, block, first.gradients)
+        waits = _waiting(job, block, _NOWHERE._replace(gradients=first.gradients))
         lines = (*around_block(these, run, block), *kept, gathered_line(job, held), waits, *tied_head_lines(job), *stay)
         yield Moment("experts gathered for their backward", Phase.BACKWARD, lines)
 
@@ -166,8 +202,9 @@ def _end(job: Job, these: Passes) -> tuple[Moment, ...]:
     held = gathered_line(job, job.trace.end)
     around = (*these.head.at_embedding, *these.output, held, *staying_lines(job, -1, -1))
     gathering = gathered_line(job, job.trace.embedding)
+    waits = () if job.recipe.deepspeed.contiguous_gradients else (_waiting(job, -1, _NOWHERE),)
     return (
-        Moment("embedding gathered for its backward", at.phase, (*at.lines, gathering, *tied_head_lines(job))),
-        Moment(at.name, at.phase, (*at.lines, held, embedding, *tied_head_lines(job), *staying_lines(job, -1, -1))),
+        Moment("embedding gathered for its backward", at.phase, (*at.lines, gathering, *waits, *tied_head_lines(job))),
+        Moment(at.name, at.phase, (*at.lines, held, *waits, embedding, *tied_head_lines(job), *staying_lines(job, -1, -1))),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, *reduce_lines(job, last))),
     )

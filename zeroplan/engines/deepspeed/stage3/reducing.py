@@ -13,9 +13,10 @@ from zeroplan.engines.deepspeed.running import GradientCounts, place_in_block, r
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, tied_head_lines
 from zeroplan.engines.deepspeed.stage3_offload import beside_flushes, on_the_way
-from zeroplan.engines.formulas import unless_zero
+from zeroplan.engines.formulas import product, unless_zero
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import where
+from zeroplan.spec.recipe import DeepSpeedOptions
 
 _SCATTER = "DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py, reduce_scatter_coalesced"
 _CAST = f"{STAGE3}, __avg_scatter_grads"
@@ -69,16 +70,22 @@ def _gathered_at(trace: Gathered, flush: Flush) -> int:
     return note.handing if note.made == made else note.during
 
 
+def is_all_reduced(options: DeepSpeedOptions, flush: Flush) -> bool:
+    """Whether the bucket itself is all-reduced; a gradient too large for it is reduce-scattered in any case."""
+    return not options.reduce_scatter and options.contiguous_gradients and not flush.alone
+
+
 def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
     """Return what reducing a bucket takes: a copy in the order of the ranks, unless it is one gradient that divides evenly."""
     options = job.recipe.deepspeed
     held = flush.fill if flush.alone or not options.contiguous_gradients else 0
     share = shares(flush.sizes, job.n_ranks)
     copied = where(flush.fill % job.n_ranks == 0, 0, share * job.n_ranks) if flush.single else share * job.n_ranks
-    if not options.reduce_scatter and options.contiguous_gradients and not flush.alone:
-        copied = 0
     copy_formula, cast_formula = _reduce_formulas(job.element, job.kept, flush.sizes)
     cast = job.kept * share if job.kept != job.element else 0
+    if is_all_reduced(options, flush):
+        copied, cast_formula = 0, product(job.kept, flush.fill)
+        cast = job.kept * flush.fill if job.kept != job.element else 0  # the whole bucket, of which a share is then kept
     quantized = job.recipe.deepspeed.zero_quantized_gradients
     if quantized:
         copied, cast = (unless_quantized(job.recipe, job.n_ranks, n_bytes) for n_bytes in (copied, cast))

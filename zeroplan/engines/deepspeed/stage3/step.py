@@ -1,22 +1,44 @@
 """The moments of the optimizer's step under ZeRO-3, which takes one sub-group of parameters after the other."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
+from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.flat import Row, largest_parameter
 from zeroplan.engines.deepspeed.sources import FP64, STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, staying_lines
 from zeroplan.engines.deepspeed.stage3.states import persistent_line
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import times, unless_zero
 from zeroplan.engines.optimizers import LocalTensor, step_temporary_lines
-from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.numeric import Int, ceil_div, for_each_value
+from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
+from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.recipe import OptimizerImpl
+
+
+class _Group(NamedTuple):
+    """A sub-group: elements of this rank's shares, and of how many parameters."""
+
+    elements: int
+    parameters: int
 
 
 def largest_group(job: Job) -> Int:
     """Elements of this rank's shares in the largest sub-group. [elements]"""
     size = job.recipe.deepspeed.sub_group_size
-    return for_each_value(lambda n_ranks: max(_groups_of(job.whole, size, n_ranks)), job.n_ranks)
+    return for_each_value(lambda n_ranks: max(group.elements for group in _groups_of(job.whole, size, n_ranks)), job.n_ranks)
+
+
+def largest_joined(job: Job) -> Int:
+    """The same of the sub-groups with more than one parameter; 0 where there is none. [elements]
+
+    Of those alone the gradients are copied when they are laid flat.
+    """
+    size = job.recipe.deepspeed.sub_group_size
+
+    def largest(n_ranks: int) -> int:
+        return max((group.elements for group in _groups_of(job.whole, size, n_ranks) if group.parameters > 1), default=0)
+
+    return for_each_value(largest, job.n_ranks)
 
 
 def group_count(job: Job) -> Int:
@@ -26,25 +48,42 @@ def group_count(job: Job) -> Int:
 
 
 @lru_cache(maxsize=4096)
-def _groups_of(whole: Row, size: int, n_ranks: int) -> tuple[int, ...]:
-    """Elements of this rank's shares in each sub-group.
+def _groups_of(whole: Row, size: int, n_ranks: int) -> tuple[_Group, ...]:
+    """Return this rank's shares in each sub-group.
 
     A group takes whole parameters, in their order, and is closed by the one whose share reaches ``size``. Source: DeepSpeed
     0.19.8, ``stage3.py``, ``_create_fp16_sub_groups``.
     """
-    filled, groups = 0, list[int]()
+    filled, groups = _Group(0, 0), list[_Group]()
     for each in whole.placed:
-        filled += ceil_div(each.end - each.start, n_ranks)
-        if filled >= size:
+        filled = _Group(filled.elements + ceil_div(each.end - each.start, n_ranks), filled.parameters + 1)
+        if filled.elements >= size:
             groups.append(filled)
-            filled = 0
-    return (*groups, filled) if filled else tuple(groups)
+            filled = _Group(0, 0)
+    return (*groups, filled) if filled.elements else tuple(groups)
 
 
 def step_temporaries(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
-    """What the optimizer takes for the largest sub-group."""
-    tensors = (LocalTensor((largest_group(job),), in_block=False),)
+    """What the optimizer takes for the sub-group that takes most."""
+    tensors = (LocalTensor((_most_taken(job, impl)[0],), in_block=False),)
     return step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g")
+
+
+def _most_taken(job: Job, impl: OptimizerImpl) -> tuple[Int, Int]:
+    """Elements of the sub-group whose update takes most, and those of a copy of its gradients. [elements]
+
+    Gradients in the optimizer's dtype are copied where several are laid flat, and only then.
+    """
+    largest, joined = largest_group(job), largest_joined(job)
+    if job.kept != job.master:
+        return largest, largest
+
+    def taken(group: Int) -> Int:
+        tensors = (LocalTensor((group,), in_block=False),)
+        return total_bytes(step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g"))
+
+    copied = job.master * joined + taken(joined) >= taken(largest)
+    return where(copied, joined, largest), where(copied, joined, 0)
 
 
 def step_away_moments(job: Job) -> tuple[Moment, ...]:
@@ -56,21 +95,36 @@ def step_away_moments(job: Job) -> tuple[Moment, ...]:
     )
 
 
-def step_moments(job: Job, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
+def step_moments(job: Job, impl: OptimizerImpl, temporary: tuple[Line, ...]) -> tuple[Moment, ...]:
     """All parameters are released first; then norm, and one sub-group after the other."""
     part: Int = ceil_div(largest_parameter(job.whole), job.n_ranks)
-    group = largest_group(job)
     largest = "G_max" if job.every is job.whole else "G_one"
     norm = Line(Kind.OPTIMIZER_TEMPORARY, FP64 * part, "largest share of a gradient in fp64", f"8·ceil({largest}/N)",
                 f"{STAGE3}, get_grad_norm_direct")  # fmt: skip
+    joined = largest_joined(job)
     flat = Line(
-        Kind.OPTIMIZER_TEMPORARY, job.kept * group, "gradients of a sub-group, laid flat", times(job.kept, "G_g"), STAGE3
-    )
-    taken = Line(Kind.GRADIENTS, job.master * group, "gradients of a sub-group, as the optimizer takes them",
-                 times(job.master, "G_g"), f"{STAGE3}, _prepare_fp32_grad_for_sub_group")  # fmt: skip
+        Kind.OPTIMIZER_TEMPORARY, job.kept * joined, "gradients of a sub-group, laid flat",
+        unless_zero(joined, times(job.kept, "G_j")), STAGE3,
+    )  # fmt: skip
+    flattened = (flat, _taken(job, joined, "G_j")) if job.kept != job.master else (_taken(job, joined, "G_j"),)
     return (
         Moment("gradient norm", Phase.STEP, (norm,)),
-        Moment("optimizer step: gradients flattened", Phase.STEP, (flat, taken) if job.kept != job.master else (taken,)),
-        Moment("optimizer step: update", Phase.STEP, (taken, *temporary)),
+        Moment("optimizer step: gradients flattened", Phase.STEP, flattened),
+        Moment("optimizer step: update", Phase.STEP, (_taken(job, _most_taken(job, impl)[1], "G_g"), *temporary)),
         Moment("after the step: persistent parameters gathered", Phase.STEP, (persistent_line(job),)),
+    )
+
+
+def _taken(job: Job, elements: Int, symbol: str) -> Line:
+    n_bytes, reason = job.master * elements, "gradients of a sub-group, as the optimizer takes them"
+    formula = unless_zero(n_bytes, times(job.master, symbol))
+    return Line(Kind.GRADIENTS, n_bytes, reason, formula, f"{STAGE3}, _prepare_fp32_grad_for_sub_group")
+
+
+def stepped_symbols(job: Job, impl: OptimizerImpl) -> tuple[Symbol, ...]:
+    """Return what the formulas of this module count."""
+    what = "elements that one step of the optimizer takes: whole shares, up to sub_group_size"
+    return (
+        Symbol("G_g", _most_taken(job, impl)[0], what),
+        Symbol("G_j", largest_joined(job), "elements of the largest such step with several parameters"),
     )

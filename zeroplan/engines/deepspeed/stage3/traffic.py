@@ -8,6 +8,7 @@ from zeroplan.engines.deepspeed.quantized_gradients import quantized_collectives
 from zeroplan.engines.deepspeed.secondary import within_group
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import COORDINATOR, Job, trace_of_several
+from zeroplan.engines.deepspeed.stage3.reducing import is_all_reduced
 from zeroplan.engines.deepspeed.stage3.step import group_count
 from zeroplan.ledger import Collective
 from zeroplan.numeric import Int, ceil_div, where
@@ -20,19 +21,38 @@ _SCALE = 4
 def collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
     """Every collective of a step."""
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
-    flushes = len(job.buckets.flushes)
-    reduced = n * job.partition
     return (
         *_gathered_in_passes(job, micro),
         _all_gather(job, ("persistent parameters", "after the optimizer step"), _padded(trace.persistent_sent, n),
                     trace.n_persistent, 1, element),
-        *quantized_collectives(job.recipe, job.whole, Collective(
-            "reduce_scatter", "gradients, bucket by bucket", "in the backward of every micro-batch", n, flushes * micro,
-            element * ceil_div(reduced, flushes), (n - 1) * element * job.partition * micro, reduced * micro,
-            f"{STAGE3}, __avg_scatter_grads", element * reduced * micro,
-        ), micro, element=element),
+        *_gradients(job, micro),
         *numbers_sharded(job.recipe, n, group_count(job)),
     )  # fmt: skip
+
+
+def _gradients(job: Job, micro: Int) -> Iterator[Collective]:
+    """Gradients, bucket by bucket: reduce-scattered, or all-reduced in the bucket."""
+    n, element = job.n_ranks, job.element
+    whole = [flush for flush in job.buckets.flushes if is_all_reduced(job.recipe.deepspeed, flush)]
+    scattered = [flush for flush in job.buckets.flushes if flush not in whole]
+    name, when = "gradients, bucket by bucket", "in the backward of every micro-batch"
+    if scattered or not whole:
+        share: Int = 0
+        for flush in scattered:
+            share = share + shares(flush.sizes, n)
+        calls, reduced = len(scattered), n * share
+        sent = Collective(
+            "reduce_scatter", name, when, n, calls * micro, element * ceil_div(reduced, calls),
+            (n - 1) * element * share * micro, reduced * micro, f"{STAGE3}, __avg_scatter_grads", element * reduced * micro,
+        )  # fmt: skip
+        yield from quantized_collectives(job.recipe, job.whole, sent, micro, element=element)
+    if whole:
+        calls, elements = len(whole), sum(flush.fill for flush in whole)
+        yield Collective(
+            "all_reduce", name, when, n, calls * micro, element * ceil_div(elements, calls),
+            2 * (n - 1) * element * elements // n * micro, 2 * elements * micro, f"{STAGE3}, __avg_scatter_contiguous_grads",
+            element * elements * micro,
+        )  # fmt: skip
 
 
 def _padded(sizes: Sizes, n_ranks: Int) -> Int:
