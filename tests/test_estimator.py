@@ -7,6 +7,7 @@ import pytest
 from tests.engines_that_run import STAGES
 from zeroplan import Estimate, estimate, job
 from zeroplan.ledger import Kind, Phase
+from zeroplan.units import format_size
 
 
 def answer(**said: object) -> Estimate:
@@ -69,3 +70,22 @@ def test_an_estimate_is_shown_in_a_line():
     assert str(found) == repr(found)
     assert f"{found.peak.name!r}, fits>" in str(found)
     assert len(str(found)) < 200
+
+
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [({}, "fp32"), ({"engine": "deepspeed"}, True), ({"precision": "fp32"}, True), ({"tensor_parallel": 4}, "fp32"),
+     ({"context_parallel": 4}, "fp32"), ({"stage": 0, "micro_batch": 16}, "fp32")],
+)  # fmt: skip
+def test_what_a_loop_that_holds_logits_adds_is_said_to_the_byte(said: dict, how: bool | str):
+    plain = estimate(job(model="llama-3.2-1b", gpus=8, **({"stage": 3, "micro_batch": 4} | said)))
+    held = estimate(replace(plain.job, recipe=replace(plain.job.recipe, keep_logits=how)))
+    more = format_size(held.peak_bytes - plain.peak_bytes)
+    assert any(f"adds {more}: --keep-logits" in note for note in plain.notes), (more, plain.notes)
+    assert any(f"are counted, {more};" in note for note in held.notes)
+
+
+def test_nothing_is_said_of_logits_that_do_not_matter():
+    """At a peak in the optimizer's step, and with losses that never make them all."""
+    for said in ({"stage": 0}, {"loss": "chunked", "stage": 3}):
+        assert not [note for note in estimate(job(model="llama-3.1-8b", gpus=8, **said)).notes if "logits" in note]

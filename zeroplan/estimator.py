@@ -8,7 +8,9 @@ from typing import Literal, NamedTuple, Protocol, cast
 from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Symbol
 from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
+from zeroplan.engines.outside import outside as outside_blocks
 from zeroplan.engines.precisions import compute_of, widths
+from zeroplan.errors import SpecError
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
@@ -252,7 +254,7 @@ def estimate(job: JobSpec, *, pipeline_rank: int | None = None) -> Estimate:
         traffic=_traffic(job, account, trained_count(job.model) if has_frozen(job.model) else parameters),
         symbols=tuple(dict.fromkeys(account.symbols)),  # runs of one kind of block have the same ones
         approximate=approximation(job.model, compute_of(job.recipe)),
-        notes=(*account.notes, *_partly_recomputed(job)),
+        notes=(*account.notes, *_partly_recomputed(job), *_held_logits(job, highest)),
         kept=account.kept,
         pipeline=account.pipeline,
     )
@@ -358,6 +360,34 @@ def flattens_on_the_gpu(recipe: RecipeSpec) -> bool:
 def flattened_through_the_host(recipe: RecipeSpec) -> RecipeSpec:
     """The recipe as DeepSpeed carries it out where there is none."""
     return replace(recipe, deepspeed=replace(recipe.deepspeed, flatten_on_accelerator=False))
+
+
+def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
+    """What a loop that holds the model's output adds to a peak in or after the loss, or has added. [bytes in words]
+
+    accelerate 1.15 hands on logits in fp32 (``Accelerator.prepare_model``, ``convert_outputs_to_fp32``; not with DeepSpeed), and
+    the loops of its examples hold them. transformers 5.23's Trainer lets go of them, torchtitan since June 2024 (pull request 391).
+    """
+    recipe = job.recipe
+    late = highest.phase in (Phase.LOSS, Phase.BACKWARD)
+    if recipe.engine in ON_PAPER or recipe.loss != "full" or job.mesh.pp > 1 or not late:
+        return ()
+    upcast = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed" and job.model.profile is None
+    how = recipe.keep_logits or ("fp32" if upcast else True)
+    try:
+        held = replace(job, recipe=replace(recipe, keep_logits=how))
+    except SpecError:  # beside what splits the loss
+        return ()
+    batch = replace(job.batch, seq_len=job.batch.seq_len // job.mesh.cp)
+    head = outside_blocks(held.model, held.recipe, batch, tp=job.mesh.tp)
+    size = format_size(int(total_bytes(head.output)))
+    flag = "fp32" if how == "fp32" else "yes"
+    said = (
+        f"logits held through the backward are counted, {size}; --keep-logits no where your loop lets go of them"
+        if recipe.keep_logits
+        else f"holding logits through the backward, as accelerate's loops do, adds {size}: --keep-logits {flag}"
+    )
+    return (said,)
 
 
 def _partly_recomputed(job: JobSpec) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ from zeroplan.report.words import (
     plural,
     recompute_words,
     spread,
+    those_that_share,
 )
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.steptime import Part
 from zeroplan.units import GB, GIB, format_size
@@ -82,14 +82,8 @@ def layout_words(job: JobSpec) -> str:
     words += ["gradients as bucket views"] if recipe.engine == "ddp" and recipe.ddp.gradient_as_bucket_view else []
     words += ["offload"] if recipe.offloads else []
     return ", ".join(
-        [*words, f"{batch.micro_batch_size} x {batch.grad_accum_steps} sequences per {_those_that_share(job.mesh)}"]
+        [*words, f"{batch.micro_batch_size} x {batch.grad_accum_steps} sequences per {those_that_share(job.mesh)}"]
     )
-
-
-def _those_that_share(mesh: MeshSpec) -> str:
-    """Who takes a micro-batch together: a GPU, or those that split a model or a sequence."""
-    together = mesh.tp * mesh.cp * mesh.pp
-    return "GPU" if together == 1 else f"{together} GPUs"
 
 
 def _deepspeed_words(options: DeepSpeedOptions) -> Iterator[str]:

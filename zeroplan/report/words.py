@@ -129,10 +129,20 @@ def recompute_words(recipe: RecipeSpec) -> str:
     return f"recomputation {recipe.recompute}" + ("" if layers is None else f" of the first {plural(layers, 'block')}")
 
 
-def batch_line(batch: BatchSpec) -> str:
-    """What one GPU is fed in one forward pass, and how often per step."""
+def batch_line(batch: BatchSpec, mesh: MeshSpec) -> str:
+    """What one data-parallel rank is fed in one forward pass, and how often per step."""
     accumulated = "" if batch.grad_accum_steps == 1 else f", {batch.grad_accum_steps:,} micro-batches per step"
-    return f"{sequences(batch)} per GPU and micro-batch{accumulated}"
+    return f"{sequences(batch)} per {those_that_share(mesh)} and micro-batch{accumulated}"
+
+
+def those_that_share(mesh: MeshSpec) -> str:
+    """Who takes a micro-batch together: a GPU, or those that split a model or a sequence.
+
+    >>> those_that_share(MeshSpec(dp_shard=8)), those_that_share(MeshSpec(dp_shard=2, tp=2, pp=2))
+    ('GPU', '4 GPUs')
+    """
+    together = mesh.tp * mesh.cp * mesh.pp
+    return "GPU" if together == 1 else f"{together} GPUs"
 
 
 def sequences(batch: BatchSpec) -> str:
@@ -164,7 +174,7 @@ def job_lines(answer: Estimate) -> Iterator[str]:
     yield recipe_line(recipe)
     accumulated = "" if batch.grad_accum_steps == 1 else f"{batch.grad_accum_steps:,} micro-batches or "
     tokens = batch.micro_batch_size * batch.seq_len * batch.grad_accum_steps * mesh.dp_replicate * mesh.dp_shard
-    yield f"{sequences(batch)} per GPU and micro-batch; {accumulated}{tokens:,} tokens per step"
+    yield f"{sequences(batch)} per {those_that_share(mesh)} and micro-batch; {accumulated}{tokens:,} tokens per step"
     if arranged := mesh_line(mesh):
         yield arranged
 

@@ -59,7 +59,7 @@ def head_pass(
 
     ``recomputed`` says that blocks are recomputed in backward: they need an eager attention mask until the end, and keep the
     first block's input themselves. ``fp32_output`` says that the model's output is upcast before it is handed on, as
-    accelerate's and torchtitan's loops do. Leaves out: dropout after the embedding, the loss itself and the sum of label
+    accelerate does. Leaves out: dropout after the embedding, the loss itself and the sum of label
     weights (4 bytes each).
     """
     if model.profile is not None:

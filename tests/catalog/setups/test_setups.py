@@ -262,6 +262,15 @@ def test_what_is_not_modelled_is_answered_where_a_flag_says_how(read: Callable[.
     assert any("--recompute none is answered instead" in note for note in kept.notes)
 
 
+def test_what_an_accelerate_loop_holds(read: Callable[..., Resolved]):
+    """Its model's output: upcast, where accelerate casts at all; DeepSpeed's engine hands on what it makes."""
+    plain = FSDP.replace("mixed_precision: bf16", "mixed_precision: no")
+    deepspeed = "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n"
+    for text, held in ((FSDP, "fp32"), (plain, True), (deepspeed, True)):
+        assert read(text).job.recipe.keep_logits == held, text
+    assert read(TRAINER, gpus=4).job.recipe.keep_logits is False  # transformers' Trainer lets go of it
+
+
 def test_torchtitans_selection_by_operator_is_selective(read: Callable[..., Resolved]):
     """In 0.2 by its option, in 0.3 by the policy's fields: attention and every second product are kept, as here."""
     by_operator = read(TITAN.replace('mode = "full"', 'mode = "selective"\nselective_ac_option = "op"'), model=None, gpus=8)

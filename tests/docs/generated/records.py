@@ -45,7 +45,7 @@ def _published() -> Iterator[tuple[str, ...]]:
     for words, what in (("the plain estimate", "`zeroplan estimate`"), ("--keep-logits", "the same with `--keep-logits fp32`")):
         some = [row for row in torchtitan if words in row["what"]]
         errors = (f"{float(row['predicted']) / float(row['measured']) - 1:+.1%}" for row in some)
-        yield (what, "GPUs running torchtitan, which keeps fp32 logits", f"{len(some)}", ", ".join(errors))
+        yield (what, "GPUs running torchtitan of March 2024, which kept fp32 logits", f"{len(some)}", ", ".join(errors))
 
 
 def reserved() -> str:

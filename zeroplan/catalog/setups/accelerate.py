@@ -12,10 +12,8 @@ from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
 _PRECISION = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed"}
-_KEPT = (
-    "accelerate hands on logits in fp32, and a loop holds them while it goes backward: they are counted; --keep-logits no, where "
-    "yours lets go of them"
-)
+_KEPT = "accelerate hands on logits in fp32, and the loops of its examples hold them: they are counted"
+_NAMED = "the loops of accelerate's examples hold the model's output: its logits are counted"
 _UNITS = (
     "accelerate makes units of their own of the embedding and of the last norm with the head; they are counted as one, gathered "
     "from the forward to the end of the backward, which is the most they can take"
@@ -80,7 +78,9 @@ def _precision(reading: Reading) -> str:
         raise reading.table.refused("mixed_precision", "use bf16, fp16 or no")
     also = {"bf16": ("bf16",), "no": ("bf16",)}.get(word, ())  # a script may have made its weights bf16 itself
     reading.tell("precision", "mixed_precision", _PRECISION[word], also=also)
-    if word != "no":
+    if word == "no":
+        reading.tell("keep_logits", "outputs", value=True, filled=True, note=_NAMED)
+    else:
         reading.tell("keep_logits", "mixed_precision", "fp32", filled=True, note=_KEPT)
     return word
 
@@ -186,6 +186,7 @@ def _deepspeed(reading: Reading) -> None:
     table.leave(_DEEPSPEED_KNOWN)
     reading.notes += table.unknown()
     reading.table.leave(("mixed_precision",))
+    reading.tell("keep_logits", "outputs", value=True, filled=True, note=_NAMED)  # DeepSpeed's engine hands on what it makes
 
 
 def _inline(reading: Reading, table: Table) -> DeepSpeedPart:

@@ -47,7 +47,7 @@ def caption(answer: Estimate, title: str, *more: str, batch: bool = True) -> Cap
 def _about(answer: Estimate, more: tuple[str, ...], *, batch: bool) -> Iterator[str]:
     job = answer.job
     yield "; ".join(part for part in (subject(job), mesh_line(job.mesh), partly_trained(job.model), _offloaded(job)) if part)
-    yield "; ".join((recipe_line(job.recipe), *((batch_line(job.batch),) if batch else ())))
+    yield "; ".join((recipe_line(job.recipe), *((batch_line(job.batch, job.mesh),) if batch else ())))
     yield from more
     if answer.approximate:
         yield answer.approximate
