@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from math import lcm
 from random import Random
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from tests.drawn_profiles import profile
 from tests.profiles import by_hand
@@ -22,7 +22,15 @@ from zeroplan.spec.adapter import ADAPTED_FAMILIES, GROUPS, AdapterSpec
 from zeroplan.spec.frozen import PARTS, FrozenSpec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES
-from zeroplan.spec.model import DISPATCHED_FAMILIES, FAMILIES, MOE_FAMILIES, WINDOWED_FAMILIES, MlaSpec
+from zeroplan.spec.model import (
+    DISPATCHED_FAMILIES,
+    FAMILIES,
+    FREE_ACTIVATION,
+    MOE_FAMILIES,
+    WINDOWED_FAMILIES,
+    Activation,
+    MlaSpec,
+)
 from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, DeepSpeedOptions, MegatronOptions
@@ -86,7 +94,7 @@ def model(
         positions={"gpt2": positions, "opt": positions + 2}.get(family, 0),
         tie_word_embeddings=draw.choice((False, True)), attention_bias=attention_bias, mlp_bias=mlp_bias,
         sliding_window=_mostly(draw, None, _about(draw, 1, 8192)) if family in WINDOWED_FAMILIES else None,
-        hidden_act=_mostly(draw, None, "gelu_fast") if family == "gpt_neox" else None,
+        hidden_act=_mostly(draw, None, *get_args(Activation)) if family in FREE_ACTIVATION else None,
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers if dense else 0) if family in MOE_FAMILIES else None,
         mla=mla,
@@ -459,7 +467,7 @@ def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
 def _scheduled(draw: Random, told: RecipeSpec, ways: Sequence[str], one: ModelSpec) -> RecipeSpec:
     """Any schedule that is told of these jobs, and several stages on each rank where it has such."""
     there: list[Any] = [None, "gpipe", "1f1b", "interleaved-1f1b"]
-    halved = len(ways) == 1 and one.family in halves.TOLD and told.precision != "fp32"
+    halved = len(ways) == 1 and one.family in halves.TOLD and one.hidden_act is None and told.precision != "fp32"
     schedule = draw.choice([*there, *SPLIT, *SPLIT] if halved else there)
     if schedule in SPLIT:
         kept = None if told.fsdp2.reshard_after_forward else told.fsdp2.reshard_after_forward
@@ -493,7 +501,7 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     told = recipe(draw, [name for name in engines if name == "megatron"])
     tp, cp, pp = (_mostly(draw, 1, 2, 4) for _ in range(3))
     each = draw.choice((1, 1, 2, 3)) if pp > 1 else 1
-    one = model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each, dense=pp == 1)
+    one = replace(model(draw, megatron.FAMILIES, ranks=tp, layers=pp * each, dense=pp == 1), hidden_act=None)
     if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
         one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as a layer each
     told = replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import Activation, ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 from zeroplan.transformer.params import parameter_count
 
@@ -368,3 +368,11 @@ def test_the_forward_of_experts_is_said_to_be_a_bound_where_it_is_the_peak():
         moments = (Moment("before", Phase.STEP, (lower,)), Moment("now", phase, (higher,)))
         assert ["upper bound" in note for note in _bound(EXPERTS, moments)] == ([True] if said else [])
         assert _bound(TINY, moments) == ()
+
+
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_stage_3_gathers_for_adapters_beside_any_activation_function(activation: Activation) -> None:
+    """The points of a block name the operators of its activation function, which is a module of its own to DeepSpeed."""
+    model = replace(LLAMA_7B, num_hidden_layers=3, hidden_act=activation)
+    asked = job(model=model, gpus=4, engine="deepspeed", stage=3, precision="bf16", lora_rank=4, lora_targets="all-linear")
+    assert_explained(estimate(asked))

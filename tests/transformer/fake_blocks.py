@@ -58,6 +58,7 @@ def block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute:
 
     with fake_tensors(tracker, CARD), torch.device(CARD), tracker:
         model = causal_model(spec, compute, layers=3).to(CARD)
+        model = model if spec.adapter is None else model.get_base_model()
         if recompute:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         decoder = model.get_decoder()

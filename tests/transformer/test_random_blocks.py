@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import get_args
+from typing import Literal, get_args
 
 import pytest
 
@@ -16,6 +16,7 @@ from tests.transformer.fake_blocks import BlockRun, block_run
 from tests.transformer.moe_models import moe_spec
 from tests.transformer.test_blocks_on_a_gpu import predicted
 from zeroplan.catalog.config_keys import PLAIN_HEADS
+from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import FREE_ACTIVATION, MOE_FAMILIES, Activation, ModelSpec
 from zeroplan.transformer.blocks import Compute
@@ -73,6 +74,18 @@ def test_activation_functions(activation: Activation, *, recompute: bool) -> Non
         spec, size = drawn(draw, family)
         compute = Compute(draw.choice((2, 4)), autocast=False, attention=draw.choice(("sdpa", "eager")))
         assert_runs_as_is_said(replace(spec, hidden_act=activation), compute, size, recompute=recompute)
+
+
+@pytest.mark.parametrize("family", ADAPTED_FAMILIES)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_adapters_beside_attention_that_is_written_out(family: str, recompute: Literal["none", "full"]) -> None:
+    pytest.importorskip("peft")
+    draw = Random(f"{family} {recompute}")  # noqa: S311  draws tests
+    for activation in (None, "relu", "gelu_new"):
+        spec, size = drawn(draw, family)
+        spec = replace(spec, adapter=AdapterSpec(rank=4, targets="all-linear"), hidden_act=activation)
+        compute = Compute(draw.choice((2, 4)), autocast=False, attention="eager", recompute=recompute)
+        assert_runs_as_is_said(spec, compute, size, recompute=recompute == "full")
 
 
 def test_recomputed_attention_of_grouped_heads_in_32_bits() -> None:

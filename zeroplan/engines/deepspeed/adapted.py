@@ -5,9 +5,10 @@ operator's name does.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from zeroplan.engines.deepspeed.notes import Gathered, Note
+from zeroplan.spec.model import Activation
 from zeroplan.transformer.blocks import RECOMPUTED, BackwardPoint
 
 _LAYERS = {
@@ -18,7 +19,8 @@ _LAYERS = {
 _PARTS = {", A": ".lora_A.default", ", B": ".lora_B.default", ": scale": ""}
 _OTHERS = {
     "norm before attention": "input_layernorm", "norm before the MLP": "post_attention_layernorm",
-    "norm of the queries": "self_attn.q_norm", "norm of the keys": "self_attn.k_norm", "silu": "mlp.act_fn",
+    "norm of the queries": "self_attn.q_norm", "norm of the keys": "self_attn.k_norm",
+    **dict.fromkeys((*get_args(Activation), "gelu"), "mlp.act_fn"),
 }  # fmt: skip
 #: Operators that are no module's, and the linear layer that has gone backward before them.
 _BETWEEN = {
@@ -56,7 +58,7 @@ def _held(notes: dict[str, Note], point: str, current: int) -> tuple[int, int]:
     if part:
         note = notes[_LAYERS[layer] + _PARTS[part]]
     else:
-        note = _linear(notes, _LAYERS[point]) if point in _LAYERS else notes[_OTHERS[point]]
+        note = _linear(notes, _LAYERS[point]) if point in _LAYERS else notes[_OTHERS[point.partition(":")[0]]]
     return max(note.during, note.gathering - current if current else 0), note.gathering if point in _LAYERS else 0
 
 
