@@ -75,7 +75,7 @@ def test_what_is_emitted_reads_back(run: Run, tmp_path: Path):
     code, out, _ = run(*ASKED, "--emit", "deepspeed", "--out", str(tmp_path), "--json")
     assert code == 0
     best = json.loads(out)["best"]
-    path = str(tmp_path / "ds_config.json")
+    path = str(tmp_path / "deepspeed-zeroplan.json")
     back = run("estimate", *ASKED[1:9], "--deepspeed-config", path, "--recompute", best["recompute"], "--json")
     found = json.loads(back[1])
     assert found["peak"]["allocated_bytes"] + found["outside_allocator"]["expected_bytes"] == best["least_bytes"]

@@ -195,16 +195,16 @@ def test_layouts_for_a_file_are_loaded_with_it(page: Page):
     page.locator("#layouts button").first.click()
     page.wait_for_timeout(300)
     page.wait_for_selector(ANSWERED)
-    assert page.get_by_role("button", name="Download accelerate.yaml").count() == 1
+    assert page.get_by_role("button", name="Download accelerate-zeroplan.yaml").count() == 1
     assert page.input_value("#c-keep_logits") == "fp32"
 
 
 def test_a_configuration_is_handed_out_as_emit_writes_it(page: Page):
     moved(page, model="llama-3.2-1b", engine="deepspeed", stage="3")
     with page.expect_download() as coming:
-        page.get_by_role("button", name="Download ds_config.json").first.click()
+        page.get_by_role("button", name="Download deepspeed-zeroplan.json").first.click()
     config = json.loads(Path(coming.value.path()).read_text())
-    assert coming.value.suggested_filename == "ds_config.json"
+    assert coming.value.suggested_filename == "deepspeed-zeroplan.json"
     assert config["zero_optimization"]["stage"] == 3
     assert "its engine is deepspeed" in (page.text_content("#files") or "")
 
@@ -219,8 +219,8 @@ def test_a_report_hands_out_too_and_plans_nothing(browser: Any, tmp_path: Path):
     page.wait_for_selector(ANSWERED)
     assert page.is_hidden("#plan")
     with page.expect_download() as coming:
-        page.get_by_role("button", name="Download train_fsdp2.py").click()
-    compile(Path(coming.value.path()).read_text(), "train_fsdp2.py", "exec")
+        page.get_by_role("button", name="Download fsdp2-zeroplan.py").click()
+    compile(Path(coming.value.path()).read_text(), "fsdp2-zeroplan.py", "exec")
     page.close()
 
 

@@ -48,7 +48,7 @@ JOBS = [
 def test_deepspeeds_file_reads_back_as_the_same_job(said: dict, tmp_path: Path):
     one = described(**said)
     write(export(one, "deepspeed"), tmp_path, force=False)
-    beside = replace(ASKED, deepspeed_config=str(tmp_path / "ds_config.json"), recompute=said.get("recompute"))
+    beside = replace(ASKED, deepspeed_config=str(tmp_path / "deepspeed-zeroplan.json"), recompute=said.get("recompute"))
     back = resolve(beside)
     assert not back.notes
     impl = said.get("optimizer_impl", "fused")
@@ -94,12 +94,12 @@ def test_transformers_takes_deepspeeds_file_beside_its_own_arguments(said: dict,
                  "gradient_accumulation_steps": one.batch.grad_accum_steps, "output_dir": str(tmp_path)} | precision  # fmt: skip
     for changed in ({}, {"gradient_accumulation_steps": 7}):
         (parsed,) = HfArgumentParser(TrainingArguments).parse_dict({**arguments, **changed})
-        config = HfTrainerDeepSpeedConfig(str(tmp_path / "ds_config.json"))
+        config = HfTrainerDeepSpeedConfig(str(tmp_path / "deepspeed-zeroplan.json"))
         config.trainer_config_process(parsed)
         assert bool(config.mismatches) == bool(changed)
         file = tmp_path / "args.json"
         asked = {key: value for key, value in {**arguments, **changed}.items() if key != "use_cpu"}
-        file.write_text(json.dumps({**asked, "deepspeed": "ds_config.json"}))
+        file.write_text(json.dumps({**asked, "deepspeed": "deepspeed-zeroplan.json"}))
         beside = replace(ASKED, from_file=str(file), recompute=said.get("recompute"))
         if changed:
             with pytest.raises(SpecError, match="contradicts"):
@@ -172,7 +172,9 @@ def test_accelerates_file_reads_back_as_the_same_job(said: dict, tmp_path: Path)
     write(export(one, "accelerate"), tmp_path, force=False)
     asked = {name: said[name] for name in ("micro_batch", "grad_accum", "optimizer_impl") if name in said}
     by_script = {"recompute": said["recompute"]} if said.get("engine") == "deepspeed" else {}
-    beside = replace(ASKED, gpus=None, from_file=str(tmp_path / "accelerate.yaml"), keep_logits=False, **asked, **by_script)
+    beside = replace(
+        ASKED, gpus=None, from_file=str(tmp_path / "accelerate-zeroplan.yaml"), keep_logits=False, **asked, **by_script
+    )
     back = resolve(beside).job
     impl = said.get("optimizer_impl", "fused") if said.get("engine") == "deepspeed" else None
     assert back == replace(one, recipe=replace(one.recipe, optimizer_impl=impl))
@@ -194,7 +196,7 @@ def test_the_fsdp2_script_trains(tmp_path: Path):
     write(export(one, "fsdp2"), tmp_path, force=False)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29517", "STEPS": "2",
              "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # fmt: skip
-    ran = subprocess.run([sys.executable, "train_fsdp2.py", "."], cwd=tmp_path, env={**os.environ, **alone}, capture_output=True,
+    ran = subprocess.run([sys.executable, "fsdp2-zeroplan.py", "."], cwd=tmp_path, env={**os.environ, **alone}, capture_output=True,
                          text=True, check=False, timeout=300)  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert "step 2 of 2: loss" in ran.stdout
@@ -255,18 +257,18 @@ def test_adapters_are_the_scripts_own():
 
 def test_nothing_is_written_over_without_force(tmp_path: Path):
     made = export(described(), "fsdp2")
-    (tmp_path / "train_fsdp2.py").write_text("mine")
+    (tmp_path / "fsdp2-zeroplan.py").write_text("mine")
     with pytest.raises(SpecError, match="--force"):
         write(made, tmp_path, force=False)
-    assert (tmp_path / "train_fsdp2.py").read_text() == "mine"
+    assert (tmp_path / "fsdp2-zeroplan.py").read_text() == "mine"
     write(made, tmp_path, force=True)
-    assert "fully_shard" in (tmp_path / "train_fsdp2.py").read_text()
+    assert "fully_shard" in (tmp_path / "fsdp2-zeroplan.py").read_text()
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path):
     made = export(described(), "fsdp2")
-    (tmp_path / "train_fsdp2.py").mkdir()
-    with pytest.raises(SpecError, match=r"'.*train_fsdp2.py' cannot be written: Is a directory"):
+    (tmp_path / "fsdp2-zeroplan.py").mkdir()
+    with pytest.raises(SpecError, match=r"'.*fsdp2-zeroplan.py' cannot be written: it is there and is not a file"):
         write(made, tmp_path, force=True)
 
 

@@ -57,7 +57,7 @@ def test_torchtitans_toml_reads_back_as_the_same_job(said: dict, tmp_path: Path)
     one = described(**said)
     made = export(one, "torchtitan")
     write(made, tmp_path, force=False)
-    back = resolve(Request(from_file=str(tmp_path / "torchtitan.toml"), gpu="h100")).job
+    back = resolve(Request(from_file=str(tmp_path / "torchtitan-zeroplan.toml"), gpu="h100")).job
     impl = one.recipe.optimizer_impl or "foreach"
     assert back == replace(one, recipe=replace(one.recipe, optimizer_impl=impl))
     assert estimate(back).peak_bytes == estimate(one).peak_bytes
@@ -67,10 +67,10 @@ def test_torchtitans_toml_reads_back_as_the_same_job(said: dict, tmp_path: Path)
 def test_torchtitan_knows_every_key(said: dict):
     made = {file.name: file.text for file in export(described(**said), "torchtitan").files}
     of_toml = KEYS["0.2.2"]["tables"]
-    for table, keys in tomllib.loads(made.get("torchtitan.toml", "")).items():
+    for table, keys in tomllib.loads(made.get("torchtitan-zeroplan.toml", "")).items():
         assert set(keys) <= set(of_toml[table]), table
-    assert ("torchtitan.toml" in made) == (said.get("loss") is None)
-    function = made["torchtitan_planned.py"]
+    assert ("torchtitan-zeroplan.toml" in made) == (said.get("loss") is None)
+    function = made["torchtitan_zeroplan.py"]
     targets = [node.targets[0] for node in ast.walk(ast.parse(function)) if isinstance(node, ast.Assign)]
     for name in (ast.unparse(target).split(".")[1:] for target in targets if isinstance(target, ast.Attribute)):
         table, key = (*name, None)[:2]
@@ -176,4 +176,4 @@ def test_what_they_cannot_say_is_refused(said: dict, target: str, expected: str)
 def test_a_python_configuration_is_not_read(tmp_path: Path):
     write(export(described(model="llama-3.1-8b", gpus=8), "torchtitan"), tmp_path, force=False)
     with pytest.raises(SpecError, match="is a program"):
-        resolve(Request(from_file=str(tmp_path / "torchtitan_planned.py"), model="llama-3.1-8b"))
+        resolve(Request(from_file=str(tmp_path / "torchtitan_zeroplan.py"), model="llama-3.1-8b"))

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from zeroplan.measurement import Environment, Measurement
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
-from zeroplan.verify.whole import write_whole
+from zeroplan.whole import write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -93,7 +93,7 @@ def sort(path: Path, jobs: Iterable[JobSpec]) -> None:
     order = {job: number for number, job in enumerate(jobs)}
     kept = sorted(_lines(path), key=lambda line: order.get(_job(line), len(order)))
     if kept:
-        write_whole(path, _text(kept))
+        write_whole(path, _text(kept), force=True)
 
 
 def _job(line: Json) -> JobSpec:

@@ -18,6 +18,7 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.report.palette import THEMES
 from zeroplan.resolve import Resolved
+from zeroplan.whole import refuse_target
 
 if TYPE_CHECKING:
     from zeroplan.report.bars import Row
@@ -35,6 +36,7 @@ _Theme = Annotated[
     str, typer.Option("--theme", metavar="light|dark", help="Dark on light, or light on dark.", rich_help_panel=_OUTPUT)
 ]
 _Text = Annotated[bool, typer.Option("--text", help="Bars of text, in the terminal.", rich_help_panel=_OUTPUT)]
+_Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.", rich_help_panel=_OUTPUT)]
 
 
 class _Where(NamedTuple):
@@ -43,9 +45,10 @@ class _Where(NamedTuple):
     out: Path | None
     theme: str
     text: bool
+    force: bool
 
 
-def _where(out: str | None, theme: str, *, text: bool) -> _Where:
+def _where(out: str | None, theme: str, *, text: bool, force: bool) -> _Where:
     """Check what was asked for before anything is computed."""
     if theme not in THEMES:
         raise SpecError(f"--theme {theme!r} is neither light nor dark")
@@ -55,13 +58,15 @@ def _where(out: str | None, theme: str, *, text: bool) -> _Where:
         )
     if out is not None and Path(out).suffix.lower() not in _ENDINGS:
         raise SpecError(f"-o {out!r} does not end in .png, .svg or .pdf; the ending chooses the format")
-    if out is not None and not Path(out).parent.is_dir():
-        raise SpecError(f"-o {out!r}: there is no folder {str(Path(out).parent)!r}; make it first")
+    if force and out is None:
+        raise SpecError("--force says how to write a file, and none is named; add -o FILE.png")
+    if out is not None:
+        refuse_target(Path(out), "-o", force=force)
     if not text and (lacking := not_installed("matplotlib", by="drawing")):
         raise MeasurementError(f"{lacking}, or use --text")
     if not text and out is None and not _has_display():
         raise SpecError("there is no display to draw on; write a file with -o FILE.png, or use --text")
-    return _Where(None if out is None else Path(out), theme, text)
+    return _Where(None if out is None else Path(out), theme, text, force)
 
 
 def _has_display() -> bool:
@@ -85,7 +90,7 @@ def _drawn(kind: str, series: object, where: _Where) -> None:
             return
         figure = frame.blank()
         draw(figure, series, theme)
-        frame.written(figure, where.out)
+        frame.written(figure, where.out, force=where.force)
     typer.echo(f"wrote {where.out}")
 
 
@@ -103,8 +108,10 @@ def _print(kind: str, series: object) -> None:
 def _job_picture(kind: str) -> Callable[..., int | None]:
     """A command that draws a job and takes nothing else."""
 
-    def command(*, resolved: Resolved, out: _Out = None, theme: _Theme = "light", text: _Text = False) -> None:
-        where = _where(out, theme, text=text)
+    def command(
+        *, resolved: Resolved, out: _Out = None, theme: _Theme = "light", text: _Text = False, force: _Force = False
+    ) -> None:
+        where = _where(out, theme, text=text, force=force)
         series: Callable[[Any], object] = getattr(import_module(f"zeroplan.report.series.{kind}"), kind)
         made = series(resolved.job)
         say_notes(resolved.notes)
@@ -127,13 +134,13 @@ for _kind in _HELP:
 def _pareto(
     *, asked: Asked, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
     max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, mfu: Mfu = None, out: _Out = None,
-    theme: _Theme = "light", text: _Text = False,
+    theme: _Theme = "light", text: _Text = False, force: _Force = False,
 ) -> int:  # fmt: skip
     """Every layout that `zeroplan plan` computes, by memory and speed: the front, and the best one. Exit code 1: nothing fits."""
     from zeroplan.planner.asking import ask  # noqa: PLC0415  only this kind pays for the planner
     from zeroplan.report.series.pareto import pareto  # noqa: PLC0415
 
-    where = _where(out, theme, text=text)
+    where = _where(out, theme, text=text, force=force)
     question = question_of(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
@@ -153,13 +160,19 @@ _Record = Annotated[
 
 
 def _timeline(
-    *, resolved: Resolved | None, record: _Record = None, out: _Out = None, theme: _Theme = "light", text: _Text = False
+    *,
+    resolved: Resolved | None,
+    record: _Record = None,
+    out: _Out = None,
+    theme: _Theme = "light",
+    text: _Text = False,
+    force: _Force = False,
 ) -> None:
     """Memory over one step: every named moment, band by band, the peak marked; with a record, what the engine took."""
     from zeroplan.records import read_record  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.timeline import timeline  # noqa: PLC0415
 
-    where = _where(out, theme, text=text)
+    where = _where(out, theme, text=text, force=force)
     measured = None if record is None else read_record(Path(record))
     if resolved is not None:
         made = timeline(resolved.job, measured, where=f"record {record!r}")
@@ -188,12 +201,13 @@ def _validation(
     out: _Out = None,
     theme: _Theme = "light",
     text: _Text = False,
+    force: _Force = False,
 ) -> None:
     """Predicted peaks against measured ones, and how large the errors are, over the records of `zeroplan verify`."""
     from zeroplan.cli.comparing import given, judged  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.validation import validation  # noqa: PLC0415
 
-    where, limit = _where(out, theme, text=text), parse_tolerance(tolerance)
+    where, limit = _where(out, theme, text=text, force=force), parse_tolerance(tolerance)
     found = given(records)
     pairs = [(one.measurement, one.comparison) for one in (*judged(found.held), *found.measured)]
     _drawn("validation", validation(pairs, limits=(limit,)), where)

@@ -13,6 +13,7 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.spec.base import Spec
 from zeroplan.units import parse_tokens
+from zeroplan.whole import refuse_target, unwritten, write_whole
 
 if TYPE_CHECKING:
     from zeroplan.spec.profile import Profile
@@ -46,6 +47,7 @@ _SeqLen = Annotated[
     _flag("--seq-len", "TOKENS", "For sequences this long and longer only, where a module computes short ones otherwise."),
 ]
 _Out = Annotated[str, _flag("--out", "FILE", "Where to write the profile.", shown=True)]
+_Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
 
 
 def profile_command(
@@ -58,6 +60,7 @@ def profile_command(
     recompute: _Recompute = None,
     seq_len: _SeqLen = None,
     out: _Out = "profile.json",
+    force: _Force = False,
 ) -> None:
     """Trace a module's blocks on fake tensors and write what they keep and use, for any batch, as a file for --profile."""
     if (workload is None) == (config is None):
@@ -66,11 +69,12 @@ def profile_command(
         raise SpecError("--out '' names no file; give the path of the profile to write")
     said = (_one_of("--engine", engine, _ENGINES), _one_of("--precision", precision, _PRECISIONS),
             _one_of("--recompute", recompute, _RECOMPUTE), _one_of("--attention", attention, _ATTENTION))  # fmt: skip
+    refuse_target(Path(out), "--out", force=force, new_folder=True)
     if lacking := not_installed("torch", "transformers", by="tracing"):
         raise MeasurementError(lacking)
     shortest = None if seq_len is None else parse_tokens(seq_len, what="--seq-len")
     found = _traced(workload, config, *said, shortest=shortest)
-    _write(found, Path(out))
+    _write(found, Path(out), force=force)
     _summarise(found, out)
 
 
@@ -106,15 +110,13 @@ def _traced(
             raise MeasurementError(f"the module cannot be traced: {text_of(error).splitlines()[0]}") from error
 
 
-def _write(found: "Profile", path: Path) -> None:
+def _write(found: "Profile", path: Path, *, force: bool) -> None:
     import json  # noqa: PLC0415  start-up is part of every command's time
 
-    from zeroplan.verify.whole import write_whole  # noqa: PLC0415
-
     try:
-        write_whole(path, json.dumps(said(found), indent=1, ensure_ascii=False) + "\n")
+        write_whole(path, json.dumps(said(found), indent=1, ensure_ascii=False) + "\n", force=force)
     except OSError as error:
-        raise MeasurementError(f"the profile cannot be written to {str(path)!r}: {error.strerror}") from None
+        raise unwritten(error) from None
 
 
 def said(value: object) -> object:

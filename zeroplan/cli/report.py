@@ -10,6 +10,7 @@ import typer
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
+from zeroplan.whole import refuse_target, unwritten, write_whole
 
 
 @takes_a_job
@@ -27,11 +28,11 @@ def report_command(
     path = Path(out)
     if path.suffix.lower() not in (".html", ".htm"):
         raise SpecError(f"--out {out!r} does not end in .html, which is what is written; a browser prints it as PDF")
-    if path.exists() and not force:
-        raise SpecError(f"{out!r} is there already; name another file with --out, or --force to replace it")
-    if not path.parent.is_dir():
-        raise SpecError(f"--out {out!r} is in a folder that is not there")
-    path.write_text(report_html(resolved, _command()), encoding="utf-8")
+    refuse_target(path, "--out", force=force)
+    try:
+        write_whole(path, report_html(resolved, _command()), force=force)
+    except OSError as error:
+        raise unwritten(error) from None
     typer.echo(f"wrote {out}")
 
 

@@ -12,6 +12,7 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.resolve import Request, Resolved, resolve
 from zeroplan.units import format_gb, parse_count
+from zeroplan.whole import refuse_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -181,12 +182,21 @@ def _resumed(folder: Path, into: _Into) -> int:
 def _one(resolved: Resolved, flags: _Flags, of_slurm: OfSlurm, into: _Into) -> int:
     """Run one job, here or under Slurm."""
     task = _task(resolved.job, flags)
+    _refuse_folders(task, into.folder)
     say_notes(resolved.notes)
     if flags.every:
         from zeroplan.cli.verify_slurm import verify_on_slurm  # noqa: PLC0415  only Slurm needs it
 
         return verify_on_slurm(task, of_slurm, into.folder, tolerance=into.tolerance, as_json=into.as_json)
     return answer(_run(task, into.folder), tolerance=into.tolerance, as_json=into.as_json)
+
+
+def _refuse_folders(task: "Task", records: Path | None) -> None:
+    """Find out before the run whether what comes of it can be written."""
+    if records is not None:
+        refuse_folder(records, "--record-dir")
+    if task.snapshots:
+        refuse_folder(Path(task.snapshots), "--snapshot")
 
 
 def answer(kept: "list[Measurement]", *, tolerance: float, as_json: bool) -> int:

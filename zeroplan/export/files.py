@@ -9,11 +9,12 @@ from zeroplan.errors import SpecError
 from zeroplan.export import megatron, torchtitan
 from zeroplan.export.accelerate import accelerate_yaml
 from zeroplan.export.deepspeed import with_optimizer
-from zeroplan.export.fsdp2 import fsdp2_script
+from zeroplan.export.fsdp2 import FSDP2_FILE, fsdp2_script
 from zeroplan.spec.hardware import node_size
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Split
 from zeroplan.spec.recipe import DdpOptions, RecipeSpec, ways_of_resharding
+from zeroplan.whole import unwritten, write_all
 
 Target = Literal["deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron"]
 TARGETS: tuple[Target, ...] = ("deepspeed", "accelerate", "fsdp2", "torchtitan", "megatron")
@@ -25,8 +26,9 @@ _DEGREES: dict[str, tuple[str, ...]] = {
 }
 _LAUNCHED_BY_ACCELERATE = ("ddp", "fsdp2", "deepspeed")
 
-DEEPSPEED_FILE, ACCELERATE_FILE, FSDP2_FILE = "ds_config.json", "accelerate.yaml", "train_fsdp2.py"
-TORCHTITAN_MODULE, TORCHTITAN_FILE, MEGATRON_FILE = "torchtitan_planned", "torchtitan.toml", "megatron_args.txt"
+#: Names that nobody gives a file of their own, which ``--force`` would replace.
+DEEPSPEED_FILE, ACCELERATE_FILE = "deepspeed-zeroplan.json", "accelerate-zeroplan.yaml"
+TORCHTITAN_MODULE, TORCHTITAN_FILE, MEGATRON_FILE = "torchtitan_zeroplan", "torchtitan-zeroplan.toml", "megatron-zeroplan.txt"
 
 
 class File(NamedTuple):
@@ -225,15 +227,9 @@ def _nodes(job: JobSpec) -> tuple[int, int]:
 
 def write(made: Export, folder: Path, *, force: bool) -> tuple[Path, ...]:
     """Write the files into a folder; raises SpecError where one is there already and ``force`` is not given."""
-    if not folder.is_dir():
-        raise SpecError(f"{str(folder)!r} is not a folder; make it first")
     paths = tuple(folder / file.name for file in made.files)
-    for path in paths:
-        if path.exists() and not force:
-            raise SpecError(f"{str(path)!r} is there already; --force writes over it")
-    for path, file in zip(paths, made.files, strict=True):
-        try:
-            path.write_text(file.text, encoding="utf-8")
-        except OSError as error:
-            raise SpecError(f"{str(path)!r} cannot be written: {error.strerror}") from None
+    try:
+        write_all({path: file.text for path, file in zip(paths, made.files, strict=True)}, force=force)
+    except OSError as error:
+        raise unwritten(error) from None
     return paths

@@ -98,6 +98,10 @@ def reshards(recipe: RecipeSpec) -> bool:
     return recipe.zero_stage == 3 if asked is None else bool(asked)
 
 
+FSDP2_FILE = "fsdp2-zeroplan.py"
+"""What the script is called."""
+
+
 def fsdp2_script(job: JobSpec) -> str:
     """Return the script; it needs torch and transformers, and runs on CPU ranks too."""
     recipe, mesh, batch = job.recipe, job.mesh, job.batch
@@ -107,7 +111,7 @@ def fsdp2_script(job: JobSpec) -> str:
     sync = "            model.set_requires_gradient_sync(micro_batch == GRAD_ACCUM - 1)\n" if accumulates else ""
     attention, split = {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention), pieces(mesh)
     return _SCRIPT.format(
-        launch=f"torchrun --nproc-per-node ... (on {mesh.world_size} GPUs in all) train_fsdp2.py MODEL",
+        launch=f"torchrun --nproc-per-node ... (on {mesh.world_size} GPUs in all) {FSDP2_FILE} MODEL",
         imports=imports,
         micro_batch=batch.micro_batch_size,
         seq_len=batch.seq_len,

@@ -1,7 +1,6 @@
 """Writing records of measurements: each whole or absent, and none over another."""
 
 import json
-import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.failures import NotHereError
-from zeroplan.verify.whole import unfinished
+from zeroplan.whole import put_numbered, unfinished
 
 
 def record_name(measured: Measurement) -> str:
@@ -33,36 +32,10 @@ def write_record(measured: Measurement, folder: Path) -> Path:
     under another name in the same folder, flushed to disk, and renamed.
     """
     text = json.dumps(asdict(measured), indent=1, ensure_ascii=False) + "\n"
+    name = record_name(measured)
     try:
-        return _written(text, folder, record_name(measured))
+        with unfinished(folder / name) as beside:
+            beside.write_text(text, encoding="utf-8")
+            return put_numbered(beside, folder, name.removesuffix(".json"), ".json")
     except OSError as error:
         raise NotHereError(f"the record cannot be written to {str(folder)!r}: {error.strerror}") from None
-
-
-def _written(text: str, folder: Path, name: str) -> Path:
-    with unfinished(folder / name) as beside:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        return _placed(beside, folder, name)
-
-
-def _placed(beside: Path, folder: Path, name: str) -> Path:
-    """Give the finished file the first free name; a link, unlike a rename, never replaces what is there."""
-    number = 1
-    while True:
-        path = folder / (name if number == 1 else name.replace(".json", f"-{number}.json"))
-        try:
-            path.hardlink_to(beside)
-        except FileExistsError:
-            number += 1
-        except OSError:  # a file system without hard links
-            return beside.replace(path) if not path.exists() else _renamed(beside, folder, name)
-        else:
-            return path
-
-
-def _renamed(beside: Path, folder: Path, name: str) -> Path:
-    numbers = (f"{name.removesuffix('.json')}-{number}.json" for number in range(2, 10**6))
-    return beside.replace(next(folder / free for free in numbers if not (folder / free).exists()))

@@ -218,12 +218,14 @@ def test_a_snapshot_is_written_however_the_run_ends(tmp_path: Path, monkeypatch:
 
     said: list[tuple[object, ...]] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: said.append(tuple(options.items())))
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: said.append((path,)))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text(f"after {len(said)}"))
     path = tmp_path / "new" / "it.snapshot.pickle"
-    with pytest.raises(torch.OutOfMemoryError), Gpu().remembered(path):
-        raise torch.OutOfMemoryError
-    assert said == [(("stacks", "python"), ("max_entries", 1_000_000)), (str(path),), (("enabled", None),)]
-    assert path.parent.is_dir()
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError), Gpu().remembered(path):
+            raise torch.OutOfMemoryError
+    assert said == [(("stacks", "python"), ("max_entries", 1_000_000)), (("enabled", None),)] * 2
+    found = {one.name: one.read_text() for one in path.parent.iterdir()}
+    assert found == {"it.snapshot.pickle": "after 1", "it-2.snapshot.pickle": "after 3"}
 
 
 def test_selective_recomputation_keeps_the_output_of_whichever_kernel_attention_has():

@@ -1,6 +1,5 @@
 """What every picture shares: fonts and theme, the job in the caption, the look of a kind, how it becomes a file."""
 
-import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from matplotlib.patches import Patch
 from zeroplan.errors import SpecError
 from zeroplan.report.palette import LOOKS, Theme, on
 from zeroplan.report.series.parts import Caption
+from zeroplan.whole import unwritten, whole
 
 ENDINGS = ("png", "svg", "pdf")
 #: Of a figure in a page: small files, sharp where a screen has two dots for one.
@@ -101,18 +101,14 @@ def saved(figure: Figure, to: Path | BinaryIO, ending: str) -> None:
     figure.savefig(to, format=ending, dpi=_DOTS_PER_INCH, metadata=nothing[ending])
 
 
-def written(figure: Figure, path: Path) -> None:
+def written(figure: Figure, path: Path, *, force: bool) -> None:
     """Write the figure in the format of the file's ending; the file appears complete or not at all."""
     ending = ending_of(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        saved(figure, unfinished, ending)
-        unfinished.replace(path)
+        with whole(path, force=force) as beside:
+            saved(figure, beside, ending)
     except OSError as error:
-        raise SpecError(f"the picture cannot be written to {str(path)!r}: {error.strerror}; give another file") from None
-    finally:
-        if unfinished.exists():
-            unfinished.unlink()
+        raise unwritten(error) from None
 
 
 def ending_of(path: Path) -> str:

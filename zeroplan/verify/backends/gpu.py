@@ -10,10 +10,12 @@ from typing import NamedTuple, Self
 import torch
 
 from zeroplan.measurement import AllocatorSettings, BlocksMeasured, CardMeasured
+from zeroplan.whole import put_numbered, unfinished
 
 _COUNTS = ("allocated", "requested", "active", "reserved")
 _MOST_EVENTS = 1_000_000
 _DRIVER = Path("/proc/driver/nvidia/version")
+SNAPSHOT = ".snapshot.pickle"
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -39,14 +41,17 @@ class Gpu(NamedTuple):
     def remembered(self, path: Path) -> Iterator[None]:
         """Have the allocator note every request and who made it, and write it down when the block ends, however it ends.
 
+        An earlier snapshot of the same name stays: the new one is numbered.
+
         Noting takes about two microseconds a request, in which the step's time has its share.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MOST_EVENTS)
         try:
             yield
         finally:
-            torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+            with unfinished(path) as beside:
+                torch.cuda.memory._dump_snapshot(str(beside))  # type: ignore[no-untyped-call]
+                put_numbered(beside, path.parent, path.name.removesuffix(SNAPSHOT), SNAPSHOT)
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def synchronize(self) -> None:

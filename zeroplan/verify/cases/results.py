@@ -18,6 +18,7 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.measurement import SCHEMA_VERSION, Measurement
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec, read
 from zeroplan.verify.task import Task
+from zeroplan.whole import write_whole
 
 Outcome = Literal["measured", "out of memory", "refused", "failed"]
 _BEGINNING = b'{"schema_version":'
@@ -73,7 +74,7 @@ class Results:
     def begin(self, name: str) -> None:
         """Note which case is run now, before any time is spent on it."""
         try:
-            self._mark.write_text(json.dumps({"case": name, "after": len(self.found)}), encoding="utf-8")
+            write_whole(self._mark, json.dumps({"case": name, "after": len(self.found)}), force=True)
         except OSError as error:
             raise _unwritten(self.path, error) from None
 
@@ -132,6 +133,8 @@ def opened(path: Path, *, say: Callable[[str], None]) -> Iterator[Results]:
             yield results
         finally:
             results.end()
+            if not os.fstat(descriptor).st_size:  # nothing came of it
+                path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
 

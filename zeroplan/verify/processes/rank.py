@@ -108,14 +108,14 @@ def _on_cuda(
     task: Task, rank: int, store: "Store", made: "Callable[[], Workload] | None", say: Callable[[str], None]
 ) -> Measurement:
     from zeroplan.verify.backends.cuda import measured_on_gpu  # noqa: PLC0415
-    from zeroplan.verify.backends.gpu import Gpu  # noqa: PLC0415
+    from zeroplan.verify.backends.gpu import SNAPSHOT, Gpu  # noqa: PLC0415
     from zeroplan.verify.record import run_name  # noqa: PLC0415
     from zeroplan.verify.watching.group import join  # noqa: PLC0415
 
     gpu = Gpu.current()
     log = join(task.transport, store, rank=rank, ranks=task.job.mesh.world_size, timeout_s=task.timeout_s)
     name = run_name(task.job, task.workload, rank)
-    snapshot = Path(task.snapshots) / f"{name}.snapshot.pickle" if task.snapshots else None
+    snapshot = Path(task.snapshots) / f"{name}{SNAPSHOT}" if task.snapshots else None
     return measured_on_gpu(
         task.job, made, rank=rank, transport=task.transport, log=log, steps=task.steps, say=say, gpu=gpu.joined(),
         snapshot=snapshot,

@@ -26,7 +26,7 @@ from zeroplan.spec.base import Count, Spec, read
 from zeroplan.spec.hardware import node_size
 from zeroplan.verify.failures import FailedError, NotHereError, ran_out_of_memory, text_of, whose
 from zeroplan.verify.task import Task
-from zeroplan.verify.whole import write_whole
+from zeroplan.whole import write_whole
 
 _OUTPUT = "slurm"
 _STATE, _FAILED = f"{_OUTPUT}/job.json", f"{_OUTPUT}/failed"
@@ -91,7 +91,7 @@ def submit(task: Task, wanted: Wanted, folder: Path) -> Submitted:
     except OSError as error:
         raise MeasurementError(f"{str(folder)!r} cannot be written: {error.strerror}") from None
     submitted = Submitted(job_id=str(job.job_id), task=task)
-    write_whole(folder / _STATE, json.dumps(asdict(submitted)))
+    write_whole(folder / _STATE, json.dumps(asdict(submitted)), force=True)
     return submitted
 
 
@@ -144,7 +144,7 @@ def as_rank(task: str, folder: str) -> None:
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, who waits is told
         rank = int(os.environ["RANK"])
         why = {"rank": rank, "whose": whose(error), "text": text_of(error), "at": time.time()}
-        write_whole(Path(folder) / _FAILED / f"rank{rank}.json", json.dumps(why))
+        write_whole(Path(folder) / _FAILED / f"rank{rank}.json", json.dumps(why), force=True)
         os._exit(1)
 
 

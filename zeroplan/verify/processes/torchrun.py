@@ -28,6 +28,7 @@ from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.failures import OutOfMemoryError, ran_out_of_memory, text_of, whose
 from zeroplan.verify.task import Task, refuse_on_paper
+from zeroplan.whole import refuse_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -91,6 +92,8 @@ def task_of(job: JobSpec, asked: argparse.Namespace) -> Task:
 
 
 def _answered(task: Task, asked: argparse.Namespace) -> int:
+    if asked.record_dir is not None:
+        refuse_folder(asked.record_dir, "--record-dir")
     rank, store = int(os.environ["RANK"]), meeting(task)
     found = measured_as_rank(task, store=store, folder=asked.record_dir)
     if rank:
