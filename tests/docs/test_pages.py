@@ -3,6 +3,7 @@
 import shlex
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,11 @@ def a_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("command", "shown"), COMMANDS)
 @pytest.mark.usefixtures("a_users_folder")
 def test_every_command_on_a_page_answers_as_is_shown(command: str, shown: list[Shown], capsys: pytest.CaptureFixture[str]):
+    for flag, name in pairwise(words := shlex.split(command)[1:]):
+        if flag == "--out":
+            Path(name).unlink(missing_ok=True)  # there for the commands that read what this one writes
     with pytest.raises(SystemExit) as ended:
-        main(shlex.split(command)[1:])
+        main(words)
     answer, said = capsys.readouterr()
     assert (ended.value.code or 0) in (0, 1), said
     for one in shown:
