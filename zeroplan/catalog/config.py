@@ -167,7 +167,10 @@ def _refuse_other_kinds(config: Config) -> None:
     if config.get("is_encoder_decoder") is True:
         kinds.append("is_encoder_decoder=True in config.json")
     for kind in kinds:
-        raise SpecError(f"{kind}: zeroplan counts decoder-only transformers; `zeroplan profile --workload` traces others")
+        raise SpecError(
+            f"{kind}: zeroplan counts decoder-only transformers; `zeroplan profile` traces others (--config for a causal model, "
+            "--workload for any)"
+        )
 
 
 def _family(config: Config, treat_as: str | None) -> str:
