@@ -271,6 +271,13 @@ def test_what_an_accelerate_loop_holds(read: Callable[..., Resolved]):
     assert read(TRAINER, gpus=4).job.recipe.keep_logits is False  # transformers' Trainer lets go of it
 
 
+def test_units_that_are_counted_as_one_are_named(read: Callable[..., Resolved]):
+    """All three programs shard the embedding, and the last norm with the head, as units of their own."""
+    for text, said in ((FSDP, {}), (TRAINER | {"fsdp": True}, {"gpus": 4}), (TITAN, {"gpus": 16, "model": None})):
+        assert any("units of their own" in note for note in read(text, **said).notes), text
+    assert not any("units of their own" in note for note in read(TRAINER, gpus=4).notes)  # DDP has no units
+
+
 def test_torchtitans_selection_by_operator_is_selective(read: Callable[..., Resolved]):
     """In 0.2 by its option, in 0.3 by the policy's fields: attention and every second product are kept, as here."""
     by_operator = read(TITAN.replace('mode = "full"', 'mode = "selective"\nselective_ac_option = "op"'), model=None, gpus=8)

@@ -7,17 +7,13 @@ optimizer and model are the training script's. FSDP1 is not modelled.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, own_tensor_parallelism
+from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, ends_apart, own_tensor_parallelism
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
 _PRECISION = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed"}
 _KEPT = "accelerate hands on logits in fp32, and the loops of its examples hold them: they are counted"
 _NAMED = "the loops of accelerate's examples hold the model's output: its logits are counted"
-_UNITS = (
-    "accelerate makes units of their own of the embedding and of the last norm with the head; they are counted as one, gathered "
-    "from the forward to the end of the backward, which is the most they can take"
-)
 
 _KNOWN = (
     "machine_rank", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network",
@@ -107,7 +103,7 @@ def _fsdp(reading: Reading) -> None:
         reading.tell("engine", "distributed_type and fsdp_version", "fsdp2")
         keeps = table.switch("fsdp_reshard_after_forward") is False
         reading.tell("stage", "fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
-        reading.notes.append(_UNITS)
+        reading.notes.append(ends_apart("accelerate"))
     if word == "bf16":  # set_mixed_precision reduces in the dtype it computes in
         reading.options["fsdp2.reduce_dtype"] = Told("mixed_precision", "param")
     reading.tell("sync_every_micro_batch", "accumulate()", value=False, filled=True)

@@ -194,6 +194,14 @@ class Table:
             yield f"{shown(self.name(str(key)))} is not known here and left out"
 
 
+def ends_apart(program: str) -> str:
+    """What is said of FSDP2 as programs set it up that shard more than blocks and the whole."""
+    return (
+        f"{program} makes units of their own of the embedding and of the last norm with the head; they are counted as one, "
+        "gathered from the forward to the end of the backward, which is the most they can take"
+    )
+
+
 class Reading:
     """One file, read once: what it has told so far. ``folder`` is where files that it names are looked for."""
 

@@ -5,7 +5,7 @@ Up to 0.2 it is a TOML file (config/job_config.py); since 0.3 a Python function,
 read, with torchtitan's defaults where a key is left out. Its modules are its own: they are counted as transformers' are.
 """
 
-from zeroplan.catalog.setups.told import Reading, Setup, Table
+from zeroplan.catalog.setups.told import Reading, Setup, Table, ends_apart
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -158,6 +158,7 @@ def _engine(reading: _Reading, replicas: int, *, sharded: bool, pipelined: bool)
         reading.tell("stage", key, 0)
         return
     reading.tell("engine", key, "fsdp2")
+    reading.notes.append(ends_apart("torchtitan"))
     keeps = word == "never" or (word == "default" and pipelined)
     reading.tell("stage", "parallelism.fsdp_reshard_after_forward", 2 if keeps else 3)
     if replicas > 1:
