@@ -107,8 +107,8 @@ def absent(*modules: str) -> str:
 def _install(modules: list[str], *, upgrade: bool = False) -> str:
     extras = dict.fromkeys(_BY_MODULE[module].extra for module in modules if module in _BY_MODULE)
     named = ",".join(extra for extra in extras if extra)
-    what = f"zeroplan[{named}]" if named else "zeroplan"
-    return f'pip install {"--upgrade " if upgrade else ""}"{what}"'  # which every shell takes, cmd.exe too
+    what = f'".[{named}]"' if named else "."  # quoted so that every shell takes it, cmd.exe too
+    return f"pip install {'--upgrade ' if upgrade else ''}{what} in a clone of zeroplan"  # which no package index has
 
 
 def _too_old(module: str) -> str:

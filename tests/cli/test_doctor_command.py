@@ -32,7 +32,10 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pyt
     monkeypatch.setattr(installation, "find_spec", lambda name: None if name in ("torch", "matplotlib") else there(name))
     told = {one.what: one for one in abilities(lambda: pytest.fail("asked a torch that is not there"))}
     assert told["estimate, plan, advise, compare, diagnose, report, plot --text, models, gpus"].works
-    assert told["plot into a file or a window"].missing == 'matplotlib is not installed: pip install "zeroplan[plot]"'
+    assert (
+        told["plot into a file or a window"].missing
+        == 'matplotlib is not installed: pip install ".[plot]" in a clone of zeroplan'
+    )
     assert not told["verify --backend cpu"].works
     assert not told["verify --backend cuda"].works
 
@@ -49,8 +52,11 @@ def test_what_is_older_than_asked_for_is_named_with_what_it_takes(monkeypatch: p
     monkeypatch.setattr("importlib.metadata.version", there.__getitem__)
     monkeypatch.setattr(installation, "find_spec", lambda _name: object())
     installation._least.cache_clear()
-    assert absent("transformers", "torch") == 'torch 2.9.1+cu128 is older than 2.11: pip install --upgrade "zeroplan[verify]"'
-    assert absent("rich") == 'rich 9.2 is older than 13: pip install --upgrade "zeroplan"'
+    assert (
+        absent("transformers", "torch")
+        == 'torch 2.9.1+cu128 is older than 2.11: pip install --upgrade ".[verify]" in a clone of zeroplan'
+    )
+    assert absent("rich") == "rich 9.2 is older than 13: pip install --upgrade . in a clone of zeroplan"
     there.update(torch="2.11.0+cpu", rich="15.0")
     assert absent("torch", "rich") == ""
     installation._least.cache_clear()
@@ -62,7 +68,9 @@ def test_several_are_named_together():
 
 def test_a_gpu_that_is_missing_is_the_driver_s_word():
     told = {one.what: one for one in abilities(lambda: "no GPU is to be had here")}
-    assert told["verify --backend cuda"].missing.endswith(("no GPU is to be had here", 'pip install "zeroplan[verify]"'))
+    assert told["verify --backend cuda"].missing.endswith(
+        ("no GPU is to be had here", 'pip install ".[verify]" in a clone of zeroplan')
+    )
 
 
 def test_what_no_package_says_of_itself_is_not_held_against_it(monkeypatch: pytest.MonkeyPatch):

@@ -152,7 +152,7 @@ def test_without_matplotlib_text_is_left(run: Run, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("zeroplan.installation.find_spec", lambda name: None if name == "matplotlib" else found(name))
     code, _, err = run("plot", "stages", *JOB, "-o", str(tmp_path / "one.png"))
     assert code == 4
-    assert err.endswith('pip install "zeroplan[plot]", or use --text\n')
+    assert err.endswith('pip install ".[plot]" in a clone of zeroplan, or use --text\n')
     assert len(err.splitlines()) == 1
     assert run("plot", "stages", *JOB, "--text")[0] == 0
 

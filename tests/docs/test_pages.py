@@ -1,5 +1,6 @@
 """Every command, output, table and snippet on a page is run, or written by the program."""
 
+import re
 import shlex
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -69,6 +70,14 @@ def test_the_drawing_has_the_layers_of_the_contract():
 def test_every_python_snippet_runs(snippet: str, capsys: pytest.CaptureFixture[str]):
     exec(compile(snippet, "<page>", "exec"), {})  # noqa: S102  our own pages
     assert capsys.readouterr().out
+
+
+def test_no_page_installs_zeroplan_by_its_name():
+    """No package index has it: an extra is installed from a clone."""
+    pages = (*PAGES, *ROOT.glob("notebooks/*.ipynb"), ROOT / "CHANGELOG.md", *ROOT.glob("zeroplan/**/*.py"))
+    by_name = re.compile(r"""pip install[^`\n]*\bzeroplan\[|pip install \S*\bzeroplan\b""")
+    assert [path.name for path in pages if by_name.search(path.read_text(encoding="utf-8"))] == []
+    assert by_name.search('pip install --upgrade "zeroplan[verify]"')
 
 
 def test_the_first_command_is_the_one_whose_answer_the_readme_shows():
