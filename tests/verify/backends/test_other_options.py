@@ -90,3 +90,15 @@ def test_the_rank_that_the_figures_are_of_is_named():
     (note,) = estimate(asked).notes
     assert "rank 0 holds the most optimizer state, and rank 1 needs the most in the optimizer step" in note
     assert fullest_rank(asked) == 1
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_later_step_is_like_the_one_that_is_kept(engine: str):
+    """Records keep the second step of FSDP2 and the third of DDP: the steady state."""
+    from zeroplan.verify.backends.simulate import simulate
+
+    stage, kept = (0, 2) if engine == "ddp" else (3, 1)
+    asked = job("smollm2-135m", 2, accumulate=3, engine=engine, zero_stage=stage, optimizer="adamw", sync_every_micro_batch=False)
+    steps = simulate(asked, steps=5).steps
+    assert len({step.peak.peak_bytes for step in steps[kept:]}) == 1
+    assert len({step.held_bytes for step in steps[kept:]}) == 1
