@@ -20,13 +20,15 @@ pytestmark = pytest.mark.torch
 EXACT = 0.0001
 
 
-def job(name: str, layers: int, *, ranks: int = 2, accumulate: int = 1, tokens: int = 64, **recipe: object) -> JobSpec:
+def job(
+    name: str, layers: int, *, ranks: int = 2, accumulate: int = 1, tokens: int = 64, sequences: int = 1, **recipe: object
+) -> JobSpec:  # fmt: skip
     whole = model(name)
     return JobSpec(
         model=replace(whole, num_hidden_layers=layers),
         recipe=RecipeSpec(**{"engine": "fsdp2", "optimizer": "sgd", "optimizer_impl": "foreach", **recipe}),
         mesh=MeshSpec(dp_shard=ranks),
-        batch=BatchSpec(micro_batch_size=1, seq_len=tokens, grad_accum_steps=accumulate),
+        batch=BatchSpec(micro_batch_size=sequences, seq_len=tokens, grad_accum_steps=accumulate),
     )
 
 
@@ -48,6 +50,10 @@ JOBS = {
     ),
     # As many ways as there are ranks is ``True``.
     "fsdp2, resharded all ways": job("qwen3-30b-a3b", 3, ranks=2, fsdp2=Fsdp2Options(reshard_after_forward=2)),
+    # Several sequences: selective recomputation keeps the v projection's output, of which attention saves a copy.
+    "one key head, eager attention, selective": job(
+        "gemma-3-1b", 7, tokens=512, sequences=3, attention="eager", recompute="selective", precision="bf16"
+    ),
     "plain loop": ddp(ranks=1),
     "ddp around one rank": ddp(ranks=1, ddp=DdpOptions(wrap_one_rank=True)),
     "ddp, stage 1 of one rank": ddp(ranks=1, stage=1),
@@ -98,7 +104,9 @@ def test_a_later_step_is_like_the_one_that_is_kept(engine: str):
     from zeroplan.verify.backends.simulate import simulate
 
     stage, kept = (0, 2) if engine == "ddp" else (3, 1)
-    asked = job("smollm2-135m", 2, accumulate=3, engine=engine, zero_stage=stage, optimizer="adamw", sync_every_micro_batch=False)
+    asked = job(
+        "smollm2-135m", 2, accumulate=3, engine=engine, zero_stage=stage, optimizer="adamw", sync_every_micro_batch=False
+    )
     steps = simulate(asked, steps=5).steps
     assert len({step.peak.peak_bytes for step in steps[kept:]}) == 1
     assert len({step.held_bytes for step in steps[kept:]}) == 1

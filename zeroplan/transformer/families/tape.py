@@ -226,8 +226,9 @@ class Tape:
         self.kernel_outputs += made
 
     def kept(self) -> tuple[Store, ...]:
-        """What a selective checkpoint keeps."""
-        return (*self.products[::2], *self.kernel_outputs)
+        """What a selective checkpoint keeps: however many sequences there are, and whoever else needs it."""
+        stores = (*self.products[::2], *self.kernel_outputs)
+        return tuple([one for store in stores for one in (store, store.twin) if one is not None])
 
     def temporary(self, reason: str, formula: str, source: str) -> Store:
         """Allocate what is gone when the operator is done."""
