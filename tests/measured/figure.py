@@ -20,4 +20,4 @@ def draw(all_held: list[Held], path: Path) -> None:
     with style(THEMES["light"]):
         figure = blank()
         draw_validation(figure, validation(all_held, limits=(MOST, EVERY)), THEMES["light"])
-        written(figure, path)
+        written(figure, path, force=True)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from zeroplan.ledger import Kind, Phase
@@ -121,6 +122,7 @@ def fsdp2_labels(watcher: Watcher) -> Iterator[None]:
 _ASKING: Asking = (
     (_fsdp_param_group, "foreach_all_gather", Kind.GATHER),
     (_fsdp_param_group, "foreach_reduce", Kind.REDUCE),
+    (FSDPParamGroup, "wait_for_unshard", Kind.UNSHARDED_PARAMETERS),  # a single rank casts and copies there
     (FSDPParam, "init_all_gather_outputs", Kind.UNSHARDED_PARAMETERS),
     (FSDPParam, "alloc_all_gather_outputs", Kind.UNSHARDED_PARAMETERS),
     (FSDPParam, "to_sharded_post_forward", Kind.UNSHARDED_PARAMETERS),
