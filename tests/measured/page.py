@@ -130,7 +130,7 @@ def _varied() -> Iterator[str]:
 
 
 _COVERED = """\
-{jobs} jobs drawn at random, not among those above: 1, 2 and 3 ranks and more; every implementation of the optimizers that fake
+{jobs} jobs drawn at random, not among those above: 1, 2 and 3 ranks (that share what is sharded) and more; every implementation of the optimizers that fake
 tensors take; accumulation with and without `no_sync`; kept logits, a chunked loss, eager attention, some blocks recomputed; DDP's
 options; FSDP2's `reshard_after_forward` as a number too, `reduce_dtype`, replicas, CPU offload; DeepSpeed's buckets, overlap, sums
 and thresholds. They do not cover other units of FSDP2 than blocks and a root, explicit prefetching, Lion, Muon or 8-bit AdamW, and
@@ -140,7 +140,7 @@ no real memory of a GPU.
 
 def _ranks_of(job: JobSpec) -> str:
     sharing = job.mesh.dp_shard
-    return f"{sharing} rank{'s' if sharing > 1 else ''} that share" if sharing <= _FEW else f"more than {_FEW} ranks"
+    return f"{sharing} rank{'s' if sharing > 1 else ''}" if sharing <= _FEW else f"more than {_FEW} ranks"
 
 
 _FEW = 3
