@@ -80,3 +80,37 @@ def raising() -> None:
 def without_blocks() -> tuple[nn.Module, dict[str, torch.Tensor], object]:
     """A module that is no stack."""
     return nn.Linear(8, 1), {"input": torch.zeros(2, 8)}, torch.Tensor.sum
+
+
+class Judge(nn.Module):
+    """An encoder of at most 512 tokens and a decoder of it, weights drawn from a truncated normal; two classes in the end.
+
+    The bias of the head stands in two places, as BERT's does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(512, WIDTH)
+        self.encoder, self.decoder = (nn.ModuleList(Gated() for _ in range(count)) for count in (3, 2))
+        self.head = nn.Linear(WIDTH, 2)
+        self.bias = self.head.bias
+        for parameter in self.parameters():
+            nn.init.trunc_normal_(parameter, std=0.02)
+
+    def forward(self, ids: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(ids) + self.positions.weight[: ids.size(1)].expand(*ids.shape, -1)
+        for block in (*self.encoder, *self.decoder):
+            hidden = block(hidden)
+        return functional.cross_entropy(self.head(hidden[:, 0]).float(), classes)
+
+
+def judging(micro_batch: int, seq_len: int) -> tuple[nn.Module, dict[str, torch.Tensor], object]:
+    """A batch of sequences, each of one class."""
+    ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64)
+    return Judge(), {"ids": ids, "classes": torch.zeros(micro_batch, dtype=torch.int64)}, lambda loss: loss
+
+
+def reading(micro_batch: int, seq_len: int) -> tuple[nn.Module, dict[str, torch.Tensor], object]:
+    """A loss that is read, which fake tensors have no value for."""
+    module, batch, _ = workload(micro_batch, seq_len)
+    return module, batch, lambda loss: loss * loss.item()

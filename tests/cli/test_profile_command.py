@@ -179,12 +179,34 @@ def test_a_module_that_is_not_there_is_refused(run: Run, flags: tuple[str, ...],
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("name", "says"), [("raising", "no data today"), ("without_blocks", "no list of blocks")])
+@pytest.mark.parametrize(("name", "says"), [
+    ("raising", "no data today"), ("without_blocks", "no list of blocks"),
+    ("reading", "fake tensors have no values to read: leave out what reads them (.item(), .tolist(), a branch on a value)"),
+])  # fmt: skip
 def test_what_the_workload_raises_is_told(run: Run, name: str, says: str):
     pytest.importorskip("torch")
     code, out, err = run("profile", "--workload", f"{WORKLOAD}:{name}")
     assert (code, out) == (4, "")
     assert says in err.splitlines()[-1]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("keys", "code", "says"), [
+    ({"model_type": "t5", "d_model": 64}, 2, "has no causal language model of type 't5'; write a function that builds the model"),
+    ({"model_type": "mpt", "d_model": 66, "n_heads": 4, "n_layers": 2, "vocab_size": 104}, 4, "the module cannot be traced: "),
+])  # fmt: skip
+def test_a_class_of_transformers_that_cannot_be_traced_is_one_line(
+    run: Run, tmp_path: Path, keys: dict[str, object], code: int, says: str
+):  # fmt: skip
+    """Its traceback would tell a user nothing of what to do."""
+    pytest.importorskip("torch")
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    found, out, err = run(
+        "profile", "--config", str(tmp_path), "--engine", "fsdp2", "--precision", "bf16", "--recompute", "none"
+    )
+    assert (found, out) == (code, "")
+    assert says in err.splitlines()[-1]
+    assert "Traceback" not in err
 
 
 @pytest.mark.torch

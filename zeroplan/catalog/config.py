@@ -87,9 +87,13 @@ def read_config_with_notes(path: Path, *, treat_as: str | None = None, name: str
     """Read the same, and what the file says that is not counted."""
     file = _config_file(path)
     config = strict_json(read_text(file, what="config.json"), f"config.json {str(file)!r}")
+    return config_with_notes(config, name=name or named_after(path, file), treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
+
+
+def named_after(path: Path, file: Path) -> str:
+    """What a model is called whose configuration is ``file``: the folder, or folder and file where ``path`` is the file itself."""
     folder = file.resolve().parent.name
-    named = name or (folder if file != path else f"{folder}/{file.name}".lstrip("/"))
-    return config_with_notes(config, name=named, treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
+    return folder if file != path else f"{folder}/{file.name}".lstrip("/")
 
 
 def _config_file(path: Path) -> Path:

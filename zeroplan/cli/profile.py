@@ -24,6 +24,10 @@ _RECOMPUTE = ("none", "selective", "full")
 _ATTENTION = ("sdpa", "eager")
 
 
+#: What to do with a module that reads values: a profile is made of fake tensors alone.
+_NO_VALUES = "leave out what reads them (.item(), .tolist(), a branch on a value), or profile a variant without it"
+
+
 def _flag(name: str, value: str, text: str, *, shown: bool = False) -> typer.models.OptionInfo:
     option: typer.models.OptionInfo = typer.Option(name, metavar=value, help=text, show_default=shown)
     return option
@@ -92,7 +96,7 @@ def _traced(
     os.environ.update(HF_HUB_OFFLINE="1")
     import warnings  # noqa: PLC0415  only a trace pays for these
 
-    from zeroplan.verify.failures import text_of, whose, workload_raised  # noqa: PLC0415
+    from zeroplan.verify.failures import hint, text_of, whose, workload_raised  # noqa: PLC0415
     from zeroplan.verify.profiling.profile import Wanted, profile  # noqa: PLC0415
     from zeroplan.verify.profiling.subject import of_config, of_workload  # noqa: PLC0415
 
@@ -105,9 +109,11 @@ def _traced(
         except (SpecError, MeasurementError):
             raise
         except Exception as error:
-            if whose(error) == "workload":
-                raise workload_raised(text_of(error), rank=0, say=say) from error
-            raise MeasurementError(f"the module cannot be traced: {text_of(error).splitlines()[0]}") from error
+            text = text_of(error)
+            if whose(error) == "workload" and workload is not None:
+                raise workload_raised(text, rank=0, say=say, instead=_NO_VALUES) from error
+            last = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise MeasurementError(f"the module cannot be traced: {last}{hint(last, _NO_VALUES)}") from error
 
 
 def _write(found: "Profile", path: Path, *, force: bool) -> None:

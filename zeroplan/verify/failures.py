@@ -16,6 +16,8 @@ from typing import Literal
 from zeroplan.errors import MeasurementError, SpecError, ZeroplanError
 
 _HERE = Path(__file__).parents[1]
+#: What to do with a workload that reads values, where it can be run on real tensors.
+WITH_VALUES = "run it with --backend cpu"
 Whose = Literal["input", "machine", "here", "memory", "workload", "engine"]
 
 
@@ -100,15 +102,20 @@ def of_a_transport(text: str) -> str:
     return f"NCCL{version}: {': '.join((found[1].strip(), *last))}; NCCL_DEBUG=INFO says more"
 
 
-def workload_raised(text: str, *, rank: int, say: Callable[[str], None]) -> MeasurementError:
-    """Show the workload's own traceback, marked as such, and return the one line that stands for it."""
+def workload_raised(
+    text: str, *, rank: int, say: Callable[[str], None], instead: str = WITH_VALUES
+) -> MeasurementError:  # fmt: skip
+    """Show the workload's own traceback, marked as such, and return the one line that stands for it.
+
+    ``instead`` is what to do where the workload reads values, which fake tensors do not have.
+    """
     say(f"--- the workload's own traceback (rank {rank}) ---\n{text.rstrip()}\n--- end of the workload's traceback ---")
-    return MeasurementError(f"the workload raised on rank {rank}: {text.rstrip().splitlines()[-1]}{_hint(text)}")
+    return MeasurementError(f"the workload raised on rank {rank}: {text.rstrip().splitlines()[-1]}{hint(text, instead)}")
 
 
-def _hint(text: str) -> str:
-    """Say what it takes where torch's error is one that only fake tensors make."""
-    return next((hint for name, hint in _ONLY_FAKE.items() if name in text), "")
+def hint(text: str, instead: str) -> str:
+    """What it takes where torch's error is one that only fake tensors make, as the end of a sentence; empty for other errors."""
+    return next((said.format(instead=instead) for name, said in _ONLY_FAKE.items() if name in text), "")
 
 
 def _passes_through_users_code(error: BaseException) -> bool:
@@ -135,7 +142,7 @@ def _libraries() -> tuple[Path, ...]:
 
 
 _ONLY_FAKE = {
-    "DataDependentOutputException": "; fake tensors have no values to read: run it with --backend cpu",
-    "DynamicOutputShapeException": "; fake tensors have no values that shapes could depend on: run it with --backend cpu",
+    "DataDependentOutputException": "; fake tensors have no values to read: {instead}",
+    "DynamicOutputShapeException": "; fake tensors have no values that shapes could depend on: {instead}",
     "convert all Tensors to FakeTensors": "; a simulation's tensors are fake: make all of them inside the function",
 }

@@ -34,9 +34,12 @@ from zeroplan.transformer.families.attention import FLASH_SCRATCH
 from zeroplan.transformer.head import head_pass
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import layout
+from zeroplan.verify.profiling.cutting import anatomy
+from zeroplan.verify.profiling.lengths import lengths
 from zeroplan.verify.profiling.polynomials import Shape
-from zeroplan.verify.profiling.profile import Wanted, profile
-from zeroplan.verify.profiling.subject import of_config, of_workload
+from zeroplan.verify.profiling.profile import Wanted, manners, profile
+from zeroplan.verify.profiling.structure import structure_of
+from zeroplan.verify.profiling.subject import Subject, of_config, of_workload
 from zeroplan.verify.training.causal_model import config
 from zeroplan.verify.training.user_workload import user_workload
 
@@ -257,7 +260,9 @@ def test_a_window_is_told_and_longer_sequences_alone_are_profiled(tmp_path: Path
     spec, path = replace(tiny("mistral"), sliding_window=1024), tmp_path / "window.json"
     path.write_text(json.dumps(config(spec)), encoding="utf-8")
     asked = Wanted(("fsdp2",), ("bf16",), ("none",))
-    with pytest.raises(MeasurementError, match="1 x 8192 tokens run other operators than 1 x 128;"):
+    with pytest.raises(
+        MeasurementError, match="1 x 8192 tokens run other operators than 1 x 128, and no polynomial has both; use --seq-len"
+    ):
         profile(of_config(str(path), "sdpa"), asked, say=lambda _: None)
     longer = profile(of_config(str(path), "sdpa"), asked._replace(shortest=1024), say=lambda _: None)
     assert (longer.shortest, longer.variants[0].more.counted_by) == (1024, 128)
@@ -266,3 +271,106 @@ def test_a_window_is_told_and_longer_sequences_alone_are_profiled(tmp_path: Path
 def test_a_module_without_blocks_is_refused() -> None:
     with pytest.raises(MeasurementError, match="no list of blocks"):
         profile(of_workload("tests.odd_transformer:without_blocks"), Wanted(), say=lambda _: None)
+
+
+JUDGING = "tests.odd_transformer:judging"
+
+
+@pytest.fixture(scope="module")
+def judging() -> tuple[Profile, list[str]]:
+    told: list[str] = []
+    asked = Wanted(("fsdp2", "ddp"), ("bf16-mixed",), ("none",))
+    return profile(of_workload(JUDGING), asked, say=told.append), told
+
+
+def test_sequences_are_no_longer_than_the_module_takes_them(judging: tuple[Profile, list[str]]) -> None:
+    """Of 512 positions, two classes in batches of two and more, weights that are drawn anew until they fit; nothing inexact."""
+    found, _ = judging
+    assert (found.seq_len, found.shortest, found.tied_head) == (None, 1, None)
+    assert not [remark for one in found.variants for part in (one.one, one.more) for remark in part.remarks]
+
+
+@pytest.mark.parametrize("recipe", [RecipeSpec(precision="bf16-mixed"), RecipeSpec(engine="ddp", zero_stage=0)])
+@pytest.mark.parametrize("batch", [BatchSpec(micro_batch_size=2, seq_len=96), BatchSpec(micro_batch_size=4, seq_len=512)])
+def test_the_engine_takes_what_the_profile_of_a_classifier_says(
+    judging: tuple[Profile, list[str]], recipe: RecipeSpec, batch: BatchSpec
+) -> None:  # fmt: skip
+    job = JobSpec(model=model_of(judging[0]), recipe=recipe, mesh=MeshSpec(dp_shard=2), batch=batch)
+    from zeroplan.verify.backends.simulate import simulate
+
+    steps = 2 if recipe.engine == "fsdp2" else 3
+    found = compare_with_estimate(simulate(job, steps=steps, make=user_workload(JUDGING, job)))
+    assert abs(found.peak.error) < 0.0005
+    assert all(abs(row.error) < 0.001 for row in found.phases if row.what in ("forward", "backward"))
+
+
+def test_a_second_list_of_blocks_is_named(judging: tuple[Profile, list[str]]) -> None:
+    found, told = judging
+    assert [(run.layers, run.kind) for run in found.runs] == [(3, "Gated")]
+    assert told[0].startswith("'decoder' is a list of 2 modules beside the 3 blocks of 'encoder': engines shard its modules ")
+
+
+def test_lengths_are_as_many_as_there_is_room_for() -> None:
+    """Never beyond what the module takes, whatever the shortest is; where that leaves one, it is that one."""
+    for longest in (None, 2, 5, 16, 77, 512, 640, 8192):
+        for shortest in (None, 1, 5, 300, 511, 4096):
+            if shortest is not None and longest is not None and shortest > longest:
+                continue
+            found = lengths(longest, shortest)
+            shapes = [shape for several in (False, True) for part in found.shapes(several=several)[:2] for shape in part]
+            assert all(1 <= shape.length <= (longest or 10**6) for shape in shapes)  # type: ignore[union-attr]
+            assert all(shape.length >= (shortest or 1) for shape in shapes)  # type: ignore[union-attr]
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+         "vocab_size": 104, "max_position_embeddings": 512}  # fmt: skip
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LLAMA_4 = {**SMALL, "model_type": "llama4_text", "num_hidden_layers": 4, "num_local_experts": 4, "intermediate_size_mlp": 128}
+QWEN_3_5 = {**SMALL, **LINEAR, "model_type": "qwen3_5_text", "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+GEMMA_3N = {
+    **SMALL, "model_type": "gemma3n_text", "num_hidden_layers": 10, "num_kv_shared_layers": 4, "laurel_rank": 8,
+    "vocab_size_per_layer_input": 104, "hidden_size_per_layer_input": 16, "activation_sparsity_pattern": [0.95] * 4 + [0.0] * 6,
+}  # fmt: skip
+MAMBA_2 = {"model_type": "mamba2", "hidden_size": 64, "num_heads": 8, "head_dim": 16, "num_hidden_layers": 4, "n_groups": 1,
+           "vocab_size": 104, "state_size": 16, "time_step_limit": [0.0, {"__float__": "Infinity"}]}  # fmt: skip
+MPT = {"model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 4, "max_seq_len": 512, "vocab_size": 104}
+BERT = {**SMALL, "model_type": "bert", "num_hidden_layers": 3, "is_decoder": True}
+
+
+def of_keys(keys: dict[str, object], folder: Path) -> Subject:
+    path = folder / "config.json"
+    path.write_text(json.dumps(keys), encoding="utf-8")
+    return of_config(str(path), "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("keys", "longest"),
+    [(LLAMA_4, 512), ({"model_type": "llama4", "text_config": LLAMA_4, "vision_config": {}}, 512), (GEMMA_3N, 512),
+     (MAMBA_2, None), (MPT, 512), (BERT, 512)],
+    ids=["llama4 text", "llama4", "gemma3n", "mamba2", "mpt", "bert"],
+)  # fmt: skip
+def test_other_architectures_are_built_from_what_transformers_writes(
+    keys: dict[str, object], longest: int | None, tmp_path: Path
+) -> None:  # fmt: skip
+    """And one pass is traced. What is of text and images is profiled by its text part, and says so."""
+    subject = of_keys(keys, tmp_path)
+    assert (subject.longest, "(text part)" in subject.name) == (longest, "text_config" in keys)
+    asked = Wanted(("fsdp2",), ("bf16",), ("none",))
+    shape = Shape(2, 64)
+    structure = structure_of(subject.whole, subject.layer_kinds, lambda: anatomy(lambda: subject.make(shape), *manners(asked)),
+                             lambda _: None)  # fmt: skip
+    assert len(structure.kinds) == (keys.get("text_config") or keys).get("num_hidden_layers", 4)
+
+
+def test_a_module_of_other_operators_at_each_length_is_profiled_at_one(tmp_path: Path) -> None:
+    """Qwen 3.5's linear attention goes through a sequence chunk by chunk, in Python."""
+    subject, asked, told = of_keys(QWEN_3_5, tmp_path), Wanted(("fsdp2",), ("bf16",), ("none",)), list[str]()
+    with pytest.raises(MeasurementError, match="or of that length alone where each length runs other operators"):
+        profile(subject, asked, say=told.append)
+    found = profile(subject, asked._replace(shortest=128), say=told.append)
+    assert found.seq_len == 128
+    assert [one for one in told if one.endswith("; the profile is of 128 tokens alone")]
+    with pytest.raises(SpecError, match="128"):
+        estimate(JobSpec(model=model_of(found), batch=BatchSpec(seq_len=256)))
+    assert not [remark for part in (found.variants[0].one, found.variants[0].more) for remark in part.remarks]

@@ -31,6 +31,7 @@ def fake_tensors(watcher: Watcher, device: str = "cpu", *, strided: bool = False
         _chunks_as_wanted(),
         *plain,
         _grouped_products(),
+        _no_samples(),
         optimizer_kernels(),
         readable_bookkeeping(watcher),
     )
@@ -91,3 +92,12 @@ def _grouped_products() -> AbstractContextManager[None]:
         return original(mat_a, mat_b, **others)
 
     return replaced(_meta_registrations, "_meta_grouped_mm_common", product)
+
+
+def _no_samples() -> AbstractContextManager[None]:
+    """Leave out what ``trunc_normal_`` samples, as torch does for meta tensors: since 2.13 it reads values to sample anew."""
+
+    def untouched(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        return tensor
+
+    return replaced(torch.nn.init, "_no_grad_trunc_normal_", untouched)

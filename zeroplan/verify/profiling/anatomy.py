@@ -110,4 +110,4 @@ class Anatomy(NamedTuple):
     called: tuple[Called, ...]
     """Every module in the order in which they are called, the first time."""
     tail: frozenset[str]
-    """Parameters outside the blocks whose gradients are there before the blocks' backward begins."""
+    """Parameters outside the blocks whose gradients are handed on before the blocks' backward begins."""

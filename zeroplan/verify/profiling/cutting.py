@@ -61,7 +61,7 @@ class _Cut:
         self._check_order()
         self._batch = {id(watcher.memory(tensor)) for tensor in work.batch.values()}
         self._gradients = self._weight_gradients()
-        self._requests = [one for one in watcher.blocks if not _is_number(one)]
+        self._requests = [one for one in watcher.blocks if not _is_number(one, watcher)]
         self._inputs = [self._inputs_of(at) for at in range(self._count + 1)]
         self._owner = {id(one): self._owner_of(one) for one in self._requests}
         self._starts = self._backward_starts()
@@ -93,9 +93,7 @@ class _Cut:
             last=tuple(n_bytes for _, n_bytes in self._curve(self._of(_OUTSIDE), self._ends(), seen.end)),
             cast=frozenset(seen.casts.values()),
             called=self._called(),
-            tail=frozenset(
-                name for name, one in self._gradients.values() if not self._inside(name) and one.born < self._starts[-1]
-            ),
+            tail=frozenset(name for name, time in seen.handed.items() if not self._inside(name) and time < self._starts[-1]),
         )
 
     def _block(self, at: int) -> BlockAnatomy:
@@ -176,7 +174,7 @@ class _Cut:
         for _, parameter in self._work.module.named_parameters(remove_duplicate=False):
             times, shape = parameters.get(id(parameter), (0, parameter.shape))
             parameters[id(parameter)] = times + 1, shape
-        shapes = [tuple(sorted(shape)) for times, shape in parameters.values() if times > 1]
+        shapes = [tuple(sorted(shape)) for times, shape in parameters.values() if times > 1 and len(shape) > 1]
         first, seen = self._starts[0], self._seen
         made = [one for one in self._requests if seen.backward < one.born < self._starts[-1] and one.died > first]
         waiting = [
@@ -304,9 +302,10 @@ def _alive_at(time: int, blocks: Sequence[Block]) -> int:
     return sum(one.n_bytes for one in blocks if one.born <= time and (one.died == STILL_HELD or one.died > time))
 
 
-def _is_number(one: Block) -> bool:
+def _is_number(one: Block, seen: PassWatcher) -> bool:
     operation, n_bytes = _RANDOM_STATE
-    return one.n_bytes <= _NUMBER or (one.operation == operation and one.n_bytes <= n_bytes)
+    number = one.n_bytes <= _NUMBER and seen.numbers.get(id(one), True)
+    return number or (one.operation == operation and one.n_bytes <= n_bytes)
 
 
 def _pieces(kept: Sequence[Block], mine: str) -> tuple[Piece, ...]:

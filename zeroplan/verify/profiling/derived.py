@@ -136,7 +136,7 @@ class Derived:
             if one != seen[0]:
                 raise OtherProgramError(
                     f"{what}: {shape.sequences} x {shape.length} tokens run other operators than {shapes[0].sequences} x "
-                    f"{shapes[0].length}; no polynomial can tell of both, so profile the longer ones alone (--seq-len)"
+                    f"{shapes[0].length}, and no polynomial has both"
                 )
 
     def _amount(self, what: str, counted: Sequence[int]) -> Amount:

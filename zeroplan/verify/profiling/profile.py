@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from zeroplan.errors import ZeroplanError
+from zeroplan.errors import MeasurementError, ZeroplanError
 from zeroplan.spec.profile import (
     Modules,
     Profile,
@@ -22,22 +22,12 @@ from zeroplan.verify.pretended.fake_tensors import fake_tensors
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Manner
 from zeroplan.verify.profiling.cutting import anatomy
 from zeroplan.verify.profiling.derived import Derived, OtherProgramError
-from zeroplan.verify.profiling.polynomials import (
-    OF_MORE,
-    OF_NOTHING,
-    OF_ONE,
-    OF_SEQUENCES,
-    Shape,
-)
+from zeroplan.verify.profiling.lengths import Shapes, lengths, limits
+from zeroplan.verify.profiling.polynomials import Shape
 from zeroplan.verify.profiling.structure import Structure, structure_of
 from zeroplan.verify.profiling.subject import Subject
 from zeroplan.verify.watching.cycles import collected_when_told
 from zeroplan.verify.watching.tracker import Tracker
-
-_UNIT = 128
-"""Lengths that no kernel rounds; the odd one that is held out shows whether one does."""
-_FAR = 64
-"""How many units the length has at which it is asked whether short sequences are computed as long ones."""
 
 
 class Wanted(NamedTuple):
@@ -47,7 +37,7 @@ class Wanted(NamedTuple):
     precisions: tuple[Precision, ...] = ("bf16-mixed", "bf16", "fp32")
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     shortest: int | None = None
-    """For sequences of so many tokens and more, where shorter ones are computed otherwise."""
+    """For sequences of so many tokens and more, where shorter ones are computed otherwise; where every length is, of that alone."""
 
 
 def manners(wanted: Wanted) -> tuple[Manner, ...]:
@@ -74,11 +64,9 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
     tracer = _Tracer(subject, say, wanted.shortest)
     every = manners(wanted)
     whole = tracer.structure(every[0])
-    variants = tuple(tracer.variant(manner, whole) for manner in every)
+    variants = _variants(tracer, every, whole, wanted.shortest)
     cast = frozenset(name for one in tracer.first.values() for name in one.cast)
-    tail = next(iter(tracer.first.values())).tail - {
-        whole.tied
-    }  # autograd may have added the embedding's gradient to the head's
+    tail = next(iter(tracer.first.values())).tail
     kinds, runs = whole.runs()
     return Profile(
         name=subject.name,
@@ -100,6 +88,20 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
         shortest=1 if tracer.fixed_length is not None else tracer.shortest,
         variants=variants,
     )
+
+
+def _variants(tracer: "_Tracer", every: tuple[Manner, ...], whole: Structure, shortest: int | None) -> tuple[Variant, ...]:
+    """Everything in every manner of execution: of all lengths or, where each runs other operators, of the shortest alone."""
+    try:
+        return tuple(tracer.variant(manner, whole) for manner in every)
+    except OtherProgramError as error:
+        if shortest is None:
+            raise MeasurementError(
+                f"{error}; use --seq-len TOKENS for sequences of that length and longer alone, or of that length alone "
+                "where each length runs other operators"
+            ) from None
+        tracer.keep_to(shortest, str(error))
+    return tuple(tracer.variant(manner, whole) for manner in every)
 
 
 def _modules(seen: Anatomy, whole: "Structure") -> Modules:
@@ -128,34 +130,59 @@ class _Tracer:
     """Takes a subject's passes apart, once per manner and shape."""
 
     def __init__(self, subject: Subject, say: Callable[[str], None], shortest: int | None) -> None:
-        self._subject, self._say = subject, say
+        self._subject, self._say, self._shortest = subject, say, shortest
         self.fixed_length: int | None = None
         self.first: dict[Manner, Anatomy] = {}
-        unit = _UNIT if subject.longest is None else max(1, min(_UNIT, subject.longest // 5))
-        least = 0 if shortest is None else -(-shortest // unit) * unit
-        self._unit, self._least = unit, least
-        self._lengths: tuple[int, ...] = tuple(least + times * unit for times in ((0, 1, 4) if least else (1, 2, 5)))
+        self._lengths = lengths(subject.longest, shortest)
+        self._traced: dict[tuple[Manner, Shape], Anatomy] = {}
 
     @property
     def shortest(self) -> int:
         """The shortest sequences that the profile is of."""
-        return max(1, self._least)
+        return max(1, self._lengths.least)
 
     def structure(self, manner: Manner) -> Structure:
         """Look at the whole module and trace it once, to see which blocks are alike."""
-        return structure_of(self._subject.whole, self._subject.layer_kinds, lambda: self._probe(manner))
+        return structure_of(self._subject.whole, self._subject.layer_kinds, lambda: self._probe(manner), self._say)
+
+    def keep_to(self, length: int, why: str) -> None:
+        """Trace sequences of one length from now on."""
+        self._say(f"{why}; the profile is of {length:,} tokens alone")
+        self._lengths, self.fixed_length = self._lengths._replace(only=length), length
+        self.first.clear()
 
     def _probe(self, manner: Manner) -> Anatomy:
         """Trace once at a length of ours or, where the module has a length of its own, at that."""
         try:
-            return self._anatomy(manner, Shape(2, self._lengths[1]))
+            if self._subject.longest is None:
+                self._find_longest(manner)
+            found = self._anatomy(manner, self._lengths.probed)
         except ZeroplanError:
             raise
-        except Exception:  # noqa: BLE001  whatever a user's module says to a length it was not made for
-            self._lengths = ()
-            found = self._anatomy(manner, Shape(2, 0))
-        self.fixed_length = self._own_length()
+        except Exception:  # whatever a user's module says to a length it was not made for
+            if not self._subject.has_batch:
+                raise
+            self._lengths = self._lengths._replace(only=0)
+            found = self._anatomy(manner, self._lengths.probed)
+        if self._lengths.only is not None:
+            self.fixed_length = self._lengths.only or self._own_length()
         return found
+
+    def _find_longest(self, manner: Manner) -> None:
+        """How long sequences the module takes, where nothing says it; raises what it says to the shortest that is tried."""
+        tried = limits(self._lengths)
+        for limit in tried:
+            shape = Shape(1, limit)
+            try:
+                self._traced[manner, shape] = self._anatomy(manner, shape)
+            except ZeroplanError:
+                raise
+            except Exception:
+                if limit == tried[-1]:
+                    raise
+            else:
+                self._lengths = lengths(limit, self._shortest)
+                return
 
     def _own_length(self) -> int:
         with fake_tensors(Tracker(), "cpu"):
@@ -163,7 +190,8 @@ class _Tracer:
         return next((int(size[1]) for size in sizes if len(size) > 1), 1)
 
     def _anatomy(self, manner: Manner, shape: Shape) -> Anatomy:
-        return anatomy(lambda: self._subject.make(shape), manner)
+        known = self._traced.pop((manner, shape), None)
+        return anatomy(lambda: self._subject.make(shape), manner) if known is None else known
 
     def variant(self, manner: Manner, whole: Structure) -> Variant:
         """Everything in one manner of execution."""
@@ -180,38 +208,24 @@ class _Tracer:
         )
 
     def _pass(self, manner: Manner, whole: Structure, *, several: bool) -> ProfiledPass:
-        shapes, held_out, products = self._shapes(several=several)
-        seen = {shape: self._anatomy(manner, shape) for shape in (*shapes, *held_out)}
-        self.first.setdefault(manner, seen[shapes[0]])
-        found = self._derived(seen, shapes, held_out, products, whole)
-        return replace(found, remarks=(*found.remarks, *_unlike(seen[shapes[-1]], whole)))
+        traced = self._lengths.shapes(several=several)
+        seen = {shape: self._anatomy(manner, shape) for shape in (*traced.solved, *traced.held_out)}
+        self.first.setdefault(manner, seen[traced.solved[0]])
+        found = self._derived(seen, traced, whole)
+        return replace(found, remarks=(*found.remarks, *_unlike(seen[traced.solved[-1]], whole)))
 
-    def _derived(
-        self, seen: dict[Shape, Anatomy], shapes: list[Shape], held_out: list[Shape], products: tuple[str, ...], whole: Structure
-    ) -> ProfiledPass:  # fmt: skip
+    def _derived(self, seen: dict[Shape, Anatomy], traced: Shapes, whole: Structure) -> ProfiledPass:
         """Polynomials for every length or, where odd ones run other operators, for multiples of the unit."""
+        unit = self._lengths.unit
         try:
-            return Derived(seen, shapes, held_out, products).whole(whole.traced)
+            return Derived(seen, *traced).whole(whole.traced)
         except OtherProgramError:
-            even = [shape for shape in held_out if not shape.length % self._unit]
-            if even == held_out:
+            even = [shape for shape in traced.held_out if not shape.length % unit]
+            if even == traced.held_out or self._lengths.only is not None:
                 raise
-            found = Derived(seen, shapes, even, products).whole(whole.traced)
-        other = f"lengths that are no multiples of {self._unit} may run other operators, and count as the next multiple"
-        return replace(found, counted_by=self._unit, remarks=(*found.remarks, other))
-
-    def _shapes(self, *, several: bool) -> tuple[list[Shape], list[Shape], tuple[str, ...]]:
-        """Shapes to solve at, shapes held out, and what can be told apart by them."""
-        counts, other = ((2, 3), 5) if several else ((1,), 1)
-        if not self._lengths:
-            products = OF_SEQUENCES if several else OF_NOTHING
-            return [Shape(count, 0) for count in counts], [Shape(other, 0)] if several else [], products
-        unit = self._unit
-        far = self._least + _FAR * _UNIT
-        far = far if self._subject.longest is None else min(self._subject.longest, far)
-        odd = (self._least + unit + unit // 3, self._least + 2 * unit + unit // 2 + unit // 8 + 1)
-        held_out = [Shape(counts[-1], far // unit * unit), *(Shape(other, length) for length in odd)]
-        return [Shape(count, length) for count in counts for length in self._lengths], held_out, OF_MORE if several else OF_ONE
+            found = Derived(seen, *traced._replace(held_out=even)).whole(whole.traced)
+        other = f"lengths that are no multiples of {unit} may run other operators, and count as the next multiple"
+        return replace(found, counted_by=unit, remarks=(*found.remarks, other))
 
 
 def _unlike(seen: Anatomy, whole: Structure) -> Iterator[str]:

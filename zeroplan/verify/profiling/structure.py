@@ -1,7 +1,9 @@
 """A module's parameters in order, and which of its blocks are alike."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+from torch import nn
 
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.profile import (
@@ -56,16 +58,21 @@ class Structure(NamedTuple):
 
 
 def structure_of(
-    make: Callable[[], Workload], layer_kinds: tuple[str, ...] | None, probe: Callable[[], Anatomy]
+    make: Callable[[], Workload], layer_kinds: tuple[str, ...] | None, probe: Callable[[], Anatomy], say: Callable[[str], None]
 ) -> Structure:  # fmt: skip
-    """Build the whole module on fake tensors and look at it; ``probe`` takes one pass apart, to see which blocks are alike."""
+    """Build the whole module on fake tensors and look at it; ``probe`` takes one pass apart, to see which blocks are alike.
+
+    ``say`` is told of lists of modules that might be blocks, too, and are not.
+    """
     with fake_tensors(Tracker(), "cpu"):
         whole = make()
         if not whole.blocks:
             raise MeasurementError("the module has no list of blocks (an nn.ModuleList), and is profiled block by block")
         names = prefixes_of(whole.module, whole.blocks)
+        for one in _other_lists(whole, names):
+            say(one)
         keys = _keys(whole, layer_kinds)
-        tied = _tied(whole, names)
+        twice = _in_two_places(whole, names)
         parameters = shapes_of(whole.module)
         buffers = sum(one.nbytes for one in whole.module.buffers())
     seen = probe()
@@ -73,7 +80,7 @@ def structure_of(
     if traced == len(keys):
         keys = [(*key, _sizes(block)) for key, block in zip(keys, seen.blocks, strict=True)]
     named = _named(keys)
-    return Structure(parameters, names, tuple(named), _standing(named[:traced]), tied, buffers)
+    return Structure(parameters, names, tuple(named), _standing(named[:traced]), _tied(twice, seen), buffers)
 
 
 def _keys(work: Workload, layer_kinds: tuple[str, ...] | None) -> list[tuple[object, ...]]:
@@ -86,17 +93,49 @@ def _sizes(block: BlockAnatomy) -> tuple[int, ...]:
     return tuple(sorted(piece.n_bytes for piece in block.kept))
 
 
-def _tied(work: Workload, names: Sequence[str]) -> str | None:
-    """The parameter outside the blocks that stands in two places: the embedding that is the head, too."""
+def _other_lists(work: Workload, names: Sequence[str]) -> Iterator[str]:
+    """A line for each list of modules that could be blocks, too: an encoder-decoder has two."""
+    mine, said = names[0].rstrip(".").rpartition(".")[0], list[str]()
+    for name, part in work.module.named_modules():
+        inside = f"{name}.".startswith((*names, *said)) or any(one.startswith(f"{name}.") for one in names)
+        if isinstance(part, nn.ModuleList) and not inside and len(part) > 1 and all(map(_is_compound, part)):
+            said.append(f"{name}.")
+            yield (
+                f"{name!r} is a list of {len(part)} modules beside the {len(names)} blocks of {mine!r}: engines shard its modules "
+                "together with the root, here as in `zeroplan verify`; to shard each by itself, return a Workload "
+                "(zeroplan.verify.training.workload) that names all blocks"
+            )
+
+
+def _is_compound(module: nn.Module) -> bool:
+    """Whether a module is made of others and has parameters, as a block is; a single layer is not."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _in_two_places(work: Workload, names: Sequence[str]) -> tuple[str, ...]:
+    """Parameters outside the blocks that stand in two places."""
     first: dict[int, str] = {}
-    tied = None
+    found: list[str] = []
     for name, parameter in work.module.named_parameters(remove_duplicate=False):
         if (known := first.setdefault(id(parameter), name)) == name:
             continue
-        if any(one.startswith(tuple(names)) for one in (name, known)) or tied is not None:
+        if any(one.startswith(tuple(names)) for one in (name, known)):
             raise MeasurementError(f"{known!r} and {name!r} are one parameter; shared by blocks, it cannot be profiled")
-        tied = known
-    return tied
+        found.append(known)
+    return tuple(dict.fromkeys(found))
+
+
+def _tied(twice: Sequence[str], seen: Anatomy) -> str | None:
+    """The one of them whose gradient waits for what is before the blocks: the embedding that is the head, too.
+
+    Those that only stand twice behind the blocks, as BERT's bias of its head, are parameters like any other.
+    """
+    waiting = [name for name in twice if name not in seen.tail]
+    if waiting[1:]:
+        raise MeasurementError(
+            f"{waiting[0]!r} and {waiting[1]!r} each stand in two places; a module with two tied parameters cannot be profiled"
+        )
+    return next(iter(waiting), None)
 
 
 def _named(keys: Sequence[tuple[object, ...]]) -> list[str]:

@@ -4,10 +4,11 @@ import json
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
+from zeroplan.catalog.config import named_after
 from zeroplan.catalog.text import each_key_once, one_line, read_text
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.recipe import Attention
@@ -18,7 +19,7 @@ from zeroplan.verify.training.user_workload import as_workload, named_function, 
 from zeroplan.verify.training.workload import Workload, loss_of_output
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _FEWEST_LAYERS = 3
 """A first, a last, and one between that stands for all."""
@@ -28,7 +29,8 @@ class Subject(NamedTuple):
     """A module in a batch of any shape.
 
     ``whole`` builds it with all its layers; ``make`` with as few as have every kind in ``layer_kinds``, which tells apart layers
-    that look alike; ``longest`` is how long sequences may be, where it says.
+    that look alike; ``longest`` is how long sequences may be, where it says; ``has_batch`` that its batch is one of its own, made
+    larger and smaller.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Subject(NamedTuple):
     layer_kinds: tuple[str, ...] | None = None
     longest: int | None = None
     attention: Attention = "sdpa"
+    has_batch: bool = False
 
 
 def of_workload(where: str) -> Subject:
@@ -49,7 +52,13 @@ def of_workload(where: str) -> Subject:
     function = user_function(where)
     if takes_a_batch(named_function(where)):
         return Subject(where, f"workload {where}", lambda: function(1, 128), lambda shape: function(*shape))
-    return Subject(where, f"workload {where}", lambda: function(1, 1), lambda shape: _resized(function(1, 1), shape))
+    return Subject(
+        where,
+        f"workload {where}",
+        lambda: function(1, 1),
+        lambda shape: _resized(function(1, 1), shape),
+        has_batch=True,
+    )
 
 
 def _resized(work: Workload, shape: Shape) -> Workload:
@@ -70,19 +79,22 @@ def _like(tensor: torch.Tensor, length: int | None, shape: Shape) -> torch.Tenso
 
 
 def of_config(named: str, attention: Attention) -> Subject:
-    """The causal language model that transformers builds for a ``config.json``, or for the folder that holds one."""
+    """The causal language model that transformers builds for a ``config.json``, or for the folder that holds one.
+
+    Of a configuration for text and images it is the text part, and the name says so.
+    """
     path = Path(named) / "config.json" if Path(named).is_dir() else Path(named)
     said = _mapping(path)
-    made = _configuration(said, path)
+    made, is_part = _configuration(said, path)
     kinds = _kinds(made)
     few = _shortened(made, _enough(made, kinds, attention))
     return Subject(
-        name=path.resolve().parent.name if path.name == "config.json" else path.stem,
+        name=named_after(Path(named), path) + (" (text part)" if is_part else ""),
         source=f"transformers' {said['model_type']}",
         whole=lambda: _in_a_batch(made, attention, Shape(1, 8)),
         make=lambda shape: _in_a_batch(few, attention, shape),
         layer_kinds=kinds,
-        longest=getattr(made, "max_position_embeddings", None),
+        longest=_longest(made),
         attention=attention,
     )
 
@@ -100,24 +112,47 @@ def _mapping(path: Path) -> dict[str, object]:
     return said
 
 
-def _configuration(said: Mapping[str, object], path: Path) -> "PreTrainedConfig":
-    """The configuration as transformers reads it, without dropout, cache and padding, as formulas have it."""
+def _configuration(said: Mapping[str, object], path: Path) -> "tuple[PreTrainedConfig, bool]":
+    """The configuration as transformers reads it, without dropout, cache and padding, as formulas have it; and if it is a part."""
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  takes seconds
 
     try:
-        made: PreTrainedConfig = AutoConfig.for_model(**said)  # type: ignore[arg-type]  # each family has its own keys
+        made: PreTrainedConfig = AutoConfig.for_model(**_decoded(said))  # type: ignore[arg-type]  # each family has its own keys
     except Exception as error:
         raise SpecError(f"configuration {str(path)!r}: {one_line(str(error))[:300]}") from error
+    is_part = not hasattr(made, "num_hidden_layers") and hasattr(made, "text_config")
+    if is_part:
+        made = made.text_config
     if type(made) not in AutoModelForCausalLM._model_mapping:
         raise SpecError(
-            f"configuration {str(path)!r}: transformers has no causal language model of type {said['model_type']!r}"
+            f"configuration {str(path)!r}: transformers has no causal language model of type {said['model_type']!r}; "
+            "write a function that builds the model, a batch and its loss, and name it with --workload"
         )
     for key in [key for key in vars(made) if "dropout" in key or key.endswith("pdrop") or key == "layerdrop"]:
         setattr(made, key, 0.0)
     made.use_cache, made.pad_token_id = False, None
-    if any(getattr(made, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    cls = cast("type[PreTrainedModel]", AutoModelForCausalLM._model_mapping[type(made)])
+    has_experts = any(getattr(made, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if has_experts and cls._can_set_experts_implementation():
         made._experts_implementation = "grouped_mm"
-    return made
+    return made, is_part
+
+
+def _decoded(said: object) -> dict[str, object]:
+    """Numbers as transformers reads them: JSON has no infinity, and ``save_pretrained`` writes ``{"__float__": "Infinity"}``."""
+    from transformers import PreTrainedConfig  # noqa: PLC0415  takes seconds
+
+    decoded: dict[str, object] = PreTrainedConfig._decode_special_floats(said)
+    return decoded
+
+
+#: Under which names a configuration says how long sequences may be.
+_LIMITS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions")
+
+
+def _longest(made: "PreTrainedConfig") -> int | None:
+    """How long sequences may be, where the configuration says so. [tokens]"""
+    return next((limit for name in _LIMITS if isinstance(limit := getattr(made, name, None), int)), None)
 
 
 def _kinds(made: "PreTrainedConfig") -> tuple[str, ...]:
@@ -130,13 +165,17 @@ def _enough(made: "PreTrainedConfig", kinds: tuple[str, ...], attention: Attenti
     """So many layers that every kind is among them and none of them only the last."""
     blocks = find_blocks(causal_model(made, attention=attention, dtype=torch.float32, device="meta"))
     keys = [(shapes_of(block), kind) for block, kind in zip(blocks, kinds, strict=False)]
+    if getattr(made, "num_kv_shared_layers", 0):  # later layers read what earlier ones keep, and fewer would not do
+        return len(keys)
     return min(len(keys), max(_FEWEST_LAYERS, max(keys.index(key) for key in keys) + 2))
 
 
 def _shortened(made: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":
-    few = deepcopy(made)
-    if isinstance(types := vars(few).get("layer_types"), list):
-        few.layer_types = types[:layers]
+    """The configuration with the first so many layers, and as many of each list that has one entry per layer."""
+    few, count = deepcopy(made), int(made.num_hidden_layers)
+    for name, listed in list(vars(few).items()):
+        if isinstance(listed, list) and len(listed) == count:
+            setattr(few, name, listed[:layers])
     few.num_hidden_layers = layers
     return few
 

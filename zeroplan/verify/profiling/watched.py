@@ -37,6 +37,8 @@ class PassWatcher(Tracker):
         """When each weight's gradient was handed on."""
         self.shapes: dict[int, torch.Size] = {}
         """Of what a backward makes."""
+        self.numbers: dict[int, bool] = {}
+        """Whether a request was made for a single number, a tensor without dimensions."""
         self.began = self.backward = self.end = 0
         self._parameters: dict[int, str] = {}
         self._heads: list[torch.Size] = []
@@ -106,6 +108,8 @@ class PassWatcher(Tracker):
         super()._see(func, tensor, cast_from, args)
         if isinstance(cast_from, nn.Parameter) and (cast := self._block_of(tensor)) is not None:
             self.casts[id(cast)] = self._parameters.get(id(cast_from), "")
+        if (asked := self._block_of(tensor)) is not None:
+            self.numbers.setdefault(id(asked), tensor.dim() == 0)
         if self.backward and (made := self._block_of(tensor)) is not None:
             self.shapes.setdefault(id(made), tensor.shape)
         if str(func) == _FLASH_BACKWARD:
