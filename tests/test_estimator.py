@@ -35,7 +35,7 @@ def test_the_peak_has_the_workspaces_and_the_moments_have_them_too():
     found = answer(params=1_000_000_000, gpus=8, gpu="h100")
     assert found.peak_bytes == max(int(moment.total_bytes) for moment in found.moments)
     assert all(any(line.kind is Kind.WORKSPACE for line in moment.lines) for moment in found.moments)
-    assert found.reserved.low_bytes == found.peak_bytes
+    assert found.reserved.low_bytes >= found.peak_bytes
 
 
 @pytest.mark.parametrize(("room", "verdict"), [(-1, "does not fit"), (0, "tight"), (10**12, "fits")])

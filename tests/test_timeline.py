@@ -1,11 +1,16 @@
-"""The peak and the reserved band follow from the moments."""
+"""The peak and the reserved band follow from the moments, and from what replays of real engines showed."""
 
-from zeroplan import Kind, Line, Moment, Phase
-from zeroplan.timeline import peak, reserved
+import pytest
+
+from zeroplan import Kind, Line, Moment, Phase, RecipeSpec
+from zeroplan.engines.reserved_shares import Shares, shares_of
+from zeroplan.timeline import expected_bytes, peak, pool_of, reserved, sizes_of, under_pressure
+
+PAPER, FSDP2, DDP = RecipeSpec(engine="paper"), RecipeSpec(engine="fsdp2"), RecipeSpec(engine="ddp", zero_stage=0)
 
 
-def moment(name: str, **sizes: int) -> Moment:
-    return Moment(name, Phase.FORWARD, tuple(Line(Kind[kind], n_bytes, kind) for kind, n_bytes in sizes.items()))
+def moment(name: str, phase: Phase = Phase.FORWARD, **sizes: int) -> Moment:
+    return Moment(name, phase, tuple(Line(Kind[kind], n_bytes, kind) for kind, n_bytes in sizes.items()))
 
 
 def test_the_earliest_of_equal_moments_is_the_peak():
@@ -13,29 +18,72 @@ def test_the_earliest_of_equal_moments_is_the_peak():
     assert peak(moments).name == "first"
 
 
-def test_the_reserved_band_by_hand():
-    """Peak 11; pools: compute 9 (6+3), gather 5, reduce 0 -> 14; kinds: 6 + 3 + 5 + 4 = 18."""
+def test_the_band_on_paper_by_hand():
+    """Peak 11; one stream; kinds: 6 + 3 + 5 + 4 = 18."""
     moments = (
         moment("gathering", PARAMETERS=6, GATHER=5),
         moment("computing", PARAMETERS=6, ACTIVATIONS=3),
         moment("stepping", PARAMETERS=2, OPTIMIZER_TEMPORARY=4),
     )
-    assert reserved(moments) == (11, 14, 18)
+    assert reserved(moments, PAPER) == (11, 11, 18)
+    assert under_pressure(moments, PAPER) == (11, 11, 18)
 
 
 def test_fsdp2_makes_what_goes_into_a_reduction_where_it_computes_and_what_comes_out_elsewhere():
-    """Pools: compute 8 (6+2), gather 5, shards of the gradients 3; elsewhere compute 10 (6+3+1), gather 5, reduce 2."""
+    """Compute 8 (6+2), gather 5, shards of the gradients 3; in DeepSpeed's stage 3 compute 10 (6+3+1), gather 5, reduce 2."""
     moments = (
         moment("reducing", PARAMETERS=6, REDUCE=2, GATHER=5),
         moment("reduced", PARAMETERS=6, GRADIENTS=3),
         moment("stepping", PARAMETERS=6, GRADIENTS=3, OPTIMIZER_TEMPORARY=1),
     )
-    assert reserved(moments, engine="fsdp2").expected_bytes == 8 + 5 + 3
-    assert reserved(moments, engine="deepspeed").expected_bytes == 10 + 5 + 2
+    assert sizes_of(moments, FSDP2).streams == 8 + 5 + 3
+    assert sizes_of(moments, RecipeSpec(engine="deepspeed")).streams == 10 + 5 + 2
 
 
-def test_the_band_is_ordered_and_starts_at_the_peak():
-    moments = (moment("a", GATHER=5, REDUCE=1), moment("b", GATHER=1, REDUCE=5, LOGITS=2))
-    low, expected, high = reserved(moments)
-    assert low == peak(moments).total_bytes == 8
-    assert low <= expected <= high
+@pytest.mark.parametrize(
+    ("recipe", "pool"),
+    [
+        (DDP, "compute"),
+        (RecipeSpec(engine="deepspeed", zero_stage=0), "compute"),
+        (RecipeSpec(engine="deepspeed", zero_stage=2), "compute"),
+        (RecipeSpec(engine="deepspeed", zero_stage=3), "reduce"),
+        (RecipeSpec(engine="megatron", zero_stage=1), "compute"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else f"{one.engine}-{one.zero_stage}",
+)
+def test_buckets_lie_on_the_stream_that_the_engine_fills_them_on(recipe: RecipeSpec, pool: str):
+    assert pool_of(Kind.REDUCE, recipe) == pool
+
+
+def test_initialisation_raises_the_band_to_its_peak_and_no_further():
+    moments = (moment("building", Phase.INIT, PARAMETERS=90, TEMPORARY=10), moment("computing", PARAMETERS=9, ACTIVATIONS=1))
+    assert sizes_of(moments, DDP).streams == 10
+    assert reserved(moments, DDP) == (100, 100, 100)
+
+
+@pytest.mark.parametrize("settings", ["default", "expandable_segments"])
+@pytest.mark.parametrize("recipe", [DDP, FSDP2, RecipeSpec(engine="deepspeed"), RecipeSpec(engine="megatron", zero_stage=1)])
+def test_the_band_is_ordered_starts_at_the_peak_and_has_a_width(recipe: RecipeSpec, settings: str):
+    moments = (moment("a", GATHER=500, REDUCE=100), moment("b", GATHER=100, REDUCE=500, LOGITS=200))
+    low, expected, high = reserved(moments, recipe, settings)  # type: ignore[arg-type]
+    assert peak(moments).total_bytes == 800 <= low <= expected <= high
+    assert high > low
+    least, usual, most = under_pressure(moments, recipe, settings)  # type: ignore[arg-type]
+    assert 800 == least <= usual <= most
+
+
+def test_what_is_expected_is_never_less_than_the_peak():
+    shares = Shares(low=0, expected=900, high=0, pressed=1000, pressed_most=1000)
+    assert (expected_bytes(100, 100, shares), expected_bytes(50, 100, shares)) == (100, 90)
+    assert expected_bytes(50, 100, None) == 100
+
+
+def test_megatron_has_the_middle_of_ddp_and_the_widest_ends():
+    found = shares_of(RecipeSpec(engine="megatron", zero_stage=1), "default")
+    ddp, fsdp2 = shares_of(DDP, "default"), shares_of(FSDP2, "default")
+    assert found is not None
+    assert ddp is not None
+    assert fsdp2 is not None
+    assert found.expected == ddp.expected
+    assert found.low <= min(ddp.low, fsdp2.low)
+    assert found.high >= max(ddp.high, fsdp2.high)

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from zeroplan.engines.precisions import compute_of
 from zeroplan.estimator import Estimate, estimate
-from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
-from zeroplan.measurement import Measurement, StepMeasured, Tensors
+from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
+from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, Measurement, OnCardMeasured, StepMeasured, Tensors
 from zeroplan.spec.recipe import Kernels, Loss
+from zeroplan.timeline import reserved
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.attention import FLASH_SCRATCH
 from zeroplan.transformer.families.norms import STATISTICS
@@ -40,11 +41,30 @@ class Compared(NamedTuple):
         return 0.0 if not self.predicted else float("inf")
 
 
+class Reserved(NamedTuple):
+    """What the caching allocator reserved, and the band that the estimate gives for it. [bytes]
+
+    ``card`` is what came of the same requests on a card of the job's size, where one was replayed.
+    """
+
+    settings: AllocatorSettings
+    band: Band
+    measured: int
+    card: OnCardMeasured | None = None
+
+    @property
+    def inside(self) -> bool:
+        """Whether it lies in the band."""
+        return int(self.band.low_bytes) <= self.measured <= int(self.band.high_bytes)
+
+
 class Comparison(NamedTuple):
     """An estimate held against a measurement: the peak, each phase, what is held, each kind at the peak, each collective.
 
-    ``allocator`` is what CUDA's allocator makes of it, where the record says; it is shown and not judged. ``host`` is host memory
-    per rank and ``nvme`` what is in files, where something is offloaded and the record says how much there was.
+    ``allocator`` is what CUDA's allocator counts at the peak, where the record has it, and ``reserved`` what it reserved, each
+    with the estimate's band: both are shown, and what lies outside a band is named, but neither decides whether the two agree.
+    What does is ``contradicted``: the estimate fits the GPU, and a replay with a card of its size runs out of memory. ``host`` is
+    host memory per rank and ``nvme`` what is in files, where something is offloaded and the record says how much there was.
     """
 
     peak: Compared
@@ -55,10 +75,17 @@ class Comparison(NamedTuple):
     allocator: tuple[Compared, ...] = ()
     host: Compared | None = None
     nvme: Compared | None = None
+    reserved: tuple[Reserved, ...] = ()
+    contradicted: bool = False
 
     def agrees(self, tolerance: float) -> bool:
-        """Whether peak, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %)."""
-        return not self.beyond(tolerance)
+        """Whether peak, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %), and no replay contradicts."""
+        return not self.beyond(tolerance) and not self.contradicted
+
+    @property
+    def outside_the_band(self) -> tuple[Reserved, ...]:
+        """What the allocator reserved where the estimate does not expect it."""
+        return tuple(one for one in self.reserved if not one.inside)
 
     @property
     def away(self) -> tuple[Compared, ...]:
@@ -107,9 +134,11 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
         held=Compared("held between steps", int(total_bytes(answer.held)), steady.held_bytes),
         kinds=tuple(_by_kind(highest.lines, steady.peak.kinds)),
         collectives=tuple(_collectives(answer, measured)),
-        allocator=tuple(_allocator(answer, measured, highest=totals[highest])),
+        allocator=tuple(_allocator(measured, highest=totals[highest])),
         host=None if steady.host_bytes is None else Compared("host memory", answer.host_bytes, steady.host_bytes),
         nvme=None if measured.nvme_bytes is None else Compared("NVMe", answer.nvme_bytes, measured.nvme_bytes),
+        reserved=tuple(_reserved(answer, measured, shown) for shown in measured.allocator),
+        contradicted=answer.verdict == "fits" and any(_ran_out(shown) for shown in measured.allocator),
     )
 
 
@@ -223,18 +252,30 @@ def _collectives(answer: Estimate, measured: Measurement) -> list[Compared]:
     return [Compared(name, predicted.get(name, 0), found.get(name, 0)) for name in {**predicted, **found}]
 
 
-def _allocator(answer: Estimate, measured: Measurement, *, highest: int) -> Iterator[Compared]:
-    """The peak in blocks with the workspaces, and what is reserved, for each of the allocator's settings.
-
-    With expandable segments the estimate's least holds: freed blocks are used again; with the default ones what it expects.
-    """
+def _allocator(measured: Measurement, *, highest: int) -> Iterator[Compared]:
+    """The peak in blocks with the workspaces, for each of the allocator's settings."""
     for shown in measured.allocator:
-        expandable = shown.settings == "expandable_segments"
-        where = "expandable segments" if expandable else "default"
+        where = "expandable segments" if shown.settings == "expandable_segments" else "default"
         beside = shown.workspace_bytes if shown.modelled else 0  # a GPU's are in the estimate of it
         yield Compared(f"allocated, {where}", highest + beside, shown.allocated_bytes)
-        band = answer.reserved
-        yield Compared(f"reserved, {where}", int(band.low_bytes if expandable else band.expected_bytes), shown.reserved_bytes)
+
+
+def _reserved(answer: Estimate, measured: Measurement, shown: AllocatorMeasured) -> Reserved:
+    moments, recipe = moments_in_replay(answer, measured, shown), answer.job.recipe
+    band = reserved(moments, recipe, shown.settings) if shown.modelled else answer.reserved_with(shown.settings)
+    return Reserved(shown.settings, band, shown.reserved_bytes, shown.card)
+
+
+def moments_in_replay(answer: Estimate, measured: Measurement, shown: AllocatorMeasured) -> tuple[Moment, ...]:
+    """What a replay of the requests has of the estimate's moments: those of steps, as this run took them, and its workspaces."""
+    beside = Line(Kind.WORKSPACE, shown.workspace_bytes, "workspaces of the replay")
+    steps = (moment for moment in moments_as_run(answer, measured) if moment.phase is not Phase.INIT)
+    return tuple(moment._replace(lines=(*moment.lines, beside)) for moment in steps)
+
+
+def _ran_out(shown: AllocatorMeasured) -> bool:
+    """Whether the requests were too many for a card of the job's size, with the settings that a job has by default."""
+    return shown.settings == "default" and shown.card is not None and not shown.card.fits
 
 
 def _plain(operation: str) -> str:

@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import Literal, NamedTuple, Protocol, cast
 
 from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Symbol
-from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_lines
+from zeroplan.engines.device import Outside, allocator_room, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.outside import outside as outside_blocks
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
+from zeroplan.measurement import AllocatorSettings
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import node_size
@@ -19,7 +20,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, Engine, OptimizerImpl, RecipeSpec
-from zeroplan.timeline import peak, reserved
+from zeroplan.timeline import peak, reserved, under_pressure
 from zeroplan.traffic import Traffic, traffic
 from zeroplan.transformer.activations import approximation
 from zeroplan.transformer.legend import legend
@@ -134,8 +135,24 @@ class Estimate:
 
     @cached_property
     def reserved(self) -> Band:
-        """What the caching allocator takes around the peak."""
-        return _reserved(self.moments, self.job)
+        """What the caching allocator takes around the peak, with its default settings, on a card that never runs out."""
+        return self.reserved_with("default")
+
+    def reserved_with(self, settings: AllocatorSettings) -> Band:
+        """What it takes with its default settings, or with expandable segments. [bytes]"""
+        return _reserved(self.moments, self.job, settings)
+
+    def under_pressure(self, settings: AllocatorSettings = "default") -> Band:
+        """In how much room the job runs where the card is full, and the allocator gives cached blocks back. [bytes]
+
+        At least the peak; expected and most with what it cannot give back, since a block in use lies in the same segment.
+        """
+        return under_pressure(self.moments, self.job.recipe, settings)
+
+    @property
+    def allocator_room_bytes(self) -> int | None:
+        """What the GPU has for the allocator, context and communicators taken off; None where no GPU is named."""
+        return allocator_room(self.job.mesh, self.job.cluster.gpu)
 
     @property
     def held(self) -> tuple[Line, ...]:
@@ -195,7 +212,8 @@ class Estimate:
     def least_bytes(self) -> int:
         """What must fit: the allocated peak and the expected context and communicators.
 
-        Cached blocks do not count: the allocator gives them back before it runs out of memory.
+        Cached blocks do not count: the allocator gives them back before it runs out of memory, as far as it can
+        (:meth:`under_pressure`).
         """
         return self.peak_bytes + int(self.outside_band.expected_bytes)
 
@@ -319,9 +337,9 @@ def _pipeline(engine: Engine) -> _Pipeline:
     return cast("_Pipeline", import_module(f"zeroplan.engines.{'pipeline' if engine == 'fsdp2' else engine}"))
 
 
-def _reserved(moments: tuple[Moment, ...], job: JobSpec) -> Band:
-    engine = job.recipe.engine
-    return reserved_as_seen(reserved(moments, engine=engine), engine, job.cluster.gpu)
+def _reserved(moments: tuple[Moment, ...], job: JobSpec, settings: AllocatorSettings = "default") -> Band:
+    band = reserved(moments, job.recipe, settings)
+    return reserved_as_seen(band, job.recipe.engine, job.cluster.gpu) if settings == "default" else band
 
 
 def _workspaces(job: JobSpec) -> tuple[Line, ...]:

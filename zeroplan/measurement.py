@@ -160,11 +160,30 @@ class CollectiveMeasured(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OnCardMeasured(Spec):
+    """What came of a run's requests in a replay with a card of the job's size. [bytes]
+
+    ``room_bytes`` is what that card has for the allocator, context and communicators taken off. Where the card is full, the
+    allocator gives cached blocks back and tries again: ``retries`` counts that over the run, ``retries_in_last_step`` in the
+    steady state. Where nothing helps, ``fits`` is False and ``phase`` says in which the run would have ended.
+    ``reserved_bytes`` is the most that was reserved.
+    """
+
+    room_bytes: CountOrZero
+    fits: bool
+    reserved_bytes: CountOrZero
+    retries: CountOrZero = 0
+    retries_in_last_step: CountOrZero = 0
+    phase: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorMeasured(Spec):
     """What CUDA's caching allocator shows after the run: ``max_memory_allocated`` of the last step, ``max_memory_reserved`` of all.
 
     On a GPU it is what torch reports; elsewhere the recorded requests replayed through a model of the allocator
-    (:mod:`zeroplan.allocator`). ``workspace_bytes`` of cuBLAS are among them.
+    (:mod:`zeroplan.allocator`). ``workspace_bytes`` of cuBLAS are among them. ``card`` is a replay with a card of the job's size,
+    where the job names a GPU; ``least_room_bytes`` the smallest room in which the replay goes through, where that was looked for.
     """
 
     settings: AllocatorSettings
@@ -172,6 +191,8 @@ class AllocatorMeasured(Spec):
     reserved_bytes: CountOrZero
     workspace_bytes: CountOrZero = 0
     modelled: bool = True
+    card: OnCardMeasured | None = None
+    least_room_bytes: CountOrZero | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,22 +1,43 @@
 """Which moment of the step is the peak, and what does the caching allocator reserve around it?"""
 
-from zeroplan.ledger import Band, Kind, Moment, bytes_by_kind
-from zeroplan.numeric import Int, maximum
+from typing import NamedTuple
 
-#: Kinds that an engine allocates on streams of their own: the caching allocator keeps one pool of blocks per stream.
-_OWN_POOL = {Kind.GATHER: "gather", Kind.REDUCE: "reduce"}
+from zeroplan.engines.reserved_shares import Shares, shares_of
+from zeroplan.ledger import Band, Kind, Moment, Phase, bytes_by_kind
+from zeroplan.measurement import AllocatorSettings
+from zeroplan.numeric import Int, maximum, minimum
+from zeroplan.spec.recipe import RecipeSpec
+
+_Pools = dict[Kind, str]
+"""Kinds that an engine allocates on streams of their own: the caching allocator keeps one pool of blocks per stream."""
 #: FSDP2 makes the inputs of its reductions on the stream that computes, and what comes out, the shards, on one of their own
 #: (torch 2.13, _fsdp_collectives.py, foreach_reduce).
-_POOLS_OF: dict[str, dict[Kind, str]] = {"fsdp2": {Kind.GATHER: "gather", Kind.GRADIENTS: "reduce"}}
+_OF_FSDP2: _Pools = {Kind.GATHER: "gather", Kind.GRADIENTS: "reduce"}
+#: DeepSpeed's stage 3 gathers and reduces on streams of its own (0.19.8, partition_parameters.py, stage3.py).
+_OF_STAGE_3: _Pools = {Kind.GATHER: "gather", Kind.REDUCE: "reduce"}
+#: Its other stages have one for reductions where ``overlap_comm`` is on (stage_1_and_2.py, reduction_stream).
+_OVERLAPPED: _Pools = {Kind.REDUCE: "reduce"}
 
 
-def pool_of(kind: Kind, engine: str) -> str:
+def pool_of(kind: Kind, recipe: RecipeSpec) -> str:
     """The allocator's pool in which an engine has a kind: that of the stream which it allocates it on.
 
-    >>> pool_of(Kind.GATHER, "fsdp2"), pool_of(Kind.PARAMETERS, "fsdp2")
-    ('gather', 'compute')
+    >>> fsdp2, ddp = RecipeSpec(engine="fsdp2"), RecipeSpec(engine="ddp", zero_stage=0)
+    >>> pool_of(Kind.GATHER, fsdp2), pool_of(Kind.PARAMETERS, fsdp2), pool_of(Kind.REDUCE, ddp)
+    ('gather', 'compute', 'compute')
     """
-    return _POOLS_OF.get(engine, _OWN_POOL).get(kind, "compute")
+    return own_pools(recipe).get(kind, "compute")
+
+
+def own_pools(recipe: RecipeSpec) -> dict[Kind, str]:
+    """The kinds that are not on the stream that computes, each with its pool."""
+    if recipe.engine == "fsdp2":
+        return _OF_FSDP2
+    if recipe.engine != "deepspeed":
+        return {}
+    if recipe.zero_stage == 3:
+        return _OF_STAGE_3
+    return _OVERLAPPED if recipe.zero_stage > 0 and recipe.deepspeed.overlap_comm else {}
 
 
 def peak(moments: tuple[Moment, ...]) -> Moment:
@@ -31,30 +52,104 @@ def peak(moments: tuple[Moment, ...]) -> Moment:
     return moments[totals.index(max(totals))]
 
 
-def reserved(moments: tuple[Moment, ...], *, engine: str = "") -> Band:
-    """What ``torch.cuda.max_memory_reserved`` will say, as far as the moments tell. [bytes]
+class Sizes(NamedTuple):
+    """What the moments of a job say of blocks. [bytes]"""
 
-    Least: every freed block is used again, so the peak itself (nearly so with expandable segments). Expected: blocks are used
-    again within a stream's pool but not across pools, so the sum of each pool's own maximum. Most: no block is used again for
-    another kind, so the sum of each kind's own maximum.
+    peak: Int
+    """The highest moment, initialisation included."""
+    streams: Int
+    """The sum of what each stream holds at most in a step: blocks are used again within a stream alone."""
+    kinds: dict[Kind, Int]
+    """What there is of each kind at most in a step."""
 
-    Leaves out fragmentation inside a kind. Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (``BlockPool`` per stream).
-    """
+    @property
+    def apart(self) -> Int:
+        """What all kinds take where none uses a block of another."""
+        return sum(self.kinds.values(), start=0)
+
+    def of(self, *kinds: Kind) -> Int:
+        """What there is of some kinds at most."""
+        return sum((self.kinds.get(kind, 0) for kind in kinds), start=0)
+
+
+def sizes_of(moments: tuple[Moment, ...], recipe: RecipeSpec) -> Sizes:
+    """What the moments say of blocks; ints or columns. [bytes]"""
     by_kind: dict[Kind, Int] = {}
     by_pool: dict[str, Int] = {}
-    largest: Int = 0
+    own = own_pools(recipe)
+    highest: Int = 0
     for moment in moments:
-        pools: dict[str, Int] = {}
-        total: Int = 0
         kinds = bytes_by_kind(moment.lines)
+        highest = maximum(highest, sum(kinds.values(), start=0))
+        if moment.phase is Phase.INIT:
+            continue
         if Kind.ACTIVATION_GRADIENTS in kinds:  # of the sizes of activations, whose blocks they take
             kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0) + kinds.pop(Kind.ACTIVATION_GRADIENTS)
+        pools: dict[str, Int] = {}
         for kind, n_bytes in kinds.items():
             by_kind[kind] = maximum(by_kind.get(kind, 0), n_bytes)
-            pool = pool_of(kind, engine)
+            pool = own.get(kind, "compute")
             pools[pool] = pools.get(pool, 0) + n_bytes
-            total = total + n_bytes
         for pool, n_bytes in pools.items():
             by_pool[pool] = maximum(by_pool.get(pool, 0), n_bytes)
-        largest = maximum(largest, total)
-    return Band(largest, sum(by_pool.values(), start=0), sum(by_kind.values(), start=0))
+    return Sizes(highest, sum(by_pool.values(), start=0), by_kind)
+
+
+def reserved(moments: tuple[Moment, ...], recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
+    """What ``torch.cuda.max_memory_reserved`` will say on a card that never runs out. [bytes]
+
+    Never less than the peak. More by what the allocator cannot use again, for three reasons: a freed block is used by its own
+    stream alone; a freed block of one size is in pieces, or too small, when a larger one is asked for (buffers of collectives,
+    whole gradients, logits, in the order in which they grow); and segments come in whole 2 or 20 MiB. The first follows from the
+    moments (``Sizes.streams``), the others depend on the order of all requests, which the moments do not have. How far they went
+    was measured: requests of real engines, replayed through a model of the allocator
+    (:mod:`zeroplan.engines.reserved_shares`, which says how many of them lie in the band).
+
+    Without a measurement (``engine="paper"``): from the peak, over the streams' sum, to no block being used for another kind.
+    Source: torch 2.13, c10/cuda/CUDACachingAllocator.cpp (``BlockPool`` per stream, ``get_free_block``, ``should_split``).
+    """
+    sizes = sizes_of(moments, recipe)
+    shares = shares_of(recipe, settings)
+    if shares is None:
+        return Band(sizes.peak, maximum(sizes.peak, sizes.streams), maximum(sizes.peak, sizes.apart))
+    expected = expected_bytes(sizes.peak, sizes.streams, shares)
+    middle, scale = measured_from(sizes, recipe)
+    low, high = middle + scale * shares.low // 1000, middle + scale * shares.high // 1000
+    return Band(maximum(sizes.peak, minimum(low, expected)), expected, maximum(high, expected))
+
+
+def expected_bytes(peak_bytes: Int, streams_bytes: Int, shares: Shares | None) -> Int:
+    """What is expected to be reserved: so many thousandths of the streams' sum, as in the middle of the measured jobs. [bytes]"""
+    thousandths = 1000 if shares is None else shares.expected
+    return maximum(peak_bytes, streams_bytes * thousandths // 1000)
+
+
+def measured_from(sizes: Sizes, recipe: RecipeSpec) -> tuple[Int, Int]:
+    """Where the band is measured from, and in which measure: the bytes of what comes and goes in large blocks.
+
+    Flat buffers of collectives, gradients of whole weights and logits come in blocks of many sizes, and what different kinds
+    take after each other (the kinds apart less the streams' sum) is used again in part. A tenth of the streams' sum stands for
+    all smaller blocks and for whole segments. DeepSpeed's stages 0 to 2 lay weights and gradients flat, and what is used again
+    varies more: there it is measured from the middle between both sums, and in the streams' sum itself.
+    """
+    streams, apart = sizes.streams, sizes.apart
+    if recipe.engine == "deepspeed" and recipe.zero_stage < 3:
+        return (streams + apart) // 2, streams
+    if recipe.engine == "deepspeed":
+        return streams, sizes.of(Kind.UNSHARDED_GRADIENTS, Kind.TEMPORARY) + streams // 10
+    buffers = sizes.of(Kind.REDUCE, Kind.UNSHARDED_GRADIENTS, Kind.LOGITS)
+    return streams, buffers + apart - streams + streams // 10
+
+
+def under_pressure(moments: tuple[Moment, ...], recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:
+    """How much room the allocator needs on a full card, where it gives cached blocks back before it fails. [bytes]
+
+    At least the peak. More by what it cannot give back, since a block in use lies in the same segment; the smallest room in
+    which replayed jobs ran says how much more that is (:mod:`zeroplan.engines.reserved_shares`). Without a measurement from the
+    peak to what is reserved at most.
+    """
+    shares = shares_of(recipe, settings)
+    highest = sizes_of(moments, recipe).peak
+    if shares is None:
+        return Band(highest, highest, reserved(moments, recipe, settings).high_bytes)
+    return Band(highest, highest * shares.pressed // 1000, highest * shares.pressed_most // 1000)

@@ -34,7 +34,9 @@ def test_a_unit_that_there_is_not_is_one_line(run: Run):
 
 KEYS = {
     "schema_version": int, "job": dict, "parameters": int, "active_parameters": int, "trained_parameters": int, "states": dict,
-    "peak": dict, "moments": list, "reserved": dict, "outside_allocator": dict, "host_bytes": int,
+    "peak": dict, "moments": list, "reserved": dict,
+    "reserved_with_expandable_segments": dict, "under_pressure": dict, "allocator_room_bytes": type(None),
+    "outside_allocator": dict, "host_bytes": int,
     "host_bytes_per_node": type(None), "host_lines": list, "nvme_bytes": int,
     "nvme_bytes_per_node": type(None), "nvme_lines": list, "fits": type(None), "verdict": str,
     "capacity_bytes": type(None), "room_bytes": type(None), "changes": list, "communication": dict, "approximate": str,

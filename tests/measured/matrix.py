@@ -4,8 +4,9 @@ Every job of the sample is simulated (real engine, fake tensors) in a process of
 line are skipped, so it may be stopped at any time and goes on where it was. ``--sample`` names another sample: ``fresh`` has
 jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for and that the
 pages draw, ``options`` those with fine-tuning, offload and ZeRO++, ``options_torch`` those over the options of DDP and FSDP2,
-every optimizer and few ranks, ``options_deepspeed`` the same for DeepSpeed. ``--table`` prints how far the estimate is off. At
-the end the validation page is written anew (:mod:`tests.measured.page`).
+every optimizer and few ranks, ``options_deepspeed`` the same for DeepSpeed, ``rooms`` those that are also replayed with ever
+smaller cards. ``--table`` prints how far the estimate is off. At the end the validation page is written anew
+(:mod:`tests.measured.page`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import os
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from tests.measured import options, options_deepspeed, options_torch, peers, stored
-from tests.measured.drawn import FRESH_SEED, drawn
+from tests.measured.drawn import FRESH_SEED, ROOMS_SEED, drawn
 from zeroplan import estimate
 from zeroplan.ledger import Phase
 
@@ -56,22 +58,22 @@ def main() -> None:
 
 
 _PATHS = {"matrix": stored.RECORDS, "fresh": stored.FRESH, "peers": stored.PEERS, "options": stored.OPTIONS,
-          "options_torch": stored.OPTIONS_TORCH, "options_deepspeed": stored.OPTIONS_DEEPSPEED}  # fmt: skip
+          "options_torch": stored.OPTIONS_TORCH, "options_deepspeed": stored.OPTIONS_DEEPSPEED,
+          "rooms": stored.ROOMS}  # fmt: skip
 
 
 def _jobs(asked: argparse.Namespace) -> list[JobSpec]:
-    match asked.sample:
-        case "fresh":
-            return drawn(asked.cases or 100, seed=FRESH_SEED)
-        case "peers":
-            return peers.jobs()
-        case "options":
-            return options.drawn(asked.cases or 110)
-        case "options_torch":
-            return options_torch.drawn(asked.cases or 90)
-        case "options_deepspeed":
-            return options_deepspeed.drawn(asked.cases or 84)
-    return drawn(asked.cases or 600)
+    if asked.sample == "peers":
+        return peers.jobs()
+    draw, count = {
+        "matrix": (drawn, 600),
+        "fresh": (partial(drawn, seed=FRESH_SEED), 100),
+        "rooms": (partial(drawn, seed=ROOMS_SEED), 90),
+        "options": (options.drawn, 110),
+        "options_torch": (options_torch.drawn, 90),
+        "options_deepspeed": (options_deepspeed.drawn, 84),
+    }[asked.sample]
+    return draw(asked.cases or count)
 
 
 def _measure_what_is_left(asked: argparse.Namespace) -> None:
@@ -88,7 +90,7 @@ def _measure_what_is_left(asked: argparse.Namespace) -> None:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", choices=_PATHS, default="matrix", help="which jobs")
-    counts = "600, 100 fresh ones, 110 with options, 90 of torch's, 84 of DeepSpeed's"
+    counts = "600, 100 fresh ones, 110 with options, 90 of torch's, 84 of DeepSpeed's, 90 for rooms"
     parser.add_argument("--cases", type=int, help=f"how many of its jobs ({counts})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other case after so long")
     parser.add_argument("--timeout", type=float, default=180.0, help="give a case up after so many seconds")
@@ -102,7 +104,7 @@ def _run(jobs: list[JobSpec], path: Path, *, seconds: float, silent_after: float
     for number, job in enumerate(jobs):
         if time.monotonic() - began > seconds:
             return
-        found = measured(job, silent_after=silent_after)
+        found = measured(job, silent_after=silent_after, least_room=path == stored.ROOMS)
         if isinstance(found, str):
             stored.keep_refusal(job, found)
         else:
@@ -112,13 +114,13 @@ def _run(jobs: list[JobSpec], path: Path, *, seconds: float, silent_after: float
         print(f"{number + 1}/{len(jobs)} {recipe.engine} {recipe.zero_stage} {job.model.name}: {what}", flush=True)
 
 
-def measured(job: JobSpec, *, silent_after: float) -> Measurement | str:
+def measured(job: JobSpec, *, silent_after: float, least_room: bool = False) -> Measurement | str:
     """Simulate a job in a process of its own; where that fails, the reason in one line."""
     os.environ.update(HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_READY)
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(job, there), daemon=True)
+    process = context.Process(target=_measure, args=(job, there, least_room), daemon=True)
     process.start()
     there.close()
     try:
@@ -131,20 +133,20 @@ def measured(job: JobSpec, *, silent_after: float) -> Measurement | str:
         process.join()
 
 
-def _measure(job: JobSpec, answer: Connection) -> None:
+def _measure(job: JobSpec, answer: Connection, least_room: bool) -> None:
     """Send the record, or why there is none. What engines print is not wanted."""
     with open(os.devnull, "w") as nowhere:  # noqa: PTH123
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     try:
-        answer.send(_simulated(job))
+        answer.send(_simulated(job, least_room=least_room))
     except BaseException as error:  # noqa: BLE001  whatever it is becomes the reason
         answer.send(" ".join(f"{type(error).__name__}: {error}".split())[:300])
     answer.close()
     os._exit(0)  # what a destroyed group leaves has nothing more to do
 
 
-def _simulated(job: JobSpec) -> Measurement:
+def _simulated(job: JobSpec, *, least_room: bool) -> Measurement:
     import torch
 
     from zeroplan.verify.backends.simulate import simulate
@@ -152,7 +154,7 @@ def _simulated(job: JobSpec) -> Measurement:
     torch.set_num_threads(1)
     began = time.process_time()
     steps = 2 if job.recipe.engine == "fsdp2" else 3
-    found = simulate(job, rank=fullest_rank(job), steps=steps, all_layers=False)
+    found = simulate(job, rank=fullest_rank(job), steps=steps, all_layers=False, least_room=least_room)
     return stored.small(replace(found, seconds=round(time.process_time() - began, 1)))
 
 

@@ -29,6 +29,8 @@ OPTIONS_TORCH, OPTIONS_DEEPSPEED = FOLDER / "options_torch.jsonl", FOLDER / "opt
 VARIED = tuple(path for path in (OPTIONS_TORCH, OPTIONS_DEEPSPEED) if path.exists())
 #: All that were taken under the versions of ``constraints.txt``.
 SAMPLES = (RECORDS, FRESH, OPTIONS, *VARIED)
+#: Whose replay also says in how little room the allocator goes through.
+ROOMS = FOLDER / "rooms.jsonl"
 #: Of other versions than those that all others were taken under.
 VERSIONS = FOLDER / "versions.jsonl"
 

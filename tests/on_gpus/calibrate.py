@@ -117,7 +117,7 @@ def _reserved(records: list[Measurement]) -> Iterator[Derived]:
 
 def _shares(record: Measurement) -> Iterator[int]:
     """What was reserved, in thousandths of what the moments say, before any figure."""
-    expected = int(reserved(account_of(record.job, record.job.batch).moments, engine=record.job.recipe.engine).expected_bytes)
+    expected = int(reserved(account_of(record.job, record.job.batch).moments, record.job.recipe).expected_bytes)
     for shown in record.allocator:
         if shown.settings == "default":
             yield 1000 * (shown.reserved_bytes - shown.workspace_bytes) // expected

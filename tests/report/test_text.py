@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from zeroplan.remedies import remedies
 from zeroplan.report.markdown import estimate_markdown
 from zeroplan.report.screen import COLUMNS, LINES
 from zeroplan.report.text import estimate_text
-from zeroplan.report.words import headline, job_lines, per_parameter, verdict_sentence
+from zeroplan.report.words import allocator_sentence, headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.units import GIBIBYTES, GIGABYTES, Unit, format_size
 
@@ -121,7 +122,7 @@ def test_without_a_gpu_it_says_from_how_much_on_it_fits_and_from_how_much_tightl
     fits, tightly = format_size(answer.comfortable_bytes), format_size(answer.least_bytes)
     assert f"fits a GPU of {fits}, and tightly one of {tightly}." in verdict_sentence(answer)
     assert verdict_sentence(estimate(job(params="13b", gpus=4, gpu="a100"))).partition(")")[2].startswith(" tightly")
-    whole = estimate(job(params="13b", gpus=4, engine="ddp"))  # whose allocator caches nothing beside the peak
+    whole = estimate(job(params="13b", gpus=4, engine="paper"))  # whose one moment leaves nothing to cache
     assert "tightly" not in verdict_sentence(whole)
 
 
@@ -179,3 +180,28 @@ def test_the_headline_names_the_adapters_and_the_lines_below_what_is_trained():
     assert f"adapters in all-linear: {answer.trained_parameters:,} parameters trained, the others frozen" in list(
         job_lines(answer)
     )
+
+
+def tight(room: float) -> Estimate:
+    """A job on a GPU that leaves the allocator so much of what the job's peak is."""
+    found = estimate(job(model="llama-3.1-8b", gpus=8, stage=3, engine="fsdp2", gpu="h100"))
+    gpu = found.job.cluster.gpu
+    assert gpu is not None
+    memory = replace(gpu.memory_bytes, value=int(found.peak_bytes * room) + int(found.outside_band.expected_bytes))
+    return estimate(replace(found.job, cluster=replace(found.job.cluster, gpu=replace(gpu, memory_bytes=memory))))
+
+
+def test_the_verdict_says_what_comes_of_a_band_that_reaches_beyond_the_card():
+    assert allocator_sentence(tight(3)) == ""
+    least, usual, most = (int(size) / tight(1).peak_bytes for size in tight(1).under_pressure())
+    assert 1 == least < usual < most
+    for room, said in (
+        (most + 0.01, "which fits."),
+        ((usual + most) / 2, "which would not."),
+        ((1 + usual) / 2, "it may run out of memory."),
+    ):
+        answer = tight(room)
+        assert allocator_sentence(answer).endswith(said), room
+        assert "frees cached blocks and tries again" in allocator_sentence(answer)
+        assert allocator_sentence(answer) in verdict_sentence(answer)
+    assert allocator_sentence(tight(0.9)) == ""  # it does not fit at all

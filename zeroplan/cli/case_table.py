@@ -102,6 +102,9 @@ def summary(rows: Sequence[Row], tolerance: float) -> Iterator[str]:
     errors = [abs(row.comparison.peak.error) for row in rows if row.comparison is not None]
     if errors:
         yield f"Peaks of {len(errors)} cases: off by {median(errors):.2%} in the median, {max(errors):.2%} at most."
+    replayed = [one for row in rows if row.comparison is not None for one in row.comparison.reserved]
+    if outside := sum(not one.inside for one in replayed):
+        yield f"What the allocator reserves lies outside the estimate's band in {outside} of {len(replayed)} replays."
     if any(row.fits.endswith(_EDGE) for row in rows):
         yield f"~ so near to the card's capacity ({BAND:.0%}) that either verdict may be right."
     for row in rows:
@@ -117,4 +120,6 @@ def _where(row: Row, tolerance: float) -> str:
     if row.comparison is None:
         return "it ran out of memory, and the estimate fits the GPU"
     off = ", ".join(f"{one.what} {percent(one.error)}" for one in row.comparison.beyond(tolerance))
+    if not off and row.comparison.contradicted:
+        return "the estimate fits the GPU, and a replay with a card of its size runs out of memory"
     return off or "it ran, and the estimate does not fit the GPU"

@@ -159,6 +159,17 @@ def _communicator(gpu: str) -> Outside:
     return _COMMUNICATOR._replace(band=band_of(seen), source=sources(seen)) if seen else _COMMUNICATOR
 
 
+def allocator_room(mesh: MeshSpec, gpu: GpuSpec | None) -> int | None:
+    """What a GPU has for the caching allocator: its memory less the expected context and communicators. [bytes]
+
+    >>> allocator_room(MeshSpec(dp_shard=8), None) is None
+    True
+    """
+    if gpu is None:
+        return None
+    return int(gpu.memory_bytes.value) - int(total_band(outside(mesh, gpu)).expected_bytes)
+
+
 def reserved_as_seen(band: Band, engine: str, gpu: GpuSpec | None) -> Band:
     """What the allocator will reserve, where it was seen on this GPU how far from what is expected that is. [bytes]
 

@@ -2,23 +2,23 @@
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.ledger import Kind, Moment
+from zeroplan.ledger import Moment, Phase
 from zeroplan.numeric import Int, maximum
-from zeroplan.timeline import pool_of
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.timeline import own_pools
 
 
 class Highest(NamedTuple):
-    """What :func:`~zeroplan.ledger.peak_bytes` and the middle of :func:`~zeroplan.timeline.reserved` say of moments. [bytes]"""
+    """The peak of moments, and what :func:`~zeroplan.timeline.expected_bytes` wants to know of their blocks. [bytes]"""
 
     peak_bytes: Int
     pools: dict[str, Int]
-    """What each pool of the allocator holds at most."""
+    """What each pool of the allocator holds at most in a step."""
 
     @property
-    def reserved_bytes(self) -> Int:
+    def streams_bytes(self) -> Int:
         """The sum of what each pool holds at most, since blocks are used again within a pool alone."""
         return summed(self.pools.values())
 
@@ -34,32 +34,29 @@ class Highest(NamedTuple):
         return Highest(maximum(self.peak_bytes, other.peak_bytes), pools)
 
 
-def highest(moments: Iterable[Moment], *, engine: str) -> Highest:
+def highest(moments: Iterable[Moment], recipe: RecipeSpec) -> Highest:
     """The peak, and what each pool of the allocator holds at most. [bytes]
 
     >>> from zeroplan.ledger import Kind, Line, Phase
     >>> gather, hold = Line(Kind.GATHER, 3, ""), Line(Kind.PARAMETERS, 4, "")
-    >>> found = highest((Moment("a", Phase.STEP, (gather,)), Moment("b", Phase.STEP, (hold,))), engine="fsdp2")
-    >>> found.peak_bytes, found.reserved_bytes
+    >>> found = highest((Moment("a", Phase.STEP, (gather,)), Moment("b", Phase.STEP, (hold,))), RecipeSpec(engine="fsdp2"))
+    >>> found.peak_bytes, found.streams_bytes
     (4, 7)
     """
-    pool = _pools(engine)
+    own = own_pools(recipe)
     peak: Int = 0
     most: dict[str, Int] = {}
     for moment in moments:
         held: dict[str, list[Int]] = {}
         for line in moment.lines:
-            held.setdefault(pool[line.kind], []).append(line.n_bytes)
+            held.setdefault(own.get(line.kind, "compute"), []).append(line.n_bytes)
         pools = {name: summed(values) for name, values in held.items()}
         peak = maximum(peak, summed(pools.values()))
+        if moment.phase is Phase.INIT:
+            continue
         for name, n_bytes in pools.items():
             most[name] = maximum(most.get(name, 0), n_bytes)
     return Highest(peak, most)
-
-
-@lru_cache(maxsize=16)
-def _pools(engine: str) -> dict[Kind, str]:
-    return {kind: pool_of(kind, engine) for kind in Kind}
 
 
 def summed(values: Iterable[Int]) -> Int:

@@ -43,16 +43,16 @@ def lists_of(recipe: RecipeSpec) -> RecipeSpec | None:
     return replace(recipe, optimizer_impl="foreach")
 
 
-def of_lists(account: Account, time: StepTime, *, engine: str) -> tuple[Highest, Told]:
+def of_lists(account: Account, time: StepTime, recipe: RecipeSpec) -> tuple[Highest, Told]:
     """What an account with the step in lists says of its own layouts, and what it tells of those whose step is fused."""
     state = next(line for line in account.states if line.kind is Kind.OPTIMIZER_STATE)
     steps = [moment for moment in account.moments if moment.phase is Phase.STEP]
     others = [moment for moment in account.moments if moment.phase is not Phase.STEP]
     has_states = [any(line is state for line in moment.lines) for moment in others]
-    working = highest((one for one, has in zip(others, has_states, strict=True) if has), engine=engine)
-    without = highest((one for one, has in zip(others, has_states, strict=True) if not has), engine=engine)
-    step = highest(map(_without_temporaries, steps), engine=engine)
-    own = working.or_of(without).or_of(highest(steps, engine=engine))
+    working = highest((one for one, has in zip(others, has_states, strict=True) if has), recipe)
+    without = highest((one for one, has in zip(others, has_states, strict=True) if not has), recipe)
+    step = highest(map(_without_temporaries, steps), recipe)
+    own = working.or_of(without).or_of(highest(steps, recipe))
     return own, Told(working, without, step, account.states, time)
 
 
@@ -65,6 +65,6 @@ def of_fused(known: Told, model: ModelSpec, recipe: RecipeSpec, cluster: Cluster
     whole = trained_layout(model)
     tensors = len(whole.embeddings) + len(whole.tail) + sum(run.layers * len(run.parameters) for run in whole.runs)
     counters = step_counters(recipe.optimizer, "fused", tensors)
-    pool, n_bytes = pool_of(Kind.OPTIMIZER_STATE, recipe.engine), sum(int(line.n_bytes) for line in counters)
+    pool, n_bytes = pool_of(Kind.OPTIMIZER_STATE, recipe), sum(int(line.n_bytes) for line in counters)
     held = known.working.or_of(known.step).beside(n_bytes, pool).or_of(known.without)
     return held, stepped(known.time, (*known.states, *counters), recipe, cluster)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from zeroplan.engines.account import Account
 from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.precisions import widths
+from zeroplan.engines.reserved_shares import shares_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Phase, total_bytes
@@ -25,6 +26,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import StepTime, step_time
+from zeroplan.timeline import expected_bytes
 from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.params import parameter_count
 
@@ -228,8 +230,8 @@ def _told(
     account = _account(base, recipe, grid, card)
     time = step_time(account, base.model, recipe, grid, grid, base.cluster, mfu=mfu)
     if recipe.optimizer_impl != "foreach" or lists_of(replace(recipe, optimizer_impl="fused")) is None:
-        return highest(account.moments, engine=recipe.engine), time
-    found, known[recipe, split] = of_lists(account, time, engine=recipe.engine)
+        return highest(account.moments, recipe), time
+    found, known[recipe, split] = of_lists(account, time, recipe)
     return found, time
 
 
@@ -238,7 +240,7 @@ def _of_megatron(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | Non
     from zeroplan.engines.megatron import account_of_rank  # noqa: PLC0415  only this engine needs it
 
     ranks = [account_of_rank(at, base.model, recipe, grid, grid) for at in sorted({0, 1, grid.pp - 1})]
-    needs = [_needed(highest(one.moments, engine=recipe.engine), recipe, base) for one in ranks]
+    needs = [_needed(highest(one.moments, recipe), recipe, base) for one in ranks]
     least = np.array([grid.row(need.least_bytes) for need in needs])
     comfortable = np.array([grid.row(need.comfortable_bytes) for need in needs])
     fullest = least.argmax(axis=0)[None, :]
@@ -253,7 +255,8 @@ def _workspaces(base: JobSpec, recipe: RecipeSpec) -> Int:
 def _needed(found: Highest, recipe: RecipeSpec, base: JobSpec) -> Needed:
     """What tensors and workspaces take, and what the allocator is expected to reserve for them. [bytes]"""
     gpu, workspaces = base.cluster.gpu, _workspaces(base, recipe)
-    peak, held = found.peak_bytes + workspaces, found.reserved_bytes + workspaces
+    peak = found.peak_bytes + workspaces
+    held = expected_bytes(peak, found.streams_bytes + workspaces, shares_of(recipe, "default"))
     return Needed(peak, reserved_as_seen(Band(peak, held, held), recipe.engine, gpu).expected_bytes)
 
 
@@ -266,7 +269,7 @@ def _one_by_one(base: JobSpec, recipe: RecipeSpec, grid: Grid, *, mfu: float | N
     for at in range(grid.layouts):
         job = job_at(base, recipe, grid, at)
         account = highest_of(account_of_rank(job, rank) for rank in ranks_in_question(recipe, grid.pp))
-        needs = _needed(highest(account.moments, engine=recipe.engine), recipe, base)
+        needs = _needed(highest(account.moments, recipe), recipe, base)
         least[at], comfortable[at] = needs.least_bytes + card, needs.comfortable_bytes + card
         time = step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, mfu=mfu)
         seconds[at] = float(time.seconds)

@@ -12,15 +12,22 @@ def card_rows(answer: Estimate, table: Table) -> Iterator[str]:
 
     The allocator returns cached blocks to the driver before it runs out of memory, so the job fits without them.
     """
-    peak, reserved, outside = answer.peak_bytes, answer.reserved, answer.outside_band
+    peak, reserved = answer.peak_bytes, answer.reserved
     yield table.total("peak allocated", peak, "torch's max_memory_allocated")
     for part in answer.outside:
         yield table.band_row(part.what, part.band)
     yield table.total("must fit", answer.least_bytes)
     yield table.band_row("cached by the allocator", Band(*(int(end) - peak for end in reserved)))
-    on_card = Band(*(int(a) + int(b) for a, b in zip(reserved, outside, strict=True)))
+    on_card = shown_by_nvidia_smi(answer)
     yield table.total("nvidia-smi would show", int(on_card.expected_bytes), table.span(on_card))
     yield from _elsewhere(answer, table)
+
+
+def shown_by_nvidia_smi(answer: Estimate) -> Band:
+    """What is reserved and what lies outside the allocator, as far as the card reaches. [bytes]"""
+    both = (int(a) + int(b) for a, b in zip(answer.reserved, answer.outside_band, strict=True))
+    capacity = answer.capacity_bytes
+    return Band(*(size if capacity is None else max(answer.least_bytes, min(size, capacity)) for size in both))
 
 
 def _elsewhere(answer: Estimate, table: Table) -> Iterator[str]:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from zeroplan.comparison import Compared, Comparison
+from zeroplan.comparison import Compared, Comparison, Reserved
 from zeroplan.measurement import Measurement
-from zeroplan.report.words import item, model_words, paragraphs
-from zeroplan.units import GB, GIB, KB, KIB, MB, MIB, format_size
+from zeroplan.report.words import item, model_words, paragraphs, plural
+from zeroplan.units import GB, GIB, KB, KIB, MB, MIB, format_gb, format_size
 
 _WHAT = 34
 _ALLOCATOR = "CUDA's allocator, not judged"  # what it shows depends on the order of requests, too
@@ -19,8 +19,8 @@ def comparison_text(comparison: Comparison, measurement: Measurement, *, toleran
         list(compared_table("Memory", _memory(comparison))),
         list(compared_table("Alive at the peak (each at its own)", comparison.kinds)),
         list(compared_table("Sent and received per step", comparison.collectives)),
-        list(compared_table(_ALLOCATOR, comparison.allocator)),
-        [verdict(comparison, tolerance=tolerance)],
+        list(compared_table(_ALLOCATOR, _of_the_allocator(comparison))),
+        [verdict(comparison, tolerance=tolerance), *reserved_lines(comparison)],
         list(_remarks(measurement)),
     ]
     return paragraphs(parts)
@@ -33,8 +33,8 @@ def comparison_markdown(comparison: Comparison, measurement: Measurement, *, tol
         list(_markdown_table("memory", _memory(comparison))),
         list(_markdown_table("alive at the peak (each at its own)", comparison.kinds)),
         list(_markdown_table("sent and received per step", comparison.collectives)),
-        list(_markdown_table(_ALLOCATOR.lower(), comparison.allocator)),
-        [verdict(comparison, tolerance=tolerance)],
+        list(_markdown_table(_ALLOCATOR.lower(), _of_the_allocator(comparison))),
+        [verdict(comparison, tolerance=tolerance), *(f"\n{line}" for line in reserved_lines(comparison))],
         [f"- {remark}" for remark in measurement.remarks],
     ]
     return paragraphs(parts)
@@ -52,7 +52,9 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
         "phases": [row_payload(row) for row in comparison.phases],
         "kinds": [row_payload(row) for row in comparison.kinds],
         "collectives": [row_payload(row) for row in comparison.collectives],
-        "allocator": [row_payload(row) for row in comparison.allocator],
+        "allocator": [row_payload(row) for row in _of_the_allocator(comparison)],
+        "reserved": [_reserved_payload(one) for one in comparison.reserved],
+        "contradicted": comparison.contradicted,
         "measurement": asdict(measurement),
     }
 
@@ -101,6 +103,51 @@ def verdict(comparison: Comparison, *, tolerance: float) -> str:
         for row in beyond
     )
     return f"It does not agree {within}: {figures}."
+
+
+def _of_the_allocator(comparison: Comparison) -> tuple[Compared, ...]:
+    """What it counts at the peak, and what it reserves beside the middle of the estimate's band."""
+    middles = (
+        Compared(f"reserved, {_SETTINGS[one.settings]}", int(one.band.expected_bytes), one.measured)
+        for one in comparison.reserved
+    )
+    return (*comparison.allocator, *middles)
+
+
+_SETTINGS = {"default": "default", "expandable_segments": "expandable segments"}
+
+
+def reserved_lines(comparison: Comparison) -> Iterator[str]:
+    """Whether what is reserved lies in the estimate's bands, and what comes of it on a card of the job's size."""
+    for one in comparison.reserved:
+        where = "inside" if one.inside else "OUTSIDE"
+        band = f"{format_gb(int(one.band.low_bytes))} to {format_gb(int(one.band.high_bytes))}"
+        yield f"Reserved, {_SETTINGS[one.settings]}: {format_gb(one.measured)}, {where} the estimate's band of {band}."
+    yield from map(_on_card, (one for one in comparison.reserved if one.card is not None))
+    if comparison.contradicted:
+        yield "The estimate says that the job fits; in this replay it does not."
+
+
+def _on_card(one: Reserved) -> str:
+    """What came of the requests on a card of the job's size."""
+    card = one.card
+    assert card is not None  # noqa: S101  its callers have looked
+    begin = f"Replayed with a card of this size, {_SETTINGS[one.settings]}: the allocator has {format_gb(card.room_bytes)}"
+    if not card.retries:
+        return f"{begin}, enough for all that it reserves."
+    freed = f"{begin}, less than it would reserve. It frees cached blocks and tries again {plural(card.retries, 'time')}"
+    if not card.fits:
+        return f"{freed}, and still runs out of memory in the {card.phase}."
+    often = f"{card.retries_in_last_step:,} of them in the last step"
+    return f"{freed}, {often}. The job runs, with {format_gb(card.reserved_bytes)} reserved at most."
+
+
+def _reserved_payload(one: Reserved) -> dict[str, object]:
+    """One figure beside its band, as data."""
+    low, expected, high = map(int, one.band)
+    band = {"low_bytes": low, "expected_bytes": expected, "high_bytes": high}
+    card = None if one.card is None else asdict(one.card)
+    return {"settings": one.settings, **band, "measured_bytes": one.measured, "inside": one.inside, "card": card}
 
 
 def _memory(comparison: Comparison) -> tuple[Compared, ...]:

@@ -51,6 +51,9 @@ def estimate_payload(answer: Estimate, notes: Sequence[str] = (), changes: Seque
         "peak": {**_moment(answer.peak), "lines": [_line(line) for line in answer.peak.lines if line.n_bytes]},
         "moments": [_moment(moment) for moment in answer.moments],
         "reserved": _band(answer.reserved),
+        "reserved_with_expandable_segments": _band(answer.reserved_with("expandable_segments")),
+        "under_pressure": _band(answer.under_pressure()),
+        "allocator_room_bytes": answer.allocator_room_bytes,
         "outside_allocator": {
             **_band(answer.outside_band),
             "parts": [{"what": part.what, **_band(part.band), "source": part.source} for part in answer.outside],

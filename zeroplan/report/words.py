@@ -1,7 +1,7 @@
 """What every rendering of an answer shares: how text is laid out, what the job is, what a parameter costs, whether it fits."""
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -246,11 +246,32 @@ def verdict_sentence(answer: Estimate, unit: Unit | None = None, *, name_a_gpu: 
     gpu = answer.job.cluster.gpu
     name = "" if gpu is None else gpu.full_name
     capacity, room = size(answer.capacity_bytes), size(abs(answer.room_bytes or 0))
-    if answer.verdict == "fits":
-        return f"It fits {name} ({capacity}), with {room} of room."
-    if answer.verdict == "tight":
-        return (
-            f"It fits {name} ({capacity}) tightly: {room} of room beside the peak, less than the allocator would cache. "
-            f"nvidia-smi will show the card as almost full. Set {EXPANDABLE}."
-        )
-    return f"It does not fit {name} ({capacity}): {room} too much."
+    if answer.verdict == "does not fit":
+        return f"It does not fit {name} ({capacity}): {room} too much."
+    tightly, way_out = (" tightly", f" Set {EXPANDABLE}.") if answer.verdict == "tight" else ("", "")
+    pressed = allocator_sentence(answer, unit)
+    return f"It fits {name} ({capacity}){tightly}, with {room} of room beside the peak.{pressed and ' ' + pressed}{way_out}"
+
+
+def allocator_sentence(answer: Estimate, unit: Unit | None = None) -> str:
+    """What happens where the allocator would reserve more than the GPU has for it; empty where it would not, or none is named."""
+    room, band = answer.allocator_room_bytes, answer.reserved
+    if room is None or answer.verdict == "does not fit" or int(band.high_bytes) <= room:
+        return ""
+    size = format_size if unit is None else unit.size
+    may = "would" if int(band.low_bytes) > room else "may"
+    span = f"{size(int(band.low_bytes))} to {size(int(band.high_bytes))}"
+    return (
+        f"The allocator {may} reserve {span} where it has {size(room)}; it then frees cached blocks and tries again, which costs "
+        f"time. {_with_fragmentation(answer, room, size)}"
+    )
+
+
+def _with_fragmentation(answer: Estimate, room: int, size: Callable[[int], str]) -> str:
+    """Whether the peak fits with what cannot be given back, by the smallest room in which like jobs ran."""
+    _, expected, most = map(int, answer.under_pressure())
+    if most <= room:
+        return f"With fragmentation the peak needs {size(most)} at most, which fits."
+    if expected <= room:
+        return f"With fragmentation the peak needs {size(expected)}, which fits, but up to {size(most)}, which would not."
+    return f"With fragmentation the peak needs {size(expected)}, more than that: it may run out of memory."

@@ -1,19 +1,18 @@
-"""What pages show of the records: how true the estimate is, and how the band of what is reserved compares."""
+"""What pages show of the records: how true the estimate is."""
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import TYPE_CHECKING
 
 from tests.docs.generated.markdown import table
 from tests.measured import stored
-from tests.measured.errors import engine_of, held
-from zeroplan import estimate
+from tests.measured.errors import held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 _PUBLISHED = Path(__file__).parents[2] / "on_gpus" / "published.toml"
 
@@ -46,20 +45,3 @@ def _published() -> Iterator[tuple[str, ...]]:
         some = [row for row in torchtitan if words in row["what"]]
         errors = (f"{float(row['predicted']) / float(row['measured']) - 1:+.1%}" for row in some)
         yield (what, "GPUs running torchtitan of March 2024, which kept fp32 logits", f"{len(some)}", ", ".join(errors))
-
-
-def reserved() -> str:
-    """The expected figure of what is reserved over what the model of the allocator shows, by engine and setting."""
-    shares: dict[str, dict[str, list[float]]] = {}
-    for record in stored.records():
-        expected = estimate(record.job).reserved.expected_bytes
-        of = shares.setdefault(engine_of(record.job), {"default": [], "expandable_segments": []})
-        for shown in record.allocator:
-            of[shown.settings].append(expected / shown.reserved_bytes)
-    rows = [(engine, *(_median_and_eight_of_ten(some) for some in of.values())) for engine, of in sorted(shares.items())]
-    return table(("engine", "default settings", "expandable segments"), rows)
-
-
-def _median_and_eight_of_ten(shares: Sequence[float]) -> str:
-    tenths = quantiles(shares, n=10)
-    return f"{tenths[4]:.0%} ({100 * tenths[0]:.0f} to {100 * tenths[8]:.0f})"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from zeroplan.engines.device import workspace
+from zeroplan.engines.device import allocator_room, workspace
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
@@ -48,11 +48,12 @@ _NVME = ("what goes to NVMe moved no data: DeepSpeed's own swapping ran with a s
 
 def simulate(
     job: JobSpec, *, rank: int = 0, steps: int = 2, all_layers: bool = True, say: Callable[[str], None] | None = None,
-    make: Callable[[], Workload] | None = None,
+    make: Callable[[], Workload] | None = None, least_room: bool = False,
 ) -> Measurement:  # fmt: skip
     """Measure a job without memory or GPU; the last step is the steady state. ``say`` is told how far it is.
 
-    ``make`` builds another workload than the job's own model, which is run as it is.
+    ``make`` builds another workload than the job's own model, which is run as it is. ``least_room`` also looks for the smallest
+    room in which the allocator goes through the run.
 
     Without ``all_layers`` a few are run and the rest extended from them (:mod:`zeroplan.verify.watching.extend`), or all after
     all where they are not alike. DDP and DeepSpeed settle in the third step. DeepSpeed always runs all layers; it patches torch for
@@ -80,7 +81,12 @@ def simulate(
         initialisation=initialisation(timeline),
         steps=steps_measured(timeline),
         collectives=collectives(recording),
-        allocator=replays.measured(recording, workspace_bytes=workspace_bytes),
+        allocator=replays.measured(
+            recording,
+            workspace_bytes=workspace_bytes,
+            room_bytes=allocator_room(job.mesh, job.cluster.gpu),
+            least_room=least_room,
+        ),
         nvme_bytes=_on_nvme(job.recipe),
         remarks=remarks,
         seconds=time.perf_counter() - began,

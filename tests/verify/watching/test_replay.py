@@ -1,0 +1,57 @@
+"""A recording made by hand, replayed on cards of several sizes."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+from zeroplan.ledger import Phase
+from zeroplan.units import MIB
+from zeroplan.verify.watching.recording import STILL_HELD, Block, Recording, Span
+from zeroplan.verify.watching.replay import Replays, replay
+
+STEPS = ((0, Phase.FORWARD, 0), (0, Phase.BACKWARD, 4), (0, Phase.STEP, 6), (1, Phase.FORWARD, 6), (1, Phase.STEP, 8))
+
+
+def recording(*lives: tuple[int, int, int, int]) -> Recording:
+    """Blocks as (MiB, stream, asked for, given back)."""
+    blocks = []
+    for size, stream, born, died in lives:
+        blocks.append(Block(size * MIB, born, "aten.empty", "", 0, stream))
+        blocks[-1].died = died
+    return Recording(blocks, [Span(*span) for span in STEPS], [], 8)
+
+
+#: 40 MiB of one stream, then 60 of another, then 40 of the first again; at most 60 at once.
+TURNS = recording((40, 0, 1, 2), (60, 1, 3, 4), (40, 0, 5, 6), (60, 1, 7, 8))
+#: 40 MiB of which 20 stay in use, when another stream asks for 60.
+HELD = recording((40, 0, 1, 2), (20, 0, 3, STILL_HELD), (60, 1, 4, 5), (60, 1, 6, 7))
+
+
+def test_a_card_that_never_runs_out_keeps_both_streams_blocks():
+    shown = replay(TURNS, workspace_bytes=0)
+    assert (max(shown.allocated), shown.reserved[-1]) == (60 * MIB, 100 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("room", "fits", "reserved", "retries", "in_last_step", "phase"),
+    [
+        (100, True, 100, 0, 0, ""),
+        (80, True, 60, 3, 1, ""),  # each stream's block goes when the other asks
+        (50, False, 40, 1, 0, "forward"),
+    ],
+)
+def test_a_full_card_gives_blocks_back_and_counts_how_often(
+    room: int, fits: bool, reserved: int, retries: int, in_last_step: int, phase: str
+):
+    found = Replays.of(TURNS, workspace_bytes=0).measured(TURNS, workspace_bytes=0, room_bytes=room * MIB)[0].card
+    assert found is not None
+    assert (found.fits, found.reserved_bytes, found.room_bytes) == (fits, reserved * MIB, room * MIB)
+    assert (found.retries, found.retries_in_last_step, found.phase) == (retries, in_last_step, phase)
+
+
+def test_the_least_room_is_the_peak_and_what_cannot_be_given_back():
+    """A block in use keeps its whole segment with default settings, and its own pages with expandable ones."""
+    default, expandable = Replays.of(HELD, workspace_bytes=0).measured(HELD, workspace_bytes=0, least_room=True)
+    assert default.card is None
+    assert default.least_room_bytes == 100 * MIB
+    assert expandable.least_room_bytes == 80 * MIB == expandable.allocated_bytes
