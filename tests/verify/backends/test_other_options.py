@@ -86,14 +86,14 @@ def test_the_engine_takes_what_is_estimated(name: str):
 def test_without_the_wrapper_one_rank_has_no_buckets():
     plain, wrapped = (estimate(JOBS[name]) for name in ("plain loop", "ddp around one rank"))
     assert wrapped.peak_bytes - plain.peak_bytes == 4 * plain.parameters
-    (note,) = plain.notes
+    (note,) = [note for note in plain.notes if "plain loop" in note]
     assert f"DDP adds {4 * plain.parameters / 2**30:.2f} GiB" in note
-    assert not wrapped.notes
+    assert not any("plain loop" in note for note in wrapped.notes)
 
 
 def test_the_rank_that_the_figures_are_of_is_named():
     asked = JOBS["ddp, stage 1, another rank takes more in the step"]
-    (note,) = estimate(asked).notes
+    (note,) = [note for note in estimate(asked).notes if "whole tensors" in note]
     assert "rank 0 holds the most optimizer state, and rank 1 needs the most in the optimizer step" in note
     assert fullest_rank(asked) == 1
 
