@@ -130,11 +130,11 @@ def _varied() -> Iterator[str]:
 
 
 _COVERED = """\
-{jobs} jobs drawn at random, not among those above: 1, 2 and 3 ranks (that share what is sharded) and more; every implementation of the optimizers that fake
-tensors take; accumulation with and without `no_sync`; kept logits, a chunked loss, eager attention, some blocks recomputed; DDP's
-options; FSDP2's `reshard_after_forward` as a number too, `reduce_dtype`, replicas, CPU offload; DeepSpeed's buckets, overlap, sums
-and thresholds. They do not cover other units of FSDP2 than blocks and a root, explicit prefetching, Lion, Muon or 8-bit AdamW, and
-no real memory of a GPU.
+{jobs} jobs drawn at random, not among those above. They vary the ranks that share what is sharded (1, 2, 3 and more), every
+implementation of the optimizers that fake tensors take, accumulation with and without `no_sync`, kept logits, a chunked loss, eager
+attention, how many blocks are recomputed, DDP's options, FSDP2's `reshard_after_forward` (a number too), `reduce_dtype`, replicas,
+CPU offload, and DeepSpeed's buckets, overlap, sums and thresholds. They do not cover other units of FSDP2 than blocks and a root,
+explicit prefetching, Lion, Muon or 8-bit AdamW, and no memory of a real GPU.
 """
 
 
