@@ -1,8 +1,9 @@
 """How far did the allocator's reserve go beyond what the moments of a step say? Measured, by engine and stage.
 
 The requests of real engines, recorded on fake tensors, were replayed through the model of CUDA's allocator
-(:mod:`zeroplan.allocator`): more than 800 jobs of models from 135 million to 405 billion parameters and of layers of larger ones, on
-1 to 512 ranks (``tests/measured/matrix.jsonl``, ``options.jsonl`` and every other job of the samples over single options). A band
+(:mod:`zeroplan.allocator`): more than 800 jobs of models from 135 million to 405 billion parameters and of layers of
+larger ones, on 1 to 512 ranks (``tests/measured/matrix.jsonl``, ``options.jsonl`` and every other job of the samples over single
+options). A band
 begins with the job that reserves least, and ends where all but one in fifty of an engine's and stage's jobs end. ``rooms.jsonl``
 has jobs that were also replayed with ever smaller cards. ``python -m tests.measured.reserved`` derives these figures. The tests
 demand that they are what the records say, and that 95 in 100 records lie in the band, and of those that it was not derived

@@ -94,11 +94,14 @@ def linear(
     weights = [width, matrix] if bias else [matrix]
     kept = "" if value in tape.constants else matrix  # the weight's copy is needed for the gradient of the input alone
     before = weights[addmm:] if tape.autocast else []
-    casts = [_weight(tape, elements, site, tracked=elements is kept) for elements in before]
+    casts = [
+        _weight(tape, elements, site, tracked=elements is kept, of="weight" if elements is matrix else "bias")
+        for elements in before
+    ]
     with tape.unless_constant(value):
         given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
     if addmm and tape.autocast:
-        casts.append(_weight(tape, width, site, tracked=False))
+        casts.append(_weight(tape, width, site, tracked=False, of="bias"))
     made = tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
     if not bias:
         tape.product(made.store)
@@ -116,7 +119,7 @@ def linear(
     return made
 
 
-def _weight(tape: Tape, elements: str, site: Site, *, tracked: bool) -> Value:
+def _weight(tape: Tape, elements: str, site: Site, *, tracked: bool, of: str) -> Value:
     """Autocast's copy of a weight or bias: its gradient is made in 16 bits and then cast.
 
     The engine counts the bytes of a weight's copy, which is kept for the backward; that of a bias is not.
@@ -129,7 +132,7 @@ def _weight(tape: Tape, elements: str, site: Site, *, tracked: bool) -> Value:
         tape.weight_gradient(elements)
         return []
 
-    tape.add(f"{site.name}: cast of the weight gradient", (made,), (), backward)
+    tape.add(f"{site.name}: cast of the {of} gradient", (made,), (), backward)
     return made
 
 
