@@ -12,15 +12,21 @@ def card_rows(answer: Estimate, table: Table) -> Iterator[str]:
 
     The allocator returns cached blocks to the driver before it runs out of memory, so the job fits without them.
     """
-    peak, reserved = answer.peak_bytes, answer.reserved
-    yield table.total("peak allocated", peak, "torch's max_memory_allocated")
+    yield table.total("peak allocated", answer.peak_bytes, "torch's max_memory_allocated")
     for part in answer.outside:
         yield table.band_row(part.what, part.band)
     yield table.total("must fit", answer.least_bytes)
-    yield table.band_row("cached by the allocator", Band(*(int(end) - peak for end in reserved)))
+    yield table.band_row("cached by the allocator", cached(answer))
     on_card = shown_by_nvidia_smi(answer)
     yield table.total("nvidia-smi would show", int(on_card.expected_bytes), table.span(on_card))
     yield from _elsewhere(answer, table)
+
+
+def cached(answer: Estimate) -> Band:
+    """What the allocator keeps of freed blocks beside the peak, as far as the card has room for it. [bytes]"""
+    beside = (int(end) - answer.peak_bytes for end in answer.reserved)
+    room = answer.room_bytes
+    return Band(*(size if room is None else min(size, max(room, 0)) for size in beside))
 
 
 def shown_by_nvidia_smi(answer: Estimate) -> Band:
