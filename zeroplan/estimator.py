@@ -314,8 +314,11 @@ def needed_by(account: Account, job: JobSpec) -> Needed:
     """What a GPU with this account of the job needs. [bytes]"""
     workspaces = _workspaces(job)
     beside = total_band(outside(job.mesh, job.cluster.gpu)).expected_bytes
-    band = _reserved(tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account.moments), job)
-    return Needed(band.low_bytes + beside, band.expected_bytes + beside)
+    moments = tuple(moment._replace(lines=(*moment.lines, *workspaces)) for moment in account.moments)
+    highest: Int = 0
+    for moment in moments:
+        highest = maximum(highest, moment.total_bytes)
+    return Needed(highest + beside, _reserved(moments, job).expected_bytes + beside)
 
 
 def _of_each_rank(job: JobSpec, batch: Batch) -> tuple[Account, ...]:
