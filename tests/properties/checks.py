@@ -77,7 +77,7 @@ def adds_up(job: JobSpec, _: Random) -> None:
     assert all(type(line.n_bytes) is int and line.n_bytes >= 0 for line in (*answer.host, *answer.nvme))
     assert sum(answer.states_by_kind.values()) == sum(line.n_bytes for line in answer.states)
     low, expected, high = answer.reserved
-    assert answer.peak_bytes == low <= expected <= high
+    assert answer.peak_bytes <= low <= expected <= high
     assert answer.traffic.total_bytes == sum(call.sent_bytes for call in answer.traffic.collectives) >= 0
     assert least(answer) <= sum(answer.states_by_kind.values()) + answer.host_bytes + answer.nvme_bytes, "less than the shard"
     assert answer.peak_bytes <= most(job, answer.parameters), "more than could ever be asked for"
