@@ -35,9 +35,14 @@ def test_ninety_five_in_a_hundred_records_lie_in_the_band(
         assert sum(one.inside for one in of_engine) >= 0.95 * sum(one.of for one in of_engine) > 0
 
 
-def test_of_jobs_that_it_was_not_derived_from_as_many(bands: tuple[str, list[reserved.Held], list[reserved.Held]]):
+def test_of_jobs_that_it_was_not_derived_from_hardly_fewer(bands: tuple[str, list[reserved.Held], list[reserved.Held]]):
+    """They are a sample: 95 in 100 less two standard errors. How many they are stands on the page of limits."""
     _, _, held_out = bands
-    assert sum(one.inside for one in held_out) >= 0.95 * sum(one.of for one in held_out) > 150
+    records = sum(one.of for one in held_out)
+    least = 0.95 - 2 * (0.95 * 0.05 / records) ** 0.5
+    assert sum(one.inside for one in held_out) >= least * records
+    assert records > 150
+    assert least > 0.9
 
 
 def test_the_bands_are_narrow_enough_to_say_something(bands: tuple[str, list[reserved.Held], list[reserved.Held]]):
@@ -81,3 +86,17 @@ def test_a_comparison_says_what_lies_outside_the_band():
     assert found.reserved[0]._replace(measured=low).inside
     assert not found.reserved[0]._replace(measured=high + 1).inside
     assert not found.reserved[0]._replace(measured=low - 1).inside
+
+
+@pytest.mark.parametrize(("recompute", "gib"), [("full", 31.02), ("selective", 59.41)])
+def test_what_torchtitan_published_of_a_gpu_lies_in_the_band(recompute: str, gib: float):
+    """Pull request 165 of March 2024: Llama 2 7B, FSDP2 on 8 H100, 8 x 2,048 tokens, fp32 logits; in % of 95.04 GiB."""
+    answer = estimate(
+        job(
+            model="llama-2-7b", gpus=8, stage=3, engine="fsdp2", micro_batch=8, seq_len=2048, recompute=recompute,
+            keep_logits="fp32", optimizer_impl="foreach",
+        )
+    )  # fmt: skip
+    low, expected, high = (int(size) / 2**30 for size in answer.reserved)
+    assert low < gib < high
+    assert abs(expected / gib - 1) < 0.05

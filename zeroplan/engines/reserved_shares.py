@@ -1,13 +1,12 @@
 """How far did the allocator's reserve go beyond what the moments of a step say? Measured, by engine and stage.
 
 The requests of real engines, recorded on fake tensors, were replayed through the model of CUDA's allocator
-(:mod:`zeroplan.allocator`): more than 800 jobs of models from 135 million to 405 billion parameters and of layers of
-larger ones, on 1 to 512 ranks (``tests/measured/matrix.jsonl``, ``options.jsonl`` and every other job of the samples over single
-options). A band
-begins with the job that reserves least, and ends where all but one in fifty of an engine's and stage's jobs end. ``rooms.jsonl``
-has jobs that were also replayed with ever smaller cards. ``python -m tests.measured.reserved`` derives these figures. The tests
-demand that they are what the records say, and that 95 in 100 records lie in the band, and of those that it was not derived
-from, too.
+(:mod:`zeroplan.allocator`): more than 800 jobs of models from 135 million to 405 billion parameters and of layers of larger
+ones, on 1 to 512 ranks (``tests/measured/matrix.jsonl``, ``options.jsonl`` and every other job of the samples over single
+options). A band begins with the job that reserves least, and ends where all but one in fifty of an engine's and stage's jobs
+end. ``rooms.jsonl`` has jobs that were also replayed with ever smaller cards. ``python -m tests.measured.reserved`` derives these
+figures. The tests demand that they are what the records say, and that 95 in 100 records of each engine lie in the band; of the
+records that it was not derived from as many, within two standard errors.
 """
 
 from typing import NamedTuple
@@ -37,36 +36,36 @@ _Of = tuple[Shares, Shares]
 _MEASURED: dict[tuple[str, int], _Of] = {
     # derived: python -m tests.measured.reserved
     ("ddp", 0): (
-        Shares(low=20, expected=1055, high=357, pressed=1080, pressed_most=1223),
-        Shares(low=1, expected=1015, high=222, pressed=1004, pressed_most=1019),
+        Shares(low=20, expected=1055, high=357, pressed=1034, pressed_most=1112),
+        Shares(low=1, expected=1015, high=222, pressed=1004, pressed_most=1017),
     ),
     ("ddp", 1): (
-        Shares(low=14, expected=1105, high=389, pressed=1080, pressed_most=1223),
-        Shares(low=1, expected=1039, high=253, pressed=1004, pressed_most=1019),
+        Shares(low=14, expected=1106, high=389, pressed=1034, pressed_most=1112),
+        Shares(low=1, expected=1039, high=253, pressed=1004, pressed_most=1017),
     ),
     ("deepspeed", 0): (
-        Shares(low=-125, expected=1089, high=185, pressed=1080, pressed_most=1223),
-        Shares(low=-570, expected=1010, high=67, pressed=1004, pressed_most=1019),
+        Shares(low=-125, expected=1089, high=185, pressed=1082, pressed_most=1225),
+        Shares(low=-570, expected=1010, high=67, pressed=1010, pressed_most=1041),
     ),
     ("deepspeed", 1): (
-        Shares(low=-384, expected=1197, high=267, pressed=1080, pressed_most=1223),
-        Shares(low=-600, expected=1042, high=73, pressed=1004, pressed_most=1019),
+        Shares(low=-384, expected=1197, high=267, pressed=1082, pressed_most=1225),
+        Shares(low=-600, expected=1042, high=73, pressed=1010, pressed_most=1041),
     ),
     ("deepspeed", 2): (
-        Shares(low=-308, expected=1210, high=351, pressed=1080, pressed_most=1223),
-        Shares(low=-436, expected=1078, high=89, pressed=1004, pressed_most=1019),
+        Shares(low=-308, expected=1210, high=351, pressed=1082, pressed_most=1225),
+        Shares(low=-436, expected=1078, high=89, pressed=1010, pressed_most=1041),
     ),
     ("deepspeed", 3): (
-        Shares(low=-161, expected=1170, high=2347, pressed=1080, pressed_most=1223),
-        Shares(low=-417, expected=1077, high=1397, pressed=1004, pressed_most=1019),
+        Shares(low=-161, expected=1170, high=2347, pressed=1082, pressed_most=1225),
+        Shares(low=-417, expected=1077, high=1397, pressed=1010, pressed_most=1041),
     ),
     ("fsdp2", 2): (
-        Shares(low=42, expected=1109, high=570, pressed=1080, pressed_most=1223),
-        Shares(low=1, expected=1037, high=336, pressed=1004, pressed_most=1019),
+        Shares(low=42, expected=1107, high=545, pressed=1075, pressed_most=1327),
+        Shares(low=1, expected=1036, high=328, pressed=1003, pressed_most=1016),
     ),
     ("fsdp2", 3): (
-        Shares(low=34, expected=1130, high=489, pressed=1080, pressed_most=1223),
-        Shares(low=2, expected=1059, high=290, pressed=1004, pressed_most=1019),
+        Shares(low=34, expected=1128, high=489, pressed=1075, pressed_most=1327),
+        Shares(low=1, expected=1054, high=316, pressed=1003, pressed_most=1016),
     ),
     # end
 }
