@@ -7,13 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from zeroplan import BatchSpec, ClusterSpec, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
+from tests.properties.checks import grid_is_its_points
+from tests.properties.nightly import drawn
+from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
 from zeroplan.engines.deepspeed.buckets import schedule
 from zeroplan.engines.deepspeed.flat import row
 from zeroplan.engines.deepspeed.gradients import Plan, course_of
 from zeroplan.engines.deepspeed.quantized import sharing_of
 from zeroplan.errors import SpecError
 from zeroplan.resolve import job as described
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.transformer.params import runs_in_order
 
@@ -85,3 +88,15 @@ def test_a_column_of_ranks_is_refused_where_gathers_depend_on_them():
     assert sharing_of(recipe, np.array([8, 8])).ranks == 8
     with pytest.raises(SpecError, match="one number after the other"):
         sharing_of(recipe, np.array([8, 16]))
+
+
+def test_a_column_of_ranks_has_no_smaller_shard_where_it_is_the_ranks_own():
+    model = replace(
+        LLAMA, family="qwen2", hidden_size=210, intermediate_size=15_168, num_hidden_layers=2, num_attention_heads=21,
+        num_key_value_heads=3, head_dim=10, vocab_size=3599, attention_bias=True, tie_word_embeddings=True,
+        adapter=AdapterSpec(rank=4, targets="v_proj,up_proj"),
+    )  # fmt: skip
+    recipe = RecipeSpec(recompute="full", fsdp2=Fsdp2Options(reshard_after_forward=2, torch="2.15"))
+    job = JobSpec(model=model, recipe=recipe, mesh=MeshSpec(dp_replicate=4, dp_shard=2), batch=BatchSpec(seq_len=1))
+    assert not any("resharding" in moment.name for moment in estimate(job).moments)
+    grid_is_its_points(job, drawn(579))

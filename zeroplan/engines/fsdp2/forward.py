@@ -21,8 +21,9 @@ from zeroplan.engines.fsdp2.buffers import (
 )
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
+from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.numeric import Int, ceil_div, maximum
+from zeroplan.numeric import Int, ceil_div, maximum, where
 
 
 def left_by_earlier(plan: Plan) -> tuple[Line, ...]:
@@ -71,11 +72,22 @@ def forward(plan: Plan) -> Iterator[Moment]:
         inside = (*one.saved, *one.forward) if again == "none" else (*one.kept(again), *one.forward_recompute)
         yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *one.entered, *inside))
         if plan.of_torch_2_15 and not isinstance(plan.reshard, bool):
-            beside = (*one.checkpoint, *one.saved) if again == "none" else one.kept(again)
-            made = flowing(plan, "this block's output")._replace(kind=Kind.TEMPORARY)
-            yield Moment(
-                f"forward: resharding {position.name}", Phase.FORWARD, (*common, *beside, made, _cut(plan, position.run))
-            )
+            yield _resharding(plan, position, common)
+
+
+def _resharding(plan: Plan, position: Position, common: tuple[Line, ...]) -> Moment:
+    """The block has run and is cut to its smaller shard, beside its output.
+
+    In a column all lines are 0 at places with as many ranks as ways: ``fully_shard`` treats that number as ``True``.
+    """
+    one, again = plan.passes[position.run], plan.recomputes[position.run]
+    inside = (*one.checkpoint, *one.saved) if again == "none" else one.kept(again)
+    made = flowing(plan, "this block's output")._replace(kind=Kind.TEMPORARY)
+    lines = (*common, *inside, made, _cut(plan, position.run))
+    if not isinstance(plan.n, int):
+        there = where(plan.n == plan.reshard, 0, 1)
+        lines = tuple(line._replace(n_bytes=line.n_bytes * there) for line in lines)
+    return Moment(f"forward: resharding {position.name}", Phase.FORWARD, lines)
 
 
 def _cut(plan: Plan, run: int) -> Line:
