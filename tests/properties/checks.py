@@ -20,6 +20,7 @@ from zeroplan import BatchSpec, Estimate, JobSpec, Kind, MeshSpec, RecipeSpec, e
 from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model as published
 from zeroplan.engines.account import Account
+from zeroplan.engines.megatron import ATTENTION_MASK
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of, engine_module
@@ -367,7 +368,8 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
     """More recomputation needs at most a checkpoint's inputs more, and gradients, beside a forward that is run again.
 
     Where the backward of the highest block is the peak there is nothing left to save: what its checkpoint holds comes on top. A
-    forward that is run again stands beside what the backward has made until then, as the one that was run first did not. Blocks
+    forward that is run again stands beside what the backward has made until then, as the one that was run first did not.
+    Megatron-LM's checkpoints save the attention mask of every micro-batch in flight; without them only one mask is there. Blocks
     that are frozen, or whose adapters are in the MLP alone, save nothing below the lowest gradient, but checkpoints do: they are
     not asked. A profile made up by hand is not, either. Where DeepSpeed looks ahead, a block that is run again is what comes next.
     """
@@ -378,7 +380,7 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
     more = _changed(job, recipe=_told(job, recompute_layers=None, offload_activations=False))
     selective = at == 2 and not _gathers_ahead(job)  # which has none
     less = _changed(more, recipe=_told(more, recompute="selective" if selective else "none"))
-    own = _of_peak(more, *_OF_CHECKPOINTS) + _of_megatron(more)
+    own = _of_peak(more, *_OF_CHECKPOINTS) + _of_megatron(more) + _masks_in_checkpoints(more, less)
     if any(line.reason == "activations of the block that runs" for line in answered(more).peak.lines):  # its input among them
         own += (4 if job.recipe.precision == "fp32" else 2) * _tokens(job) * model.hidden_size
     own += _kept_selectively(more)
@@ -427,6 +429,18 @@ def _of_megatron(more: JobSpec) -> int:
         return 0
     mlp = sum(int(line.n_bytes) for line in answer.peak.lines if line.reason.startswith(("MLP: ", "experts: ", "router: ")))
     return mlp + -(-_of_peak(more, "inputs of both norms") // 2)
+
+
+def _masks_in_checkpoints(more: JobSpec, less: JobSpec) -> int:
+    """The data loader's masks that Megatron-LM's checkpoints save, beyond those that are there without them. [bytes]
+
+    Source: Megatron-LM 2026-08, ``_checkpointed_attention_forward`` (megatron/core/transformer/attention.py) and
+    ``checkpointed_forward`` (megatron/core/recompute.py) pass the mask to ``CheckpointFunction``, which saves its arguments.
+    """
+    without = max(
+        sum(int(line.n_bytes) for line in moment.lines if line.reason == ATTENTION_MASK) for moment in answered(less).moments
+    )
+    return max(0, _of_peak(more, ATTENTION_MASK) - without)
 
 
 def _tokens(job: JobSpec) -> int:

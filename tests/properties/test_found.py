@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.properties.checks import grid_is_its_points
+from tests.properties.checks import falls_with_recomputation, grid_is_its_points
 from tests.properties.nightly import drawn
 from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
 from zeroplan.engines.deepspeed.buckets import schedule
 from zeroplan.engines.deepspeed.flat import row
 from zeroplan.engines.deepspeed.gradients import Plan, course_of
 from zeroplan.engines.deepspeed.quantized import sharing_of
+from zeroplan.engines.megatron import ATTENTION_MASK
 from zeroplan.errors import SpecError
 from zeroplan.resolve import job as described
 from zeroplan.spec.adapter import AdapterSpec
@@ -100,3 +101,19 @@ def test_a_column_of_ranks_has_no_smaller_shard_where_it_is_the_ranks_own():
     job = JobSpec(model=model, recipe=recipe, mesh=MeshSpec(dp_replicate=4, dp_shard=2), batch=BatchSpec(seq_len=1))
     assert not any("resharding" in moment.name for moment in estimate(job).moments)
     grid_is_its_points(job, drawn(579))
+
+
+def test_checkpoints_of_megatron_save_the_mask_of_every_micro_batch_in_flight():
+    moe = MoeSpec(num_experts=64, num_experts_per_tok=2, moe_intermediate_size=1688)
+    model = replace(
+        LLAMA, family="qwen3_moe", hidden_size=48, intermediate_size=488, num_hidden_layers=6, num_attention_heads=12,
+        num_key_value_heads=6, head_dim=4, vocab_size=18, tie_word_embeddings=True, moe=moe,
+    )  # fmt: skip
+    recipe = RecipeSpec(engine="megatron", zero_stage=1, recompute="selective", attention="flash", sequence_parallel=True)
+    batch = BatchSpec(seq_len=3623, grad_accum_steps=2)
+    job = JobSpec(model=model, recipe=recipe, mesh=MeshSpec(dp_shard=150, pp=2, ep=2), batch=batch)
+    falls_with_recomputation(job, drawn(5229))
+    kept = replace(job, recipe=replace(recipe, recompute="none"))
+    first = [estimate(one, pipeline_rank=0).moments for one in (kept, job)]
+    masks = [{line.n_bytes for moment in every for line in moment.lines if line.reason == ATTENTION_MASK} for every in first]
+    assert masks == [{3623**2}, {2 * 3623**2}]

@@ -42,6 +42,7 @@ CROSS_ENTROPY = "Megatron-LM 2026-08, megatron/core/tensor_parallel/cross_entrop
 FUSED = "Megatron-LM 2026-08, megatron/core/fusions/fused_cross_entropy.py, calculate_predicted_logits"
 LOCAL = "Megatron-LM 2026-08, megatron/core/transformer/dot_product_attention.py, DotProductAttention.forward"
 MASK = "Megatron-LM 2026-08, megatron/core/utils.py, get_batch_on_this_tp_rank"
+MASK_SAVED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/random.py, CheckpointFunction.forward"
 REPORT = "Megatron-LM 2026-08, megatron/training/theoretical_memory_usage.py, compute_activation_memory"
 SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches"
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
@@ -56,6 +57,7 @@ _ENDS = (
 )
 #: Megatron-LM pads the vocabulary to a multiple of this times the tensor-parallel ranks (``--make-vocab-size-divisible-by``).
 VOCABULARY_MULTIPLE = 128
+ATTENTION_MASK = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
 
 
 class Bytes(NamedTuple):
@@ -377,12 +379,14 @@ def _embedded(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
 
 
 def _attention_mask(rank: Rank, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Line:
-    """One byte for each pair of tokens: of the batch that goes forward; what is recomputed keeps it until its backward."""
+    """One byte for each pair of tokens, of the micro-batch that runs forward.
+
+    With recomputation, full or selective, checkpoints save the mask among their inputs: one for each micro-batch in flight.
+    """
     each = ceil_div(batch.micro_batch_size * batch.seq_len * batch.seq_len, mesh.cp)
-    reason = "attention mask of the data loader (--no-create-attention-mask-in-dataloader goes without)"
     if recipe.recompute == "none" or rank.at > 0:
-        return Line(Kind.ACTIVATIONS, each, reason, "ceil(T·s/C)", MASK)
-    return Line(Kind.ACTIVATIONS, rank.embeds * each, reason, "H·ceil(T·s/C)", MASK)
+        return Line(Kind.ACTIVATIONS, each, ATTENTION_MASK, "ceil(T·s/C)", MASK)
+    return Line(Kind.ACTIVATIONS, rank.embeds * each, ATTENTION_MASK, "H·ceil(T·s/C)", MASK_SAVED)
 
 
 def head_lines(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
