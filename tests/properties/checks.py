@@ -79,6 +79,8 @@ def adds_up(job: JobSpec, _: Random) -> None:
     assert sum(answer.states_by_kind.values()) == sum(line.n_bytes for line in answer.states)
     low, expected, high = answer.reserved
     assert answer.peak_bytes <= low <= expected <= high
+    if job.recipe.engine == "paper":
+        assert low == answer.peak_bytes, "a band that is not measured begins at the peak"
     assert answer.traffic.total_bytes == sum(call.sent_bytes for call in answer.traffic.collectives) >= 0
     assert least(answer) <= sum(answer.states_by_kind.values()) + answer.host_bytes + answer.nvme_bytes, "less than the shard"
     assert answer.peak_bytes <= most(job, answer.parameters), "more than could ever be asked for"
