@@ -86,3 +86,17 @@ def test_a_block_is_gathered_beside_the_one_before_and_copied_out_without_it():
     block = 2 * (attention + mlp + norms)
     assert (gathered("2.13"), gathered("2.15")) == (3 * block, 2 * block + block // 4)
     assert estimate(tiny("plain", "2.13")).notes == estimate(replace(tiny("plain"), recipe=RecipeSpec())).notes
+
+
+def test_a_block_that_is_cut_counts_its_input_once():
+    """In fp32 the first norm saves the block's input itself; in bf16 it saves a copy in fp32."""
+
+    def inputs(precision: str) -> list[str]:
+        job = tiny("resharded two ways")
+        moments = estimate(replace(job, recipe=replace(job.recipe, precision=precision))).moments
+        cut = next(one for one in moments if one.name == "forward: resharding block 5 of 5")
+        names = ("block input", "norm before attention: its input in fp32")
+        return [line.reason for line in cut.lines if line.reason in names]
+
+    assert inputs("fp32") == ["norm before attention: its input in fp32"]
+    assert inputs("bf16-mixed") == ["block input", "norm before attention: its input in fp32"]

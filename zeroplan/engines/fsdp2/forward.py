@@ -76,12 +76,12 @@ def forward(plan: Plan) -> Iterator[Moment]:
 
 
 def _resharding(plan: Plan, position: Position, common: tuple[Line, ...]) -> Moment:
-    """The block has run and is cut to its smaller shard, beside its output.
+    """The block has run and is cut to its smaller shard, beside its input, which its first norm may have saved, and its output.
 
     In a column all lines are 0 at places with as many ranks as ways: ``fully_shard`` treats that number as ``True``.
     """
     one, again = plan.passes[position.run], plan.recomputes[position.run]
-    inside = (*one.checkpoint, *one.saved) if again == "none" else one.kept(again)
+    inside = (*one.checkpoint_in_backward, *one.saved) if again == "none" else one.kept(again)
     made = flowing(plan, "this block's output")._replace(kind=Kind.TEMPORARY)
     lines = (*common, *inside, made, _cut(plan, position.run))
     if not isinstance(plan.n, int):
