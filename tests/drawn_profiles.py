@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 from zeroplan.spec.profile import (
@@ -84,7 +85,7 @@ def _amount(draw: Random, *, most: int = 4000) -> Amount:
 def _pass(
     draw: Random, kinds: dict[str, tuple[Tensor, ...]], table: Sequence[Tensor], tail: Sequence[Tensor], *, counted_by: int
 ) -> ProfiledPass:  # fmt: skip
-    return ProfiledPass(
+    one = ProfiledPass(
         seq_multiple=draw.choice((1, 32, 128)),
         counted_by=counted_by,
         remarks=draw.choice(((), ("its scan is not counted",))),
@@ -99,6 +100,12 @@ def _pass(
         last=_several(draw),
         last_handed=_handed(draw, table),
     )
+    flows = one.blocks[next(iter(kinds))].input  # out of the first block's backward: alive below it, too
+    return replace(one, last=tuple(_sum(flows, each) for each in one.last))
+
+
+def _sum(first: Amount, second: Amount) -> Amount:
+    return Amount(**{name: getattr(first, name) + getattr(second, name) for name in _PER})
 
 
 def _block(draw: Random, weights: Sequence[Tensor]) -> ProfiledBlock:
@@ -121,17 +128,21 @@ def _parts(draw: Random, *reasons: str) -> tuple[Part, ...]:
 
 
 def _points(draw: Random) -> tuple[Point, ...]:
-    return tuple(
-        Point(
-            name=name,
-            saved=_amount(draw),
-            working=_amount(draw),
-            gradients=draw.choice((0, draw.randint(1, 10**6))),
-            current=draw.choice((0, draw.randint(1, 10**5))),
-            casts=draw.choice((0, draw.randint(1, 10**5))),
-            flash=draw.choice((None, _flash(draw))),
-        )
-        for name in ("mlp: mm", "attention")[: draw.randint(1, 2)]
+    return tuple(_point(draw, name) for name in ("mlp: mm", "attention")[: draw.randint(1, 2)])
+
+
+def _point(draw: Random, name: str) -> Point:
+    one = Point(
+        name=name,
+        saved=_amount(draw),
+        working=_amount(draw),
+        gradients=draw.choice((0, draw.randint(1, 10**6))),
+    )
+    return replace(
+        one,
+        current=min(one.gradients, draw.choice((0, draw.randint(1, 10**5)))),  # one of those that are made
+        casts=draw.choice((0, draw.randint(1, 10**5))),
+        flash=draw.choice((None, _flash(draw))),
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.properties.checks import falls_with_recomputation, grid_is_its_points
-from tests.properties.nightly import drawn
+from tests.properties.nightly import drawn, held
 from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
 from zeroplan.engines.deepspeed.buckets import schedule
 from zeroplan.engines.deepspeed.flat import row
@@ -18,6 +18,7 @@ from zeroplan.engines.megatron import ATTENTION_MASK
 from zeroplan.errors import SpecError
 from zeroplan.resolve import job as described
 from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.profile import Amount, Point
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.transformer.params import runs_in_order
 
@@ -117,3 +118,17 @@ def test_checkpoints_of_megatron_save_the_mask_of_every_micro_batch_in_flight():
     first = [estimate(one, pipeline_rank=0).moments for one in (kept, job)]
     masks = [{line.n_bytes for moment in every for line in moment.lines if line.reason == ATTENTION_MASK} for every in first]
     assert masks == [{3623**2}, {2 * 3623**2}]
+
+
+def test_a_profile_that_makes_a_gradient_and_does_not_count_it_is_refused():
+    """DeepSpeed's gradients that wait to be reduced were a negative number of bytes."""
+    amount = Amount(tokens=1)
+    assert Point(name="mm", saved=amount, working=amount, gradients=7, current=7).current == 7
+    with pytest.raises(SpecError, match="current=8, more than its gradients=7"):
+        Point(name="mm", saved=amount, working=amount, gradients=7, current=8)
+
+
+@pytest.mark.parametrize(("case", "check"), [(730003925, "adds-up"), (730002999, "grows-with-the-sequence")])
+def test_a_drawn_profile_is_one_that_a_trace_could_find(case: int, check: str):
+    """A gradient being made is one of those made so far, and what is alive below the blocks has the gradient that flows there."""
+    assert held(case, (check,)) is None

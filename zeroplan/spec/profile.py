@@ -73,6 +73,14 @@ class Point(Spec):
     casts: CountOrZero = 0
     flash: Flash | None = None
 
+    def check_rules(self) -> None:
+        """Refuse a gradient that is being made and not counted among those made so far."""
+        if self.current > self.gradients:
+            raise SpecError(
+                f"point {self.name!r} of the profile has current={self.current:,}, more than its gradients={self.gradients:,}; "
+                "trace the module again with zeroplan profile"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed(Spec):
