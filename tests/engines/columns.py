@@ -10,6 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zeroplan.engines.account import Account
     from zeroplan.spec.batch import BatchSpec
     from zeroplan.spec.mesh import MeshSpec
 
@@ -23,3 +24,20 @@ class Columns:
                 numbers = [getattr(spec, field.name) for spec in specs]
                 same = len(set(numbers)) == 1
                 setattr(self, field.name, numbers[0] if same else np.array(numbers, dtype=np.int64))
+
+
+def assert_is_its_points(whole: Account, points: Sequence[Account]) -> None:
+    """Each place of a column has the moments of its point, of the same bytes; a moment that the point lacks is empty there."""
+    for at, point in enumerate(points):
+        rest = iter(point.moments)
+        moment = next(rest)
+        for column in whole.moments:
+            n_bytes = np.broadcast_to(column.total_bytes, len(points))[at]
+            if moment is not None and column.name == moment.name:
+                assert n_bytes == moment.total_bytes, (at, column.name)
+                moment = next(rest, None)
+            else:
+                assert n_bytes == 0, (at, column.name)
+        assert moment is None, (at, f"the column lacks {moment.name}")
+        for sent, call in zip(whole.collectives, point.collectives, strict=True):
+            assert np.broadcast_to(sent.sent_bytes, len(points))[at] == call.sent_bytes, (at, call)

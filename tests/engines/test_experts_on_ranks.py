@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from tests.engines.columns import Columns
+from tests.engines.columns import Columns, assert_is_its_points
 from tests.expert_jobs import JOBS, expert_job, expert_model
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan.engines.fsdp2 import account
@@ -43,12 +42,7 @@ def test_a_column_of_ranks_and_batches_is_its_points() -> None:
     ]
     columns = Columns(points)
     whole = account(one.model, one.recipe, columns, columns)
-    for at, (mesh, batch) in enumerate(points):
-        point = account(one.model, one.recipe, mesh, batch)
-        for column, moment in zip(whole.moments, point.moments, strict=True):
-            assert np.broadcast_to(column.total_bytes, 4)[at] == moment.total_bytes, moment.name
-        for sent, call in zip(whole.collectives, point.collectives, strict=True):
-            assert np.broadcast_to(sent.sent_bytes, 4)[at] == call.sent_bytes, call
+    assert_is_its_points(whole, [account(one.model, one.recipe, mesh, batch) for mesh, batch in points])
 
 
 @pytest.mark.parametrize(

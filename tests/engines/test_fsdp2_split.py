@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from tests.engines.columns import Columns
+from tests.engines.columns import Columns, assert_is_its_points
 from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, SpecError, estimate
 from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model
@@ -33,12 +32,7 @@ def test_columns_are_their_points(recompute: str):
     ]
     columns = Columns(points)
     grid = fsdp2.account(LLAMA, recipe, columns, columns)
-    for at, (mesh, batch) in enumerate(points):
-        one = fsdp2.account(LLAMA, recipe, mesh, batch)
-        totals = [int(np.broadcast_to(moment.total_bytes, 3)[at]) for moment in grid.moments]
-        assert max(totals) == max(moment.total_bytes for moment in one.moments)
-        sent = [int(np.broadcast_to(call.sent_bytes, 3)[at]) for call in grid.collectives]
-        assert sent == [call.sent_bytes for call in one.collectives]
+    assert_is_its_points(grid, [fsdp2.account(LLAMA, recipe, mesh, batch) for mesh, batch in points])
 
 
 def test_ranks_that_split_hold_their_share():
@@ -79,12 +73,7 @@ def test_columns_of_shared_sequences_are_their_points(tp: int):
     ]
     columns = Columns(points)
     grid = fsdp2.account(LLAMA, RecipeSpec(), columns, columns)
-    for at, (mesh, batch) in enumerate(points):
-        one = fsdp2.account(LLAMA, RecipeSpec(), mesh, batch)
-        totals = [int(np.broadcast_to(moment.total_bytes, 2)[at]) for moment in grid.moments]
-        assert max(totals) == max(moment.total_bytes for moment in one.moments)
-        sent = [int(np.broadcast_to(call.sent_bytes, 2)[at]) for call in grid.collectives]
-        assert sent == [call.sent_bytes for call in one.collectives]
+    assert_is_its_points(grid, [fsdp2.account(LLAMA, RecipeSpec(), mesh, batch) for mesh, batch in points])
 
 
 def test_ranks_of_a_sequence_are_as_far_apart_as_a_split_model_is_wide():

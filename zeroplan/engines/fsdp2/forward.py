@@ -38,7 +38,8 @@ def forward(plan: Plan) -> Iterator[Moment]:
     """Each block where memory can peak: while it is unsharded, and while it computes."""
     left = left_by_earlier(plan)
     if alone := cast_alone(plan, plan.root):
-        yield Moment("forward: casting the root group", Phase.FORWARD, (*plan.persistent, *left, root_unsharded(plan), *alone))
+        lines = (*plan.persistent, *left, root_unsharded(plan), *alone)
+        yield Moment("forward: casting the root group", Phase.FORWARD, _there(1 - plan.gathers, lines))
     for position in plan.corners:
         group, one = plan.blocks[position.run], plan.passes[position.run]
         below = plan.root if position.previous_run is None else plan.blocks[position.previous_run]
@@ -67,7 +68,8 @@ def forward(plan: Plan) -> Iterator[Moment]:
         else:
             yield Moment(f"forward: unsharding {position.name}", Phase.FORWARD, (*common, entering, *one.checkpoint))
         if alone := cast_alone(plan, group):
-            yield Moment(f"forward: casting {position.name}", Phase.FORWARD, (*common, *alone, *one.checkpoint))
+            lines = _there(1 - plan.gathers, (*common, *alone, *one.checkpoint))
+            yield Moment(f"forward: casting {position.name}", Phase.FORWARD, lines)
         again = plan.recomputes[position.run]
         inside = (*one.saved, *one.forward) if again == "none" else (*one.kept(again), *one.forward_recompute)
         yield Moment(f"forward of {position.name}", Phase.FORWARD, (*common, *one.entered, *inside))
@@ -78,16 +80,18 @@ def forward(plan: Plan) -> Iterator[Moment]:
 def _resharding(plan: Plan, position: Position, common: tuple[Line, ...]) -> Moment:
     """The block has run and is cut to its smaller shard, beside its input, which its first norm may have saved, and its output.
 
-    In a column all lines are 0 at places with as many ranks as ways: ``fully_shard`` treats that number as ``True``.
+    ``fully_shard`` treats as many ways as ranks as ``True``.
     """
     one, again = plan.passes[position.run], plan.recomputes[position.run]
     inside = (*one.checkpoint_in_backward, *one.saved) if again == "none" else one.kept(again)
     made = flowing(plan, "this block's output")._replace(kind=Kind.TEMPORARY)
     lines = (*common, *inside, made, _cut(plan, position.run))
-    if not isinstance(plan.n, int):
-        there = where(plan.n == plan.reshard, 0, 1)
-        lines = tuple(line._replace(n_bytes=line.n_bytes * there) for line in lines)
-    return Moment(f"forward: resharding {position.name}", Phase.FORWARD, lines)
+    return Moment(f"forward: resharding {position.name}", Phase.FORWARD, _there(where(plan.n == plan.reshard, 0, 1), lines))
+
+
+def _there(there: Int, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    """The lines of a moment that some places of a column lack (``there`` is 0): all are 0 at those places."""
+    return lines if isinstance(there, int) else tuple(line._replace(n_bytes=line.n_bytes * there) for line in lines)
 
 
 def _cut(plan: Plan, run: int) -> Line:
