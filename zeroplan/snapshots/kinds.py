@@ -33,6 +33,7 @@ class Part(StrEnum):
 _FUNCTIONS: dict[str, tuple[str, Kind]] = {
     "foreach_all_gather": ("_fsdp_collectives.py", Kind.GATHER),
     "foreach_reduce": ("_fsdp_collectives.py", Kind.REDUCE),
+    "wait_for_unshard": ("_fsdp_param_group.py", Kind.UNSHARDED_PARAMETERS),  # a single rank casts and copies there
     "init_all_gather_outputs": ("_fsdp_param.py", Kind.UNSHARDED_PARAMETERS),
     "alloc_all_gather_outputs": ("_fsdp_param.py", Kind.UNSHARDED_PARAMETERS),
     "to_sharded_post_forward": ("_fsdp_param.py", Kind.UNSHARDED_PARAMETERS),
