@@ -30,7 +30,6 @@ def test_seven_billion_may_be_written_in_many_ways(text: str):
         "1e19",
         "0.3",
         "7 b b",
-        "0x10",
         "７b",
         "1/2",
         "1e-3",
@@ -44,6 +43,12 @@ def test_what_is_no_count_is_refused_with_the_value_and_a_way_out(text: str):
     assert str(caught.value).startswith(f"--params {text!r}")
     assert "7e9" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_hexadecimal_count_is_refused_with_what_it_is_in_decimals():
+    with pytest.raises(SpecError, match=r"^--params '0x1F40' is not a decimal number; write 8,000$"):
+        parse_count("0x1F40", what="--params")
+    assert parse_count("8,000") == int("0x1F40", 16)
 
 
 @pytest.mark.parametrize(
