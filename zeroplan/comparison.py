@@ -137,7 +137,7 @@ def compare(answer: Estimate, measured: Measurement) -> Comparison:
         allocator=tuple(_allocator(measured, highest=totals[highest])),
         host=None if steady.host_bytes is None else Compared("host memory", answer.host_bytes, steady.host_bytes),
         nvme=None if measured.nvme_bytes is None else Compared("NVMe", answer.nvme_bytes, measured.nvme_bytes),
-        reserved=tuple(_reserved(answer, measured, shown) for shown in measured.allocator),
+        reserved=tuple(_reserved(answer, as_run, shown) for shown in measured.allocator),
         contradicted=answer.verdict == "fits" and any(_ran_out(shown) for shown in measured.allocator),
     )
 
@@ -154,7 +154,11 @@ def moments_as_run(answer: Estimate, measured: Measurement) -> tuple[Moment, ...
     as_run = _AsRun(measured.tensors, measured.kernels, compute_of(recipe), recipe.recompute == "selective").with_blocks(
         answer.kept
     )
-    return tuple(moment._replace(lines=as_run.lines(moment.lines)) for moment in answer.moments)
+    if measured.tensors == "cuda":
+        return answer.moments
+    lines = {id(line): line for moment in answer.moments for line in moment.lines}  # most are in many moments
+    made = {key: as_run.line(line) for key, line in lines.items()}
+    return tuple(moment._replace(lines=tuple(made[id(line)] for line in moment.lines)) for moment in answer.moments)
 
 
 def cpu_bytes(lines: tuple[Line, ...], compute: Compute) -> int:
@@ -184,18 +188,24 @@ class _AsRun(NamedTuple):
 
     def lines(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         """The lines, each with the bytes that this run takes for it."""
-        return lines if self.tensors == "cuda" else tuple(line._replace(n_bytes=self._bytes(line)) for line in lines)
+        return lines if self.tensors == "cuda" else tuple(map(self.line, lines))
+
+    def line(self, line: Line) -> Line:
+        """The line with the bytes that this run takes for it."""
+        return line._replace(n_bytes=self._bytes(line))
 
     def _bytes(self, line: Line) -> int:
-        n_bytes = int(line.n_bytes) + self._of_blocks(line.formula)
         if line.kind in _ONLY_ON_CUDA or line.reason.endswith("(CUDA)") or line.reason == FLASH_SCRATCH:
             return 0
+        n_bytes = int(line.n_bytes) + self._of_blocks(line.formula)
         return n_bytes if self.kernels == "cuda" else self._on_cpu(line.reason, n_bytes)
 
     def _of_blocks(self, formula: str) -> int:
         """What the blocks that a formula counts, as ``5·S_dense + 2·S_moe``, keep more than it says."""
-        terms = [term.partition("·") for term in formula.split(" + ")] if self.of_blocks and "S_" in formula else ()
+        if not self.of_blocks or "S_" not in formula:
+            return 0
         more = dict(self.of_blocks)
+        terms = (term.partition("·") for term in formula.split(" + "))
         return sum(int(count) * more.get(symbol, 0) for count, _, symbol in terms if symbol in more)
 
     def _on_cpu(self, reason: str, n_bytes: int) -> int:
@@ -260,16 +270,16 @@ def _allocator(measured: Measurement, *, highest: int) -> Iterator[Compared]:
         yield Compared(f"allocated, {where}", highest + beside, shown.allocated_bytes)
 
 
-def _reserved(answer: Estimate, measured: Measurement, shown: AllocatorMeasured) -> Reserved:
-    moments, recipe = moments_in_replay(answer, measured, shown), answer.job.recipe
+def _reserved(answer: Estimate, as_run: tuple[Moment, ...], shown: AllocatorMeasured) -> Reserved:
+    moments, recipe = moments_in_replay(as_run, shown), answer.job.recipe
     band = reserved(moments, recipe, shown.settings) if shown.modelled else answer.reserved_with(shown.settings)
     return Reserved(shown.settings, band, shown.reserved_bytes, shown.card)
 
 
-def moments_in_replay(answer: Estimate, measured: Measurement, shown: AllocatorMeasured) -> tuple[Moment, ...]:
-    """What a replay of the requests has of the estimate's moments: those of steps, as this run took them, and its workspaces."""
+def moments_in_replay(as_run: tuple[Moment, ...], shown: AllocatorMeasured) -> tuple[Moment, ...]:
+    """What a replay of the requests has of :func:`moments_as_run`: those of steps, and its workspaces."""
     beside = Line(Kind.WORKSPACE, shown.workspace_bytes, "workspaces of the replay")
-    steps = (moment for moment in moments_as_run(answer, measured) if moment.phase is not Phase.INIT)
+    steps = (moment for moment in as_run if moment.phase is not Phase.INIT)
     return tuple(moment._replace(lines=(*moment.lines, beside)) for moment in steps)
 
 

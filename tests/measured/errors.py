@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cache
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from tests.measured import stored
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.report.series.validation import group_of as engine_of
 from zeroplan.units import GIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
     from tests.measured.stored import Refusal
     from zeroplan.comparison import Compared
@@ -62,6 +65,12 @@ def different_kinds(found: Comparison, small: int = 16 * MIB) -> list[Compared]:
 def held(records: list[Measurement]) -> list[Held]:
     """Hold the estimate of every record's job against it."""
     return [Held(record, compare_with_estimate(record)) for record in records]
+
+
+@cache
+def held_in(path: Path = stored.RECORDS) -> tuple[Held, ...]:
+    """Hold the estimates of all jobs of a file against its records, once in a process: it takes seconds."""
+    return tuple(held(stored.records(path)))
 
 
 _SIDES: dict[str, Callable[[JobSpec], object]] = {

@@ -9,10 +9,11 @@ from zeroplan.report.palette import THEMES
 from zeroplan.report.series.validation import validation
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 
-def draw(all_held: list[Held], path: Path) -> None:
+def draw(all_held: Sequence[Held], path: Path) -> None:
     """Draw all jobs into the file."""
     from zeroplan.report.plots.frame import blank, style, written
     from zeroplan.report.plots.validation import draw_validation

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tests.measured import options, peers, stored
-from tests.measured.errors import EVERY, MOST, Held, engine_of, held, share_of, what
+from tests.measured.errors import EVERY, MOST, Held, engine_of, held_in, share_of, what
 from tests.measured.figure import draw
 from tests.measured.formulas import FORMULAS
 from zeroplan import estimate
@@ -31,13 +31,13 @@ Row = tuple[str, ...]
 
 def write() -> None:
     """Write page and figure."""
-    all_held = held(stored.records())
+    all_held = held_in()
     PAGE.write_text(page(all_held), encoding="utf-8")
     FIGURE.parent.mkdir(exist_ok=True)
     draw(all_held, FIGURE)
 
 
-def page(all_held: list[Held]) -> str:
+def page(all_held: Sequence[Held]) -> str:
     """The page, in Markdown."""
     return "\n".join(
         [
@@ -55,7 +55,7 @@ def page(all_held: list[Held]) -> str:
     )
 
 
-def _top(all_held: list[Held]) -> Iterator[str]:
+def _top(all_held: Sequence[Held]) -> Iterator[str]:
     errors = sorted(abs(one.error) for one in all_held)
     ranks = [one.measured.job.mesh.world_size for one in all_held]
     yield f"""\
@@ -92,7 +92,7 @@ _SIDES: dict[str, Callable[[JobSpec], object]] = {
 }
 
 
-def _by_side(all_held: list[Held]) -> Iterator[str]:
+def _by_side(all_held: Sequence[Held]) -> Iterator[str]:
     for name, side in _SIDES.items():
         values = sorted({side(one.measured.job) for one in all_held}, key=_natural)
         rows = [_errors(str(value), [one for one in all_held if side(one.measured.job) == value]) for value in values]
@@ -105,7 +105,7 @@ _HEAD = "jobs", "median", "95 in 100 within", "lowest", "highest", f"within {MOS
 
 def _options() -> Iterator[str]:
     """The jobs with fine-tuning, offload and ZeRO++, by what they have of these."""
-    found = held(stored.records(stored.OPTIONS))
+    found = held_in(stored.OPTIONS)
     names = sorted({options.name_of(one.measured.job) for one in found})
     rows = [_errors(name, [one for one in found if options.name_of(one.measured.job) == name]) for name in names]
     yield "## Fine-tuning, offload, ZeRO++\n"
@@ -117,7 +117,7 @@ def _options() -> Iterator[str]:
 
 def _varied() -> Iterator[str]:
     """The jobs over the engines' own options, every optimizer and few ranks, by engine, ranks and optimizer."""
-    found = [one for path in stored.VARIED for one in held(stored.records(path))]
+    found = [one for path in stored.VARIED for one in held_in(path)]
     if not found:
         return
     yield "## Options, optimizers, few ranks\n"
@@ -152,7 +152,7 @@ def _step_of(job: JobSpec) -> str:
 
 def _fresh() -> Iterator[str]:
     """The jobs that were drawn and run when the estimate was done."""
-    found = held(stored.records(stored.FRESH))
+    found = held_in(stored.FRESH)
     engines = sorted({engine_of(one.measured.job) for one in found})
     rows = [_errors(name, [one for one in found if engine_of(one.measured.job) == name]) for name in engines]
     yield "## Jobs that nobody had looked at\n"
@@ -165,7 +165,7 @@ def _fresh() -> Iterator[str]:
 
 def _versions() -> Iterator[str]:
     """The jobs that were run under another torch or DeepSpeed than all others."""
-    found = held(stored.records(stored.VERSIONS))
+    found = held_in(stored.VERSIONS)
     rows = [
         _errors(name, [one for one in found if version_of(one) == name]) for name in sorted({version_of(one) for one in found})
     ]
@@ -207,7 +207,7 @@ def _agreement(some: list[Held]) -> tuple[list[bool], list[bool], list[bool]]:
     return [one.same_phase for one in some], [one.same_kinds for one in some], [one.same_traffic for one in some]
 
 
-def _worst(all_held: list[Held]) -> Iterator[str]:
+def _worst(all_held: Sequence[Held]) -> Iterator[str]:
     from tests.measured.causes import cause_of
 
     worst = sorted(all_held, key=lambda one: -abs(one.error))[:_WORST]
@@ -227,7 +227,7 @@ def _worst(all_held: list[Held]) -> Iterator[str]:
     yield _table(("job", "error", "predicted, GiB", "measured, GiB", "peak in", "reason"), rows, text=(0, 4, 5))
 
 
-def _formulas(all_held: list[Held]) -> Iterator[str]:
+def _formulas(all_held: Sequence[Held]) -> Iterator[str]:
     rows = [_ratios("**zeroplan estimate**", [one.found.peak.predicted / one.found.peak.measured for one in all_held])]
     for formula in FORMULAS:
         answers = [(formula.answer(one.measured.job), one.found.peak.measured) for one in all_held]

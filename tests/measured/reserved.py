@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.measured import stored
 from zeroplan import estimate
-from zeroplan.comparison import moments_in_replay
+from zeroplan.comparison import moments_as_run, moments_in_replay
 from zeroplan.engines import reserved_shares
 from zeroplan.engines.reserved_shares import Shares
 from zeroplan.measurement import SETTINGS
 from zeroplan.timeline import measured_from, reserved, sizes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from zeroplan.estimator import Estimate
+    from zeroplan.ledger import Moment
     from zeroplan.measurement import AllocatorMeasured, Measurement
+    from zeroplan.spec.recipe import RecipeSpec
 
 
 class Part(NamedTuple):
@@ -63,12 +64,17 @@ class Seen(NamedTuple):
 def seen(part: Part) -> tuple[Seen, ...]:
     """Every replay of some records, held against what the moments of the job's steps say."""
     records = stored.records(part.path)[part.first :: part.step]
-    return tuple(_seen(record, estimate(record.job), shown) for record in records for shown in record.allocator)
+    return tuple(one for record in records for one in _replays(record))
 
 
-def _seen(record: Measurement, answer: Estimate, shown: AllocatorMeasured) -> Seen:
-    recipe, took = record.job.recipe, shown.reserved_bytes
-    moments = moments_in_replay(answer, record, shown)
+def _replays(record: Measurement) -> Iterator[Seen]:
+    if record.allocator:
+        as_run = moments_as_run(estimate(record.job), record)
+        yield from (_seen(record.job.recipe, as_run, shown) for shown in record.allocator)
+
+
+def _seen(recipe: RecipeSpec, as_run: tuple[Moment, ...], shown: AllocatorMeasured) -> Seen:
+    took, moments = shown.reserved_bytes, moments_in_replay(as_run, shown)
     sizes = sizes_of(moments, recipe)
     low, _, high = map(int, reserved(moments, recipe, shown.settings))
     middle, scale = map(int, measured_from(sizes, recipe))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.measured import drawn, page, stored
 from tests.measured.causes import TENTH_OF_A_PER_CENT, Cause, cause_of, complaints
-from tests.measured.errors import MOST, Held, held, what
+from tests.measured.errors import MOST, Held, held_in, what
 from zeroplan import estimate
 from zeroplan.estimator import engine_module
 from zeroplan.ledger import peak_bytes
@@ -30,21 +30,21 @@ _REACHED = 0.95
 
 
 @pytest.fixture(scope="module")
-def replayed() -> list[Held]:
-    return held(stored.records())
+def replayed() -> tuple[Held, ...]:
+    return held_in()
 
 
-def test_most_records_are_far_closer(replayed: list[Held]):
+def test_most_records_are_far_closer(replayed: tuple[Held, ...]):
     assert sum(abs(one.error) <= MOST for one in replayed) >= _REACHED * len(replayed)
 
 
 def test_no_record_is_further_off_than_a_known_cause_says():
     """Whatever the sample: an error without a cause is a bug, and so is a cause that explains nothing any more."""
-    found = [one for path in stored.SAMPLES for one in held(stored.records(path))]
+    found = [one for path in stored.SAMPLES for one in held_in(path)]
     assert list(complaints(found)) == []
 
 
-def test_an_error_without_a_cause_is_noticed_and_so_is_a_cause_without_an_error(replayed: list[Held]):
+def test_an_error_without_a_cause_is_noticed_and_so_is_a_cause_without_an_error(replayed: tuple[Held, ...]):
     few = replayed[:3]
     peak = few[1].found.peak._replace(measured=2 * few[1].found.peak.measured)
     off = [few[0], few[1]._replace(found=few[1].found._replace(peak=peak)), few[2]]
@@ -62,7 +62,7 @@ def test_an_error_without_a_cause_is_noticed_and_so_is_a_cause_without_an_error(
 @pytest.mark.parametrize("path", [stored.RECORDS, stored.FRESH, stored.OPTIONS, *stored.VARIED], ids=lambda path: path.stem)
 def test_every_peak_is_within_what_the_readme_says(path: Path):
     """A tenth of a per cent, nineteen in twenty a thousandth, and the same phase; of jobs with options too."""
-    found = held(stored.records(path))
+    found = held_in(path)
     beyond = [f"{one.error:+.4%} {what(one.measured.job)}" for one in found if cause_of(one) is None and _is_off(one)]
     assert not beyond, "\n".join(beyond)
     assert sum(abs(one.error) <= 0.00001 for one in found) >= _REACHED * len(found) >= 38
@@ -74,7 +74,7 @@ def _is_off(one: Held) -> bool:
 
 def test_other_versions_are_predicted_as_well():
     """FSDP2 of torch 2.15 by a model of its own; the oldest set by that of the others."""
-    found = held(stored.records(stored.VERSIONS))
+    found = held_in(stored.VERSIONS)
     beyond = [f"{one.error:+.4%} {what(one.measured.job)}" for one in found if abs(one.error) > 0.001 or not one.same_phase]
     beyond += [
         what(one.measured.job) for one in found if one.measured.job.recipe.engine != "deepspeed" and not one.same_traffic
@@ -84,19 +84,19 @@ def test_other_versions_are_predicted_as_well():
     assert sum(one.measured.job.recipe.fsdp2.torch is None for one in found) >= 20
 
 
-def test_what_is_held_between_steps_is_predicted_everywhere(replayed: list[Held]):
+def test_what_is_held_between_steps_is_predicted_everywhere(replayed: tuple[Held, ...]):
     """Within a thousandth of the peak, whatever the model; batches and labels are held too, where nothing else is."""
     beyond = [what(one.measured.job) for one in replayed if abs(one.found.held.difference) > one.found.peak.measured // 1000]
     assert not beyond, "\n".join(beyond)
 
 
-def test_the_page_says_what_the_records_say(replayed: list[Held]):
+def test_the_page_says_what_the_records_say(replayed: tuple[Held, ...]):
     """`python -m tests.measured.page` writes it anew."""
     assert page.page(replayed) == page.PAGE.read_text(encoding="utf-8")
     assert page.FIGURE.exists()
 
 
-def test_every_collective_moves_what_is_predicted_to_the_byte(replayed: list[Held]):
+def test_every_collective_moves_what_is_predicted_to_the_byte(replayed: tuple[Held, ...]):
     """Padding, buffers and single numbers included, under every engine."""
     beyond = [
         f"{row.what} {row.difference:+,} {what(one.measured.job)}"

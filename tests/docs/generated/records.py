@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tests.docs.generated.markdown import table
 from tests.measured import stored
-from tests.measured.errors import held
+from tests.measured.errors import held_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,7 +23,7 @@ def truth() -> str:
 
 
 def _engines() -> tuple[str, ...]:
-    errors = [one.error for name in (stored.RECORDS, stored.OPTIONS, *stored.VARIED) for one in held(stored.records(name))]
+    errors = [one.error for name in (stored.RECORDS, stored.OPTIONS, *stored.VARIED) for one in held_in(name)]
     median_error, within = median(map(abs, errors)), sum(abs(error) <= _TENTH for error in errors)
     shown = f"median {median_error:.3%}; within 0.1 % in {within:,}; from {min(errors):+.2%} to {max(errors):+.2%}"
     return ("`zeroplan estimate`", "the engines' own code, run without a GPU", f"{len(errors):,}", shown)
