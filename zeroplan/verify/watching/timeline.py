@@ -43,14 +43,14 @@ class Timeline:
         found: Counter[str] = Counter()
         for block in self.recording.blocks:
             if block.born <= moment < block.died:
-                found[self._kind(block).value] += block.n_bytes
+                found[self.kind(block).value] += block.n_bytes
         return dict(found)
 
     def by_kind(self) -> dict[str, list[int]]:
         """Return what is alive after every request and release, kind by kind. [bytes]"""
         changes: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(self.live))
         for block in self.recording.blocks:
-            of_its_kind = changes[self._kind(block).value]
+            of_its_kind = changes[self.kind(block).value]
             of_its_kind[block.born] += block.n_bytes
             if block.died < len(self.live):
                 of_its_kind[block.died] -= block.n_bytes
@@ -60,7 +60,8 @@ class Timeline:
         """Return the block that was asked for at a moment."""
         return next((block for block in self.recording.blocks if block.born == moment), None)
 
-    def _kind(self, block: Block) -> Kind:
+    def kind(self, block: Block) -> Kind:
+        """What a block is for; what nobody said is told by where it was asked for."""
         if block.kind is not None:
             return block.kind
         phase = self.recording.spans[block.span].phase

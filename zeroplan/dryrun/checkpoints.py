@@ -1,0 +1,108 @@
+"""Checkpoints without their bytes: names, shapes and dtypes are read, and saving writes nothing.
+
+``torch.load`` needs nothing: under a mode of fake tensors torch reads the pickle and leaves the storages in the file.
+"""
+
+import json
+import struct
+from pathlib import Path
+from types import ModuleType
+from typing import Self
+
+import torch
+from torch.futures import Future
+
+from zeroplan.dryrun.patches import Patch, put
+from zeroplan.verify.fake_cuda.torch_cuda import always
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_LONGEST_HEADER = 100_000_000
+"""As safetensors has it. [bytes]"""
+
+
+class _Slice:
+    """A tensor of a file of which nothing but shape and dtype is read."""
+
+    def __init__(self, entry: dict[str, object], device: object) -> None:
+        self._shape, self._dtype, self._device = entry["shape"], str(entry["dtype"]), device
+
+    def get_shape(self) -> object:
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        whole = torch.empty(self._shape, dtype=_DTYPES[self._dtype], device=self._device)  # type: ignore[call-overload]
+        return whole[index]  # type: ignore[no-any-return]
+
+
+class Header:
+    """``safetensors.safe_open``: the header of a file alone."""
+
+    def __init__(self, filename: str, framework: str = "pt", device: object = "cpu", **_: object) -> None:  # noqa: ARG002
+        with Path(filename).open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LONGEST_HEADER:
+                raise ValueError(f"{filename!r} is no safetensors file: its header would have {length:,} bytes")
+            self._entries: dict[str, dict[str, object]] = json.loads(file.read(length))
+        self._metadata, self._device = self._entries.pop("__metadata__", {}), device
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    def keys(self) -> list[str]:
+        return list(self._entries)
+
+    offset_keys = keys
+
+    def metadata(self) -> dict[str, object]:
+        return self._metadata
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._entries[name], self._device)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.get_slice(name)[...]
+
+
+def _load_file(filename: str, device: object = "cpu") -> dict[str, torch.Tensor]:
+    file = Header(filename, device=device)
+    return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
+
+
+def _safetensors(module: ModuleType) -> None:
+    put(module, safe_open=Header)
+
+
+def _safetensors_torch(module: ModuleType) -> None:
+    put(module, safe_open=Header, load_file=_load_file, save_file=always(None), save_model=always(None))
+
+
+def _distributed(module: ModuleType) -> None:
+    def read_data(_reader: object, _plan: object, _planner: object) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    put(module.FileSystemReader, read_data=read_data)
+
+
+def _saved_distributed(module: ModuleType) -> None:
+    put(module, save=always(None), async_save=always(None))
+
+
+PATCHES: dict[str, Patch] = {
+    "safetensors": _safetensors,
+    "safetensors.torch": _safetensors_torch,
+    "torch.distributed.checkpoint.filesystem": _distributed,
+    "torch.distributed.checkpoint.state_dict_saver": _saved_distributed,
+    "torch.distributed.checkpoint": _saved_distributed,
+}

@@ -1,0 +1,147 @@
+"""The process of a dry run: ``python -m zeroplan.dryrun.child TASK`` makes torch believe in GPUs and runs the user's script.
+
+It does nothing else and ends with the script. The answer, or one line that says why there is none, goes to the file that the task
+names; what the script prints goes where its output goes.
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+from zeroplan.dryrun.task import DryRunTask
+from zeroplan.errors import ZeroplanError
+from zeroplan.spec.base import Spec, read
+
+
+def main() -> None:
+    """Run the script of a task and end this process."""
+    began = time.perf_counter()
+    task = read(DryRunTask, json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), where="task")
+    try:
+        found: Spec = _answer(task, began)
+    except BaseException as error:  # noqa: BLE001  whatever the script raises, the parent is told
+        from zeroplan.dryrun.failures import failure  # noqa: PLC0415
+
+        if not isinstance(error, ZeroplanError):
+            traceback.print_exc()
+        found = failure(error)
+    Path(task.answer).write_text(json.dumps(asdict(found)), encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)  # threads and atexit of a script that was stopped have nothing more to do
+
+
+def _answer(task: DryRunTask, began: float) -> Spec:
+    run = _prepared(task)
+    from zeroplan.dryrun.answer import answer  # noqa: PLC0415  it imports torch, which has its order
+
+    error = run(lambda: _run_script(task))
+    return answer(task, run.tracker, run.loop, run.stand_ins, error, began=began)
+
+
+class _Run:
+    """A prepared process: call it with the script."""
+
+    def __init__(self, task: DryRunTask) -> None:
+        from zeroplan.dryrun.loop import Loop  # noqa: PLC0415
+        from zeroplan.dryrun.watcher import ScriptTracker  # noqa: PLC0415
+        from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.memory import Memory  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.stand_ins import StandIns  # noqa: PLC0415
+
+        self.gpu = gpu_named(task.gpu)
+        memory = Memory(int(self.gpu.memory_bytes.value))
+        self.stand_ins = StandIns()
+        self._install(task, memory)
+        self.tracker = ScriptTracker(memory, expandable_segments=_expandable())
+        self.loop = Loop(self.tracker, task.steps)
+        self._patch()
+
+    def _install(self, task: DryRunTask, memory: "object") -> None:
+        from zeroplan.verify.fake_cuda import cpp, kernels, torch_cuda  # noqa: PLC0415
+
+        cpp.make_cuda_known()
+        kernels.give_own_kernels()
+        torch_cuda.answer_for(torch_cuda.Gpus(self.gpu, task.local_world_size, task.local_rank, memory))  # type: ignore[arg-type]
+
+    def _patch(self) -> None:
+        from zeroplan.dryrun import checkpoints, process_group, torch_around  # noqa: PLC0415
+        from zeroplan.dryrun.libraries import deepspeed, fsdp2, transformers, triton  # noqa: PLC0415
+        from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
+
+        process_group.make_groups_fake()
+        torch_around.change_torch(self.stand_ins)
+        AfterImport(
+            checkpoints.PATCHES | transformers.PATCHES | triton.PATCHES
+            | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop)
+        ).install()  # fmt: skip
+        self.loop.watch()
+
+    def __call__(self, script: Callable[[], None]) -> BaseException | None:
+        """Run the script; what it raised, or None where its steps were taken or it came to its end."""
+        from zeroplan.dryrun.loop import StepsDone  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.half_fake import HalfFakes  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.kernels import decisions  # noqa: PLC0415
+        from zeroplan.verify.pretended import fake_tensors  # noqa: PLC0415
+        from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels  # noqa: PLC0415
+        from zeroplan.verify.pretended.reducer import readable_bookkeeping  # noqa: PLC0415
+
+        answers = (
+            fake_tensors._chunks_as_wanted(), fake_tensors._grouped_products(), fake_tensors._no_samples(), optimizer_kernels(),
+            readable_bookkeeping(self.tracker), decisions(), HalfFakes(self.stand_ins), self.tracker,
+        )  # fmt: skip
+        with ExitStack() as stack:
+            for answer in answers:
+                stack.enter_context(answer)  # type: ignore[arg-type]
+            try:
+                script()
+            except StepsDone:
+                return StepsDone()
+            except SystemExit as error:
+                if error.code:
+                    raise
+            finally:
+                self.loop.finish()
+        return None
+
+
+def _prepared(task: DryRunTask) -> _Run:
+    warnings.simplefilter("ignore")
+    import torch  # noqa: PLC0415, F401
+    import torch._dynamo  # noqa: PLC0415, F401  it looks at what was built, so it goes before CUDA is there
+
+    return _Run(task)
+
+
+def _expandable() -> bool:
+    """Whether the script's environment asks torch's allocator for expandable segments."""
+    asked = ",".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    return "expandable_segments:true" in asked.lower().replace(" ", "")
+
+
+def _run_script(task: DryRunTask) -> None:
+    from zeroplan.verify.fake_cuda.stand_ins import count_as_user  # noqa: PLC0415
+
+    sys.argv = [task.target, *task.arguments]
+    if not task.module:
+        sys.path.insert(0, str(Path(task.target).absolute().parent))
+        runpy.run_path(task.target, run_name="__main__")
+        return
+    sys.path.insert(0, str(Path.cwd()))
+    spec = find_spec(task.target.partition(".")[0])
+    if spec is not None and spec.origin is not None:
+        count_as_user(str(Path(spec.origin).parent))
+    runpy.run_module(task.target, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Why a script gave no answer, in one line: its own error, or something that cannot be stood in for."""
+
+import traceback
+
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+
+from zeroplan.dryrun.result import Failed
+from zeroplan.errors import ZeroplanError
+from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+def failure(error: BaseException) -> Failed:
+    """Whose fault it is, and what is said of it."""
+    if isinstance(error, ZeroplanError):
+        return Failed(whose="here", text=str(error))
+    line = _line(error)
+    at = f" at {line}" if line else ""
+    if isinstance(error, _NEEDS_VALUES):
+        return Failed(
+            whose="here",
+            text=f"operator {error.func} depends on the values of tensors{at}, and tensors on the fake GPU have none; leave it out "
+            f"for the dry run, or run the script on a GPU",
+        )
+    if isinstance(error, SystemExit):
+        return Failed(whose="script", text=f"the script left with exit code {error.code!r}{at} before its first step; run it with --help to see what it takes")
+    said = " ".join(str(error).split())
+    return Failed(whose="script", text=f"the script raised {type(error).__name__}{at}: {said}"[:500])
+
+
+def _line(error: BaseException) -> str:
+    """The innermost line of the user's own code that the error came through."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return line_of(whose_line(frames[-1])) if frames else ""

@@ -1,0 +1,60 @@
+"""DeepSpeed: its answers on fake tensors, its optimizers that are kernels, and where its step begins and ends."""
+
+from contextlib import ExitStack
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from zeroplan.dryrun.loop import Loop
+from zeroplan.dryrun.patches import Patch, put
+from zeroplan.spec.recipe import DeepSpeedOptions
+from zeroplan.verify.watching.tracker import Tracker
+
+_OPEN = ExitStack()
+
+
+def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
+    """What is put in place once DeepSpeed is imported, to the end of the process."""
+
+    def patch(deepspeed: ModuleType) -> None:
+        from zeroplan.verify.pretended.deepspeed_answers import answers  # noqa: PLC0415  it imports DeepSpeed
+
+        move = nn.Module.to
+        _OPEN.enter_context(answers(DeepSpeedOptions()))
+        nn.Module.to = move  # type: ignore[method-assign]  # here fake modules can be moved
+        _fused_adam(deepspeed)
+        engine = deepspeed.runtime.engine.DeepSpeedEngine
+        engine.step = loop.within_engine(engine.step, counts=lambda one: one.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
+        _label(tracker)
+
+    return {"deepspeed": patch}
+
+
+def _fused_adam(deepspeed: ModuleType) -> None:
+    """DeepSpeed's fused Adam is a kernel that is compiled on a GPU; torch's fused one holds and takes the same."""
+    from deepspeed.ops import adam  # noqa: PLC0415
+    from deepspeed.runtime.zero import utils  # noqa: PLC0415
+
+    class FusedAdam(torch.optim.AdamW):
+        """``deepspeed.ops.adam.FusedAdam``'s arguments."""
+
+        def __init__(
+            self, params: object, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),  # noqa: ARG002, FBT001, FBT002
+            eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,  # noqa: ARG002, FBT001, FBT002
+        ) -> None:  # fmt: skip
+            super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)  # type: ignore[arg-type]
+
+    utils.ZERO_SUPPORTED_OPTIMIZERS.append(FusedAdam)
+    put(adam, FusedAdam=FusedAdam)
+    put(deepspeed.runtime.engine, FusedAdam=FusedAdam)
+
+
+def _label(tracker: Tracker) -> None:
+    """Say what for DeepSpeed's own functions ask for memory."""
+    from zeroplan.verify.training.deepspeed import _ASKING  # noqa: PLC0415  it imports DeepSpeed
+    from zeroplan.verify.training.engine import all_labelled  # noqa: PLC0415
+
+    _OPEN.enter_context(all_labelled(tracker, _ASKING))
+
+

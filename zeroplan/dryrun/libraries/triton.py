@@ -1,0 +1,17 @@
+"""Triton: kernels get their results' memory from torch before they are launched; launching does nothing."""
+
+from types import ModuleType
+
+from zeroplan.dryrun.patches import Patch, put
+from zeroplan.verify.fake_cuda.torch_cuda import always
+
+
+def _launch_nothing(_: ModuleType) -> None:
+    from triton.runtime import autotuner, jit  # noqa: PLC0415  it is imported by now
+
+    put(jit.JITFunction, run=always(None))
+    for owner in (autotuner.Autotuner, autotuner.Heuristics):
+        put(owner, run=always(None))
+
+
+PATCHES: dict[str, Patch] = {"triton": _launch_nothing}

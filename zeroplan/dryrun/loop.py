@@ -1,0 +1,151 @@
+"""Which phase of the step a script is in: read off from outside, by torch's own hooks.
+
+Forward is the outermost module that runs in training mode with gradients; backward the outermost ``torch.autograd.backward``; a step
+the outermost optimizer's. A step has ended when the next forward begins: several optimizers may take their turns, and gradients are
+still to be cleared. After the last step that was asked for the script is stopped there.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zeroplan.ledger import Kind, Phase
+from zeroplan.dryrun.watcher import ScriptTracker
+
+
+class StepsDone(BaseException):
+    """The optimizer steps that were asked for are taken. No ``Exception``, which scripts catch."""
+
+
+class Loop:
+    """Tells a tracker the phases of a training loop that says nothing."""
+
+    def __init__(self, tracker: ScriptTracker, steps: int) -> None:
+        self._tracker, self._steps = tracker, steps
+        self._phase = Phase.INIT
+        self._modules = self._backwards = self._engines = self._optimizers = 0
+        self._stepped = self._over = False
+        self._roots: set[int] = set()
+        self.taken = 0
+
+    @property
+    def completed(self) -> int:
+        """How many optimizer steps were taken, the last one included whose end nobody has seen."""
+        return self.taken + self._stepped
+
+    def watch(self) -> None:
+        """Begin to listen, to the end of the process."""
+        register_module_forward_pre_hook(self._forward_begins)
+        register_module_forward_hook(self._forward_ends, always_call=True)
+        register_optimizer_step_pre_hook(self._step_begins)
+        register_optimizer_step_post_hook(self._step_ends)
+        torch.autograd.backward = self._in_backward(torch.autograd.backward)
+
+    def finish(self) -> None:
+        """Say that the run is over: what is recorded from here on is no part of a step."""
+        if self.completed and not self._over:
+            self._over = True
+            self._tracker.enter(Phase.INIT, self.completed)
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._tracker.enter(phase, self.taken)
+
+    # --- forward --------------------------------------------------------------------------------------------------------
+
+    def _forward_begins(self, module: nn.Module, _args: object) -> None:
+        self._modules += 1
+        if self._modules > 1 or self._backwards or not module.training or not torch.is_grad_enabled():
+            return
+        if next(module.parameters(), None) is None:
+            return
+        if self._phase is not Phase.FORWARD:
+            self._next_step()
+            self._enter(Phase.FORWARD)
+        if id(module) not in self._roots:
+            self._meet(module)
+
+    def _meet(self, root: nn.Module) -> None:
+        """Learn the names of a model's parts, and whose its parameters are."""
+        self._roots.add(id(root))
+        self._tracker.learn_modules(root)
+        self._tracker.claim(Kind.PARAMETERS, (*root.parameters(), *root.buffers()), over=False)
+
+    def _forward_ends(self, *_: object) -> None:
+        self._modules -= 1
+
+    # --- backward -------------------------------------------------------------------------------------------------------
+
+    def _in_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+        def begins(*args: object, **kwargs: object) -> None:
+            self._backwards += 1
+            if self._backwards == 1:
+                self._enter(Phase.BACKWARD)
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self._backwards -= 1
+
+        return begins
+
+    # --- the optimizer's step -------------------------------------------------------------------------------------------
+
+    def _step_begins(self, _optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        self._optimizers += 1  # one may hold others
+        if self._engines or self._optimizers > 1:
+            return None
+        if self._phase is not Phase.STEP:
+            self._enter(Phase.STEP)
+        closure = kwargs.get("closure") or next((one for one in args[1:] if callable(one)), None)
+        if not callable(closure):
+            return None
+        return args[:1], {**kwargs, "closure": self._closed(closure)}
+
+    def _closed(self, closure: Callable[..., object]) -> Callable[..., object]:
+        """A closure runs forward and backward within the step; what follows it is the step again."""
+
+        def closed(*args: object, **kwargs: object) -> object:
+            result = closure(*args, **kwargs)
+            self._enter(Phase.STEP)
+            return result
+
+        return closed
+
+    def _step_ends(self, optimizer: Optimizer, *_: object) -> None:
+        self._tracker.claim(Kind.OPTIMIZER_STATE, _states(optimizer), over=False)
+        self._optimizers -= 1
+        if not self._engines and not self._optimizers:
+            self._stepped = True
+
+    def within_engine(self, step: Callable[..., object], *, counts: Callable[[object], bool]) -> Callable[..., object]:
+        """An engine's own step, which may hold several optimizers and more; ``counts`` says whether it is a step at all."""
+
+        def stepped(engine: object, *args: object, **kwargs: object) -> object:
+            if not counts(engine):
+                return step(engine, *args, **kwargs)
+            self._enter(Phase.STEP)
+            self._engines += 1
+            try:
+                return step(engine, *args, **kwargs)
+            finally:
+                self._engines -= 1
+                self._stepped = True
+
+        return stepped
+
+    def _next_step(self) -> None:
+        if not self._stepped:
+            return
+        self.taken, self._stepped = self.taken + 1, False
+        if self.taken >= self._steps:
+            self.finish()
+            raise StepsDone
+
+
+def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors that an optimizer holds."""
+    held: Iterable[object] = (one for state in optimizer.state.values() if isinstance(state, dict) for one in state.values())
+    return (one for one in held if isinstance(one, torch.Tensor))

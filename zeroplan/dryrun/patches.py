@@ -1,0 +1,55 @@
+"""Functions put in place of a library's, as soon as that library is imported."""
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Patch = Callable[[ModuleType], None]
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with each of some modules once it has been imported; at once where it is there already.
+
+    A library that only looks whether another is installed (``find_spec``) imports nothing, and nothing is called.
+    """
+
+    def __init__(self, patches: dict[str, Patch]) -> None:
+        self._patches = dict(patches)
+        self._looking = False
+
+    def install(self) -> None:
+        """Begin to watch imports."""
+        for name, patch in self._patches.items():
+            if name in sys.modules:
+                patch(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:  # noqa: ARG002
+        """Find a module as Python does, and have it patched behind its own code."""
+        if fullname not in self._patches or self._looking:
+            return None
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._looking = False
+        if spec is None or spec.loader is None:
+            return spec
+        run, patch = spec.loader.exec_module, self._patches[fullname]
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            patch(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def put(owner: object, **others: object) -> None:
+    """Put functions in place of an owner's, those that it has."""
+    for name, other in others.items():
+        if hasattr(owner, name):
+            setattr(owner, name, other)

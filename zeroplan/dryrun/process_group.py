@@ -1,0 +1,80 @@
+"""The process group of a script: torch's fake one, said to be NCCL, whatever the script asks for.
+
+A fake group moves nothing: every collective returns at once, with the shapes it would have. What ranks tell each other in Python
+objects is what this rank says, since all run the same program.
+"""
+
+import os
+from collections.abc import Callable, MutableSequence
+
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from zeroplan.dryrun.patches import put
+from zeroplan.verify.fake_cuda.torch_cuda import always
+from zeroplan.verify.training.ddp import reduced_at_once
+
+_WHERE = (dist, c10d, device_mesh)
+
+
+def make_groups_fake() -> None:
+    """Have every group be a fake one that calls itself NCCL."""
+    answers: dict[str, object] = {
+        "init_process_group": _init(c10d.init_process_group), "new_group": _new_group(c10d.new_group), "get_backend": always("nccl"),
+        "is_nccl_available": always(True), "all_gather_object": _fill, "gather_object": _fill_at_one, "scatter_object_list": _scatter,
+        "broadcast_object_list": always(None), "barrier": always(None), "monitored_barrier": always(None),
+        "send_object_list": always(None),
+    }  # fmt: skip
+    for owner in _WHERE:
+        put(owner, **answers)
+    put(dist.Logger, set_runtime_stats_and_log=always(None))  # its timer is CUDA's, in C++
+    _reduce_buckets_at_once()
+
+
+def _init(start: Callable[..., None]) -> Callable[..., None]:
+    def init_process_group(
+        backend: str | None = None, init_method: str | None = None, timeout: object = None, world_size: int | None = -1,  # noqa: ARG001
+        rank: int | None = -1, store: object = None, group_name: str = "", *_: object, **__: object,  # noqa: ARG001
+    ) -> None:  # fmt: skip
+        ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size in (-1, None) else world_size
+        mine = int(os.environ.get("RANK", "0")) if rank in (-1, None) else rank
+        start("fake", rank=mine, world_size=ranks, store=FakeStore())
+
+    return init_process_group
+
+
+def _new_group(new: Callable[..., object]) -> Callable[..., object]:
+    def new_group(ranks: object = None, timeout: object = None, backend: object = None, *_: object, **others: object) -> object:  # noqa: ARG001
+        rest = {name: value for name, value in others.items() if name not in ("pg_options", "device_id")}
+        return new(ranks=ranks, timeout=None, backend=None, **rest)
+
+    return new_group
+
+
+def _fill(objects: MutableSequence[object], mine: object, *_: object, **__: object) -> None:
+    for index in range(len(objects)):
+        objects[index] = mine
+
+
+def _fill_at_one(mine: object, objects: MutableSequence[object] | None = None, *_: object, **__: object) -> None:
+    if objects is not None:
+        _fill(objects, mine)
+
+
+def _scatter(out: MutableSequence[object], given: MutableSequence[object] | None = None, *_: object, **__: object) -> None:
+    if given:
+        out[0] = given[dist.get_rank() % len(given)]
+
+
+def _reduce_buckets_at_once() -> None:
+    """DDP's C++ cannot read what a fake group returns: buckets are reduced by a hook. A hook of the script's own is left out."""
+    made, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+
+    def init(wrapper: DistributedDataParallel, *args: object, **kwargs: object) -> None:
+        made(wrapper, *args, **kwargs)  # type: ignore[arg-type]
+        register(wrapper, None, reduced_at_once)
+
+    put(DistributedDataParallel, __init__=init, register_comm_hook=always(None))

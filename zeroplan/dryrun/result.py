@@ -1,0 +1,72 @@
+"""What a dry run found, as data; reading it needs no torch."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from zeroplan.measurement import AllocatorMeasured, CollectiveMeasured, Environment, PhaseMeasured, StepMeasured
+from zeroplan.spec.base import Count, CountOrZero, Range, Spec
+
+SCHEMA_VERSION = 1
+
+Ended = Literal["steps taken", "script ended"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part(Spec):
+    """Bytes alive at the peak of the steps, by a name: a module of the model, or a line of code."""
+
+    name: str
+    kind: str
+    n_bytes: CountOrZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeUp(Spec):
+    """A value that no fake tensor has: what was read, what the script was given, on which line, and how often."""
+
+    read: str
+    said: str
+    line: str
+    count: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun(Spec):
+    """One script as one rank of N: every step, what is alive at the highest moment of the last, and what was made up.
+
+    ``steps`` are as a record of ``zeroplan verify`` has them; the first makes the optimizer's state. ``allocator`` is a model of
+    CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the libraries of which
+    something was put in another's place. [bytes]
+    """
+
+    schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
+    command: tuple[str, ...]
+    gpus: Count
+    rank: CountOrZero
+    gpu: str
+    environment: Environment
+    ended: Ended
+    initialisation: PhaseMeasured
+    steps: tuple[StepMeasured, ...]
+    modules: tuple[Part, ...]
+    lines: tuple[Part, ...]
+    collectives: tuple[CollectiveMeasured, ...]
+    allocator: tuple[AllocatorMeasured, ...]
+    made_up: tuple[MadeUp, ...]
+    stood_in: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+    host_bytes: CountOrZero | None = None
+    seconds: Annotated[float, Range(0, 1e9)] = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most alive at any moment, the start of the script included. [bytes]"""
+        return max(self.initialisation.peak_bytes, *(step.peak.peak_bytes for step in self.steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Spec):
+    """A script that ended without an answer: whose fault it is, and one line about it."""
+
+    whose: Literal["script", "here"]
+    text: str

@@ -1,0 +1,59 @@
+"""What the process that runs a script is told, and the environment it is started in. Needs no torch."""
+
+from dataclasses import dataclass
+
+from zeroplan.spec.base import Count, CountOrZero, Spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunTask(Spec):
+    """One script, run as one rank.
+
+    ``target`` is a path, or with ``module`` a module's name; ``arguments`` are those of the script. ``gpu`` is a name in the
+    catalogue, ``answer`` the file that the result is written to.
+    """
+
+    target: str
+    module: bool = False
+    arguments: tuple[str, ...] = ()
+    gpus: Count
+    gpus_per_node: Count
+    rank: CountOrZero = 0
+    steps: Count = 2
+    gpu: str
+    answer: str
+
+    @property
+    def local_rank(self) -> int:
+        """The rank within its node."""
+        return self.rank % self.gpus_per_node
+
+    @property
+    def local_world_size(self) -> int:
+        """How many ranks the node has."""
+        return min(self.gpus, self.gpus_per_node)
+
+
+def environment(task: DryRunTask) -> dict[str, str]:
+    """What torchrun sets for a rank, and what keeps libraries from compiling, downloading and reporting.
+
+    >>> task = DryRunTask(target="train.py", gpus=16, gpus_per_node=8, rank=9, gpu="h100-sxm-80gb", answer="a.json")
+    >>> environment(task)["LOCAL_RANK"], environment(task)["GROUP_RANK"]
+    ('1', '1')
+    """
+    ranks = {
+        "RANK": task.rank, "WORLD_SIZE": task.gpus, "LOCAL_RANK": task.local_rank, "LOCAL_WORLD_SIZE": task.local_world_size,
+        "GROUP_RANK": task.rank // task.gpus_per_node, "GROUP_WORLD_SIZE": -(-task.gpus // task.gpus_per_node),
+        "ROLE_RANK": task.rank, "ROLE_WORLD_SIZE": task.gpus,
+    }  # fmt: skip
+    return (_TORCHRUN | {name: str(number) for name, number in ranks.items()} if task.gpus > 1 else {}) | _QUIET
+
+
+_TORCHRUN = {
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0", "ROLE_NAME": "default",
+}  # fmt: skip
+_QUIET = {
+    "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cuda", "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "", "CUDA_HOME": "/nonexistent", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled",
+}  # fmt: skip

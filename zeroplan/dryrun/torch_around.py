@@ -1,0 +1,153 @@
+"""What of torch itself is otherwise where tensors have no bytes: moving modules, addresses, loaders, threads, saving."""
+
+import concurrent.futures
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.attention import flex_attention as flex
+from torch.utils.data import DataLoader
+
+from zeroplan.dryrun.patches import put
+from zeroplan.verify.fake_cuda.half_fake import keep, known
+from zeroplan.verify.fake_cuda.stand_ins import StandIns
+from zeroplan.verify.fake_cuda.torch_cuda import always
+
+
+def change_torch(stand_ins: StandIns) -> None:
+    """Put in order what fake tensors lack."""
+    _let_tensors_move()
+    _give_addresses()
+    _let_values_be_read(stand_ins)
+    _load_in_this_process()
+    _leave_out_randomness()
+    _leave_out_compilation()
+    put(torch, save=always(None))
+    put(torch.amp.GradScaler, _maybe_opt_step=_take_the_step)
+    put(torch.Tensor, is_pinned=always(False), pin_memory=lambda tensor, *_: tensor)
+    put(flex, flex_attention=_flex_attention)
+
+
+def _let_tensors_move() -> None:
+    """``parameter.data = other`` and ``module.to``: a fake tensor's device is Python's, and goes along."""
+    data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+
+    def put_data(mine: FakeTensor, other: torch.Tensor) -> None:
+        with torch.no_grad():
+            data.__set__(mine, other)
+        if isinstance(other, FakeTensor):
+            mine.fake_device = other.fake_device
+        keep(mine, known(other))
+
+    FakeTensor.data = property(lambda mine: data.__get__(mine), put_data)
+    swap = torch.utils.swap_tensors
+
+    def swap_tensors(mine: torch.Tensor, other: torch.Tensor) -> None:
+        """A module that moves keeps its parameters' objects, as it does where tensors have bytes."""
+        both = isinstance(mine, FakeTensor) and isinstance(other, FakeTensor)
+        if both and torch._has_compatible_shallow_copy_type(mine, other):
+            put_data(mine, other)  # type: ignore[arg-type]
+            return
+        swap(mine, other)
+
+    put(torch.utils, swap_tensors=swap_tensors)
+
+
+def _give_addresses() -> None:
+    """Libraries tell tensors apart by their addresses: a fake one has that of its storage's object."""
+    address = torch.Tensor.data_ptr
+    storage_address = torch.UntypedStorage.data_ptr
+
+    def data_ptr(tensor: torch.Tensor) -> int:
+        if isinstance(tensor, FakeTensor):
+            return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+        return address(tensor)
+
+    def of_storage(storage: torch.UntypedStorage) -> int:
+        return storage._cdata if storage.device.type == "meta" else storage_address(storage)
+
+    put(torch.Tensor, data_ptr=data_ptr)
+    put(torch.UntypedStorage, data_ptr=of_storage)
+
+
+def _let_values_be_read(stand_ins: StandIns) -> None:
+    """``tolist`` and ``numpy``: the values that are known, else ones."""
+    to_list, numpy = torch.Tensor.tolist, torch.Tensor.numpy
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        values = known(tensor)
+        if values is not None:
+            return values
+        stand_ins.note("values", "ones")
+        with unset_fake_temporarily():
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
+
+    put(torch.Tensor, tolist=lambda tensor: to_list(real(tensor)), numpy=lambda tensor, *a, **k: numpy(real(tensor), *a, **k))
+
+
+def _load_in_this_process() -> None:
+    """Modes belong to a thread: loaders work in this one, and what was to run in a pool of threads runs here."""
+    made = DataLoader.__init__
+
+    def loader(self: DataLoader[object], *args: object, **kwargs: object) -> None:
+        kwargs |= {"num_workers": 0, "pin_memory": False, "prefetch_factor": None, "persistent_workers": False}
+        kwargs.pop("multiprocessing_context", None)
+        made(self, *args[:5], **kwargs)  # type: ignore[arg-type]  # dataset, batch_size, shuffle, sampler, batch_sampler
+
+    def submit(_: object, job: Callable[..., object], /, *args: object, **kwargs: object) -> concurrent.futures.Future[object]:
+        future: concurrent.futures.Future[object] = concurrent.futures.Future()
+        try:
+            future.set_result(job(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001  whatever it is, whoever asks for the result is told
+            future.set_exception(error)
+        return future
+
+    put(DataLoader, __init__=loader)
+    put(concurrent.futures.ThreadPoolExecutor, submit=submit)
+
+
+def _leave_out_randomness() -> None:
+    """States of generators are set where they have bytes; DTensor is told that its mesh has none."""
+    import torch.distributed.tensor  # noqa: PLC0415  its modules hold the function by name
+
+    for name, module in list(sys.modules.items()):  # as an operator of higher order it would be seen by no watcher
+        if name.startswith("torch.distributed.tensor"):
+            put(module, is_rng_supported_mesh=always(False))
+    set_state = torch.set_rng_state
+
+    def set_rng_state(state: torch.Tensor) -> None:
+        values = known(state)
+        if values is not None:
+            set_state(values)
+
+    for owner in (torch, torch.random):
+        put(owner, set_rng_state=set_rng_state)
+
+
+def _leave_out_compilation() -> None:
+    """``torch.compile`` is left out: the code runs as it is, which keeps more."""
+
+    def compiled(model: object = None, *_: object, **__: object) -> object:
+        return (lambda function: function) if model is None else model
+
+    put(torch, compile=compiled)
+    put(nn.Module, compile=always(None))
+
+
+def _take_the_step(_: object, optimizer: torch.optim.Optimizer, _state: object, *args: object, **kwargs: object) -> object:
+    """A gradient scaler's step is taken: nothing overflowed."""
+    return optimizer.step(*args, **kwargs)  # type: ignore[arg-type]
+
+
+def _flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: object = None, block_mask: object = None,  # noqa: ARG001
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: object = None,  # noqa: ARG001, FBT001, FBT002
+    *, return_aux: object = None,
+) -> object:  # fmt: skip
+    """Flex attention's compiled kernel keeps what flash attention keeps: its output, and one number per row."""
+    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scale)
+    if return_aux is not None:
+        return out[0], flex.AuxOutput(lse=out[1], max_scores=None)
+    return (out[0], out[1]) if return_lse else out[0]

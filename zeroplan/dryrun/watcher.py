@@ -1,0 +1,59 @@
+"""The watcher of a script: zeroplan's tracker, which also notes the user's line of every request and drives the allocator."""
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from zeroplan.allocator import CachingAllocator, Chunk
+from zeroplan.verify.fake_cuda.memory import Memory
+from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
+from zeroplan.verify.watching.host import HostMemory
+from zeroplan.verify.watching.recording import LIFTED, Block
+from zeroplan.verify.watching.tracker import Tracker, _Watch
+
+
+class ScriptTracker(Tracker):
+    """Records a script's run on the fake GPU.
+
+    ``lines`` has the line of the user's code behind every block; in backward that which made the autograd node in forward.
+    """
+
+    def __init__(self, memory: Memory, *, expandable_segments: bool) -> None:
+        super().__init__(device="cuda", host=HostMemory())
+        self.lines: dict[Block, str] = {}
+        self._memory = memory
+        self._allocator = memory.allocator = CachingAllocator(expandable_segments=expandable_segments)
+        self._chunks: dict[Block, Chunk] = {}
+        self._numbers: list[int] = []
+        self._made_by: list[str] = []
+        memory.counted = self
+
+    def learn_modules(self, root: nn.Module) -> None:
+        """Learn the names of a model's parts, beside those of other models."""
+        self._modules.names |= {id(module): name for name, module in root.named_modules() if id(module) not in self._modules.names}
+
+    def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
+        block = super()._request(watch, n_bytes, func)
+        self.lines[block] = self._line()
+        if block.operation != LIFTED:
+            self._chunks[block] = self._allocator.request(n_bytes, block.stream)
+            self._memory.note()
+        return block
+
+    def _release(self, block: Block) -> None:
+        super()._release(block)
+        if (chunk := self._chunks.pop(block, None)) is not None:
+            self._allocator.release(chunk)
+
+    def _line(self) -> str:
+        node = torch._C._current_autograd_node()
+        if node is not None and self._numbers:
+            return self._made_by[max(0, bisect_right(self._numbers, node._sequence_nr()) - 1)]
+        line = line_of(whose_line(sys._getframe(2)))
+        if torch.is_grad_enabled() and (not self._made_by or self._made_by[-1] != line):
+            self._numbers.append(torch._C._autograd._get_sequence_nr())
+            self._made_by.append(line)
+        return line

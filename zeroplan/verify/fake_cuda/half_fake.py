@@ -1,0 +1,267 @@
+"""Tensors without bytes on the GPU, and real ones on the host where a script reads them.
+
+On the host whole numbers and truths are real (token ids, indices, seeds, masks), so data sets, samplers and collators do what they
+always do. Floating-point numbers from a factory, which are weights, are fake; those made of data are real. On the GPU everything is
+fake. Whole numbers and truths there keep a real copy beside the fake tensor, as long as all that they are computed from has one: what
+a script reads of them is exact.
+
+Where a value is not known, a healthy one is said and noted (:mod:`zeroplan.verify.fake_cuda.stand_ins`): 1 for a number, true for
+what asks whether all is well (``isfinite``, ``all``), else false, and of a mask that everything is chosen.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zeroplan.verify.fake_cuda.stand_ins import StandIns
+from zeroplan.verify.pretended.fake_mode import QuickFakes
+
+_aten = torch.ops.aten
+_NUMBER = _aten._local_scalar_dense.default
+_HOST = torch.device("cpu")
+_MOST_ELEMENTS = 1 << 22
+"""Larger tensors are not computed along: their values would cost more than they tell."""
+_WHOLE_BY_DEFAULT = {"randint", "randint_like", "randperm", "tril_indices", "triu_indices"}
+_WHOLE_FOR_WHOLE = {"arange", "full", "scalar_tensor"}
+#: What they ask is true of a healthy step.
+_TRUE = {"all", "isfinite", "eq", "ge", "le", "equal"}
+_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
+_NOT_COMPUTED_ALONG = {"one_hot", "embedding"}
+
+Options = dict[str, object]
+Worst = Callable[..., torch.Tensor]
+
+
+def known(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The real values of a tensor where they are known; a real tensor's are its own."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    values = cast("torch.Tensor | None", getattr(tensor, "known", None))
+    return None if values is None or values.untyped_storage().data_ptr() in _STALE else values
+
+
+def keep(tensor: FakeTensor, values: torch.Tensor | None) -> None:
+    """Set the real values beside a fake tensor; of floating-point numbers none are kept."""
+    keeps = values is not None and not values.is_floating_point() and not values.is_complex()
+    tensor.known = values if keeps else None  # type: ignore[attr-defined]
+    if keeps and values is not None and values._base is None:
+        _STALE.discard(values.untyped_storage().data_ptr())
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """The values of a tensor, and of all that shares its memory, are not known any more."""
+    values = getattr(tensor, "known", None)
+    if values is not None:
+        _STALE.add(values.untyped_storage().data_ptr())
+        tensor.known = None  # type: ignore[attr-defined]
+
+
+_STALE: set[int] = set()
+"""Addresses of values into which something unknown was written."""
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """Where a tensor is said to be."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+    """The mode of a script's process: fake on the GPU, half fake on the host."""
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self._stand_ins = stand_ins
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Whether to keep from touching the device."""
+        return True
+
+    def dispatch(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Run an operator: for real on the host where that is exact, else on shapes alone."""
+        options = _cleaned(kwargs or {})
+        tensors = [one for one in tree_leaves((args, options)) if isinstance(one, torch.Tensor)]
+        fake = any(isinstance(one, FakeTensor) for one in tensors)
+        device = _device_in(options)
+        if func is _aten.is_pinned.default:
+            return device_of(cast("torch.Tensor", args[0])).type == "cpu"  # C++ asks it of what it has pinned
+        if not fake and _is_host(device) and self._runs_for_real(func, args, options, tensors):
+            return func(*args, **options)
+        if not tensors and device is not None and device.type == "cuda" and _is_whole(func, args, options):
+            return self._made_on_the_gpu(func, types, args, options)
+        if "generator" in options and (fake or not _is_host(device)):
+            options["generator"] = None
+        if func is _NUMBER:
+            return self._number(cast("torch.Tensor", args[0]))
+        if func is _aten.equal.default:
+            return self._equal(*cast("tuple[torch.Tensor, torch.Tensor]", args[:2]))
+        values = _values(func, args, options, tensors) if tensors else None
+        if values is None:
+            return self._unknown(func, types, args, options)
+        if func is _aten._to_copy.default and device is not None and device.type == "cpu":
+            return func(*values[0], **values[1])  # back on the host it is real again
+        return self._computed_along(func, types, args, options, values)
+
+    def _runs_for_real(self, func: OpOverload, args: Sequence[object], options: Options, tensors: list[torch.Tensor]) -> bool:
+        if tensors:
+            return all(one.device.type == "cpu" for one in tensors)
+        return _is_whole(func, args, options)
+
+    def _plain(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
+        return super().dispatch(func, types, args, options)
+
+    # --- values that are known ------------------------------------------------------------------------------------------
+
+    def _made_on_the_gpu(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
+        """Whole numbers made on the GPU have the values that the host would give them."""
+        result = self._plain(func, types, args, {**options, "generator": None} if "generator" in options else options)
+        if isinstance(result, FakeTensor) and result.numel() <= _MOST_ELEMENTS and not func._opname.startswith("empty"):
+            keep(result, func(*args, **{**options, "device": _HOST}))
+        return result
+
+    def _computed_along(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options, values: tuple[Sequence[object], Options]
+    ) -> object:  # fmt: skip
+        """Run an operator on shapes, and on the values beside them."""
+        if _is_floating(options.get("dtype")):
+            return self._plain(func, types, args, options)
+        if func in _WORST:
+            like = next(one for one in tree_leaves(args) if isinstance(one, FakeTensor))
+            made = func(*values[0], **values[1])
+            return tree_map_only(torch.Tensor, lambda one: self._beside(one, like.fake_device), made)
+        args = self._places(args) if func in _INDEXED and len(args) > 1 else args
+        result = self._plain(func, types, args, options)
+        if isinstance(result, FakeTensor) and (result.numel() > _MOST_ELEMENTS or result.is_floating_point()):
+            return result
+        try:
+            made = func(*values[0], **values[1])
+        except RuntimeError:  # the host has no kernel for it: the shapes are there, the values are not
+            return result
+        for out, real in zip(tree_leaves(result), tree_leaves(made), strict=False):
+            if isinstance(out, FakeTensor) and isinstance(real, torch.Tensor):
+                keep(out, real)
+        return result
+
+    def _beside(self, real: torch.Tensor, device: torch.device) -> object:
+        """A fake tensor like a real one, which it keeps as its values."""
+        out = self._plain(_aten.empty.memory_format, (), (list(real.shape),), {"dtype": real.dtype, "device": device})
+        keep(cast("FakeTensor", out), real)
+        return out
+
+    # --- values that are not --------------------------------------------------------------------------------------------
+
+    def _unknown(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
+        """Run an operator on shapes alone; where its result's shape depends on values, as if everything were chosen."""
+        if func._schema.is_mutable and "c10d" not in func.namespace:  # a collective keeps values: all ranks say the same
+            for one in tree_leaves(args[:1]):
+                if isinstance(one, FakeTensor):
+                    forget(one)
+        if func in _INDEXED and len(args) > 1:
+            args = self._places(args)
+        if (worst := _WORST.get(func)) is not None:
+            self._stand_ins.note(func._opname, "everything is chosen")
+            return worst(*args, **options)
+        result = self._plain(func, types, args, options)
+        if isinstance(result, FakeTensor) and result.dtype is torch.bool:
+            result.healthy = func._opname in _TRUE  # type: ignore[attr-defined]
+        return result
+
+    def _number(self, tensor: torch.Tensor) -> object:
+        """What a script reads of a tensor of one element."""
+        values = known(tensor)
+        if values is not None:
+            return values.item()
+        if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+            return tensor.constant.item()
+        said: object = 1.0 if tensor.dtype.is_floating_point else 1
+        if tensor.dtype is torch.bool:
+            said = bool(getattr(tensor, "healthy", False))
+        self._stand_ins.note(str(tensor.dtype).removeprefix("torch."), str(said))
+        return said
+
+    def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        first, second = known(one), known(other)
+        if first is not None and second is not None:
+            return torch.equal(first, second)
+        self._stand_ins.note("equal", "True")
+        return True
+
+    def _places(self, args: Sequence[object]) -> Sequence[object]:
+        """Indices with each mask replaced by the places where it is true: all of them, where it is not known."""
+        first, indices, *rest = args
+        found: list[torch.Tensor | None] = []
+        for one in cast("Sequence[torch.Tensor | None]", indices):
+            if one is None or one.dtype not in (torch.bool, torch.uint8):
+                found.append(one)
+                continue
+            values = known(one)
+            if values is None:
+                self._stand_ins.note("a mask as an index", "everything is chosen")
+            count = one.numel() if values is None else int(values.count_nonzero())
+            device = device_of(one)
+            found.extend(
+                FakeTensor(self, torch.empty(count, dtype=torch.int64, device="meta"), device) for _ in range(one.dim())
+            )
+        return (first, found, *rest)
+
+
+def _cleaned(given: Mapping[str, object]) -> Options:
+    """Options without what fake memory cannot be: pinned."""
+    options = dict(given)
+    if options.get("pin_memory"):
+        options["pin_memory"] = None
+    return options
+
+
+def _device_in(options: Options) -> torch.device | None:
+    device = options.get("device")
+    return None if device is None else torch.device(cast("torch.device", device))
+
+
+def _is_host(device: torch.device | None) -> bool:
+    return device is None or device.type == "cpu"
+
+
+def _is_floating(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _is_whole(func: OpOverload, args: Sequence[object], options: Options) -> bool:
+    """Whether a factory makes whole numbers or truths."""
+    if options.get("dtype") is not None:
+        return not _is_floating(options["dtype"])
+    if func._opname in _WHOLE_BY_DEFAULT:
+        return True
+    return func._opname in _WHOLE_FOR_WHOLE and not any(isinstance(one, float) for one in tree_leaves(args))
+
+
+def _values(
+    func: OpOverload, args: Sequence[object], options: Options, tensors: list[torch.Tensor]
+) -> tuple[Sequence[object], Options] | None:  # fmt: skip
+    """The arguments with values in place of fake tensors; None where one is not known, or nobody may want the result."""
+    if func.namespace != "aten" or "rand" in func._opname or func._opname in _NOT_COMPUTED_ALONG:
+        return None
+    for one in tensors:
+        values = known(one)
+        if values is None or values.numel() > _MOST_ELEMENTS or values.is_floating_point() or values.is_complex():
+            return None
+    given: tuple[Sequence[object], Options] = tree_map_only(torch.Tensor, known, (args, options))
+    return given[0], ({**given[1], "device": _HOST} if "device" in given[1] else given[1])
+
+
+def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty((tensor.numel(), max(tensor.dim(), 1)), dtype=torch.int64)
+
+
+def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return tensor.new_empty((torch.broadcast_shapes(tensor.shape, mask.shape).numel(),))
+
+
+#: Operators whose result's shape depends on values, and the largest that it can be.
+_WORST: dict[OpOverload, Worst] = {_aten.nonzero.default: _nonzero, _aten.masked_select.default: _masked_select}

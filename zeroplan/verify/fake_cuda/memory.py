@@ -1,0 +1,70 @@
+"""What ``torch.cuda.memory_*`` answers a script: what a watcher has counted, and what the allocator would have reserved."""
+
+from collections import defaultdict
+from typing import Protocol
+
+from zeroplan.allocator import CachingAllocator
+
+
+class Counted(Protocol):
+    """Who counts the bytes of tensors on the GPU."""
+
+    live_bytes: int
+
+
+class Memory:
+    """The figures of one GPU of ``total_bytes``.
+
+    ``counted`` counts tensors once a run is watched; ``allocator`` is the model of CUDA's that follows the same requests. [bytes]
+    """
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.counted: Counted | None = None
+        self.allocator: CachingAllocator | None = None
+        self._highest = self._highest_reserved = 0
+
+    def allocated(self, *_: object, **__: object) -> int:
+        """``torch.cuda.memory_allocated``. [bytes]"""
+        if self.allocator is not None:
+            return self.allocator.allocated_bytes
+        return 0 if self.counted is None else self.counted.live_bytes
+
+    def reserved(self, *_: object, **__: object) -> int:
+        """``torch.cuda.memory_reserved``. [bytes]"""
+        return self.allocated() if self.allocator is None else self.allocator.reserved_bytes
+
+    def note(self) -> None:
+        """Look whether there is more than ever before."""
+        self._highest = max(self._highest, self.allocated())
+        self._highest_reserved = max(self._highest_reserved, self.reserved())
+
+    def most_allocated(self, *_: object, **__: object) -> int:
+        """``torch.cuda.max_memory_allocated``. [bytes]"""
+        self.note()
+        return self._highest
+
+    def most_reserved(self, *_: object, **__: object) -> int:
+        """``torch.cuda.max_memory_reserved``. [bytes]"""
+        self.note()
+        return self._highest_reserved
+
+    def reset_peak(self, *_: object, **__: object) -> None:
+        """``torch.cuda.reset_peak_memory_stats``."""
+        self._highest, self._highest_reserved = self.allocated(), self.reserved()
+
+    def empty_cache(self, *_: object, **__: object) -> None:
+        """``torch.cuda.empty_cache``: what is not in use goes back to the driver."""
+        if self.allocator is not None:
+            self.allocator.release_cached()
+
+    def stats(self, *_: object, **__: object) -> dict[str, int]:
+        """``torch.cuda.memory_stats``: the bytes allocated, active, requested and reserved; every other figure is 0."""
+        found: defaultdict[str, int] = defaultdict(int)
+        for what in ("allocated_bytes", "active_bytes", "requested_bytes"):
+            found |= {f"{what}.all.current": self.allocated(), f"{what}.all.peak": self.most_allocated()}
+        return found | {"reserved_bytes.all.current": self.reserved(), "reserved_bytes.all.peak": self.most_reserved()}
+
+    def info(self, *_: object, **__: object) -> tuple[int, int]:
+        """``torch.cuda.mem_get_info``: free and total. [bytes]"""
+        return max(0, self.total_bytes - self.reserved()), self.total_bytes

@@ -1,0 +1,85 @@
+"""What a script read that no tensor has, what it was given instead, and where in its code that was."""
+
+import sys
+import sysconfig
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+_PACKAGE = str(Path(__file__).parents[2])
+_OURS_OR_TORCHS = {"torch", "zeroplan", "contextlib", "functools", "runpy", "importlib"}
+
+
+class StandIn(NamedTuple):
+    """One value that was made up: what was read, what it was said to be, and the line that read it."""
+
+    read: str
+    said: str
+    line: str
+
+
+class StandIns:
+    """Every value that was made up so far, and how often."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[StandIn] = Counter()
+
+    def note(self, read: str, said: str) -> None:
+        """Note that somebody reads what is not there."""
+        self.counts[StandIn(read, said, line_of(whose_line(sys._getframe(1))))] += 1
+
+
+def whose_line(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's own code; of a library's, where none of the user's is on the stack."""
+    library: FrameType | None = None
+    while frame is not None:
+        kind = _kind(frame.f_code.co_filename)
+        if kind == "user":
+            return frame
+        if kind == "library" and library is None and _package(frame) not in _OURS_OR_TORCHS:
+            library = frame
+        frame = frame.f_back
+    return library
+
+
+def line_of(frame: FrameType | None) -> str:
+    """A frame as a person writes it: ``train.py:31``; of a library's module ``trl.trainer.sft_trainer:412``."""
+    if frame is None:
+        return ""
+    name = str(frame.f_globals.get("__name__", ""))
+    if _kind(frame.f_code.co_filename) == "user" or name == "__main__":
+        name = _shown(frame.f_code.co_filename)
+    return f"{name}:{frame.f_lineno}"
+
+
+def count_as_user(folder: str) -> None:
+    """Take what lies in a folder for the user's own code: a package that is run with ``-m``, which may be installed."""
+    _USERS.append(folder.rstrip("/") + "/")
+    _kind.cache_clear()
+
+
+_USERS: list[str] = []
+_LIBRARIES = tuple({path + "/" for path in (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE)})
+
+
+@cache
+def _kind(filename: str) -> str:
+    if any(filename.startswith(folder) for folder in _USERS):
+        return "user"
+    if filename.startswith("<") or filename.startswith(_LIBRARIES) or "/site-packages/" in filename or "/dist-packages/" in filename:
+        return "library"
+    return "user"
+
+
+@cache
+def _shown(filename: str) -> str:
+    try:
+        return str(Path(filename).relative_to(Path.cwd()))
+    except ValueError:
+        return Path(filename).name
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]

@@ -1,0 +1,178 @@
+"""``torch.cuda`` and ``torch.accelerator`` as they are where there are GPUs: every answer a script or a library asks for.
+
+Nothing here is undone: it is for a process that does nothing else.
+"""
+
+import types
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from zeroplan.spec.hardware import GpuSpec
+from zeroplan.verify.fake_cuda.memory import Memory
+from zeroplan.verify.fake_cuda.streams import Captured, Event, Graph, Stream
+
+_CUDA_VERSION = "12.8"
+_NCCL_VERSION = (2, 27, 3)
+_STATE_BYTES = 16
+"""The state of CUDA's generator of random numbers: a seed and an offset."""
+
+
+class Gpus(NamedTuple):
+    """The GPUs that this process sees: how many of which kind, which is its own, and what is counted on that."""
+
+    gpu: GpuSpec
+    count: int
+    local_rank: int
+    memory: Memory
+
+
+def always(answer: object) -> Callable[..., object]:
+    """Make a function that gives one answer, whatever it is asked."""
+    return lambda *_, **__: answer
+
+
+def answer_for(gpus: Gpus) -> None:
+    """Have ``torch.cuda`` and ``torch.accelerator`` answer for these GPUs."""
+    torch.cpu._default_cpu_stream = torch.cpu._current_stream = Stream()
+    answers = _constants(gpus) | _device(gpus) | _streams() | _memory(gpus.memory) | _random(gpus.count)
+    for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
+        for name, answer in answers.items():
+            if owner is torch.cuda or hasattr(owner, name):
+                setattr(owner, name, answer)
+    for name in _OF_ANY_ACCELERATOR:
+        setattr(torch.accelerator, name, answers[name])
+    _accelerator(answers)
+    _elsewhere()
+    _generators()
+
+
+_OF_ANY_ACCELERATOR = (
+    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats", "memory_stats",
+    "synchronize", "empty_cache", "current_stream", "device_count",
+)  # fmt: skip
+
+
+def _constants(gpus: Gpus) -> dict[str, Callable[..., object]]:
+    gpu, properties = gpus.gpu, _properties(gpus.gpu)
+    capability = (properties.major, properties.minor)
+    answers = {
+        "is_available": True, "is_initialized": True, "device_count": gpus.count, "_device_count_nvml": gpus.count, "_lazy_init": None,
+        "init": None, "_is_in_bad_fork": False, "get_device_name": gpu.full_name, "get_device_capability": capability,
+        "get_device_properties": properties, "_get_device_properties": properties, "is_bf16_supported": capability >= (8, 0),
+        "is_tf32_supported": capability >= (8, 0), "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
+        "can_device_access_peer": True, "synchronize": None, "ipc_collect": None, "is_current_stream_capturing": False,
+        "set_per_process_memory_fraction": None, "utilization": 0, "temperature": 0, "power_draw": 0, "clock_rate": 0,
+        "memory_summary": "", "memory_snapshot": [], "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
+        "reset_accumulated_memory_stats": None, "reset_accumulated_host_memory_stats": None, "_sleep": None,
+    }  # fmt: skip
+    return {name: always(answer) for name, answer in answers.items()}
+
+
+def _properties(gpu: GpuSpec) -> types.SimpleNamespace:
+    major, minor = _capability(gpu)
+    return types.SimpleNamespace(
+        name=gpu.full_name, major=major, minor=minor, total_memory=int(gpu.memory_bytes.value), multi_processor_count=132,
+        is_integrated=0, is_multi_gpu_board=0, warp_size=32, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
+        shared_memory_per_block=49152, shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472,
+        L2_cache_size=52428800, gcnArchName="", uuid="GPU-0", pci_bus_id=0, pci_device_id=0, pci_domain_id=0,
+    )  # fmt: skip
+
+
+def _capability(gpu: GpuSpec) -> tuple[int, int]:
+    major, _, minor = gpu.compute_capability.partition(".")
+    return int(major), int(minor)
+
+
+def _device(gpus: Gpus) -> dict[str, Callable[..., object]]:
+    current = [gpus.local_rank]
+
+    def set_device(device: torch.device | int | str) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        current[0] = current[0] if index is None or index < 0 else index
+
+    return {"current_device": lambda: current[0], "set_device": set_device}
+
+
+def _streams() -> dict[str, Callable[..., object]]:
+    return {
+        "Stream": Stream, "ExternalStream": Stream, "Event": Event, "stream": torch.cpu.stream,
+        "StreamContext": torch.cpu.StreamContext, "current_stream": torch.cpu.current_stream, "set_stream": _set_stream,
+        "default_stream": lambda *_: torch.cpu._default_cpu_stream, "graph_pool_handle": always((0, 1)),
+        "CUDAGraph": Graph, "graph": Captured,
+    }  # fmt: skip
+
+
+def _set_stream(stream: Stream) -> None:
+    torch.cpu._current_stream = stream
+
+
+def _memory(memory: Memory) -> dict[str, Callable[..., object]]:
+    return {
+        "memory_allocated": memory.allocated, "max_memory_allocated": memory.most_allocated,
+        "memory_reserved": memory.reserved, "max_memory_reserved": memory.most_reserved,
+        "memory_cached": memory.reserved, "max_memory_cached": memory.most_reserved,
+        "reset_peak_memory_stats": memory.reset_peak, "reset_max_memory_allocated": memory.reset_peak,
+        "reset_max_memory_cached": memory.reset_peak, "memory_stats": memory.stats, "mem_get_info": memory.info,
+        "empty_cache": memory.empty_cache, "_record_memory_history": always(None), "_dump_snapshot": always(None),
+    }  # fmt: skip
+
+
+def _random(count: int) -> dict[str, Callable[..., object]]:
+    def state(*_: object, **__: object) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return torch.zeros(_STATE_BYTES, dtype=torch.uint8)
+
+    nothing = always(None)
+    return {
+        "manual_seed": nothing, "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing, "initial_seed": always(0),
+        "set_rng_state": nothing, "set_rng_state_all": nothing, "get_rng_state": state,
+        "get_rng_state_all": lambda: [state() for _ in range(count)],
+        "default_generators": tuple(torch.Generator() for _ in range(count)),  # type: ignore[dict-item]  # no function, but an answer
+    }  # fmt: skip
+
+
+def _accelerator(answers: dict[str, Callable[..., object]]) -> None:
+    accelerator = torch.accelerator
+    for name, like in (
+        ("current_device_index", "current_device"), ("current_device_idx", "current_device"), ("set_device_index", "set_device"),
+        ("set_device_idx", "set_device"), ("set_stream", "set_stream"), ("get_memory_info", "mem_get_info"),
+    ):  # fmt: skip
+        setattr(accelerator, name, answers[like])
+
+
+def _elsewhere() -> None:
+    """What is asked under other names than ``torch.cuda``'s."""
+    cuda = torch.cuda
+    cuda.amp.common.amp_definitely_not_available = always(False)  # type: ignore[assignment]
+    cuda.nccl.version = always(_NCCL_VERSION)
+    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
+        setattr(cuda.nvtx, name, always(None))
+    cuda.graphs.graph_pool_handle, cuda.graphs.CUDAGraph, cuda.graphs.graph = always((0, 1)), Graph, Captured  # type: ignore[misc, assignment]
+    torch._C._cuda_getCurrentRawStream = always(0)  # type: ignore[attr-defined, assignment]  # libraries import it where CUDA is there
+    torch.version.cuda = _CUDA_VERSION
+    torch.backends.cuda.is_built = always(True)  # type: ignore[assignment]
+    cuda.device.__init__ = _choose  # type: ignore[method-assign, assignment]
+    cuda.device.__enter__ = always(None)  # type: ignore[method-assign, assignment]
+    cuda.device.__exit__ = always(False)  # type: ignore[method-assign, assignment]
+
+
+def _choose(chosen: "torch.cuda.device", device: object) -> None:  # noqa: ARG001
+    chosen.idx = 0
+
+
+def _generators() -> None:
+    """``torch.Generator("cuda")`` is the CPU's: its numbers decide no size."""
+    real = torch.Generator
+
+    class Kind(type):
+        def __instancecheck__(cls, one: object) -> bool:
+            return isinstance(one, real)
+
+    class Generator(metaclass=Kind):
+        def __new__(cls, device: object = "cpu") -> torch.Generator:  # type: ignore[misc]  # noqa: ARG004
+            return real()
+
+    torch.Generator = Generator  # type: ignore[misc, assignment]
