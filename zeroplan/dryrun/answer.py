@@ -1,17 +1,17 @@
-"""From what a script's watcher saw to the answer: steps, the ledger at the peak by module and line, the allocator, made-up values."""
+"""From what a script's watcher saw to the answer: steps, what is alive at the peak by module and line, the allocator."""
 
 import resource
 import time
 from collections import Counter
 
+from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.dryrun.loop import Loop
-from zeroplan.dryrun.result import DryRun, MadeUp, Part
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.engines.device import allocator_room, workspace
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Phase
-from zeroplan.catalog.gpu import gpu as gpu_named
+from zeroplan.script_run import DryRun, MadeUp, Part
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.environment import environment
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
@@ -31,7 +31,7 @@ def answer(
     """What the run found. Raises MeasurementError where it came to no optimizer step."""
     if not loop.completed:
         raise MeasurementError(
-            "the script ended without an optimizer step; let it take at least one (more data, fewer accumulation steps, --max_steps)"
+            "the script ended without an optimizer step; let it take at least one (more data, fewer accumulation steps)"
         )
     gpu, recording = gpu_named(task.gpu), tracker.recording
     workspace_bytes, _ = workspace(gpu)
@@ -52,7 +52,9 @@ def answer(
         lines=_parts(timeline, alive, lambda block: tracker.lines.get(block, "")),
         collectives=collectives(recording),
         allocator=replays.measured(recording, workspace_bytes=workspace_bytes, room_bytes=room),
-        made_up=tuple(MadeUp(read=one.read, said=one.said, line=one.line, count=n) for one, n in stand_ins.counts.most_common()),
+        made_up=tuple(
+            MadeUp(read=one.read, said=one.said, line=one.line, count=n) for one, n in stand_ins.counts.most_common()
+        ),
         stood_in=(),
         remarks=_REMARKS,
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,

@@ -12,8 +12,9 @@ from typing import Self
 import torch
 from torch.futures import Future
 
-from zeroplan.dryrun.patches import Patch, put
+from zeroplan.dryrun.patches import Patch
 from zeroplan.verify.fake_cuda.torch_cuda import always
+from zeroplan.verify.replaced import put
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -59,17 +60,21 @@ class Header:
         """Nothing to close."""
 
     def keys(self) -> list[str]:
+        """The tensors' names."""
         return list(self._entries)
 
     offset_keys = keys
 
-    def metadata(self) -> dict[str, object]:
+    def metadata(self) -> object:
+        """What the file says beside its tensors."""
         return self._metadata
 
     def get_slice(self, name: str) -> _Slice:
+        """A tensor to be cut from."""
         return _Slice(self._entries[name], self._device)
 
     def get_tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor, without its bytes."""
         return self.get_slice(name)[...]
 
 

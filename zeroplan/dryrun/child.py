@@ -52,9 +52,9 @@ class _Run:
     """A prepared process: call it with the script."""
 
     def __init__(self, task: DryRunTask) -> None:
+        from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415
         from zeroplan.dryrun.loop import Loop  # noqa: PLC0415
         from zeroplan.dryrun.watcher import ScriptTracker  # noqa: PLC0415
-        from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.memory import Memory  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.stand_ins import StandIns  # noqa: PLC0415
 
@@ -75,14 +75,14 @@ class _Run:
 
     def _patch(self) -> None:
         from zeroplan.dryrun import checkpoints, process_group, torch_around  # noqa: PLC0415
-        from zeroplan.dryrun.libraries import deepspeed, fsdp2, transformers, triton  # noqa: PLC0415
+        from zeroplan.dryrun.libraries import ddp, deepspeed, fsdp2, transformers, triton  # noqa: PLC0415
         from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
 
         process_group.make_groups_fake()
         torch_around.change_torch(self.stand_ins)
         AfterImport(
             checkpoints.PATCHES | transformers.PATCHES | triton.PATCHES
-            | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop)
+            | ddp.patches(self.tracker) | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop)
         ).install()  # fmt: skip
         self.loop.watch()
 
@@ -101,7 +101,7 @@ class _Run:
         )  # fmt: skip
         with ExitStack() as stack:
             for answer in answers:
-                stack.enter_context(answer)  # type: ignore[arg-type]
+                stack.enter_context(answer)
             try:
                 script()
             except StepsDone:
@@ -116,7 +116,7 @@ class _Run:
 
 def _prepared(task: DryRunTask) -> _Run:
     warnings.simplefilter("ignore")
-    import torch  # noqa: PLC0415, F401
+    import torch  # noqa: PLC0415
     import torch._dynamo  # noqa: PLC0415, F401  it looks at what was built, so it goes before CUDA is there
 
     return _Run(task)

@@ -2,9 +2,13 @@
 
 import traceback
 
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
-from zeroplan.dryrun.result import Failed
+from zeroplan.dryrun.task import Failed
 from zeroplan.errors import ZeroplanError
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 
@@ -24,7 +28,10 @@ def failure(error: BaseException) -> Failed:
             f"for the dry run, or run the script on a GPU",
         )
     if isinstance(error, SystemExit):
-        return Failed(whose="script", text=f"the script left with exit code {error.code!r}{at} before its first step; run it with --help to see what it takes")
+        return Failed(
+            whose="script",
+            text=f"the script left with exit code {error.code!r}{at} before its first step; see what it printed",
+        )
     said = " ".join(str(error).split())
     return Failed(whose="script", text=f"the script raised {type(error).__name__}{at}: {said}"[:500])
 

@@ -1,19 +1,23 @@
 """Which phase of the step a script is in: read off from outside, by torch's own hooks.
 
-Forward is the outermost module that runs in training mode with gradients; backward the outermost ``torch.autograd.backward``; a step
-the outermost optimizer's. A step has ended when the next forward begins: several optimizers may take their turns, and gradients are
-still to be cleared. After the last step that was asked for the script is stopped there.
+Forward is the outermost module that runs in training mode with gradients; backward the outermost
+``torch.autograd.backward``; a step the outermost optimizer's. A step has ended when the next forward begins: several optimizers
+may take their turns, and gradients are still to be cleared. After the last step that was asked for the script is stopped there.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zeroplan.ledger import Kind, Phase
 from zeroplan.dryrun.watcher import ScriptTracker
+from zeroplan.ledger import Kind, Phase
 
 
 class StepsDone(BaseException):
@@ -29,6 +33,7 @@ class Loop:
         self._modules = self._backwards = self._engines = self._optimizers = 0
         self._stepped = self._over = False
         self._roots: set[int] = set()
+        self._models: list[weakref.ref[nn.Module]] = []
         self.taken = 0
 
     @property
@@ -73,6 +78,9 @@ class Loop:
         self._roots.add(id(root))
         self._tracker.learn_modules(root)
         self._tracker.claim(Kind.PARAMETERS, (*root.parameters(), *root.buffers()), over=False)
+        self._models.append(weakref.ref(root))
+        if _reduces_elsewhere(root):
+            self._tracker.gradients_are(Kind.UNSHARDED_GRADIENTS)
 
     def _forward_ends(self, *_: object) -> None:
         self._modules -= 1
@@ -88,12 +96,21 @@ class Loop:
                 backward(*args, **kwargs)
             finally:
                 self._backwards -= 1
+                if not self._backwards:
+                    self._claim_gradients()
 
         return begins
 
+    def _claim_gradients(self) -> None:
+        """What parameters have as gradients after a backward is what the optimizer takes."""
+        models: list[nn.Module] = [model for one in self._models if (model := one()) is not None]
+        self._tracker.claim(Kind.GRADIENTS, (parameter.grad for model in models for parameter in model.parameters()))
+
     # --- the optimizer's step -------------------------------------------------------------------------------------------
 
-    def _step_begins(self, _optimizer: Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _step_begins(
+        self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._optimizers += 1  # one may hold others
         if self._engines or self._optimizers > 1:
             return None
@@ -143,6 +160,13 @@ class Loop:
         if self.taken >= self._steps:
             self.finish()
             raise StepsDone
+
+
+def _reduces_elsewhere(root: nn.Module) -> bool:
+    """Whether the gradients that autograd hands to parameters are reduced into others: a share of them, or the view of a bucket."""
+    if isinstance(root, DistributedDataParallel):
+        return bool(root.gradient_as_bucket_view)
+    return any(isinstance(module, FSDPModule) for module in root.modules())
 
 
 def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -46,10 +46,3 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def put(owner: object, **others: object) -> None:
-    """Put functions in place of an owner's, those that it has."""
-    for name, other in others.items():
-        if hasattr(owner, name):
-            setattr(owner, name, other)

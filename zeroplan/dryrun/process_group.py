@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zeroplan.dryrun.patches import put
 from zeroplan.verify.fake_cuda.torch_cuda import always
+from zeroplan.verify.replaced import put
 from zeroplan.verify.training.ddp import reduced_at_once
 
 _WHERE = (dist, c10d, device_mesh)
@@ -23,14 +23,14 @@ _WHERE = (dist, c10d, device_mesh)
 def make_groups_fake() -> None:
     """Have every group be a fake one that calls itself NCCL."""
     answers: dict[str, object] = {
-        "init_process_group": _init(c10d.init_process_group), "new_group": _new_group(c10d.new_group), "get_backend": always("nccl"),
-        "is_nccl_available": always(True), "all_gather_object": _fill, "gather_object": _fill_at_one, "scatter_object_list": _scatter,
-        "broadcast_object_list": always(None), "barrier": always(None), "monitored_barrier": always(None),
-        "send_object_list": always(None),
+        "init_process_group": _init(c10d.init_process_group), "new_group": _new_group(c10d.new_group),
+        "get_backend": always("nccl"), "is_nccl_available": always(True), "all_gather_object": _fill,
+        "gather_object": _fill_at_one, "scatter_object_list": _scatter, "broadcast_object_list": always(None),
+        "barrier": always(None), "monitored_barrier": always(None), "send_object_list": always(None),
     }  # fmt: skip
     for owner in _WHERE:
         put(owner, **answers)
-    put(dist.Logger, set_runtime_stats_and_log=always(None))  # its timer is CUDA's, in C++
+    put(dist.Logger, set_runtime_stats_and_log=always(None))  # type: ignore[attr-defined]  # its timer is CUDA's, in C++
     _reduce_buckets_at_once()
 
 

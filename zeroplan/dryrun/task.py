@@ -1,6 +1,7 @@
 """What the process that runs a script is told, and the environment it is started in. Needs no torch."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from zeroplan.spec.base import Count, CountOrZero, Spec
 
@@ -34,6 +35,14 @@ class DryRunTask(Spec):
         return min(self.gpus, self.gpus_per_node)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Spec):
+    """A script that ended without an answer: whose fault it is, and one line about it."""
+
+    whose: Literal["script", "here"]
+    text: str
+
+
 def environment(task: DryRunTask) -> dict[str, str]:
     """What torchrun sets for a rank, and what keeps libraries from compiling, downloading and reporting.
 
@@ -55,5 +64,6 @@ _TORCHRUN = {
 }  # fmt: skip
 _QUIET = {
     "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cuda", "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "", "CUDA_HOME": "/nonexistent", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled",
+    "CUDA_VISIBLE_DEVICES": "", "CUDA_HOME": "/nonexistent", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
+    "WANDB_MODE": "disabled",
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import concurrent.futures
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.attention import flex_attention as flex
 from torch.utils.data import DataLoader
 
-from zeroplan.dryrun.patches import put
 from zeroplan.verify.fake_cuda.half_fake import keep, known
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
 from zeroplan.verify.fake_cuda.torch_cuda import always
+from zeroplan.verify.replaced import put
 
 
 def change_torch(stand_ins: StandIns) -> None:
@@ -32,7 +33,7 @@ def change_torch(stand_ins: StandIns) -> None:
 
 def _let_tensors_move() -> None:
     """``parameter.data = other`` and ``module.to``: a fake tensor's device is Python's, and goes along."""
-    data = torch._C.TensorBase.data  # type: ignore[attr-defined]
+    data: Any = torch._C.TensorBase.data
 
     def put_data(mine: FakeTensor, other: torch.Tensor) -> None:
         with torch.no_grad():
@@ -41,8 +42,8 @@ def _let_tensors_move() -> None:
             mine.fake_device = other.fake_device
         keep(mine, known(other))
 
-    FakeTensor.data = property(lambda mine: data.__get__(mine), put_data)
-    swap = torch.utils.swap_tensors
+    FakeTensor.data = property(data.__get__, put_data)  # type: ignore[assignment]  # a tensor's data is a property of C's
+    swap: Callable[..., None] = torch.utils.swap_tensors
 
     def swap_tensors(mine: torch.Tensor, other: torch.Tensor) -> None:
         """A module that moves keeps its parameters' objects, as it does where tensors have bytes."""
@@ -57,12 +58,12 @@ def _let_tensors_move() -> None:
 
 def _give_addresses() -> None:
     """Libraries tell tensors apart by their addresses: a fake one has that of its storage's object."""
-    address = torch.Tensor.data_ptr
-    storage_address = torch.UntypedStorage.data_ptr
+    address: Callable[..., int] = torch.Tensor.data_ptr
+    storage_address: Callable[..., int] = torch.UntypedStorage.data_ptr
 
     def data_ptr(tensor: torch.Tensor) -> int:
         if isinstance(tensor, FakeTensor):
-            return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+            return int(tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size())
         return address(tensor)
 
     def of_storage(storage: torch.UntypedStorage) -> int:
@@ -136,9 +137,9 @@ def _leave_out_compilation() -> None:
     put(nn.Module, compile=always(None))
 
 
-def _take_the_step(_: object, optimizer: torch.optim.Optimizer, _state: object, *args: object, **kwargs: object) -> object:
+def _take_the_step(_: object, optimizer: Any, _state: object, *args: object, **kwargs: object) -> object:  # noqa: ANN401
     """A gradient scaler's step is taken: nothing overflowed."""
-    return optimizer.step(*args, **kwargs)  # type: ignore[arg-type]
+    return optimizer.step(*args, **kwargs)
 
 
 def _flex_attention(

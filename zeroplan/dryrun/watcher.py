@@ -15,7 +15,7 @@ from zeroplan.verify.watching.recording import LIFTED, Block
 from zeroplan.verify.watching.tracker import Tracker, _Watch
 
 
-class ScriptTracker(Tracker):
+class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records a script's run on the fake GPU.
 
     ``lines`` has the line of the user's code behind every block; in backward that which made the autograd node in forward.
@@ -33,7 +33,9 @@ class ScriptTracker(Tracker):
 
     def learn_modules(self, root: nn.Module) -> None:
         """Learn the names of a model's parts, beside those of other models."""
-        self._modules.names |= {id(module): name for name, module in root.named_modules() if id(module) not in self._modules.names}
+        self._modules.names |= {
+            id(module): name for name, module in root.named_modules() if id(module) not in self._modules.names
+        }
 
     def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
         block = super()._request(watch, n_bytes, func)
@@ -49,8 +51,8 @@ class ScriptTracker(Tracker):
             self._allocator.release(chunk)
 
     def _line(self) -> str:
-        node = torch._C._current_autograd_node()
-        if node is not None and self._numbers:
+        node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
+        if self._numbers and node is not None:
             return self._made_by[max(0, bisect_right(self._numbers, node._sequence_nr()) - 1)]
         line = line_of(whose_line(sys._getframe(2)))
         if torch.is_grad_enabled() and (not self._made_by or self._made_by[-1] != line):

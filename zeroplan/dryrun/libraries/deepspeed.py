@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from zeroplan.dryrun.loop import Loop
-from zeroplan.dryrun.patches import Patch, put
+from zeroplan.dryrun.patches import Patch
 from zeroplan.spec.recipe import DeepSpeedOptions
+from zeroplan.verify.replaced import put
 from zeroplan.verify.watching.tracker import Tracker
 
 _OPEN = ExitStack()
@@ -41,7 +42,7 @@ def _fused_adam(deepspeed: ModuleType) -> None:
 
         def __init__(
             self, params: object, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),  # noqa: ARG002, FBT001, FBT002
-            eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, set_grad_none: bool = True,  # noqa: ARG002, FBT001, FBT002
+            eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, **_: object,  # noqa: ARG002, FBT001, FBT002
         ) -> None:  # fmt: skip
             super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)  # type: ignore[arg-type]
 
@@ -56,5 +57,3 @@ def _label(tracker: Tracker) -> None:
     from zeroplan.verify.training.engine import all_labelled  # noqa: PLC0415
 
     _OPEN.enter_context(all_labelled(tracker, _ASKING))
-
-

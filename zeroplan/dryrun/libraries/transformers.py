@@ -2,8 +2,9 @@
 
 from types import ModuleType
 
-from zeroplan.dryrun.patches import Patch, put
+from zeroplan.dryrun.patches import Patch
 from zeroplan.verify.fake_cuda.torch_cuda import always
+from zeroplan.verify.replaced import put
 
 
 def _no_tensor_is_fake(module: ModuleType) -> None:

@@ -10,8 +10,8 @@ A CPU build of torch refuses ``device="cuda"`` in two places. Both can be change
 This writes to memory of the process that belongs to C++. It is for a process that does nothing else.
 
 Source: torch 2.11 to 2.15, ``c10/core/impl/DeviceGuardImplInterface.h`` (``device_guard_impl_registry``),
-``aten/src/ATen/detail/AcceleratorHooksInterface.h`` (the order of the virtual functions) and ``CUDAHooksInterface.h``. It follows the
-Itanium C++ ABI: Linux, x86-64 and ARM.
+``aten/src/ATen/detail/AcceleratorHooksInterface.h`` (the order of the virtual functions) and ``CUDAHooksInterface.h``. It follows
+the Itanium C++ ABI: Linux, x86-64 and ARM.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ import platform
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,10 +43,10 @@ _KEPT: list[object] = []
 """What C++ holds addresses of: it stays for as long as the process."""
 
 
-class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[name-defined, misc]  # torch leaves it out of its stubs
+class _Guard(torch._C._acc.DeviceGuard):
     """A guard that changes no device, and says that it is CUDA's."""
 
-    def type_(self) -> object:
+    def type_(self) -> Any:  # noqa: ANN401  an enum of C++'s
         return torch._C._autograd.DeviceType.CUDA
 
 
@@ -66,11 +67,11 @@ def make_cuda_known() -> None:
 def _require_platform() -> None:
     here = f"{sys.platform} on {platform.machine()}"
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
-        raise NotHereError(f"a GPU can be left out on Linux (x86-64, ARM) only, and this is {here}; use a container or a virtual machine")
+        raise NotHereError(f"a dry run needs Linux on x86-64 or ARM, and this is {here}; use a container or a virtual machine")
 
 
 def _require_order() -> None:
-    """torch ships its headers: the functions must stand in the table as they are known to."""
+    """Torch ships its headers: the functions must stand in the table as they are known to."""
     header = Path(torch.__file__).parent / "include/ATen/detail/AcceleratorHooksInterface.h"
     if not header.is_file():
         return
@@ -91,7 +92,7 @@ def _put_guard(c10: ctypes.CDLL) -> None:
     """Register torch's Python guard as CUDA's; the place through which it is registered gets back what it had."""
     try:
         registry = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(c10, _REGISTRY)
-        register = torch._C._acc.register_python_privateuseone_device_guard  # type: ignore[attr-defined]
+        register = torch._C._acc.register_python_privateuseone_device_guard
     except (ValueError, AttributeError) as error:
         raise _unknown(f"has no registry of device guards ({error})") from None
     before, guard = registry[_PRIVATE_USE_1], _Guard()
@@ -121,7 +122,7 @@ def _say_available(aten: ctypes.CDLL) -> None:
 
 
 def _check() -> None:
-    found = torch._C._accelerator_getAccelerator()  # type: ignore[attr-defined]
+    found = torch._C._accelerator_getAccelerator()
     if found != torch.device("cuda"):
         raise _unknown(f"says that its accelerator is {found}")
 

@@ -2,8 +2,8 @@
 
 On the host whole numbers and truths are real (token ids, indices, seeds, masks), so data sets, samplers and collators do what they
 always do. Floating-point numbers from a factory, which are weights, are fake; those made of data are real. On the GPU everything is
-fake. Whole numbers and truths there keep a real copy beside the fake tensor, as long as all that they are computed from has one: what
-a script reads of them is exact.
+fake. Whole numbers and truths there keep a real copy beside the fake tensor, as long as all that they are computed from has one:
+what a script reads of them is exact.
 
 Where a value is not known, a healthy one is said and noted (:mod:`zeroplan.verify.fake_cuda.stand_ins`): 1 for a number, true for
 what asks whether all is well (``isfinite``, ``all``), else false, and of a mask that everything is chosen.
@@ -73,7 +73,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
     """The mode of a script's process: fake on the GPU, half fake on the host."""
 
     def __init__(self, stand_ins: StandIns) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        super().__init__(allow_non_fake_inputs=True)
         self._stand_ins = stand_ins
 
     @property
@@ -89,29 +89,18 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         tensors = [one for one in tree_leaves((args, options)) if isinstance(one, torch.Tensor)]
         fake = any(isinstance(one, FakeTensor) for one in tensors)
         device = _device_in(options)
-        if func is _aten.is_pinned.default:
-            return device_of(cast("torch.Tensor", args[0])).type == "cpu"  # C++ asks it of what it has pinned
-        if not fake and _is_host(device) and self._runs_for_real(func, args, options, tensors):
+        if (read := _READ.get(func)) is not None:
+            return read(self, *args[:2])
+        if not fake and _is_host(device) and _runs_for_real(func, args, options, tensors):
             return func(*args, **options)
         if not tensors and device is not None and device.type == "cuda" and _is_whole(func, args, options):
             return self._made_on_the_gpu(func, types, args, options)
         if "generator" in options and (fake or not _is_host(device)):
             options["generator"] = None
-        if func is _NUMBER:
-            return self._number(cast("torch.Tensor", args[0]))
-        if func is _aten.equal.default:
-            return self._equal(*cast("tuple[torch.Tensor, torch.Tensor]", args[:2]))
         values = _values(func, args, options, tensors) if tensors else None
         if values is None:
             return self._unknown(func, types, args, options)
-        if func is _aten._to_copy.default and device is not None and device.type == "cpu":
-            return func(*values[0], **values[1])  # back on the host it is real again
         return self._computed_along(func, types, args, options, values)
-
-    def _runs_for_real(self, func: OpOverload, args: Sequence[object], options: Options, tensors: list[torch.Tensor]) -> bool:
-        if tensors:
-            return all(one.device.type == "cpu" for one in tensors)
-        return _is_whole(func, args, options)
 
     def _plain(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
         return super().dispatch(func, types, args, options)
@@ -126,9 +115,13 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         return result
 
     def _computed_along(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options, values: tuple[Sequence[object], Options]
+        self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options,
+        values: tuple[Sequence[object], Options],
     ) -> object:  # fmt: skip
         """Run an operator on shapes, and on the values beside them."""
+        device = _device_in(options)
+        if func is _aten._to_copy.default and device is not None and device.type == "cpu":
+            return func(*values[0], **values[1])  # back on the host it is real again
         if _is_floating(options.get("dtype")):
             return self._plain(func, types, args, options)
         if func in _WORST:
@@ -172,7 +165,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
             result.healthy = func._opname in _TRUE  # type: ignore[attr-defined]
         return result
 
-    def _number(self, tensor: torch.Tensor) -> object:
+    def number(self, tensor: torch.Tensor) -> object:
         """What a script reads of a tensor of one element."""
         values = known(tensor)
         if values is not None:
@@ -185,7 +178,8 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         self._stand_ins.note(str(tensor.dtype).removeprefix("torch."), str(said))
         return said
 
-    def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+    def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two tensors are equal: true, where that is not known."""
         first, second = known(one), known(other)
         if first is not None and second is not None:
             return torch.equal(first, second)
@@ -217,6 +211,12 @@ def _cleaned(given: Mapping[str, object]) -> Options:
     if options.get("pin_memory"):
         options["pin_memory"] = None
     return options
+
+
+def _runs_for_real(func: OpOverload, args: Sequence[object], options: Options, tensors: list[torch.Tensor]) -> bool:
+    if tensors:
+        return all(one.device.type == "cpu" for one in tensors)
+    return _is_whole(func, args, options)
 
 
 def _device_in(options: Options) -> torch.device | None:
@@ -260,8 +260,15 @@ def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty((torch.broadcast_shapes(tensor.shape, mask.shape).numel(),))
+    together: Sequence[torch.Tensor] = torch.broadcast_tensors(tensor, mask)  # type: ignore[no-untyped-call]
+    return tensor.new_empty((together[0].numel(),))
 
 
+#: Operators that return no tensor; C++ asks of what it has pinned whether it is.
+_READ: dict[OpOverload, Callable[..., object]] = {
+    _NUMBER: HalfFakes.number,
+    _aten.equal.default: HalfFakes.equal,
+    _aten.is_pinned.default: lambda _, tensor, *__: device_of(tensor).type == "cpu",
+}
 #: Operators whose result's shape depends on values, and the largest that it can be.
 _WORST: dict[OpOverload, Worst] = {_aten.nonzero.default: _nonzero, _aten.masked_select.default: _masked_select}

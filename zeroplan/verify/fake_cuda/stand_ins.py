@@ -61,14 +61,21 @@ def count_as_user(folder: str) -> None:
 
 
 _USERS: list[str] = []
-_LIBRARIES = tuple({path + "/" for path in (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE)})
+_LIBRARIES = tuple(
+    {path + "/" for path in (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE)}
+)
 
 
 @cache
 def _kind(filename: str) -> str:
     if any(filename.startswith(folder) for folder in _USERS):
         return "user"
-    if filename.startswith("<") or filename.startswith(_LIBRARIES) or "/site-packages/" in filename or "/dist-packages/" in filename:
+    if (
+        filename.startswith("<")
+        or filename.startswith(_LIBRARIES)
+        or "/site-packages/" in filename
+        or "/dist-packages/" in filename
+    ):
         return "library"
     return "user"
 

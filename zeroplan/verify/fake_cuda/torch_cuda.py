@@ -5,7 +5,7 @@ Nothing here is undone: it is for a process that does nothing else.
 
 import types
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.streams import Captured, Event, Graph, Stream
+from zeroplan.verify.replaced import put
 
 _CUDA_VERSION = "12.8"
 _NCCL_VERSION = (2, 27, 3)
@@ -24,7 +25,7 @@ class Gpus(NamedTuple):
     """The GPUs that this process sees: how many of which kind, which is its own, and what is counted on that."""
 
     gpu: GpuSpec
-    count: int
+    ranks: int
     local_rank: int
     memory: Memory
 
@@ -37,7 +38,7 @@ def always(answer: object) -> Callable[..., object]:
 def answer_for(gpus: Gpus) -> None:
     """Have ``torch.cuda`` and ``torch.accelerator`` answer for these GPUs."""
     torch.cpu._default_cpu_stream = torch.cpu._current_stream = Stream()
-    answers = _constants(gpus) | _device(gpus) | _streams() | _memory(gpus.memory) | _random(gpus.count)
+    answers = _constants(gpus) | _device(gpus) | _streams() | _memory(gpus.memory) | _random(gpus.ranks)
     for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         for name, answer in answers.items():
             if owner is torch.cuda or hasattr(owner, name):
@@ -59,9 +60,10 @@ def _constants(gpus: Gpus) -> dict[str, Callable[..., object]]:
     gpu, properties = gpus.gpu, _properties(gpus.gpu)
     capability = (properties.major, properties.minor)
     answers = {
-        "is_available": True, "is_initialized": True, "device_count": gpus.count, "_device_count_nvml": gpus.count, "_lazy_init": None,
-        "init": None, "_is_in_bad_fork": False, "get_device_name": gpu.full_name, "get_device_capability": capability,
-        "get_device_properties": properties, "_get_device_properties": properties, "is_bf16_supported": capability >= (8, 0),
+        "is_available": True, "is_initialized": True, "device_count": gpus.ranks, "_device_count_nvml": gpus.ranks,
+        "_lazy_init": None, "init": None, "_is_in_bad_fork": False, "get_device_name": gpu.full_name,
+        "get_device_capability": capability, "get_device_properties": properties, "_get_device_properties": properties,
+        "is_bf16_supported": capability >= (8, 0),
         "is_tf32_supported": capability >= (8, 0), "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
         "can_device_access_peer": True, "synchronize": None, "ipc_collect": None, "is_current_stream_capturing": False,
         "set_per_process_memory_fraction": None, "utilization": 0, "temperature": 0, "power_draw": 0, "clock_rate": 0,
@@ -90,7 +92,7 @@ def _device(gpus: Gpus) -> dict[str, Callable[..., object]]:
     current = [gpus.local_rank]
 
     def set_device(device: torch.device | int | str) -> None:
-        index = device if isinstance(device, int) else torch.device(device).index
+        index = device if isinstance(device, int) else cast("int | None", torch.device(device).index)
         current[0] = current[0] if index is None or index < 0 else index
 
     return {"current_device": lambda: current[0], "set_device": set_device}
@@ -145,18 +147,15 @@ def _accelerator(answers: dict[str, Callable[..., object]]) -> None:
 
 def _elsewhere() -> None:
     """What is asked under other names than ``torch.cuda``'s."""
-    cuda = torch.cuda
-    cuda.amp.common.amp_definitely_not_available = always(False)  # type: ignore[assignment]
-    cuda.nccl.version = always(_NCCL_VERSION)
-    for name in ("range_push", "range_pop", "mark", "range_start", "range_end"):
-        setattr(cuda.nvtx, name, always(None))
-    cuda.graphs.graph_pool_handle, cuda.graphs.CUDAGraph, cuda.graphs.graph = always((0, 1)), Graph, Captured  # type: ignore[misc, assignment]
-    torch._C._cuda_getCurrentRawStream = always(0)  # type: ignore[attr-defined, assignment]  # libraries import it where CUDA is there
-    torch.version.cuda = _CUDA_VERSION
-    torch.backends.cuda.is_built = always(True)  # type: ignore[assignment]
-    cuda.device.__init__ = _choose  # type: ignore[method-assign, assignment]
-    cuda.device.__enter__ = always(None)  # type: ignore[method-assign, assignment]
-    cuda.device.__exit__ = always(False)  # type: ignore[method-assign, assignment]
+    cuda, graph = torch.cuda, {"graph_pool_handle": always((0, 1)), "CUDAGraph": Graph, "graph": Captured}
+    put(cuda.amp.common, amp_definitely_not_available=always(False))
+    put(cuda.nccl, version=always(_NCCL_VERSION))
+    put(cuda.nvtx, **dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), always(None)))
+    put(cuda.graphs, **graph)
+    put(cuda.device, __init__=_choose, __enter__=always(None), __exit__=always(False))
+    put(torch.version, cuda=_CUDA_VERSION)
+    put(torch.backends.cuda, is_built=always(True))
+    torch._C._cuda_getCurrentRawStream = always(0)  # type: ignore[assignment]  # libraries import it where CUDA is there, and a CPU build has none
 
 
 def _choose(chosen: "torch.cuda.device", device: object) -> None:  # noqa: ARG001
@@ -175,4 +174,4 @@ def _generators() -> None:
         def __new__(cls, device: object = "cpu") -> torch.Generator:  # type: ignore[misc]  # noqa: ARG004
             return real()
 
-    torch.Generator = Generator  # type: ignore[misc, assignment]
+    put(torch, Generator=Generator)

@@ -232,7 +232,7 @@ def running(command: list[str], task: Task, order: Path) -> Iterator[Started]:
         threading.Thread(target=_read, args=(process, messages), daemon=True).start()
         yield Started(process, messages, order.parent)
     finally:
-        _end(process)
+        end_session(process)
 
 
 def _started(command: list[str], task: Task, order: Path) -> "subprocess.Popen[str]":
@@ -267,7 +267,7 @@ def environment_of(task: Task) -> dict[str, str]:
     }
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def end_session(process: "subprocess.Popen[str]") -> None:
     """Ask the processes to go, and after a moment make them; an interrupt meanwhile cannot stop this, and is heard afterwards.
 
     Closing standard input is what every rank, whoever started it, takes for its parent's end.

@@ -1,4 +1,4 @@
-"""What a dry run found, as data; reading it needs no torch."""
+"""What a user's own script took as one rank of N, as data. Reading it needs no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -62,11 +62,3 @@ class DryRun(Spec):
     def peak_bytes(self) -> int:
         """The most alive at any moment, the start of the script included. [bytes]"""
         return max(self.initialisation.peak_bytes, *(step.peak.peak_bytes for step in self.steps))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed(Spec):
-    """A script that ended without an answer: whose fault it is, and one line about it."""
-
-    whose: Literal["script", "here"]
-    text: str

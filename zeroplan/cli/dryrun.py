@@ -1,0 +1,106 @@
+"""``zeroplan dryrun``: what would my own training script take? Runs it as one rank of N, without a GPU."""
+
+from typing import Annotated
+
+import typer
+
+from zeroplan.cli import NO, json_text, say
+from zeroplan.dryrun.command import Command, read_command
+from zeroplan.dryrun.task import DryRunTask
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.installation import not_installed
+from zeroplan.units import parse_count, unit_named
+
+_MOST_GPUS = 1_000_000
+_RUN, _OUTPUT = "The run", "Output"
+
+
+def _flag(
+    name: str, value: str, text: str, *, panel: str = _RUN, shown: bool = False, short: str = ""
+) -> typer.models.OptionInfo:
+    names = (name, short) if short else (name,)
+    option: typer.models.OptionInfo = typer.Option(*names, metavar=value, help=text, rich_help_panel=panel, show_default=shown)
+    return option
+
+
+def _switch(name: str, text: str, *, short: str = "") -> typer.models.OptionInfo:
+    names = (name, short) if short else (name,)
+    option: typer.models.OptionInfo = typer.Option(*names, help=text, rich_help_panel=_OUTPUT)
+    return option
+
+
+def dryrun_command(
+    *,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- COMMAND", help="The script and its arguments, -m module, torchrun …, accelerate launch …, deepspeed …"
+        ),
+    ] = None,
+    gpus: Annotated[str | None, _flag("--gpus", "N", "Ranks in all. (default: what the launcher says, else 1)")] = None,
+    gpu: Annotated[str, _flag("--gpu", "NAME", "The GPU, from the catalogue (`zeroplan gpus`).", shown=True)] = "h100-sxm-80gb",
+    per_node: Annotated[str | None, _flag("--gpus-per-node", "N", "Ranks on a node. (default: the GPU's usual server)")] = None,
+    rank: Annotated[str, _flag("--as-rank", "R", "Which rank to be.", shown=True, short="--rank")] = "0",
+    steps: Annotated[str, _flag("--steps", "N", "Optimizer steps; then the script is stopped.", shown=True)] = "2",
+    timeout: Annotated[str, _flag("--timeout", "SECONDS", "How long the steps may take in all.", shown=True)] = "600",
+    verbose: Annotated[bool, _switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False,
+    quiet: Annotated[bool, _switch("--quiet", "Leave out what the script prints.", short="-q")] = False,
+    unit: Annotated[str, _flag("--unit", "gib|gb", "Unit of sizes as text.", panel=_OUTPUT, shown=True)] = "gib",
+    as_json: Annotated[bool, _switch("--json", "Versioned JSON.")] = False,
+    check: Annotated[bool, _switch("--check", "Exit with 1 if the script does not fit its GPU.")] = False,
+) -> int:
+    """Run your own training script as one rank of N without a GPU, and say what it takes: zeroplan dryrun --gpus 8 -- train.py
+
+    It runs the code that you name, as you would run it. The script prints to standard error, the answer goes to standard output.
+    """
+    from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415  start-up is part of every command's time
+
+    sizes, found = unit_named(unit), read_command(command or [])
+    kind = gpu_named(gpu)
+    if kind.vendor != "nvidia":
+        raise SpecError(f"--gpu {gpu!r} is no NVIDIA GPU; a dry run knows CUDA alone")
+    task = _task(found, gpus, per_node or str(found.gpus_per_node or kind.gpus_per_node), rank, steps, kind.name)
+    seconds = _seconds(timeout)
+    if lacking := not_installed("torch", by="a dry run"):
+        raise MeasurementError(lacking)
+    from zeroplan.dryrun.launch import dry_run  # noqa: PLC0415
+
+    if not quiet:
+        say(f"running {task.target} as rank {task.rank} of {task.gpus:,}, to {task.steps} optimizer steps")
+    answer = dry_run(task, timeout_s=seconds, quiet=quiet)
+    from zeroplan.report.dryrun import dry_run_text, fits  # noqa: PLC0415
+
+    if as_json:
+        from dataclasses import asdict  # noqa: PLC0415
+
+        typer.echo(json_text(asdict(answer)))
+    else:
+        typer.echo(dry_run_text(answer, verbose=verbose, unit=sizes))
+    return NO if check and not fits(answer) else 0
+
+
+def _task(found: Command, gpus: str | None, per_node: str, rank: str, steps: str, gpu: str) -> DryRunTask:
+    ranks = parse_count(gpus, what="--gpus") if gpus is not None else found.gpus or 1
+    if not 1 <= ranks <= _MOST_GPUS:
+        raise SpecError(f"--gpus {gpus!r} is not a number of ranks from 1 to {_MOST_GPUS:,}")
+    return DryRunTask(
+        target=found.target, module=found.module, arguments=found.arguments, gpus=ranks, gpu=gpu, answer="answer.json",
+        gpus_per_node=_number(per_node, "--gpus-per-node", 1, 1024), rank=_number(rank, "--as-rank", 0, ranks - 1),
+        steps=_number(steps, "--steps", 1, 1000),
+    )  # fmt: skip
+
+
+def _number(text: str, what: str, low: int, high: int) -> int:
+    if not text.strip().isdecimal() or not low <= int(text) <= high:
+        raise SpecError(f"{what} {text!r} is not a whole number from {low:,} to {high:,}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 1 <= value <= 1e6:
+        raise SpecError(f"--timeout {text!r} is not a number of seconds from 1 on; write 600")
+    return value

@@ -1,0 +1,124 @@
+"""The command after ``--`` as a person would type it: a script, a module, or one of the launchers around them. Needs no torch.
+
+>>> read_command(["torchrun", "--nproc_per_node", "8", "--nnodes=2", "-m", "torchtitan.train", "--steps", "9"])
+Command(target='torchtitan.train', module=True, arguments=('--steps', '9'), gpus=16, gpus_per_node=8)
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroplan.errors import SpecError
+
+_PYTHON = re.compile(r"python[0-9.]*")
+#: Flags of torchrun, accelerate and deepspeed that take no value; every other one takes one.
+_SWITCHES = {
+    "torchrun": {"--standalone", "--no-python", "--no_python", "--run-path", "--run_path", "--module", "-m"},
+    "accelerate": {
+        "--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp", "--use_deepspeed", "--use-deepspeed", "--module", "-m", "--debug",
+        "--no_python", "--quiet", "-q", "--cpu", "--tpu", "--use_megatron_lm", "--same_network",
+    },
+    "deepspeed": {"--module", "--no_python", "--no_local_rank", "--force_multi", "--save_pid", "--no_ssh"},
+}  # fmt: skip
+_PER_NODE = ("nproc-per-node", "num-gpus")
+_NODES = ("nnodes", "num-nodes", "num-machines")
+_IN_ALL = ("num-processes",)
+
+
+class Command(NamedTuple):
+    """What is to be run, and on how many GPUs where a launcher says so."""
+
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+    gpus: int | None = None
+    gpus_per_node: int | None = None
+
+
+def read_command(words: Sequence[str]) -> Command:
+    """Read a command. Raises SpecError where nothing, or nothing that is Python, is named."""
+    if not words:
+        raise SpecError("no script is named; write it behind `--`: zeroplan dryrun --gpus 8 -- train.py")
+    launcher = Path(words[0]).name
+    if launcher == "accelerate":
+        return _launched("accelerate", _after(words, "launch"))
+    if launcher in ("torchrun", "deepspeed"):
+        return _launched(launcher, words[1:])
+    if _PYTHON.fullmatch(launcher):
+        return _python(words[1:])
+    return _python(words)
+
+
+def _after(words: Sequence[str], verb: str) -> Sequence[str]:
+    if len(words) < 2 or words[1] != verb:
+        raise SpecError(f"`{' '.join(words[:2])}` starts no script; write `{words[0]} {verb} train.py`")
+    return words[2:]
+
+
+def _python(words: Sequence[str]) -> Command:
+    """What follows ``python``: flags of the interpreter, which are left out, then a file or ``-m`` and a module."""
+    rest = list(words)
+    while rest and rest[0] in ("-u", "-B", "-O", "-E", "-s", "-I"):
+        rest.pop(0)
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        if rest[1] in ("torch.distributed.run", "torch.distributed.launch"):
+            return _launched("torchrun", rest[2:])
+        if rest[1] == "accelerate.commands.launch":
+            return _launched("accelerate", rest[2:])
+        return Command(rest[1], module=True, arguments=tuple(rest[2:]))
+    if not rest or rest[0].startswith("-"):
+        raise SpecError(f"{' '.join(words) or 'python'!r} names no script; write `train.py`, or `-m package.module`")
+    return Command(_script(rest[0]), module=False, arguments=tuple(rest[1:]))
+
+
+def _launched(launcher: str, words: Sequence[str]) -> Command:
+    """A launcher's own flags, then the script and its arguments."""
+    said: dict[str, str] = {}
+    rest, module = list(words), False
+    while rest and rest[0].startswith("-"):
+        flag, separate, value = rest.pop(0).partition("=")
+        if flag in _SWITCHES[launcher]:
+            module = module or flag in ("-m", "--module")
+            continue
+        if not separate:
+            if not rest:
+                raise SpecError(f"{launcher} {flag} wants a value; write it behind the flag")
+            value = rest.pop(0)
+        said[flag.lstrip("-").replace("_", "-")] = value
+    if not rest:
+        raise SpecError(f"`{launcher} {' '.join(words)}` names no script; write it behind the launcher's flags")
+    target = rest[0] if module else _script(rest[0])
+    gpus, per_node = _gpus(said)
+    return Command(target, module, tuple(rest[1:]), gpus, per_node)
+
+
+def _gpus(said: dict[str, str]) -> tuple[int | None, int | None]:
+    """How many GPUs a launcher was asked for, in all and per node; None where it takes those that are there."""
+    nodes = _first(said, _NODES, default=1)
+    if (in_all := _first(said, _IN_ALL)) is not None:
+        return in_all, in_all // nodes if nodes else None
+    per_node = _first(said, _PER_NODE)
+    return (None if per_node is None or nodes is None else per_node * nodes), per_node
+
+
+def _first(said: dict[str, str], names: Sequence[str], *, default: int | None = None) -> int | None:
+    for name in names:
+        text = said.get(name)
+        if text is not None and (number := text.rpartition(":")[2]).isdigit():
+            return int(number)
+    return default
+
+
+def _script(path: str) -> str:
+    if not path.endswith(".py") and not _is_file(path):
+        raise SpecError(
+            f"{path!r} is no Python script; name a .py file, `-m package.module`, torchrun, accelerate launch or deepspeed"
+        )
+    if not _is_file(path):
+        raise SpecError(f"the script {path!r} is not there; check the path, seen from {Path.cwd()}")
+    return path
+
+
+_is_file: Callable[[str], bool] = os.path.isfile

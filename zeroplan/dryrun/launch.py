@@ -1,0 +1,83 @@
+"""Starts the process of a dry run, waits for its answer, and leaves nothing running. Needs no torch."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from zeroplan.dryrun.task import DryRunTask, Failed, environment
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.script_run import DryRun
+from zeroplan.spec.base import read
+from zeroplan.verify.failures import FailedError, NotHereError
+from zeroplan.verify.processes.launch import end_session, how_ended
+from zeroplan.verify.processes.scratch import ORDER, scratch
+
+_TAIL_LINES = 15
+
+
+def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> DryRun:
+    """Run a script as one rank and return what was found.
+
+    What the script prints goes to standard error, or with ``quiet`` nowhere; the last of it is shown where the script fails. Raises
+    SpecError where the script itself fails, MeasurementError where it cannot be run without a GPU or takes no step in time.
+    """
+    with scratch() as folder:
+        task = replace(task, answer=str(folder / "answer.json"))
+        order, printed = folder / ORDER, folder / "printed"
+        order.write_text(json.dumps(asdict(task)), encoding="utf-8")
+        with printed.open("wb") as sink:
+            process = _started(task, order, sink.fileno() if quiet else sys.stderr.fileno())
+            try:
+                code = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise FailedError(_late(task, timeout_s)) from None
+            finally:
+                end_session(process)
+        if quiet and not _worked(task):
+            _show(printed)
+        return _answer(task, code)
+
+
+def _started(task: DryRunTask, order: Path, output: int) -> "subprocess.Popen[str]":
+    try:
+        return subprocess.Popen(  # noqa: S603  our own interpreter and module, which runs what the user has named
+            [sys.executable, "-m", "zeroplan.dryrun.child", str(order)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, **environment(task), "PYTHONUNBUFFERED": "1"},
+        )
+    except OSError as error:
+        raise NotHereError(f"no process can be started here: {error.strerror}") from None
+
+
+def _late(task: DryRunTask, timeout_s: float) -> str:
+    return (
+        f"the script did not take {task.steps} optimizer steps within {timeout_s:g} s and was ended; give it more time with "
+        f"--timeout, or a condition that ends (a loss here is always 1)"
+    )
+
+
+def _worked(task: DryRunTask) -> bool:
+    return Path(task.answer).is_file() and b'"whose"' not in Path(task.answer).read_bytes()[:200]
+
+
+def _show(printed: Path) -> None:
+    lines = printed.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+    sys.stderr.write("\n".join((*lines, "")))
+
+
+def _answer(task: DryRunTask, code: int) -> DryRun:
+    path = Path(task.answer)
+    if not path.is_file():
+        raise FailedError(f"the script's process ended without an answer: {how_ended(code)}; what it printed may say why")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if "whose" in found:
+        failed = read(Failed, found, where="answer")
+        raise (SpecError if failed.whose == "script" else MeasurementError)(failed.text)
+    return read(DryRun, found, where="answer")

@@ -1,0 +1,157 @@
+"""A dry run's answer on one screen: does it fit, when is the peak, what is alive then, what the card holds, what was made up."""
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from zeroplan.catalog.gpu import gpu as gpu_named
+from zeroplan.engines.device import outside, total_band
+from zeroplan.report.tables import Table
+from zeroplan.report.words import plural
+from zeroplan.script_run import DryRun, Part
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.units import GIBIBYTES, Unit
+
+COLUMNS = 80
+_NO_NAME = "the model as a whole"
+_LAYER = re.compile(r"(^|\.)\d+(\.|$)")
+_FEW = 5
+"""Rows of each kind on one screen; ``verbose`` shows all."""
+
+
+def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES) -> str:
+    """Return the answer as text of ``COLUMNS`` columns, all sizes in one unit."""
+    table, most = Table(unit, what=44), None if verbose else _FEW
+    parts = [
+        [*_filled(verdict(found, unit)), *_filled(_what(found)), *_filled(_peak(found, unit))],
+        list(_alive(found, table, most)),
+        list(_named("By module at the peak", found.modules, table, most)),
+        list(_named("By line of code at the peak", found.lines, table, most)),
+        list(_steps(found, table)) if verbose else [],
+        list(_collectives(found, table)) if verbose else [],
+        [*_made_up(found, most), *_remarks(found, verbose=verbose)],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def needed_bytes(found: DryRun) -> int:
+    """What the card must have: the peak as the allocator counts it, and what lies outside the allocator. [bytes]"""
+    mesh, gpu = MeshSpec(dp_shard=found.gpus), gpu_named(found.gpu)
+    return _counted(found) + int(total_band(outside(mesh, gpu)).expected_bytes)
+
+
+def _counted(found: DryRun) -> int:
+    steps = (phase.counted_bytes or phase.peak_bytes for step in found.steps for phase in step.phases)
+    return max(found.initialisation.peak_bytes, *steps)
+
+
+def fits(found: DryRun) -> bool:
+    """Whether the job goes through on its card, in a replay of its requests with a card of that size."""
+    shown = found.allocator[0].card
+    whole = int(gpu_named(found.gpu).memory_bytes.value)
+    return needed_bytes(found) <= whole and (shown is None or shown.fits)
+
+
+def verdict(found: DryRun, unit: Unit) -> str:
+    """One sentence: whether it fits, what it needs, what the card has."""
+    gpu = gpu_named(found.gpu)
+    has, needs = int(gpu.memory_bytes.value), needed_bytes(found)
+    if fits(found):
+        return f"Fits: needs {unit.size(needs)} of the {unit.size(has)} of an {gpu.full_name}."
+    if needs <= has:
+        return (
+            f"Does not fit: needs {unit.size(needs)} of the {unit.size(has)} of an {gpu.full_name}, but the allocator cannot place "
+            f"it; try PYTORCH_ALLOC_CONF=expandable_segments:True."
+        )
+    return f"Does not fit: needs {unit.size(needs)}, and an {gpu.full_name} has {unit.size(has)}."
+
+
+def _filled(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, break_long_words=False, break_on_hyphens=False)
+
+
+def _what(found: DryRun) -> str:
+    steps = plural(len(found.steps), "optimizer step")
+    host = "" if found.host_bytes is None else f" and {found.host_bytes / 2**30:.1f} GiB of this machine's memory"
+    return f"{found.command[0]} ran as rank {found.rank} of {found.gpus:,} without a GPU: {steps}, {found.seconds:.0f} s{host}."
+
+
+def _peak(found: DryRun, unit: Unit) -> str:
+    steady = found.steps[-1].peak
+    at = f", in {steady.module}" if steady.module else ""
+    operation = f" ({steady.operation.removesuffix('.default')})" if steady.operation else ""
+    text = f"Peak allocated: {unit.size(steady.peak_bytes)} in {steady.phase}{at}{operation}."
+    highest = max((found.initialisation, *(step.peak for step in found.steps[:-1])), key=lambda phase: phase.peak_bytes)
+    if highest.peak_bytes > steady.peak_bytes:
+        when = "before the first step" if highest is found.initialisation else f"in {highest.phase} of an earlier step"
+        text += f" Higher {when}: {unit.size(highest.peak_bytes)}."
+    return text
+
+
+def _alive(found: DryRun, table: Table, most: int | None) -> Iterator[str]:
+    """What is alive at the peak, and what the card holds then."""
+    yield table.head("On the card at the peak")
+    kinds = sorted(found.steps[-1].peak.kinds.items(), key=lambda one: -one[1])
+    yield from _rows(kinds, table, most)
+    yield table.total("peak allocated", found.steps[-1].peak.peak_bytes)
+    mesh, gpu = MeshSpec(dp_shard=found.gpus), gpu_named(found.gpu)
+    for part in outside(mesh, gpu):
+        yield table.band_row(part.what, part.band)
+    yield table.row("reserved by the allocator", found.allocator[0].reserved_bytes, "all of it, default settings")
+    yield table.row("held between steps", found.steps[-1].held_bytes)
+
+
+def _rows(rows: Iterable[tuple[str, int]], table: Table, most: int | None) -> Iterator[str]:
+    """The largest, and the rest in one row."""
+    every = list(rows)
+    shown = every if most is None or len(every) <= most else every[: most - 1]
+    yield from (table.row(name, n_bytes) for name, n_bytes in shown)
+    if rest := every[len(shown) :]:
+        yield table.row(f"{len(rest)} smaller", sum(n_bytes for _, n_bytes in rest))
+
+
+def _named(title: str, parts: Sequence[Part], table: Table, most: int | None) -> Iterator[str]:
+    """Bytes by module or line, the kinds of each together, layers of one kind in one row."""
+    found: Counter[str] = Counter()
+    for part in parts:
+        found[_LAYER.sub(r"\1*\2", part.name) or _NO_NAME] += part.n_bytes
+    yield table.head(title)
+    yield from _rows(found.most_common(), table, most)
+
+
+def _steps(found: DryRun, table: Table) -> Iterator[str]:
+    yield table.head("Peaks of every step")
+    yield table.row("before the first step", found.initialisation.peak_bytes)
+    for number, step in enumerate(found.steps, 1):
+        for phase in step.phases:
+            yield table.row(f"step {number}, {phase.phase}", phase.peak_bytes)
+
+
+def _collectives(found: DryRun, table: Table) -> Iterator[str]:
+    if found.collectives:
+        yield table.head("Collectives of the last step")
+    for one in found.collectives:
+        yield table.row(f"{one.operation} ({one.phase})", one.n_bytes, f"{one.calls} x {one.dtype}, {one.group} ranks")
+
+
+def _made_up(found: DryRun, most: int | None) -> Iterator[str]:
+    """Values that the script read and no fake tensor has."""
+    if not found.made_up:
+        return
+    yield "Made-up values: the script read these, and fake tensors have none"
+    for one in found.made_up[:most]:
+        yield from textwrap.wrap(
+            f"{one.line or 'a library'} read {one.read} and was given {one.said} ({one.count}x)", COLUMNS,
+            initial_indent="  ", subsequent_indent="    ",
+        )  # fmt: skip
+    if most is not None and len(found.made_up) > most:
+        yield f"  {len(found.made_up) - most} more: add -v."
+
+
+def _remarks(found: DryRun, *, verbose: bool) -> Iterator[str]:
+    remarks = [*found.remarks, *(f"something stands in for {name}" for name in found.stood_in)]
+    if verbose:
+        yield from (line for one in remarks for line in _filled(f"Note: {one}."))
+    elif found.ended == "script ended":
+        yield from _filled(f"Note: the script came to its end after {plural(len(found.steps), 'optimizer step')}.")
