@@ -98,7 +98,7 @@ def _alive(found: DryRun, table: Table, most: int | None) -> Iterator[str]:
     mesh, gpu = MeshSpec(dp_shard=found.gpus), gpu_named(found.gpu)
     for part in outside(mesh, gpu):
         yield table.band_row(part.what, part.band)
-    yield table.row("reserved by the allocator", found.allocator[0].reserved_bytes, "all of it, default settings")
+    yield table.row("reserved by the allocator", found.allocator[0].reserved_bytes, "default settings")
     yield table.row("held between steps", found.steps[-1].held_bytes)
 
 

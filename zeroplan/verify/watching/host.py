@@ -97,6 +97,6 @@ class HostMemory:
             return tensor
         self._pins = True
         try:
-            return torch.empty_like(tensor, requires_grad=False)
+            return tensor.detach().clone()  # some of a script's tensors have values
         finally:
             self._pins = False

@@ -1,0 +1,31 @@
+"""What scripts read from tensors: masks and counts that are known, losses and choices that are not."""
+
+import json
+import sys
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 100)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+seen = []
+for _ in range(4):
+    tokens = torch.arange(512).remainder(100).view(4, 128).pin_memory().to("cuda:0", non_blocking=True)
+    labels = tokens.clone()
+    labels[:, :100] = -100
+    keep = labels != -100
+    logits = model(tokens)
+    loss = nn.functional.cross_entropy(logits[keep], labels[keep])
+    highest = logits.max(-1).values
+    seen.append({
+        "kept": int(keep.sum()), "shape": list(logits[keep].shape), "last": labels[keep].tolist()[-1], "loss": loss.item(),
+        "nan": bool(torch.isnan(loss)), "finite": bool(torch.isfinite(loss).all()), "positive": len(logits[highest > 0]),
+        "total": torch.cuda.get_device_properties(0).total_memory, "name": torch.cuda.get_device_name(),
+        "allocated": torch.cuda.memory_allocated(), "free": torch.cuda.mem_get_info()[0] < torch.cuda.mem_get_info()[1],
+    })  # fmt: skip
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with open(sys.argv[1], "w") as file:
+        json.dump(seen, file)

@@ -1,0 +1,116 @@
+"""Unmodified scripts as one rank of eight: the same bytes as the oracle's, and what scripts read is what they would read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.dryrun.running import SCRIPTS, dry_run
+
+pytestmark = pytest.mark.torch
+pytest.importorskip("transformers")
+
+
+def test_fsdp2_takes_what_verify_says_of_the_same_job(tmp_path: Path):
+    """Peak, bytes held between steps and collectives, to the byte; the script itself reads the counters and clips."""
+    from zeroplan.resolve import job
+    from zeroplan.spec.model import ModelSpec
+    from zeroplan.verify.backends.simulate import simulate
+
+    model = ModelSpec(
+        family="llama", hidden_size=256, intermediate_size=768, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8,
+        head_dim=32, vocab_size=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    known = job(
+        model=model, gpus=8, stage=3, engine="fsdp2", micro_batch=2, seq_len=256, optimizer_impl="fused", gpu="h100-sxm-80gb"
+    )
+    run = dry_run("--gpus", "8", "--", str(SCRIPTS / "fsdp2.py"), "3", "256", "256", folder=tmp_path)
+    oracle = simulate(known).steady
+    assert run.peak_bytes == pytest.approx(oracle.peak.peak_bytes, abs=64)
+    assert run.answer["steps"][-1]["held_bytes"] == pytest.approx(oracle.held_bytes, abs=2**14)
+    kinds = run.answer["steps"][-1]["phases"][1]["kinds"]
+    for kind in ("parameters", "optimizer state", "activations", "unsharded parameters", "all-gather buffers"):
+        assert kinds[kind] == pytest.approx(oracle.peak.kinds[kind], rel=0.001, abs=2**14), kind
+
+
+def test_ddp_with_a_scaler_runs_to_its_steps_and_nothing_is_written(tmp_path: Path):
+    run = dry_run("--gpus", "8", "--", str(SCRIPTS / "ddp.py"), folder=tmp_path)
+    parameters = 4 * (256 * 1024 + 1024 + 2 * 1024 + 1024 * 10 + 10)
+    backward, kinds = run.answer["steps"][-1]["phases"][1]["kinds"], run.answer["steps"][-1]["held_kinds"]
+    assert kinds["parameters"] == pytest.approx(parameters, rel=0.01)
+    assert kinds["optimizer state"] == pytest.approx(2 * parameters, rel=0.01)
+    assert backward["reduce buffers"] == pytest.approx(parameters, rel=0.01)
+    assert backward["gradients"] == pytest.approx(parameters, rel=0.01)
+    assert {one["operation"] for one in run.answer["collectives"]} <= {"all_reduce", "broadcast"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_known_values_are_exact_and_unknown_ones_are_listed_with_their_line(tmp_path: Path):
+    script = SCRIPTS / "reads_values.py"
+    run = dry_run("--", str(script), str(tmp_path / "seen.json"), folder=tmp_path)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert len(seen) == 2  # the third forward is where it is stopped
+    assert (seen[0]["kept"], seen[0]["shape"], seen[0]["last"]) == (4 * 28, [112, 100], 11)
+    assert (seen[0]["loss"], seen[0]["nan"], seen[0]["finite"], seen[0]["positive"]) == (1.0, False, True, 512)
+    assert seen[0]["name"] == "NVIDIA H100 SXM5 80GB"
+    assert seen[0]["allocated"] > 2 * 4 * 6400
+    assert seen[0]["free"]
+    made_up = {(one["read"], one["said"]) for one in run.answer["made_up"]}
+    assert {("float32", "1.0"), ("bool", "True"), ("bool", "False"), ("a mask as an index", "everything is chosen")} <= made_up
+    number = 1 + next(at for at, line in enumerate(script.read_text().splitlines()) if "loss.item()" in line)
+    assert any(one["line"].startswith("reads_values.py:") and abs(int(one["line"].split(":")[1]) - number) <= 4
+               for one in run.answer["made_up"])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("code", "exits", "says"),
+    [
+        ("raise ValueError('no data')", 2, r"the script raised ValueError at script\.py:1: no data"),
+        ("import sys\nsys.exit(3)", 2, "the script left with exit code 3"),
+        ("print('nothing to train')", 4, "ended without an optimizer step"),
+        ("import torch\ntorch.ones(3, device='cuda').nonzero().tolist()\nimport nowhere", 2, "No module named 'nowhere'"),
+        ("import torch\ntorch.unique(torch.randn(9, device='cuda'))", 4, r"depends on the values of tensors at script\.py:2"),
+        ("import os\nos._exit(7)", 4, "ended without an answer: exit code 7"),
+    ],
+)
+def test_a_script_that_takes_no_step_ends_in_one_line(tmp_path: Path, code: str, exits: int, says: str):
+    (tmp_path / "script.py").write_text(code)
+    run = dry_run("--", "script.py", folder=tmp_path)
+    assert run.code == exits, run.errors
+    assert pytest.importorskip("re").search(says, run.last_line), run.last_line
+    assert not run.output
+
+
+def test_a_loop_that_waits_for_a_loss_is_ended_in_time(tmp_path: Path):
+    (tmp_path / "script.py").write_text("while True:\n    pass")
+    run = dry_run("--", "script.py", folder=tmp_path, flags=("-q", "--timeout", "5"))
+    assert run.code == 4
+    assert "within 5 s" in run.last_line
+
+
+def test_what_it_prints_goes_to_standard_error_and_the_answer_fits_a_screen(tmp_path: Path):
+    run = dry_run("--gpus", "8", "--", str(SCRIPTS / "ddp.py"), folder=tmp_path, flags=())
+    lines = run.output.splitlines()
+    assert run.code == 0
+    assert lines[0].startswith("Fits: needs ")
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 40
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--gpu", "mi300x"), "no NVIDIA GPU"),
+        (("--gpus", "0"), "0"),
+        (("--as-rank", "8", "--gpus", "8"), "--as-rank '8'"),
+        (("--steps", "x"), "--steps 'x'"),
+        (("--timeout", "-1"), "--timeout '-1'"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(tmp_path: Path, flags: tuple[str, ...], says: str):
+    (tmp_path / "train.py").write_text("")
+    run = dry_run(*flags, "--", "train.py", folder=tmp_path, flags=())
+    assert run.code == 2
+    assert says in run.last_line
