@@ -18,6 +18,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORTED_AS = {"pyyaml": "yaml"}
 #: What those that are asked for bring along by their own metadata, being nothing without.
 BROUGHT_ALONG = {"starlette": "fastapi", "huggingface_hub": "transformers"}
+#: What a user's own script may have imported, which is then there.
+OF_SCRIPTS = {"triton"}
 
 
 def of_the_package() -> set[str]:
@@ -54,7 +56,7 @@ def test_nothing_is_imported_that_no_extra_brings():
     every = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
     asked = {re.split(r"[\[>=<; ]", one)[0] for one in every}
     known = {IMPORTED_AS.get(name, name) for name in asked} | {one for one, whose in BROUGHT_ALONG.items() if whose in asked}
-    foreign = {(name, where) for name, where in _imported() if name not in sys.stdlib_module_names | {"zeroplan"}}
+    foreign = {(name, where) for name, where in _imported() if name not in sys.stdlib_module_names | {"zeroplan"} | OF_SCRIPTS}
     assert {(name, where) for name, where in foreign if name not in known} == set()
 
 

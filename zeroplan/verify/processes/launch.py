@@ -7,6 +7,7 @@ One process is started here: the rank itself, where one stands for all, or torch
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,9 @@ from zeroplan.verify.processes.scratch import ORDER, no_place, scratch
 from zeroplan.verify.task import Card, Task
 
 _GRACE_S = 2.0
+_LOST_S = 30.0
+"""How long the agent may take, on a busy machine, to hear of a rank whose connection is gone."""
+_PEER_IS_GONE = re.compile(r"Connection closed by peer|Connection reset by peer|Broken pipe|remote (?:worker|process)")
 _TAIL_LINES = 15
 _PROGRESS_AFTER_S = 3.0
 #: What the process that is started here writes before a rank has a file of its own.
@@ -154,12 +158,14 @@ def _failure(message: Message, started: Started, say: Callable[[str], None]) -> 
     match message["failed"]:
         case "memory":
             return ran_out_of_memory(rank, text)
-        case "workload":
+        case "workload" if not _PEER_IS_GONE.search(text):
             return workload_raised(text, rank=rank, say=say)
         case whose if whose in _ONE_LINE:
             return _ONE_LINE[whose](text)
-    if (lost := _lost_before(rank, started)) is not None:
+    if (lost := _lost_before(rank, started, _LOST_S if _PEER_IS_GONE.search(text) else _GRACE_S)) is not None:
         return _died(int(lost["rank"]), lost["died"], started, say)
+    if message["failed"] == "workload":
+        return workload_raised(text, rank=rank, say=say)
     _show_tail(rank, started, say)
     return FailedError(f"rank {rank} failed: {text.splitlines()[0] if text else 'it did not say why'}")
 
@@ -167,9 +173,9 @@ def _failure(message: Message, started: Started, say: Callable[[str], None]) -> 
 _ONE_LINE: dict[str, type[ZeroplanError]] = {"input": SpecError, "machine": NotHereError, "here": MeasurementError}
 
 
-def _lost_before(failed: int, started: Started) -> Message | None:
+def _lost_before(failed: int, started: Started, wait_s: float) -> Message | None:
     """Of a rank that died and took the collective of one that failed with it, the agent hears a moment later."""
-    told, until = {failed}, time.monotonic() + _GRACE_S
+    told, until = {failed}, time.monotonic() + wait_s
     with suppress(queue.Empty):
         while (message := started.messages.get(timeout=max(0.0, until - time.monotonic()))) is not None:
             if "failed" in message:
