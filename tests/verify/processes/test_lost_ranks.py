@@ -65,7 +65,7 @@ def test_an_interrupt_while_processes_are_ended_is_heard_when_they_are(monkeypat
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may have it ignored
     try:
         with pytest.raises(KeyboardInterrupt):
-            launch._end(process)
+            launch.end_session(process)
         assert process.returncode == -signal.SIGKILL
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
