@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
@@ -70,7 +71,8 @@ Pair: TypeAlias = "tuple[int, int, int, int]"
 """A factor, which choice of it, another factor, which choice of that."""
 
 
-def drawn(count: int, *, seed: int = SEED) -> list[JobSpec]:
+@cache
+def drawn(count: int, *, seed: int = SEED) -> tuple[JobSpec, ...]:
     """Return the first ``count`` jobs of the sample; a larger sample begins with a smaller one.
 
     >>> drawn(40)[:10] == drawn(10)
@@ -81,7 +83,7 @@ def drawn(count: int, *, seed: int = SEED) -> list[JobSpec]:
         jobs.setdefault(_job(row))
         if len(jobs) >= count:
             break
-    return list(jobs)[:count]
+    return tuple(jobs)[:count]
 
 
 def sweep() -> list[Row]:
@@ -114,6 +116,7 @@ def _all_pairs() -> Iterator[Pair]:
             yield from (pair for pair in pairs if _offered(pair))
 
 
+@cache
 def _offered(pair: Pair) -> bool:
     one, here, other, there = pair
     return (FACTORS[one][here], FACTORS[other][there]) not in NOT_OFFERED
@@ -130,8 +133,9 @@ def _row(open_pairs: dict[Pair, None], dice: random.Random) -> Row:
     for factor in _shuffled(tuple(range(len(FACTORS))), dice):
         if factor not in chosen:
             choices = _shuffled(tuple(range(len(FACTORS[factor]))), dice)
-            offered = [choice for choice in choices if all(map(_offered, _met(chosen, factor, choice)))]
-            chosen[factor] = max(offered, key=lambda choice: sum(pair in open_pairs for pair in _met(chosen, factor, choice)))
+            met = {choice: _met(chosen, factor, choice) for choice in choices}
+            offered = {choice: pairs for choice, pairs in met.items() if all(map(_offered, pairs))}
+            chosen[factor] = max(offered, key=lambda choice: sum(pair in open_pairs for pair in offered[choice]))
     return tuple(chosen[factor] for factor in range(len(FACTORS)))
 
 

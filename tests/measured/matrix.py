@@ -27,6 +27,7 @@ from zeroplan import estimate
 from zeroplan.ledger import Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
 
@@ -62,7 +63,7 @@ _PATHS = {"matrix": stored.RECORDS, "fresh": stored.FRESH, "peers": stored.PEERS
           "rooms": stored.ROOMS}  # fmt: skip
 
 
-def _jobs(asked: argparse.Namespace) -> list[JobSpec]:
+def _jobs(asked: argparse.Namespace) -> Sequence[JobSpec]:
     if asked.sample == "peers":
         return peers.jobs()
     draw, count = {
@@ -99,7 +100,7 @@ def _asked() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(jobs: list[JobSpec], path: Path, *, seconds: float, silent_after: float) -> None:
+def _run(jobs: Sequence[JobSpec], path: Path, *, seconds: float, silent_after: float) -> None:
     began = time.monotonic()
     for number, job in enumerate(jobs):
         if time.monotonic() - began > seconds:
