@@ -9,7 +9,6 @@ import os
 import runpy
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -29,10 +28,10 @@ def main() -> None:
     try:
         found: Spec = _answer(task, began)
     except BaseException as error:  # noqa: BLE001  whatever the script raises, the parent is told
-        from zeroplan.dryrun.failures import failure  # noqa: PLC0415
+        from zeroplan.dryrun.failures import failure, show  # noqa: PLC0415
 
-        if not isinstance(error, ZeroplanError):
-            traceback.print_exc()
+        if not isinstance(error, (ZeroplanError, SystemExit)):
+            show(error)
         found = failure(error)
     Path(task.answer).write_text(json.dumps(asdict(found)), encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):

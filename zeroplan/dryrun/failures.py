@@ -1,6 +1,7 @@
 """Why a script gave no answer, in one line: its own error, or something that cannot be stood in for."""
 
 import traceback
+from pathlib import Path
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -12,6 +13,7 @@ from zeroplan.dryrun.task import Failed
 from zeroplan.errors import ZeroplanError
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 
+_HERE = str(Path(__file__).parent)
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -34,6 +36,18 @@ def failure(error: BaseException) -> Failed:
         )
     said = " ".join(str(error).split())
     return Failed(whose="script", text=f"the script raised {type(error).__name__}{at}: {said}"[:500])
+
+
+def show(error: BaseException) -> None:
+    """Print an error's traceback as Python does, from the script's own first line on."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace or error.__traceback__)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_HERE, "<frozen"))
 
 
 def _line(error: BaseException) -> str:

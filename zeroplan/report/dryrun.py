@@ -16,15 +16,19 @@ from zeroplan.units import GIBIBYTES, Unit
 COLUMNS = 80
 _NO_NAME = "the model as a whole"
 _LAYER = re.compile(r"(^|\.)\d+(\.|$)")
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+_NAME = 42
+"""Columns of a module's or a line's name. [signs]"""
 _FEW = 5
 """Rows of each kind on one screen; ``verbose`` shows all."""
 
 
 def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES) -> str:
     """Return the answer as text of ``COLUMNS`` columns, all sizes in one unit."""
-    table, most = Table(unit, what=44), None if verbose else _FEW
+    small = _smaller(found, unit)
+    table, most = Table(small, what=_NAME + 2), None if verbose else _FEW
     parts = [
-        [*_filled(verdict(found, unit)), *_filled(_what(found)), *_filled(_peak(found, unit))],
+        [*_filled(verdict(found, unit)), *_filled(_what(found)), *_filled(_peak(found, small))],
         list(_alive(found, table, most)),
         list(_named("By module at the peak", found.modules, table, most)),
         list(_named("By line of code at the peak", found.lines, table, most)),
@@ -33,6 +37,12 @@ def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES
         [*_made_up(found, most), *_remarks(found, verbose=verbose)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _smaller(found: DryRun, unit: Unit) -> Unit:
+    """The unit, or of a small script the next smaller one, so that its rows say something."""
+    name, n_bytes = unit.smaller[0]
+    return unit if found.peak_bytes >= unit.n_bytes else Unit(name, n_bytes, unit.smaller[1:])
 
 
 def needed_bytes(found: DryRun) -> int:
@@ -115,9 +125,19 @@ def _named(title: str, parts: Sequence[Part], table: Table, most: int | None) ->
     """Bytes by module or line, the kinds of each together, layers of one kind in one row."""
     found: Counter[str] = Counter()
     for part in parts:
-        found[_LAYER.sub(r"\1*\2", part.name) or _NO_NAME] += part.n_bytes
+        found[_shown(part.name)] += part.n_bytes
     yield table.head(title)
     yield from _rows(found.most_common(), table, most)
+
+
+def _shown(name: str) -> str:
+    """A name with layers of one kind together, without wrappers, and with its end where it is long.
+
+    >>> _shown("module.layers.3._checkpoint_wrapped_module.mlp")
+    'layers.*.mlp'
+    """
+    plain = _LAYER.sub(r"\1*\2", ".".join(part for part in name.split(".") if part not in _WRAPPERS))
+    return f"…{plain[1 - _NAME :]}" if len(plain) > _NAME else plain or _NO_NAME
 
 
 def _steps(found: DryRun, table: Table) -> Iterator[str]:

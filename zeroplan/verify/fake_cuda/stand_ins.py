@@ -58,6 +58,7 @@ def count_as_user(folder: str) -> None:
     """Take what lies in a folder for the user's own code: a package that is run with ``-m``, which may be installed."""
     _USERS.append(folder.rstrip("/") + "/")
     _kind.cache_clear()
+    _shown.cache_clear()
 
 
 _USERS: list[str] = []
@@ -82,10 +83,10 @@ def _kind(filename: str) -> str:
 
 @cache
 def _shown(filename: str) -> str:
-    try:
-        return str(Path(filename).relative_to(Path.cwd()))
-    except ValueError:
-        return Path(filename).name
+    for folder in (*(Path(one).parent for one in _USERS), Path.cwd()):
+        if Path(filename).is_relative_to(folder):
+            return str(Path(filename).relative_to(folder))
+    return Path(filename).name
 
 
 def _package(frame: FrameType) -> str:
