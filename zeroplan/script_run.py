@@ -31,12 +31,21 @@ class MadeUp(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoodIn(Spec):
+    """Code of a library that cannot run without a GPU: what it was, what took its place, and how often the script used that."""
+
+    what: str
+    by: str
+    count: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun(Spec):
     """One script as one rank of N: every step, what is alive at the highest moment of the last, and what was made up.
 
     ``steps`` are as a record of ``zeroplan verify`` has them; the first makes the optimizer's state. ``allocator`` is a model of
-    CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the libraries of which
-    something was put in another's place. [bytes]
+    CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the
+    library code that something else replaced. [bytes]
     """
 
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
@@ -53,7 +62,7 @@ class DryRun(Spec):
     collectives: tuple[CollectiveMeasured, ...]
     allocator: tuple[AllocatorMeasured, ...]
     made_up: tuple[MadeUp, ...]
-    stood_in: tuple[str, ...]
+    stood_in: tuple[StoodIn, ...]
     remarks: tuple[str, ...] = ()
     host_bytes: CountOrZero | None = None
     seconds: Annotated[float, Range(0, 1e9)] = 0.0

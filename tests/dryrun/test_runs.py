@@ -45,6 +45,11 @@ def test_ddp_with_a_scaler_runs_to_its_steps_and_nothing_is_written(tmp_path: Pa
     assert backward["gradients"] == pytest.approx(parameters, rel=0.01)
     assert {one["operation"] for one in run.answer["collectives"]} <= {"all_reduce", "broadcast"}
     assert not list(tmp_path.iterdir())
+    replaced = {one["what"]: (one["by"], one["count"]) for one in run.answer["stood_in"]}
+    assert replaced["torch.save"] == ("nothing is written", 1)
+    assert replaced["the gradient scaler's overflow check"] == ("every step is taken", 2)
+    assert replaced["data-loading processes"][1] == 1
+    assert set(replaced) == {"torch.save", "the gradient scaler's overflow check", "data-loading processes"}
 
 
 def test_known_values_are_exact_and_unknown_ones_are_listed_with_their_line(tmp_path: Path):
@@ -95,6 +100,7 @@ def test_what_it_prints_goes_to_standard_error_and_the_answer_fits_a_screen(tmp_
     lines = run.output.splitlines()
     assert run.code == 0
     assert lines[0].startswith("Fits: needs ")
+    assert "Replaced: data-loading processes" in run.output
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 40
 

@@ -5,13 +5,14 @@ import time
 from collections import Counter
 
 from zeroplan.catalog.gpu import gpu as gpu_named
+from zeroplan.dryrun import stood_in
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.engines.device import allocator_room, workspace
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Phase
-from zeroplan.script_run import DryRun, MadeUp, Part
+from zeroplan.script_run import DryRun, MadeUp, Part, StoodIn
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.environment import environment
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
@@ -19,10 +20,7 @@ from zeroplan.verify.watching.recording import Block
 from zeroplan.verify.watching.replay import Replays
 from zeroplan.verify.watching.timeline import Timeline, collectives, initialisation, steps_measured
 
-_REMARKS = (
-    "collectives moved no data, and other ranks are taken to do what this one does",
-    "torch.compile, CUDA graphs and data-loading processes are left out",
-)
+_REMARKS = ("collectives moved no data, and other ranks are taken to do what this one does",)
 
 
 def answer(
@@ -55,7 +53,7 @@ def answer(
         made_up=tuple(
             MadeUp(read=one.read, said=one.said, line=one.line, count=n) for one, n in stand_ins.counts.most_common()
         ),
-        stood_in=(),
+        stood_in=tuple(StoodIn(what=what, by=by, count=n) for (what, by), n in stood_in.counts.items()),
         remarks=_REMARKS,
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         seconds=time.perf_counter() - began,

@@ -13,6 +13,7 @@ import torch
 from torch.futures import Future
 
 from zeroplan.dryrun.patches import Patch
+from zeroplan.dryrun.stood_in import note, noting
 from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.replaced import put
 
@@ -23,6 +24,9 @@ _DTYPES = {
 }  # fmt: skip
 _LONGEST_HEADER = 100_000_000
 """As safetensors has it. [bytes]"""
+
+
+_NOT_SAVED = noting("safetensors files", "nothing is written", always(None))
 
 
 class _Slice:
@@ -46,6 +50,7 @@ class Header:
     """``safetensors.safe_open``: the header of a file alone."""
 
     def __init__(self, filename: str, framework: str = "pt", device: object = "cpu", **_: object) -> None:  # noqa: ARG002
+        note("safetensors files", "only their headers are read")
         with Path(filename).open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > _LONGEST_HEADER:
@@ -88,11 +93,12 @@ def _safetensors(module: ModuleType) -> None:
 
 
 def _safetensors_torch(module: ModuleType) -> None:
-    put(module, safe_open=Header, load_file=_load_file, save_file=always(None), save_model=always(None))
+    put(module, safe_open=Header, load_file=_load_file, save_file=_NOT_SAVED, save_model=_NOT_SAVED)
 
 
 def _distributed(module: ModuleType) -> None:
     def read_data(_reader: object, _plan: object, _planner: object) -> Future[None]:
+        note("distributed checkpoints", "only their metadata is read")
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -101,7 +107,8 @@ def _distributed(module: ModuleType) -> None:
 
 
 def _saved_distributed(module: ModuleType) -> None:
-    put(module, save=always(None), async_save=always(None))
+    saved = noting("distributed checkpoints", "nothing is written", always(None))
+    put(module, save=saved, async_save=saved)
 
 
 PATCHES: dict[str, Patch] = {

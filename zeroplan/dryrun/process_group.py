@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zeroplan.dryrun.stood_in import noting
 from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.replaced import put
 from zeroplan.verify.training.ddp import reduced_at_once
@@ -79,4 +80,5 @@ def _reduce_buckets_at_once() -> None:
         made(wrapper, *args, **kwargs)  # type: ignore[arg-type]
         register(wrapper, None, reduced_at_once)
 
-    put(DistributedDataParallel, __init__=init, register_comm_hook=always(None))
+    left_out = noting("DDP's communication hook", "buckets are all-reduced at once, as without a hook", always(None))
+    put(DistributedDataParallel, __init__=init, register_comm_hook=left_out)

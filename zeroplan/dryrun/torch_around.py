@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.attention import flex_attention as flex
 from torch.utils.data import DataLoader
 
+from zeroplan.dryrun.stood_in import note, noting
 from zeroplan.verify.fake_cuda.half_fake import keep, known
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
+from zeroplan.verify.fake_cuda.streams import Captured
 from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.replaced import put
 
@@ -25,10 +27,15 @@ def change_torch(stand_ins: StandIns) -> None:
     _load_in_this_process()
     _leave_out_randomness()
     _leave_out_compilation()
-    put(torch, save=always(None))
-    put(torch.amp.GradScaler, _maybe_opt_step=_take_the_step)
+    put(torch, save=noting("torch.save", "nothing is written", always(None)), load=_loads(torch.load))
+    put(
+        torch.amp.GradScaler,
+        _maybe_opt_step=noting("the gradient scaler's overflow check", "every step is taken", _take_the_step),
+    )
+    put(Captured, __enter__=noting("CUDA graphs", "captured code runs once, and replaying does nothing", Captured.__enter__))
+    put(torch.cuda, make_graphed_callables=noting("CUDA graphs", "the functions run as they are", _as_they_are))
     put(torch.Tensor, is_pinned=always(False), pin_memory=lambda tensor, *_: tensor)
-    put(flex, flex_attention=_flex_attention)
+    put(flex, flex_attention=noting("flex attention", "flash attention's operator", _flex_attention))
 
 
 def _let_tensors_move() -> None:
@@ -93,11 +100,14 @@ def _load_in_this_process() -> None:
     made = DataLoader.__init__
 
     def loader(self: DataLoader[object], *args: object, **kwargs: object) -> None:
+        if kwargs.get("num_workers") or args[5:6] > (0,):
+            note("data-loading processes", "batches are loaded in the script's own process")
         kwargs |= {"num_workers": 0, "pin_memory": False, "prefetch_factor": None, "persistent_workers": False}
         kwargs.pop("multiprocessing_context", None)
         made(self, *args[:5], **kwargs)  # type: ignore[arg-type]  # dataset, batch_size, shuffle, sampler, batch_sampler
 
     def submit(_: object, job: Callable[..., object], /, *args: object, **kwargs: object) -> concurrent.futures.Future[object]:
+        note("pools of threads", "each job runs at once in the thread that submits it")
         future: concurrent.futures.Future[object] = concurrent.futures.Future()
         try:
             future.set_result(job(*args, **kwargs))
@@ -129,12 +139,22 @@ def _leave_out_randomness() -> None:
 
 def _leave_out_compilation() -> None:
     """``torch.compile`` is left out: the code runs as it is, which keeps more."""
+    left_out = ("torch.compile", "left out, the code runs as it is")
 
     def compiled(model: object = None, *_: object, **__: object) -> object:
         return (lambda function: function) if model is None else model
 
-    put(torch, compile=compiled)
-    put(nn.Module, compile=always(None))
+    put(torch, compile=noting(*left_out, compiled))
+    put(nn.Module, compile=noting(*left_out, always(None)))
+
+
+def _as_they_are(callables: object, *_: object, **__: object) -> object:
+    return callables
+
+
+def _loads(load: Callable[..., object]) -> Callable[..., object]:
+    """``torch.load`` needs no change: with fake tensors it reads the pickle and leaves the storages in the file."""
+    return noting("torch.load", "names, shapes and dtypes are read, and no weights", load)
 
 
 def _take_the_step(_: object, optimizer: Any, _state: object, *args: object, **kwargs: object) -> object:  # noqa: ANN401

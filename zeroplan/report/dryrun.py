@@ -34,7 +34,8 @@ def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES
         list(_named("By line of code at the peak", found.lines, table, most)),
         list(_steps(found, table)) if verbose else [],
         list(_collectives(found, table)) if verbose else [],
-        [*_made_up(found, most), *_remarks(found, verbose=verbose)],
+        list(_made_up(found, most)),
+        [*_stood_in(found, verbose=verbose), *_remarks(found, verbose=verbose)],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -169,9 +170,21 @@ def _made_up(found: DryRun, most: int | None) -> Iterator[str]:
         yield f"  {len(found.made_up) - most} more: add -v."
 
 
+def _stood_in(found: DryRun, *, verbose: bool) -> Iterator[str]:
+    """Library code that something else replaced: the names alone, or with what took their place."""
+    if not found.stood_in:
+        return
+    if not verbose:
+        yield from _filled(f"Replaced: {', '.join(one.what for one in found.stood_in)}. -v says by what.")
+        return
+    yield "Replaced, since it needs a GPU or would write files"
+    for one in found.stood_in:
+        text = f"{one.what}: {one.by} ({one.count:,}x)"
+        yield from textwrap.wrap(text, COLUMNS, initial_indent="  ", subsequent_indent="    ")
+
+
 def _remarks(found: DryRun, *, verbose: bool) -> Iterator[str]:
-    remarks = [*found.remarks, *(f"something stands in for {name}" for name in found.stood_in)]
     if verbose:
-        yield from (line for one in remarks for line in _filled(f"Note: {one}."))
+        yield from (line for one in found.remarks for line in _filled(f"Note: {one}."))
     elif found.ended == "script ended":
         yield from _filled(f"Note: the script came to its end after {plural(len(found.steps), 'optimizer step')}.")

@@ -8,6 +8,7 @@ from torch import nn
 
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
+from zeroplan.dryrun.stood_in import note
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.verify.replaced import put
 from zeroplan.verify.watching.tracker import Tracker
@@ -44,6 +45,7 @@ def _fused_adam(deepspeed: ModuleType) -> None:
             self, params: object, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),  # noqa: ARG002, FBT001, FBT002
             eps: float = 1e-8, adam_w_mode: bool = True, weight_decay: float = 0.0, amsgrad: bool = False, **_: object,  # noqa: ARG002, FBT001, FBT002
         ) -> None:  # fmt: skip
+            note("DeepSpeed's FusedAdam", "torch's fused AdamW, which holds the same")
             super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)  # type: ignore[arg-type]
 
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(FusedAdam)
