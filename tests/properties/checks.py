@@ -339,7 +339,7 @@ def falls_with_ranks(job: JobSpec, _: Random) -> None:
     """
     if job.recipe.optimizer == "adamw-8bit" or (job.recipe.engine, job.recipe.zero_stage) == ("ddp", 1):
         raise Refused("its states do not fall evenly")
-    wider = _changed(job, mesh=replace(job.mesh, dp_shard=2 * job.mesh.dp_shard))
+    wider = _changed(job, mesh=_wider(job.mesh))
     fewer, more = _held(job), _held(wider)
     padding = 4 * 2 * wider.mesh.dp_shard if job.recipe.engine == "deepspeed" else 0
     for kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE):
@@ -453,6 +453,13 @@ def _told(job: JobSpec, **parts: Any) -> RecipeSpec:
     try:
         return replace(job.recipe, **parts)
     except SpecError as error:
+        raise Refused(str(error)) from None
+
+
+def _wider(mesh: MeshSpec) -> MeshSpec:
+    try:
+        return replace(mesh, dp_shard=2 * mesh.dp_shard)
+    except SpecError as error:  # more GPUs than a job may have
         raise Refused(str(error)) from None
 
 

@@ -132,3 +132,10 @@ def test_a_profile_that_makes_a_gradient_and_does_not_count_it_is_refused():
 def test_a_drawn_profile_is_one_that_a_trace_could_find(case: int, check: str):
     """A gradient being made is one of those made so far, and what is alive below the blocks has the gradient that flows there."""
     assert held(case, (check,)) is None
+
+
+def test_a_job_has_as_many_gpus_as_a_request_may_ask_for():
+    """The JSON of an answer for 4,157,440 GPUs could not be read back."""
+    assert MeshSpec(dp_replicate=4, dp_shard=250_000).world_size == 10**6
+    with pytest.raises(SpecError, match="4,157,440 GPUs; use at most 1,000,000"):
+        MeshSpec(dp_replicate=4, dp_shard=2030, tp=8, cp=8, pp=8)

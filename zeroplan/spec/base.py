@@ -40,7 +40,9 @@ class Range(NamedTuple):
 Count = Annotated[int, Range(1, 10**15)]
 CountOrZero = Annotated[int, Range(0, 10**15)]
 Dimension = Annotated[int, Range(1, 10**7)]
-Degree = Annotated[int, Range(1, 10**6)]
+#: Ranks of a job, along one way of splitting it and altogether.
+MOST_RANKS = 10**6
+Degree = Annotated[int, Range(1, MOST_RANKS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

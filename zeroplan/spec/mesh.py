@@ -5,7 +5,7 @@ from typing import Protocol
 
 from zeroplan.errors import SpecError
 from zeroplan.numeric import Int
-from zeroplan.spec.base import Degree, Spec
+from zeroplan.spec.base import MOST_RANKS, Degree, Spec
 
 
 class Split(Protocol):
@@ -58,7 +58,12 @@ class MeshSpec(Spec):
     ep: Degree = 1
 
     def check_rules(self) -> None:
-        """Refuse experts on ranks that are not there."""
+        """Refuse experts on ranks that are not there, and more ranks than ``--gpus`` takes."""
+        if self.world_size > MOST_RANKS:
+            raise SpecError(
+                f"dp_replicate={self.dp_replicate} x dp_shard={self.dp_shard} x tp={self.tp} x cp={self.cp} x pp={self.pp} are "
+                f"{self.world_size:,} GPUs; use at most {MOST_RANKS:,}"
+            )
         among = self.dp_shard * self.cp * self.tp
         if among % self.ep:
             raise SpecError(
