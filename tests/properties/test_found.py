@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.properties.checks import falls_with_recomputation, grid_is_its_points
+from tests.properties.checks import adapters_take_less, falls_with_recomputation, grid_is_its_points
 from tests.properties.nightly import drawn, held
 from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
 from zeroplan.engines.deepspeed.buckets import schedule
@@ -15,6 +15,7 @@ from zeroplan.engines.deepspeed.flat import row
 from zeroplan.engines.deepspeed.gradients import Plan, course_of
 from zeroplan.engines.deepspeed.quantized import sharing_of
 from zeroplan.engines.megatron import ATTENTION_MASK
+from zeroplan.engines.quantised import TABLES
 from zeroplan.errors import SpecError
 from zeroplan.resolve import job as described
 from zeroplan.spec.adapter import AdapterSpec
@@ -139,3 +140,15 @@ def test_a_job_has_as_many_gpus_as_a_request_may_ask_for():
     assert MeshSpec(dp_replicate=4, dp_shard=250_000).world_size == 10**6
     with pytest.raises(SpecError, match="4,157,440 GPUs; use at most 1,000,000"):
         MeshSpec(dp_replicate=4, dp_shard=2030, tp=8, cp=8, pp=8)
+
+
+def test_tables_of_codes_outweigh_what_tiny_weights_in_four_bits_save():
+    model = replace(
+        LLAMA, family="qwen2", hidden_size=8, intermediate_size=16, num_hidden_layers=8, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=4, vocab_size=20, tie_word_embeddings=True, attention_bias=True,
+        adapter=AdapterSpec(rank=13, targets="q_proj", quantize="nf4-double"),
+    )  # fmt: skip
+    job = JobSpec(model=model, recipe=RecipeSpec(engine="ddp", zero_stage=0, optimizer="sgd"))
+    tables = [line.n_bytes for line in estimate(job).states if line.source == TABLES]
+    assert tables == [7 * 8 * 1092 + 1024]
+    adapters_take_less(job, drawn(840006994))
