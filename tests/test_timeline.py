@@ -73,7 +73,7 @@ def test_the_band_is_ordered_starts_at_the_peak_and_has_a_width(recipe: RecipeSp
 
 
 def test_what_is_expected_is_never_less_than_the_peak():
-    shares = Shares(low=0, expected=900, high=0, pressed=1000, pressed_most=1000)
+    shares = Shares(low=0, expected=900, high=0)
     assert (expected_bytes(100, 100, shares), expected_bytes(50, 100, shares)) == (100, 90)
     assert expected_bytes(50, 100, None) == 100
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zeroplan.engines.reserved_shares import Shares, shares_of
+from zeroplan.engines.reserved_shares import Shares, pressed_of, shares_of
 from zeroplan.ledger import Band, Kind, Moment, Phase, bytes_by_kind
 from zeroplan.measurement import AllocatorSettings
 from zeroplan.numeric import Int, maximum, minimum
@@ -112,6 +112,11 @@ def reserved(moments: tuple[Moment, ...], recipe: RecipeSpec, settings: Allocato
     shares = shares_of(recipe, settings)
     if shares is None:
         return Band(sizes.peak, maximum(sizes.peak, sizes.streams), maximum(sizes.peak, sizes.apart))
+    return band_of(sizes, recipe, shares)
+
+
+def band_of(sizes: Sizes, recipe: RecipeSpec, shares: Shares) -> Band:
+    """The band of what is reserved, by some figures: at or above the peak, and with what is expected inside. [bytes]"""
     expected = expected_bytes(sizes.peak, sizes.streams, shares)
     middle, scale = measured_from(sizes, recipe)
     low, high = middle + scale * shares.low // 1000, middle + scale * shares.high // 1000
@@ -148,8 +153,8 @@ def under_pressure(moments: tuple[Moment, ...], recipe: RecipeSpec, settings: Al
     which replayed jobs ran says how much more that is (:mod:`zeroplan.engines.reserved_shares`). Without a measurement from the
     peak to what is reserved at most.
     """
-    shares = shares_of(recipe, settings)
+    pressed = pressed_of(recipe, settings)
     highest = sizes_of(moments, recipe).peak
-    if shares is None:
+    if pressed is None:
         return Band(highest, highest, reserved(moments, recipe, settings).high_bytes)
-    return Band(highest, highest * shares.pressed // 1000, highest * shares.pressed_most // 1000)
+    return Band(highest, highest * pressed.expected // 1000, highest * pressed.most // 1000)

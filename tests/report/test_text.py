@@ -206,3 +206,14 @@ def test_the_verdict_says_what_comes_of_a_band_that_reaches_beyond_the_card():
         assert "frees cached blocks and tries again" in allocator_sentence(answer)
         assert allocator_sentence(answer) in verdict_sentence(answer)
     assert allocator_sentence(tight(0.9)) == ""  # it does not fit at all
+
+
+@pytest.mark.parametrize("unit", [GIBIBYTES, GIGABYTES])
+def test_a_range_whose_ends_print_alike_is_one_figure(unit: Unit):
+    """On a full card both ends of what is cached are the room that is left; on a large one they differ."""
+    full, large = (estimate_text(tight(room), (), unit=unit) for room in (1.01, 3))
+    cached = re.compile(r"^  cached by the allocator +([\d.]+)(?:  ([\d.]+) to ([\d.]+))?$", re.MULTILINE)
+    (one,), (several,) = cached.findall(full), cached.findall(large)
+    assert one[1:] == ("", "")
+    assert several[1] != several[2]
+    assert not re.search(r"\b(\S+) to \1\b", full + large)

@@ -28,9 +28,10 @@ class Table(NamedTuple):
         return f"= {what:<{self.what}.{self.what}}{self.unit.amount(n_bytes):>{_AMOUNT}}  {remark}".rstrip()
 
     def band_row(self, what: str, band: Band) -> str:
-        """One row with its expected size, and the ends of the band."""
+        """One row with its expected size, and the ends of the band where they differ."""
         return self.row(what, int(band.expected_bytes), self.span(band))
 
     def span(self, band: Band) -> str:
-        """The ends of a band."""
-        return f"{self.unit.amount(int(band.low_bytes))} to {self.unit.amount(int(band.high_bytes))}"
+        """The ends of a band; empty where both print alike, and alike to what is expected between them."""
+        low, high = (self.unit.amount(int(end)) for end in (band.low_bytes, band.high_bytes))
+        return "" if low == high else f"{low} to {high}"

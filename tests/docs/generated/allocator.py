@@ -6,29 +6,27 @@ from statistics import median
 
 from tests.docs.generated.markdown import table
 from tests.measured import stored
-from tests.measured.reserved import DERIVED_FROM, HELD_OUT, Held, Part, held, seen
+from tests.measured.reserved import held, seen
 from zeroplan.measurement import SETTINGS
 
 
 def reserved() -> str:
-    """How many replays lie in the band of what is reserved, of those it was derived from and of others, and how wide it is."""
-    rows = []
-    for settings in SETTINGS:
-        inside, outside = ({one.key: one for one in held(parts, settings)} for parts in (DERIVED_FROM, HELD_OUT))
-        for key, one in inside.items():
-            other = outside[key]
-            name = settings.replace("_", " ")
-            rows.append((f"{key[0]} {key[1]}", name, _of(one), _of(other), f"{one.width:.0%}"))
-    return table(("engine", "settings", "derived from:", "others:", "width:"), rows)
+    """How many replays lie in the band of what is reserved, how many in one derived without them, and how wide the band is."""
+    rows = [
+        (f"{key[0]} {key[1]}", settings.replace("_", " "), f"{of}", _share(inside, of), _share(unseen, of), f"{width:.0%}")
+        for settings in SETTINGS
+        for key, of, inside, unseen, width in held(settings)
+    ]
+    return table(("engine", "settings", "replays:", "in the band:", "in one derived without them:", "width:"), rows)
 
 
-def _of(one: Held) -> str:
-    return f"{one.inside} of {one.of}"
+def _share(count: int, of: int) -> str:
+    return f"{count / of:.1%}"
 
 
 def pressed() -> str:
     """The smallest room in which jobs ran, over their peak."""
-    found = [one for one in seen(Part(stored.ROOMS)) if one.pressed is not None]
+    found = [one for one in seen(stored.ROOMS) if one.pressed is not None]
     rows = []
     for settings in SETTINGS:
         some = sorted(one.pressed / 1000 for one in found if one.settings == settings)
