@@ -110,6 +110,7 @@ class _Run:
                     raise
             finally:
                 self.loop.finish()
+                self.tracker.close()
         return None
 
 

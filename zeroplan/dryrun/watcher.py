@@ -29,6 +29,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._chunks: dict[Block, Chunk] = {}
         self._numbers: list[int] = []
         self._made_by: list[str] = []
+        self._closed = False
         memory.counted = self
 
     def learn_modules(self, root: nn.Module) -> None:
@@ -45,7 +46,13 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
             self._memory.note()
         return block
 
+    def close(self) -> None:
+        """Record nothing more: what is released after the script is no part of its run."""
+        self._closed = True
+
     def _release(self, block: Block) -> None:
+        if self._closed:
+            return
         super()._release(block)
         if (chunk := self._chunks.pop(block, None)) is not None:
             self._allocator.release(chunk)

@@ -38,7 +38,8 @@ def whose_line(frame: FrameType | None) -> FrameType | None:
         kind = _kind(frame.f_code.co_filename)
         if kind == "user":
             return frame
-        if kind == "library" and library is None and _package(frame) not in _OURS_OR_TORCHS:
+        ours = frame.f_code.co_filename.startswith(_PACKAGE)
+        if kind == "library" and library is None and not ours and _package(frame) not in _OURS_OR_TORCHS:
             library = frame
         frame = frame.f_back
     return library
