@@ -175,10 +175,10 @@ def test_fewest_gpus_are_fewest():
 
 
 def test_the_cheapest_does_most_per_gpu():
-    base, fixed = job(model="llama-3.1-8b", gpu="a100", gpus=32, seq_len=2048), Fixed(global_batch_size=128, engine="fsdp2")
+    base, fixed = job(model="llama-3.1-8b", gpu="a100", gpus=8, seq_len=2048), Fixed(global_batch_size=32, engine="fsdp2")
     answer = cheapest(base, fixed, mfu=None)
     assert answer.best is not None
-    counts = (1, 2, 4, 8, 16, 32)
+    counts = (1, 2, 4, 8)
     each = [plan(replace(base, mesh=MeshSpec(dp_shard=gpus)), fixed).best for gpus in counts]
     rates = [0.0 if one is None or one.tight else one.layout.tokens_per_s for one in each]
     assert answer.best.layout.tokens_per_s >= max(rates) * (1 - TIE)

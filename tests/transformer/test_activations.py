@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import causal_model, tiny_spec
+from tests.combined import combined
 from tests.transformer.autograd_runs import step_timeline
 from tests.transformer.saved_by_autograd import PRECISIONS, assert_saved_as_is_said, passes
 from zeroplan.catalog.config_keys import PLAIN_HEADS
@@ -36,6 +37,8 @@ FAMILIES = (
     "bloom",
 )
 
+ATTENTION = ("sdpa", "eager")
+
 #: One of each kind of block, for what does not depend on biases.
 KINDS = ("llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "gemma2", "gpt_neox", "opt", "bloom")
 
@@ -57,10 +60,9 @@ PEAKS = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("family", "precision", "attention", "shape"), combined(FAMILIES, PRECISIONS, ATTENTION, SHAPES, together=3)
+)
 def test_saved_tensors_are_those_of_autograd(family: str, precision: str, attention: str, shape: str) -> None:
     assert_saved_as_is_said(*_case(family, precision, attention, SHAPES[shape]))
 
@@ -70,10 +72,9 @@ def test_repeating_one_key_value_head_for_one_sequence_is_a_view(precision: str)
     assert_saved_as_is_said(*_case("llama", precision, "eager", (1, 32, 4, 1, 16, 64, 64, 48)))
 
 
-@pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("shape", PEAKS)
+@pytest.mark.parametrize(
+    ("family", "precision", "attention", "shape"), combined(KINDS, PRECISIONS, ATTENTION, PEAKS, together=3)
+)
 def test_a_block_peaks_where_it_says(family: str, precision: str, attention: str, shape: str) -> None:
     spec, compute, batch = _case(family, precision, attention, PEAKS[shape])
     timeline = step_timeline(spec, compute, batch)
@@ -93,9 +94,9 @@ def test_a_block_peaks_where_it_says(family: str, precision: str, attention: str
         assert predicted + _mixed_addition(spec, compute, batch) == pytest.approx(measured, rel=4e-3)
 
 
-@pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("shape", ["many tokens", "few tokens", "wide MLP"])
+@pytest.mark.parametrize(
+    ("family", "precision", "shape"), combined(KINDS, PRECISIONS, ("many tokens", "few tokens", "wide MLP"))
+)
 def test_full_recomputation_keeps_the_input_and_peaks_at_the_same_points(family: str, precision: str, shape: str) -> None:
     spec, compute, batch = _case(family, precision, "sdpa", PEAKS[shape])
     timeline = step_timeline(spec, compute, batch, recompute=True)

@@ -8,6 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import causal_model
+from tests.combined import combined
 from tests.transformer.autograd_runs import step_timeline
 from tests.transformer.fake_blocks import block_run
 from tests.transformer.moe_models import moe_spec
@@ -50,10 +51,9 @@ def test_saved_tensors_are_those_of_autograd(model: str, precision: str, attenti
     assert_saved_as_is_said(*_case(model, precision, attention, SHAPES[shape]))
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("shape", PEAKS)
+@pytest.mark.parametrize(
+    ("model", "precision", "attention", "shape"), combined(MODELS, ("bf16", "fp32"), ("sdpa", "eager"), PEAKS, together=3)
+)
 def test_backward_of_a_block_peaks_at_one_of_its_points(model: str, precision: str, attention: str, shape: str) -> None:
     spec, compute, batch = _case(model, precision, attention, PEAKS[shape])
     timeline = step_timeline(spec, compute, batch)
@@ -64,11 +64,12 @@ def test_backward_of_a_block_peaks_at_one_of_its_points(model: str, precision: s
     assert _highest(block, compute) == pytest.approx(measured, rel=5e-4)
 
 
-@pytest.mark.parametrize("model", ["mixtral", *MODELS])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("shape", ["few tokens", "long, narrow"])
+@pytest.mark.parametrize(
+    ("model", "attention", "recompute", "precision", "shape"),
+    combined(
+        ("mixtral", *MODELS), ("sdpa", "eager"), (False, True), ("bf16", "fp32"), ("few tokens", "long, narrow"), together=3
+    ),
+)
 def test_blocks_on_a_gpu_peak_where_they_say(
     model: str, precision: str, attention: str, *, recompute: bool, shape: str
 ) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import tiny_spec
+from tests.combined import every_case
 from tests.transformer.fake_blocks import BlockRun, block_run
 from tests.transformer.moe_models import moe_spec
 from tests.transformer.test_blocks_on_a_gpu import predicted
@@ -58,7 +59,7 @@ def assert_runs_as_is_said(spec: ModelSpec, compute: Compute, size: BatchSpec, *
 
 @pytest.mark.parametrize("family", WRITTEN_OUT)
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(8 if every_case() else 2))
 def test_attention_written_out(family: str, number: int, *, recompute: bool) -> None:
     draw = Random(f"{family} {number} {recompute}")  # noqa: S311  draws tests
     spec, size = drawn(draw, family)
@@ -70,7 +71,7 @@ def test_attention_written_out(family: str, number: int, *, recompute: bool) -> 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_activation_functions(activation: Activation, *, recompute: bool) -> None:
     draw = Random(f"{activation} {recompute}")  # noqa: S311  draws tests
-    for family in draw.sample(FREE_ACTIVATION, 3):
+    for family in draw.sample(FREE_ACTIVATION, len(FREE_ACTIVATION) if every_case() else 1):
         spec, size = drawn(draw, family)
         compute = Compute(draw.choice((2, 4)), autocast=False, attention=draw.choice(("sdpa", "eager")))
         assert_runs_as_is_said(replace(spec, hidden_act=activation), compute, size, recompute=recompute)
