@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from tests.docs.generated import allocator, blocks, commands, layers, ledger, records, steps, words
+from tests.docs.generated import allocator, blocks, commands, layers, ledger, records, scripts, steps, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +40,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "commands": commands.commands,
     "job-flags": commands.job_flags,
     "truth": records.truth,
+    "scripts": scripts.table_of_programs,
     "reserved": allocator.reserved,
     "pressed": allocator.pressed,
     "layers": layers.table_of_layers,
