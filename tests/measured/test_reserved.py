@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from tests.measured import reserved, stored
+from tests.measured import megatron, reserved, stored
 from zeroplan import estimate
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.reserved_shares import pressed_of, shares_of
@@ -96,6 +96,18 @@ def test_a_comparison_says_what_lies_outside_the_band():
     assert found.reserved[0]._replace(measured=low).inside
     assert not found.reserved[0]._replace(measured=high + 1).inside
     assert not found.reserved[0]._replace(measured=low - 1).inside
+
+
+def test_what_megatron_cores_own_code_reserves_lies_in_the_band_that_megatron_borrows():
+    """And its peaks are the estimate's: at most 1 % above it, and never below by more than rounding."""
+    rows = megatron.rows()
+    assert [(one.said, one.overlap) for one in rows] == list(megatron.drawn())
+    for one in rows:
+        answer = estimate(one.job)
+        assert 0.999 < one.peak_bytes / answer.peak_bytes < 1.01, one
+        for settings in SETTINGS:
+            low, _, high = answer.reserved_with(settings)
+            assert low <= one.reserved_bytes[settings] <= high, one
 
 
 @pytest.mark.parametrize(("recompute", "gib"), [("full", 31.02), ("selective", 59.41)])

@@ -61,8 +61,9 @@ _PRESSED: dict[str, tuple[Pressed, Pressed]] = {
 def shares_of(recipe: RecipeSpec, settings: AllocatorSettings) -> Shares | None:
     """The figures of an engine and stage; None on paper, where no engine asks for memory.
 
-    No run of Megatron was replayed. Like DDP it has all blocks on one stream, so the middle is that of DDP's figures; the ends are
-    the widest of DDP's and FSDP2's, which are in the same measure.
+    Megatron's are borrowed: few jobs of it were replayed (``tests/measured/megatron.toml``, which lie in the band). Like DDP it has
+    all blocks on one stream, so the middle is that of DDP's figures; the ends are the widest of DDP's and FSDP2's, which are in
+    the same measure.
 
     >>> shares_of(RecipeSpec(engine="paper"), "default") is None
     True
