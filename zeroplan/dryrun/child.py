@@ -74,13 +74,13 @@ class _Run:
 
     def _patch(self) -> None:
         from zeroplan.dryrun import checkpoints, process_group, torch_around  # noqa: PLC0415
-        from zeroplan.dryrun.libraries import ddp, deepspeed, fsdp2, transformers, triton  # noqa: PLC0415
+        from zeroplan.dryrun.libraries import bitsandbytes, ddp, deepspeed, fsdp2, transformers, triton  # noqa: PLC0415
         from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
 
         process_group.make_groups_fake()
         torch_around.change_torch(self.stand_ins)
         AfterImport(
-            checkpoints.PATCHES | transformers.PATCHES | triton.PATCHES
+            checkpoints.PATCHES | bitsandbytes.PATCHES | transformers.PATCHES | triton.PATCHES
             | ddp.patches(self.tracker) | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop)
         ).install()  # fmt: skip
         self.loop.watch()
@@ -132,6 +132,7 @@ def _run_script(task: DryRunTask) -> None:
     from zeroplan.verify.fake_cuda.stand_ins import count_as_user  # noqa: PLC0415
 
     sys.argv = [task.target, *task.arguments]
+    sys.path.append(str(Path(__file__).parent / "doubles"))
     if not task.module:
         sys.path.insert(0, str(Path(task.target).absolute().parent))
         runpy.run_path(task.target, run_name="__main__")

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,6 +19,7 @@ def note(what: str, by: str) -> None:
 def noting(what: str, by: str, function: Callable[..., T]) -> Callable[..., T]:
     """Return a function that notes each of its calls."""
 
+    @wraps(function)
     def noted(*args: object, **kwargs: object) -> T:
         note(what, by)
         return function(*args, **kwargs)

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import sys
+import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ def change_torch(stand_ins: StandIns) -> None:
     """Put in order what fake tensors lack."""
     _let_tensors_move()
     _give_addresses()
+    _let_kinds_be_fake()
     _let_values_be_read(stand_ins)
     _load_in_this_process()
     _leave_out_randomness()
@@ -78,6 +81,31 @@ def _give_addresses() -> None:
 
     put(torch.Tensor, data_ptr=data_ptr)
     put(torch.UntypedStorage, data_ptr=of_storage)
+
+
+def _let_kinds_be_fake() -> None:
+    """A library's own kind of parameter, made of a fake tensor: both at once."""
+    make: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
+
+    def make_subclass(kind: type[torch.Tensor], data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+        if not isinstance(data, FakeTensor):
+            return make(kind, data, *args, **kwargs)
+        made = data.detach()
+        made.__class__ = _fake_kind(kind)
+        return made.requires_grad_(bool(args[0] if args else kwargs.get("require_grad", False)))
+
+    put(torch.Tensor, _make_subclass=staticmethod(make_subclass))
+
+
+@cache
+def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """A class that is both. Libraries know a class by its name."""
+
+    def new(_: type, *args: object, **kwargs: object) -> torch.Tensor:
+        return kind.__new__(kind, *args, **kwargs)
+
+    given = {"__new__": staticmethod(new), "__init__": kind.__init__, "__module__": kind.__module__}
+    return types.new_class(kind.__name__, (FakeTensor, kind), exec_body=lambda names: names.update(given))
 
 
 def _let_values_be_read(stand_ins: StandIns) -> None:
@@ -141,10 +169,15 @@ def _leave_out_compilation() -> None:
     """``torch.compile`` is left out: the code runs as it is, which keeps more."""
     left_out = ("torch.compile", "left out, the code runs as it is")
 
-    def compiled(model: object = None, *_: object, **__: object) -> object:
-        return (lambda function: function) if model is None else model
+    def compiled(model: Any = None, *_: object, **__: object) -> object:  # noqa: ANN401
+        if model is None:
+            return compiled
+        if isinstance(model, types.FunctionType):
+            return noting(*left_out, model)  # a library may compile functions that the script never calls
+        note(*left_out)
+        return model
 
-    put(torch, compile=noting(*left_out, compiled))
+    put(torch, compile=compiled)
     put(nn.Module, compile=noting(*left_out, always(None)))
 
 

@@ -2,12 +2,13 @@
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from zeroplan.allocator import CachingAllocator, Chunk
+from zeroplan.ledger import Kind
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 from zeroplan.verify.watching.host import HostMemory
@@ -37,6 +38,13 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._modules.names |= {
             id(module): name for name, module in root.named_modules() if id(module) not in self._modules.names
         }
+
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Label a model's tensors as parameters; a copy in another dtype, too, once it is the model's own."""
+        for tensor in tensors:
+            block = self._block_of(tensor)
+            if block is not None and block.kind in (None, Kind.WEIGHT_CASTS):
+                block.kind = Kind.PARAMETERS
 
     def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
         block = super()._request(watch, n_bytes, func)

@@ -1,0 +1,14 @@
+"""bitsandbytes' optimizer of the command line's name."""
+
+import sys
+
+import bitsandbytes
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 1024)).to("cuda", torch.bfloat16)
+optimizer = getattr(bitsandbytes.optim, sys.argv[1])(model.parameters(), lr=1e-4)
+for _ in range(5):
+    model(torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,70 @@
+"""Packages whose kernels need CUDA: flash-attn by a double, bitsandbytes by its own operators' shapes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.dryrun.running import SCRIPTS, dry_run
+
+pytestmark = pytest.mark.torch
+pytest.importorskip("transformers")
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+SAVE = f"""
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+LlamaForCausalLM(LlamaConfig(**{SIZES!r})).to(torch.bfloat16).save_pretrained("tiny")
+"""
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="flash-attn is installed, and needs no double")
+def test_flash_attn_takes_what_torchs_own_takes(tmp_path: Path):
+    """The same kernels: a model's peak is the same to the byte, beside the few of the script's own loss."""
+    flash = dry_run("--", str(SCRIPTS / "flash.py"), "flash_attention_2", folder=tmp_path)
+    own = dry_run("--", str(SCRIPTS / "flash.py"), "sdpa", folder=tmp_path)
+    assert flash.peak_bytes == pytest.approx(own.peak_bytes, abs=64)
+    replaced = {one["what"]: one["count"] for one in flash.answer["stood_in"]}
+    assert replaced == {"flash-attn": (2 + 2) * 2}
+    assert own.answer["stood_in"] == []
+
+
+def test_qlora_takes_what_verify_says_of_the_same_job(tmp_path: Path):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    from zeroplan.resolve import job
+    from zeroplan.spec.model import ModelSpec
+    from zeroplan.verify.backends.simulate import simulate
+
+    subprocess.run([sys.executable, "-c", SAVE], cwd=tmp_path, check=True, capture_output=True)
+    run = dry_run("--", str(SCRIPTS / "qlora.py"), "tiny", folder=tmp_path)
+    model = ModelSpec(family="llama", head_dim=32, **SIZES)
+    oracle = simulate(
+        job(model=model, gpus=1, lora_rank=8, quantize="nf4-double", micro_batch=2, seq_len=256, optimizer_impl="fused",
+            gpu="h100-sxm-80gb")
+    ).steady  # fmt: skip
+    assert run.peak_bytes == pytest.approx(oracle.peak.peak_bytes, abs=64)
+    assert run.answer["steps"][-1]["held_bytes"] == pytest.approx(oracle.held_bytes, abs=64)
+    assert {"safetensors files", "bitsandbytes' kernels"} == {one["what"] for one in run.answer["stood_in"]}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW8bit", "PagedAdamW8bit"])
+def test_bitsandbytes_optimizers_hold_their_states(tmp_path: Path, optimizer: str):
+    """Two bytes and two scales per block of 256 for each parameter; paged states are not in torch's allocator."""
+    pytest.importorskip("bitsandbytes")
+    run = dry_run("--", str(SCRIPTS / "eight_bits.py"), optimizer, folder=tmp_path)
+    matrices = 2 * 1024 * 4096
+    scales, states = 2 * 4 * matrices // 256, 0 if optimizer.startswith("Paged") else 2 * matrices
+    held = run.answer["steps"][-1]["held_kinds"]
+    assert held["optimizer state"] == pytest.approx(scales + states, abs=2**16)
+    assert held["parameters"] == 2 * (matrices + 4096 + 1024)
+    named = {one["what"] for one in run.answer["stood_in"]}
+    assert named == ({"bitsandbytes' paged optimizer states"} if optimizer.startswith("Paged") else set())
+    assert not run.answer["made_up"]

@@ -1,0 +1,15 @@
+"""What scripts import of ``flash_attn``, for a machine where it cannot be installed."""
+
+from .flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+
+__version__ = "2.8.3"
+__all__ = [
+    "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]  # fmt: skip

@@ -1,0 +1,57 @@
+"""bitsandbytes: its operators know their shapes. Its library for CUDA is not loaded, and its tables have their values."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from zeroplan.dryrun.patches import Patch
+from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.verify.fake_cuda.torch_cuda import always
+from zeroplan.verify.replaced import put
+
+_TABLES = ("create_dynamic_map", "create_fp8_map", "create_linear_map", "create_normal_map")
+
+
+def _no_cuda_library(module: ModuleType) -> None:
+    """Its library for CUDA needs NVIDIA's, which are not here; the one for CPUs loads (``cextension.py``, 0.50)."""
+    put(module, get_cuda_specs=always(None))
+
+
+def _functional(module: ModuleType) -> None:
+    put(module, **{name: _for_real(getattr(module, name)) for name in _TABLES if hasattr(module, name)})
+    put(module, get_paged=_paged, fill=always(None), prefetch_tensor=always(None))
+
+
+def _for_real(table: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A table of a few numbers, made by Python's numbers from a tensor's: with values."""
+
+    def made(*args: object, **kwargs: object) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return table(*args, **kwargs)
+
+    return made
+
+
+def _paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> torch.Tensor:
+    """CUDA's managed memory, which torch's allocator does not count (``functional.py``, ``get_paged``, 0.50)."""
+    note("bitsandbytes' paged optimizer states", "memory of the host; CUDA moves pages to the GPU while there is room")
+    out = torch.empty(shape, dtype=dtype, device="cpu")
+    vars(out).update(is_paged=True, page_deviceid=0 if device is None else device.index)
+    return out
+
+
+def _kernels(module: ModuleType) -> None:
+    from zeroplan.verify.pretended import four_bit_kernels  # noqa: F401, PLC0415  it imports bitsandbytes
+
+    product = module.matmul_4bit
+    noted = noting("bitsandbytes' kernels", "their shapes, and the memory that they ask torch for", product)
+    put(module, matmul_4bit=noted)
+
+
+PATCHES: dict[str, Patch] = {
+    "bitsandbytes.cuda_specs": _no_cuda_library,
+    "bitsandbytes.functional": _functional,
+    "bitsandbytes": _kernels,
+}
