@@ -73,11 +73,10 @@ LARGE = {
     "llama 7B on 8, DDP and ZeroRedundancyOptimizer": replace(SEVEN_B, recipe=RecipeSpec(engine="ddp", zero_stage=1)),
     "mixtral on 64, DDP in bf16": replace(MIXTRAL, recipe=RecipeSpec(engine="ddp", zero_stage=0, precision="bf16")),
 }
-#: Each of whose options another has too; they run with EVERY_CASE=1.
+#: Their options are those of others; run with EVERY_CASE=1.
 AT_NIGHT = {
     "llama 8B on 8 in fp32, grouped heads",
     "llama 7B on 8 in fp32",
-    "llama 7B, 2 replicas of 8, offloaded",
     "llama 7B on 8, offloaded",
     "llama 7B on 8, DDP",
 }
