@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from zeroplan.errors import SpecError
 from zeroplan.measurement import AllocatorMeasured, CollectiveMeasured, Environment, PhaseMeasured, StepMeasured
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 
@@ -66,6 +67,13 @@ class DryRun(Spec):
     remarks: tuple[str, ...] = ()
     host_bytes: CountOrZero | None = None
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
+
+    def check_rules(self) -> None:
+        """Refuse an answer without a step, a phase or an allocator, which none has."""
+        if not self.steps or not all(step.phases for step in self.steps):
+            raise SpecError("the run holds no step, or a step without a phase")
+        if not self.allocator or not self.command:
+            raise SpecError("the run says nothing of its command or of the allocator")
 
     @property
     def peak_bytes(self) -> int:

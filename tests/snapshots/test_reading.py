@@ -116,7 +116,7 @@ def test_where_the_system_sets_no_limit_a_snapshot_is_read_without(tmp_path: Pat
     step(card, states=True)
     path = card.to(tmp_path / "snapshot.pickle")
     limited = read_snapshot(path)
-    monkeypatch.setattr("zeroplan.snapshots.reading.sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr("zeroplan.memory_limit.sys", SimpleNamespace(platform="darwin"))
     monkeypatch.setitem(sys.modules, "resource", None)
     assert read_snapshot(path) == limited
 

@@ -64,7 +64,11 @@ def each_key_once(pairs: Iterable[tuple[Key, object]], where: str) -> dict[Key, 
 
 def written_json(path: Path, *, what: str) -> object:
     """What a file holds that zeroplan writes itself, a ``what``."""
-    text, where = read_text(path, what=what), f"{what} {str(path)!r}"
+    return complete_json(read_text(path, what=what), what=what, where=f"{what} {str(path)!r}")
+
+
+def complete_json(text: str | bytes, *, what: str, where: str) -> object:
+    """What the text of such a file holds, with each key once; ``where`` is what the file is called in an error."""
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
     except RecursionError:

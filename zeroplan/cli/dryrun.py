@@ -1,15 +1,20 @@
 """``zeroplan dryrun``: what would my own training script take? Runs it as one rank of N, without a GPU."""
 
-from typing import Annotated
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroplan.cli import NO, json_text, say
+from zeroplan.cli.dryrun_files import Wanted, printable, show_saved
 from zeroplan.dryrun.command import Command, read_command
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.units import parse_count, unit_named
+
+if TYPE_CHECKING:
+    from zeroplan.script_trace import SavedRun
 
 _MOST_GPUS = 1_000_000
 _RUN, _OUTPUT = "The run", "Output"
@@ -45,6 +50,11 @@ def dryrun_command(
     timeout: Annotated[str, _flag("--timeout", "SECONDS", "How long the steps may take in all.", shown=True)] = "600",
     verbose: Annotated[bool, _switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False,
     quiet: Annotated[bool, _switch("--quiet", "Leave out what the script prints.", short="-q")] = False,
+    show: Annotated[str | None, _flag("--show", "FILE", "Show a saved run again, and run nothing.", panel=_OUTPUT)] = None,
+    save: Annotated[
+        str | None, _flag("--save", "FILE", "Keep the run with every block of memory; .gz compresses it.", panel=_OUTPUT)
+    ] = None,
+    force: Annotated[bool, _switch("--force", "Write over files that are there.")] = False,
     unit: Annotated[str, _flag("--unit", "gib|gb", "Unit of sizes as text.", panel=_OUTPUT, shown=True)] = "gib",
     as_json: Annotated[bool, _switch("--json", "Versioned JSON.")] = False,
     check: Annotated[bool, _switch("--check", "Exit with 1 if the script does not fit its GPU.")] = False,
@@ -53,38 +63,45 @@ def dryrun_command(
 
     It runs the code that you name, as you would run it. The script prints to standard error, the answer goes to standard output.
     """
-    from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415  start-up is part of every command's time
+    sizes, wanted = unit_named(unit), Wanted(save, force)
+    wanted.refuse()
+    if show is not None:
+        found = show_saved(show, command)
+    else:
+        task = _task(read_command(command or []), gpus, gpu, per_node, rank, steps)
+        found = _run(replace(task, traced=bool(wanted.named)), _seconds(timeout), quiet=quiet)
+    wanted.write(found)
+    from zeroplan.report.dryrun import dry_run_text, fits  # noqa: PLC0415  start-up is part of every command's time
 
-    sizes, found = unit_named(unit), read_command(command or [])
-    kind = gpu_named(gpu)
-    if kind.vendor != "nvidia":
-        raise SpecError(f"--gpu {gpu!r} is no NVIDIA GPU; a dry run knows CUDA alone")
-    task = _task(found, gpus, per_node or str(found.gpus_per_node or kind.gpus_per_node), rank, steps, kind.name)
-    seconds = _seconds(timeout)
+    if as_json:
+        typer.echo(json_text(asdict(found.run)))
+    else:
+        typer.echo(printable(dry_run_text(found.run, verbose=verbose, unit=sizes)))
+    return NO if check and not fits(found.run) else 0
+
+
+def _run(task: DryRunTask, seconds: float, *, quiet: bool) -> "SavedRun":
     if lacking := not_installed("torch", by="a dry run"):
         raise MeasurementError(lacking)
-    from zeroplan.dryrun.launch import dry_run  # noqa: PLC0415
+    from zeroplan.dryrun.launch import dry_run  # noqa: PLC0415  as above
 
     if not quiet:
         say(f"running {task.target} as rank {task.rank} of {task.gpus:,}, to {task.steps} optimizer steps")
-    answer = dry_run(task, timeout_s=seconds, quiet=quiet)
-    from zeroplan.report.dryrun import dry_run_text, fits  # noqa: PLC0415
-
-    if as_json:
-        from dataclasses import asdict  # noqa: PLC0415
-
-        typer.echo(json_text(asdict(answer)))
-    else:
-        typer.echo(dry_run_text(answer, verbose=verbose, unit=sizes))
-    return NO if check and not fits(answer) else 0
+    return dry_run(task, timeout_s=seconds, quiet=quiet)
 
 
-def _task(found: Command, gpus: str | None, per_node: str, rank: str, steps: str, gpu: str) -> DryRunTask:
+def _task(found: Command, gpus: str | None, gpu: str, per_node: str | None, rank: str, steps: str) -> DryRunTask:
+    from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415  as above
+
+    kind = gpu_named(gpu)
+    if kind.vendor != "nvidia":
+        raise SpecError(f"--gpu {gpu!r} is no NVIDIA GPU; a dry run knows CUDA alone")
+    per_node = per_node or str(found.gpus_per_node or kind.gpus_per_node)
     ranks = parse_count(gpus, what="--gpus") if gpus is not None else found.gpus or 1
     if not 1 <= ranks <= _MOST_GPUS:
         raise SpecError(f"--gpus {gpus!r} is not a number of ranks from 1 to {_MOST_GPUS:,}")
     return DryRunTask(
-        target=found.target, module=found.module, arguments=found.arguments, gpus=ranks, gpu=gpu, answer="answer.json",
+        target=found.target, module=found.module, arguments=found.arguments, gpus=ranks, gpu=kind.name, answer="answer.json",
         gpus_per_node=_number(per_node, "--gpus-per-node", 1, 1024), rank=_number(rank, "--as-rank", 0, ranks - 1),
         steps=_number(steps, "--steps", 1, 1000),
     )  # fmt: skip

@@ -8,11 +8,13 @@ from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.dryrun import stood_in
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.task import DryRunTask
+from zeroplan.dryrun.traced import trace_of
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.engines.device import allocator_room, workspace
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Phase
 from zeroplan.script_run import DryRun, MadeUp, Part, StoodIn
+from zeroplan.script_trace import SavedRun
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.environment import environment
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
@@ -24,9 +26,10 @@ _REMARKS = ("collectives moved no data, and other ranks are taken to do what thi
 
 
 def answer(
-    task: DryRunTask, tracker: ScriptTracker, loop: Loop, stand_ins: StandIns, stopped: BaseException | None, *, began: float
-) -> DryRun:  # fmt: skip
-    """What the run found. Raises MeasurementError where it came to no optimizer step."""
+    task: DryRunTask, tracker: ScriptTracker, loop: Loop, stand_ins: StandIns, stopped: BaseException | None, *, began: float,
+    target: str,
+) -> SavedRun:  # fmt: skip
+    """What the run found; ``target`` is the script's file. Raises MeasurementError where it came to no optimizer step."""
     if not loop.completed:
         raise MeasurementError(
             "the script ended without an optimizer step; let it take at least one (more data, fewer accumulation steps)"
@@ -37,7 +40,7 @@ def answer(
     timeline = Timeline(recording, counted=replays.default.allocated)
     room = allocator_room(MeshSpec(dp_shard=task.gpus), gpu)
     alive = _alive_at_peak(timeline)
-    return DryRun(
+    run = DryRun(
         command=(task.target, *task.arguments),
         gpus=task.gpus,
         rank=task.rank,
@@ -58,6 +61,7 @@ def answer(
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         seconds=time.perf_counter() - began,
     )
+    return SavedRun(run=run, trace=trace_of(timeline, tracker.lines, target=target) if task.traced else None)
 
 
 def _alive_at_peak(timeline: Timeline) -> list[Block]:

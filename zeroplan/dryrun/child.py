@@ -12,12 +12,12 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.errors import ZeroplanError
+from zeroplan.script_trace import as_data
 from zeroplan.spec.base import Spec, read
 
 
@@ -33,18 +33,18 @@ def main() -> None:
         if not isinstance(error, (ZeroplanError, SystemExit)):
             show(error)
         found = failure(error)
-    Path(task.answer).write_text(json.dumps(asdict(found)), encoding="utf-8")
+    Path(task.answer).write_text(json.dumps(found, default=as_data), encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)  # threads and atexit of a script that was stopped have nothing more to do
 
 
 def _answer(task: DryRunTask, began: float) -> Spec:
-    run = _prepared(task)
+    run, target = _prepared(task), str(Path(task.target).absolute())
     from zeroplan.dryrun.answer import answer  # noqa: PLC0415  it imports torch, which has its order
 
     error = run(lambda: _run_script(task))
-    return answer(task, run.tracker, run.loop, run.stand_ins, error, began=began)
+    return answer(task, run.tracker, run.loop, run.stand_ins, error, began=began, target=target)
 
 
 class _Run:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zeroplan.dryrun.task import DryRunTask, Failed, environment
 from zeroplan.errors import MeasurementError, SpecError
-from zeroplan.script_run import DryRun
+from zeroplan.script_trace import SavedRun
 from zeroplan.spec.base import read
 from zeroplan.verify.failures import FailedError, NotHereError
 from zeroplan.verify.processes.launch import end_session, how_ended
@@ -18,8 +18,8 @@ from zeroplan.verify.processes.scratch import ORDER, scratch
 _TAIL_LINES = 15
 
 
-def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> DryRun:
-    """Run a script as one rank and return what was found.
+def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> SavedRun:
+    """Run a script as one rank and return what was found, with its trace where the task wants one.
 
     What the script prints goes to standard error, or with ``quiet`` nowhere; the last of it is shown where the script fails. Raises
     SpecError where the script itself fails, MeasurementError where it cannot be run without a GPU or takes no step in time.
@@ -72,7 +72,7 @@ def _show(printed: Path) -> None:
     sys.stderr.write("\n".join((*lines, "")))
 
 
-def _answer(task: DryRunTask, code: int) -> DryRun:
+def _answer(task: DryRunTask, code: int) -> SavedRun:
     path = Path(task.answer)
     if not path.is_file():
         raise FailedError(f"the script's process ended without an answer: {how_ended(code)}; what it printed may say why")
@@ -80,4 +80,4 @@ def _answer(task: DryRunTask, code: int) -> DryRun:
     if "whose" in found:
         failed = read(Failed, found, where="answer")
         raise (SpecError if failed.whose == "script" else MeasurementError)(failed.text)
-    return read(DryRun, found, where="answer")
+    return read(SavedRun, found, where="answer")

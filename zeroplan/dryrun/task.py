@@ -11,7 +11,7 @@ class DryRunTask(Spec):
     """One script, run as one rank.
 
     ``target`` is a path, or with ``module`` a module's name; ``arguments`` are those of the script. ``gpu`` is a name in the
-    catalogue, ``answer`` the file that the result is written to.
+    catalogue, ``answer`` the file that the result is written to, with every block of memory where ``traced``.
     """
 
     target: str
@@ -23,6 +23,7 @@ class DryRunTask(Spec):
     steps: Count = 2
     gpu: str
     answer: str
+    traced: bool = False
 
     @property
     def local_rank(self) -> int:

@@ -7,13 +7,12 @@ Source: ``torch/csrc/cuda/memory_snapshot.cpp`` (``_memory_snapshot_pickled``) a
 """
 
 import pickle
-import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
 from zeroplan.errors import SpecError
+from zeroplan.memory_limit import no_more_memory_than
 from zeroplan.units import MIB
 
 LARGEST_FILE_BYTES = 2048 * MIB
@@ -126,7 +125,7 @@ def _unpickled(path: Path, where: str) -> object:
     if fault:
         raise SpecError(f"{where} {fault}")
     try:
-        with path.open("rb") as file, _no_more_memory_than(_AT_LEAST_BYTES + _TIMES * path.stat().st_size):
+        with path.open("rb") as file, no_more_memory_than(_AT_LEAST_BYTES + _TIMES * path.stat().st_size):
             return _DataOnly(file).load()
     except SpecError as error:
         raise SpecError(f"{where}: {error}") from None
@@ -139,29 +138,6 @@ def _unpickled(path: Path, where: str) -> object:
             f"{where} is no complete pickle ({type(error).__name__}): give the file that torch.cuda.memory._dump_snapshot wrote, "
             "or where there is only a message, ask what the job would have needed: zeroplan estimate"
         ) from None
-
-
-@contextmanager
-def _no_more_memory_than(n_bytes: int) -> Iterator[None]:
-    """Let the process grow by so much and no further: a few bytes of a pickle can ask for gigabytes of places to remember things.
-
-    Where the system sets no such limit, nothing is done.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    import resource  # noqa: PLC0415  not everywhere
-
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    allowed = pages * resource.getpagesize() + n_bytes
-    resource.setrlimit(
-        resource.RLIMIT_AS, (allowed if before[1] == resource.RLIM_INFINITY else min(allowed, before[1]), before[1])
-    )
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _fault(path: Path) -> str | None:

@@ -51,7 +51,7 @@ def line_of(frame: FrameType | None) -> str:
         return ""
     name = str(frame.f_globals.get("__name__", ""))
     if _kind(frame.f_code.co_filename) == "user" or name == "__main__":
-        name = _shown(frame.f_code.co_filename)
+        name = shown_file(frame.f_code.co_filename)
     return f"{name}:{frame.f_lineno}"
 
 
@@ -59,7 +59,7 @@ def count_as_user(folder: str) -> None:
     """Take what lies in a folder for the user's own code: a package that is run with ``-m``, which may be installed."""
     _USERS.append(folder.rstrip("/") + "/")
     _kind.cache_clear()
-    _shown.cache_clear()
+    shown_file.cache_clear()
 
 
 _USERS: list[str] = []
@@ -83,7 +83,8 @@ def _kind(filename: str) -> str:
 
 
 @cache
-def _shown(filename: str) -> str:
+def shown_file(filename: str) -> str:
+    """A file of the user's own as a person writes it: its path from here or within its package, else its name."""
     for folder in (*(Path(one).parent for one in _USERS), Path.cwd()):
         if Path(filename).is_relative_to(folder):
             return str(Path(filename).relative_to(folder))

@@ -70,13 +70,14 @@ class Span(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One collective; ``n_bytes`` are those of the largest buffer, ``span`` the part of the run."""
+    """One collective; ``n_bytes`` are those of the largest buffer, ``span`` the part of the run, ``moment`` when it was called."""
 
     operation: str
     dtype: str
     n_bytes: int
     group: int
     span: int
+    moment: int = 0
 
 
 class HostSeen(NamedTuple):

@@ -168,7 +168,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         if self._looking_away:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in COLLECTIVES:
-            self.calls.append(call(func, args, len(self.spans) - 1))
+            self.calls.append(call(func, args, len(self.spans) - 1)._replace(moment=self.now))
         if func in _AT_A_PARAMETER:
             self._note_gradient(args)
         in_place = func in _DONE_IN_PLACE and not torch.is_grad_enabled() and self._unwatched_in_place(func, args)

@@ -1,0 +1,204 @@
+"""A run that was saved: the same answer without running again, and one line for every file that is none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dryrun.running import SCRIPTS, Run, dry_run
+from zeroplan.errors import SpecError
+from zeroplan.saved_runs import files
+from zeroplan.saved_runs.files import read_saved, save
+
+pytestmark = pytest.mark.torch
+pytest.importorskip("transformers")
+
+Data = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    """An FSDP2 script, run once and saved."""
+    found = dry_run(
+        "--save",
+        "run.gz",
+        "--",
+        str(SCRIPTS / "fsdp2.py"),
+        "2",
+        "128",
+        "128",
+        folder=folder,
+        flags=("--gpus", "8", "-q", "--json"),
+    )
+    assert found.code == 0, found.errors
+    return found
+
+
+@pytest.fixture
+def data(run: Run, folder: Path) -> Data:
+    assert run.code == 0
+    return json.loads(gzip.decompress((folder / "run.gz").read_bytes()))
+
+
+def test_a_saved_run_answers_as_the_run_did(run: Run, folder: Path):
+    shown = dry_run("--show", "run.gz", folder=folder, flags=("--json",))
+    assert shown.answer == run.answer
+    assert dry_run("--show", "run.gz", "--check", folder=folder, flags=()).output.startswith("Fits: needs ")
+    both = dry_run("--show", "run.gz", "--", str(SCRIPTS / "ddp.py"), folder=folder, flags=())
+    assert both.code == 2
+    assert "runs nothing" in both.last_line
+
+
+def test_the_trace_has_the_peak_of_every_step_and_the_line_of_every_block(run: Run, folder: Path):
+    trace = read_saved(folder / "run.gz").trace
+    assert trace is not None
+    for number, step in enumerate(run.answer["steps"]):
+        windows = [
+            trace.window(at) for at, span in enumerate(trace.spans) if span.step == number and span.phase != "initialisation"
+        ]
+        peak = max(trace.live[moment] for window in windows for moment in window)
+        assert peak == max(phase["peak_bytes"] for phase in step["phases"])
+    moment = trace.live.index(run.peak_bytes, trace.last_step.start)
+    kinds: dict[str, int] = {}
+    for size, born, died, kind in zip(
+        trace.blocks.n_bytes, trace.blocks.born, trace.blocks.died, trace.blocks.kind, strict=True
+    ):
+        if born <= moment < died:
+            kinds[trace.kinds[kind]] = kinds.get(trace.kinds[kind], 0) + size
+    steady = max(run.answer["steps"][-1]["phases"], key=lambda phase: phase["peak_bytes"])
+    assert kinds == steady["kinds"]
+    texts = dict(zip(trace.lines, trace.sources, strict=True))
+    assert any("model(" in text for line, text in texts.items() if line.startswith("fsdp2.py:"))
+    assert {one.operation for one in trace.collectives} >= {"all_gather", "reduce_scatter"}
+    assert len({one.moment for one in trace.collectives}) > 1
+
+
+def test_a_file_that_is_there_is_left_alone_and_nothing_runs(run: Run, folder: Path):
+    before = (folder / "run.gz").read_bytes()
+    again = dry_run("--save", "run.gz", "--", "gone.py", folder=folder, flags=())
+    assert (again.code, run.code) == (2, 0)
+    assert "'run.gz' is there already" in again.last_line
+    assert (folder / "run.gz").read_bytes() == before
+    forced = dry_run("--show", "run.gz", "--save", "run.gz", "--force", folder=folder, flags=("--json",))
+    assert forced.answer == run.answer
+    assert (folder / "run.gz").read_bytes() == before
+
+
+def _without_a_step(data: Data) -> None:
+    data["run"]["steps"] = []
+
+
+def _of_tomorrow(data: Data) -> None:
+    data["schema_version"] = 99
+
+
+def _one_block_short(data: Data) -> None:
+    data["trace"]["blocks"]["line"].pop()
+
+
+def _released_before(data: Data) -> None:
+    data["trace"]["blocks"]["died"][3] = 1
+
+
+def _in_no_table(data: Data) -> None:
+    data["trace"]["blocks"]["module"][0] = 10**6
+
+
+def _endless(data: Data) -> None:
+    data["trace"]["moments"] = 10**14
+
+
+def _text_for_a_number(data: Data) -> None:
+    data["trace"]["blocks"]["n_bytes"][0] = "8"
+
+
+def _below_nothing(data: Data) -> None:
+    data["trace"]["blocks"]["n_bytes"][0] = -8
+
+
+def _spans_backwards(data: Data) -> None:
+    data["trace"]["spans"].reverse()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_without_a_step, "holds no step"),
+        (_of_tomorrow, "schema version 99"),
+        (_one_block_short, "differ in length"),
+        (_released_before, "before it is asked for"),
+        (_in_no_table, "in no table"),
+        (_endless, "one moment"),
+        (_text_for_a_number, "whole number"),
+        (_below_nothing, "out of range"),
+        (_spans_backwards, "not in order"),
+    ],
+)
+def test_a_run_that_contradicts_itself_is_refused_in_one_line(
+    data: Data, tmp_path: Path, change: Callable[[Data], None], says: str
+):
+    change(data)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(SpecError, match=says) as refused:
+        read_saved(path)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 400
+
+
+def test_files_that_are_no_run_are_refused_in_one_line(run: Run, folder: Path, tmp_path: Path):
+    whole = (folder / "run.gz").read_bytes()
+    plain = gzip.decompress(whole)
+    contents = {
+        "cut.gz": (whole[: len(whole) // 2], "cut off"), "cut.json": (plain[: len(plain) // 2], "not complete JSON"),
+        "other.json": (b'{"a": 1}', "not a run"), "list.json": (b"[]", "not a run"), "empty": (b"", "not complete JSON"),
+        "deep.json": (b"[" * 10**5, "nested too deep"), "twice.json": (b'{"a": 1, "a": 2}', "twice"),
+        "text.json": (b"\xff\xfe\xfa", "JSON"), "noise.gz": (b"\x1f\x8b" + bytes(99), "cut off or damaged"),
+    }  # fmt: skip
+    assert run.code == 0
+    for name, (content, says) in contents.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(SpecError, match=says):
+            read_saved(tmp_path / name)
+    for name, says in (("gone", "does not exist"), (".", "is not a file"), ("nul\0", "does not exist")):
+        with pytest.raises(SpecError, match=says):
+            read_saved(tmp_path / name)
+
+
+def test_a_small_file_that_unpacks_to_gigabytes_is_never_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "LARGEST_BYTES", 2**20)
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b" " * 2**27))
+    tracemalloc.start()
+    with pytest.raises(SpecError, match="holds more than 1 MiB"):
+        read_saved(tmp_path / "bomb.gz")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 2**24
+
+
+def test_more_than_can_be_read_again_is_not_written(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved = read_saved(folder / "run.gz")
+    monkeypatch.setattr(files, "LARGEST_BYTES", 1000)
+    with pytest.raises(SpecError, match="take fewer --steps"):
+        save(saved, tmp_path / "run.json", force=False)
+    assert run.code == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_signs_that_move_a_terminal_are_spelled_out(data: Data, tmp_path: Path):
+    data["run"]["command"][0] = "train\x1b[2J\x9b.py"
+    (tmp_path / "run.json").write_text(json.dumps(data))
+    shown = dry_run("--show", "run.json", folder=tmp_path, flags=())
+    assert r"train\x1b[2J\x9b.py" in shown.output.replace("\n", " ")
+    assert "\x1b" not in shown.output

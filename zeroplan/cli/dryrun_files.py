@@ -1,0 +1,55 @@
+"""The files that `zeroplan dryrun` writes beside its answer, and what it reads again."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from zeroplan.cli import say
+from zeroplan.errors import SpecError
+from zeroplan.whole import refuse_target
+
+if TYPE_CHECKING:
+    from zeroplan.script_trace import SavedRun
+
+
+class Wanted(NamedTuple):
+    """Which files to write of a run; None where one is not wanted."""
+
+    save: str | None
+    force: bool
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The files that are wanted, by their flags."""
+        flags = {"--save": self.save}
+        return {flag: path for flag, path in flags.items() if path is not None}
+
+    def refuse(self) -> None:
+        """Refuse, before anything runs, files that could not be written; SpecError."""
+        for flag, path in self.named.items():
+            refuse_target(Path(path), flag, force=self.force)
+        if len({Path(path).absolute() for path in self.named.values()}) < len(self.named):
+            raise SpecError(f"{' and '.join(self.named)} name one file; name different ones")
+
+    def write(self, saved: "SavedRun") -> None:
+        """Write them all, each whole, and say so."""
+        from zeroplan.saved_runs.files import save  # noqa: PLC0415  start-up is part of every command's time
+
+        for flag, path in self.named.items():
+            {"--save": save}[flag](saved, Path(path), force=self.force)
+            say(f"wrote {path}")
+
+
+def show_saved(path: str, command: list[str] | None) -> "SavedRun":
+    """The saved run at a path, in place of running a script; SpecError where both are wanted."""
+    from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415  see above
+
+    if command:
+        raise SpecError(f"--show {path!r} runs nothing; leave out the script behind --")
+    return read_saved(Path(path))
+
+
+def printable(text: str) -> str:
+    """What a terminal may be given of a stranger's file: what is no visible sign is spelled out, but for line breaks."""
+    return "".join(
+        sign if sign.isprintable() or sign == "\n" else sign.encode("unicode_escape").decode("ascii") for sign in text
+    )

@@ -1,0 +1,81 @@
+"""A recording as the data that is kept of it: columns, and every name once."""
+
+import linecache
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zeroplan.script_trace import Blocks, CollectiveRecorded, SpanRecorded, Trace
+from zeroplan.verify.fake_cuda.stand_ins import shown_file
+from zeroplan.verify.watching.recording import Block, Recording
+from zeroplan.verify.watching.timeline import Timeline
+
+_LONGEST_SOURCE = 120
+"""Of a line of code. [signs]"""
+
+
+def trace_of(timeline: Timeline, lines: Mapping[Block, str], *, target: str) -> Trace:
+    """What a recording has, with the line behind every block; ``target`` is the script's own file."""
+    recording = timeline.recording
+    operations, modules, kinds, where = (_Names() for _ in range(4))
+    blocks = Blocks(
+        n_bytes=tuple(block.n_bytes for block in recording.blocks),
+        born=tuple(block.born for block in recording.blocks),
+        died=tuple(min(block.died, recording.now + 1) for block in recording.blocks),
+        operation=operations.numbered([block.operation for block in recording.blocks]),
+        module=modules.numbered([block.module for block in recording.blocks]),
+        kind=kinds.numbered([timeline.kind(block).value for block in recording.blocks]),
+        line=where.numbered([lines.get(block, "") for block in recording.blocks]),
+        span=tuple(block.span for block in recording.blocks),
+        stream=tuple(block.stream for block in recording.blocks),
+    )
+    return Trace(
+        moments=recording.now,
+        operations=tuple(operations.known),
+        modules=tuple(modules.known),
+        kinds=tuple(kinds.known),
+        lines=tuple(where.known),
+        sources=_sources(tuple(where.known), target),
+        spans=tuple(SpanRecorded(step=span.step, phase=span.phase.value, start=span.start) for span in recording.spans),
+        collectives=_collectives(recording),
+        blocks=blocks,
+    )
+
+
+class _Names:
+    """A table of names in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, int] = {}
+
+    def numbered(self, names: Sequence[str]) -> tuple[int, ...]:
+        return tuple(self.known.setdefault(name, len(self.known)) for name in names)
+
+
+def _collectives(recording: Recording) -> tuple[CollectiveRecorded, ...]:
+    return tuple(
+        CollectiveRecorded(
+            operation=call.operation, dtype=call.dtype, group=call.group, n_bytes=call.n_bytes, moment=call.moment
+        )
+        for call in recording.calls
+    )
+
+
+def _sources(lines: Sequence[str], target: str) -> tuple[str, ...]:
+    """The text of lines of code as reports name them; empty where the file is not found."""
+    files = _files(target)
+    return tuple(_text(files.get(name, ""), number) for name, _, number in (line.rpartition(":") for line in lines))
+
+
+def _files(target: str) -> dict[str, str]:
+    """Files by what a report calls them: a path of the user's own, or a library's module."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str):
+            found[name] = found[shown_file(file)] = file
+    return found | {shown_file(target): target, Path(target).name: target}
+
+
+def _text(file: str, number: str) -> str:
+    return linecache.getline(file, int(number)).strip()[:_LONGEST_SOURCE] if file and number.isdecimal() else ""

@@ -1,0 +1,153 @@
+"""Every block of memory that a user's own script asked for as one rank of N, as data. Reading it needs no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from operator import lt
+from typing import Annotated, Literal
+
+from zeroplan.errors import SpecError
+from zeroplan.ledger import Phase
+from zeroplan.script_run import DryRun
+from zeroplan.spec.base import CountOrZero, Range, Spec
+
+SCHEMA_VERSION = 1
+
+_MOST = 10**15
+"""As of every count (:mod:`zeroplan.spec.base`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks(Spec):
+    """One entry per block, in the order of the requests, each field a column.
+
+    A moment is a number of requests and releases so far; a block is alive from ``born`` until before ``died``, which is one more
+    than the last moment for what is still held in the end. ``operation``, ``module``, ``kind`` and ``line`` are places in the
+    tables of the trace, ``span`` in its spans. [bytes]
+    """
+
+    n_bytes: tuple[int, ...]
+    born: tuple[int, ...]
+    died: tuple[int, ...]
+    operation: tuple[int, ...]
+    module: tuple[int, ...]
+    kind: tuple[int, ...]
+    line: tuple[int, ...]
+    span: tuple[int, ...]
+    stream: tuple[int, ...]
+
+    def check_rules(self) -> None:
+        """Refuse columns that are not of one length, and figures out of range."""
+        columns = [getattr(self, field.name) for field in fields(self)]
+        _demand(len({len(column) for column in columns}) == 1, "the columns of blocks differ in length")
+        _demand(all(_within(column, _MOST) for column in columns), "a figure of a block is out of range")
+        _demand(all(map(lt, self.born, self.died)), "a block is released before it is asked for")
+        _demand(all(map(lt, self.born, self.born[1:])), "blocks are not in the order of their requests")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanRecorded(Spec):
+    """A part of the run: which step (the first is 0; -1 before it), which phase, and the moment it began."""
+
+    step: Annotated[int, Range(-1, _MOST)]
+    phase: str
+    start: CountOrZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRecorded(Spec):
+    """One collective: when it was called, on how many ranks, and the bytes of its largest buffer."""
+
+    operation: str
+    dtype: str
+    group: CountOrZero
+    n_bytes: CountOrZero
+    moment: CountOrZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace(Spec):
+    """What was asked for and given back, in order. ``sources`` is the text of each of ``lines``, empty where it is not known."""
+
+    moments: CountOrZero
+    operations: tuple[str, ...]
+    modules: tuple[str, ...]
+    kinds: tuple[str, ...]
+    lines: tuple[str, ...]
+    sources: tuple[str, ...]
+    spans: tuple[SpanRecorded, ...]
+    collectives: tuple[CollectiveRecorded, ...]
+    blocks: Blocks
+
+    def check_rules(self) -> None:
+        """Refuse a trace whose parts do not fit together."""
+        blocks = self.blocks
+        tables = (
+            (blocks.operation, self.operations), (blocks.module, self.modules), (blocks.kind, self.kinds),
+            (blocks.line, self.lines), (blocks.span, self.spans),
+        )  # fmt: skip
+        _demand(all(_within(column, len(table) - 1) for column, table in tables), "a block names what is in no table")
+        _demand(len(self.sources) == len(self.lines), "lines and sources differ in length")
+        moments = [*blocks.born, *(moment for moment in blocks.died if moment <= self.moments)]
+        _demand(sorted(moments) == list(range(1, len(moments) + 1)), "two requests or releases have one moment, or none")
+        _demand(self.moments == len(moments), "the moments are not as many as the requests and releases")
+        starts = [span.start for span in self.spans]
+        _demand(starts == sorted(starts) and _within(starts, self.moments), "the parts of the run are not in order")
+        _demand(_within([one.moment for one in self.collectives], self.moments), "a collective is at no moment of the run")
+
+    @property
+    def live(self) -> list[int]:
+        """Bytes alive after every request and release, and before the first."""
+        return live_bytes(self.moments, self.blocks.n_bytes, self.blocks.born, self.blocks.died)
+
+    @property
+    def last_step(self) -> range:
+        """The moments of the last step, its beginning and its end included; those of the whole run where it has none."""
+        last = max((span.step for span in self.spans if span.phase == Phase.STEP), default=-1)
+        found = [self.window(at) for at, span in enumerate(self.spans) if span.step == last and span.phase != Phase.INIT]
+        return range(found[0].start, found[-1].stop) if found else range(self.moments + 1)
+
+    def window(self, index: int) -> range:
+        """The moments of a span, its beginning and its end included."""
+        spans = self.spans
+        end = spans[index + 1].start if index + 1 < len(spans) else self.moments
+        return range(spans[index].start, end + 1)
+
+
+def live_bytes(moments: int, n_bytes: Sequence[int], born: Sequence[int], died: Sequence[int]) -> list[int]:
+    """Bytes alive at every moment, of blocks with these sizes and lives.
+
+    >>> live_bytes(3, (10, 5), (1, 2), (3, 4))
+    [0, 10, 15, 5]
+    """
+    changes = [0] * (moments + 2)
+    for size, start, end in zip(n_bytes, born, died, strict=True):
+        changes[start] += size
+        changes[min(end, moments + 1)] -= size
+    return list(accumulate(changes[:-1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRun(Spec):
+    """A dry run with its trace, or without one where nobody wanted it."""
+
+    content: Literal["zeroplan dryrun"] = "zeroplan dryrun"
+    schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
+    run: DryRun
+    trace: Trace | None = None
+
+
+def as_data(spec: object) -> dict[str, object]:
+    """A description's fields, for the ``default`` of ``json.dumps``: columns are not copied as ``asdict`` would."""
+    if not isinstance(spec, Spec):
+        raise TypeError(f"a {type(spec).__name__} is no description")
+    return {field.name: getattr(spec, field.name) for field in fields(spec)}
+
+
+def _demand(holds: bool, otherwise: str) -> None:  # noqa: FBT001
+    if not holds:
+        raise SpecError(otherwise)
+
+
+def _within(column: Sequence[int], most: int) -> bool:
+    return not column or (min(column) >= 0 and max(column) <= most)
