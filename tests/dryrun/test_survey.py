@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from tests.dryrun import survey
+from tests.dryrun.running import Run
 
 pytestmark = pytest.mark.torch
 TRIED = ("Trainer, FSDP2", "Trainer, LoRA and checkpointing", "accelerate, DDP")
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_a_program_takes_what_it_took(name: str, tmp_path: Path):
+@cache
+def ran(name: str) -> tuple[survey.Program, Run]:
+    """A program, run once for all tests."""
     program = next(one for one in survey.programs() if one.name == name)
     if missing := survey.lacking(program):
         pytest.skip(f"not installed: {', '.join(missing)}")
+    with TemporaryDirectory() as folder:
+        return program, survey.run(program, Path(folder))
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_a_program_takes_what_it_took(name: str):
     before = next(row for row in survey.kept() if row["name"] == name)
-    now = survey.summary(program, survey.run(program, tmp_path))
+    now = survey.summary(*ran(name))
     assert "said" not in now, now
     if now["packages"] == before["packages"]:
         assert {key: now[key] for key in ("peak_bytes", "held_bytes", "reserved_bytes", "made_up")} == {
@@ -32,3 +42,12 @@ def test_every_program_of_the_survey_ran_or_says_why_not():
     rows = {row["name"] for row in survey.kept()}
     assert rows == {program.name for program in survey.programs()}
     assert sum("peak_bytes" in row for row in survey.kept()) >= 20
+
+
+def test_wrappers_have_no_name_and_the_head_is_known_behind_them():
+    """Under peft's adapter the logits are still the logits', and blocks are called as the model calls them."""
+    answer = ran("Trainer, LoRA and checkpointing")[1].answer
+    kinds = max(answer["steps"][-1]["phases"], key=lambda phase: phase["peak_bytes"])["kinds"]
+    logits = 2 * 512 * 32000
+    assert kinds["logits and loss"] == pytest.approx(3 * 4 * logits, rel=0.05)  # fp32 logits, their gradient, the loss's own
+    assert not any(part["name"].startswith(("base_model", "module")) for part in answer["modules"])

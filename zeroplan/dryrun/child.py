@@ -74,14 +74,14 @@ class _Run:
 
     def _patch(self) -> None:
         from zeroplan.dryrun import checkpoints, process_group, torch_around  # noqa: PLC0415
-        from zeroplan.dryrun.libraries import bitsandbytes, ddp, deepspeed, fsdp2, transformers, triton  # noqa: PLC0415
+        from zeroplan.dryrun.libraries import bitsandbytes, ddp, deepspeed, fsdp1, fsdp2, transformers, triton  # noqa: PLC0415
         from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
 
         process_group.make_groups_fake()
         torch_around.change_torch(self.stand_ins)
         AfterImport(
-            checkpoints.PATCHES | bitsandbytes.PATCHES | transformers.PATCHES | triton.PATCHES
-            | ddp.patches(self.tracker) | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop)
+            checkpoints.PATCHES | bitsandbytes.PATCHES | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker)
+            | fsdp1.patches(self.tracker) | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop)
         ).install()  # fmt: skip
         self.loop.watch()
 

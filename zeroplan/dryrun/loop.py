@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -166,7 +166,7 @@ def _reduces_elsewhere(root: nn.Module) -> bool:
     """Whether the gradients that autograd hands to parameters are reduced into others: a share of them, or the view of a bucket."""
     if isinstance(root, DistributedDataParallel):
         return bool(root.gradient_as_bucket_view)
-    return any(isinstance(module, FSDPModule) for module in root.modules())
+    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in root.modules())
 
 
 def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zeroplan.allocator import CachingAllocator, Chunk
 from zeroplan.ledger import Kind
@@ -34,10 +35,13 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         memory.counted = self
 
     def learn_modules(self, root: nn.Module) -> None:
-        """Learn the names of a model's parts, beside those of other models."""
-        self._modules.names |= {
-            id(module): name for name, module in root.named_modules() if id(module) not in self._modules.names
-        }
+        """Learn the names of a model's parts, beside those of other models; wrappers have none."""
+        model = root
+        while (inside := _wrapped(model)) is not None:
+            self._modules.names.setdefault(id(model), "")
+            model = inside
+        for name, module in model.named_modules():
+            self._modules.names.setdefault(id(module), name)
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Label a model's tensors as parameters; a copy in another dtype, too, once it is the model's own."""
@@ -74,3 +78,17 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
             self._numbers.append(torch._C._autograd._get_sequence_nr())
             self._made_by.append(line)
         return line
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """The module that another is a wrapper of: its only part that has parameters, and all of them; None where it is no wrapper."""
+    if isinstance(module, FullyShardedDataParallel):
+        return module.module
+    parts = [part for part in module.children() if next(part.parameters(), None) is not None]
+    if (
+        len(parts) != 1
+        or isinstance(module, nn.Sequential | nn.ModuleList)
+        or next(module.parameters(recurse=False), None) is not None
+    ):
+        return None
+    return parts[0]

@@ -1,7 +1,9 @@
 """DeepSpeed: its answers on fake tensors, its optimizers that are kernels, and where its step begins and ends."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
 from zeroplan.dryrun.stood_in import note
+from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.verify.replaced import put
 from zeroplan.verify.watching.tracker import Tracker
@@ -28,7 +31,7 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
         _fused_adam(deepspeed)
         engine = deepspeed.runtime.engine.DeepSpeedEngine
         engine.step = loop.within_engine(engine.step, counts=lambda one: one.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
-        _label(tracker)
+        _label(tracker, engine)
 
     return {"deepspeed": patch}
 
@@ -53,9 +56,22 @@ def _fused_adam(deepspeed: ModuleType) -> None:
     put(deepspeed.runtime.engine, FusedAdam=FusedAdam)
 
 
-def _label(tracker: Tracker) -> None:
-    """Say what for DeepSpeed's own functions ask for memory."""
-    from zeroplan.verify.training.deepspeed import _ASKING  # noqa: PLC0415  it imports DeepSpeed
+def _label(tracker: Tracker, engine: type) -> None:
+    """Say what for DeepSpeed's own functions ask for memory, and whose its flat tensors are whenever they may have changed."""
+    from zeroplan.verify.training.deepspeed import ASKING, claim_tensors  # noqa: PLC0415  it imports DeepSpeed
     from zeroplan.verify.training.engine import all_labelled  # noqa: PLC0415
 
-    _OPEN.enter_context(all_labelled(tracker, _ASKING))
+    _OPEN.enter_context(all_labelled(tracker, ASKING))
+
+    def claims(original: Callable[..., object]) -> Callable[..., object]:
+        def run(one: Any, *args: object, **kwargs: object) -> object:  # noqa: ANN401  DeepSpeed has no types
+            result = original(one, *args, **kwargs)
+            if one.optimizer is not None:
+                tracker.gradients_are(Kind.UNSHARDED_GRADIENTS if one.zero_optimization_stage() else Kind.GRADIENTS)
+                claim_tensors(tracker, one.module, one.optimizer, getattr(one, "basic_optimizer", None) or one.optimizer)
+            return result
+
+        return run
+
+    for name in ("__init__", "backward", "step"):
+        setattr(engine, name, claims(getattr(engine, name)))

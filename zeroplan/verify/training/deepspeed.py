@@ -112,38 +112,45 @@ class DeepSpeed:
         taken = self.optimizer.register_step_pre_hook(lambda *_: self._claim_taken())
         with ExitStack() as stack:
             stack.callback(taken.remove)
-            stack.enter_context(all_labelled(watcher, _ASKING))
+            stack.enter_context(all_labelled(watcher, ASKING))
             yield
         self._watcher = None
 
     def _claim(self) -> None:
         if self._watcher is None:
             return
-        self._claim_taken()
-        for name, kind in _HOLDS:
-            self._watcher.claim(kind, tensors(getattr(self._wrapper, name, None)))
-        shares = (
-            getattr(parameter, "ds_tensor", None) for parameter in self.module.parameters()
-        )  # a frozen one's is in no group
-        self._watcher.claim(Kind.PARAMETERS, (share for share in shares if share is not None))
-        own = {id(parameter) for parameter in self.module.parameters()}  # stage 0 in fp32 updates the model itself
-        self._watcher.claim(_MASTERS, (master for master in self._masters() if id(master) not in own))
-        second = (getattr(parameter, "ds_secondary_tensor", None) for parameter in self.module.parameters())
-        self._watcher.claim(Kind.GATHER, second)
+        claim_tensors(self._watcher, self.module, self._wrapper, self.optimizer)
 
     def _claim_taken(self) -> None:
-        """Say what the gradients are that the optimizer takes: within DeepSpeed's step they are copies."""
         if self._watcher is not None:
-            self._watcher.claim(Kind.GRADIENTS, (master.grad for master in self._masters()))
+            claim_taken(self._watcher, self._wrapper, self.optimizer)
 
-    def _masters(self) -> list[torch.Tensor]:
-        masters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        # Stage 3 lends them to the optimizer for a step.
-        return [*masters, *getattr(self._wrapper, "fp32_partitioned_groups_flat", [])]
+
+def claim_tensors(watcher: Watcher, module: nn.Module, wrapper: object, optimizer: torch.optim.Optimizer) -> None:
+    """Say whose DeepSpeed's flat tensors are: ``wrapper`` is its optimizer, around torch's."""
+    claim_taken(watcher, wrapper, optimizer)
+    for name, kind in _HOLDS:
+        watcher.claim(kind, tensors(getattr(wrapper, name, None)))
+    shares = (getattr(parameter, "ds_tensor", None) for parameter in module.parameters())  # a frozen one's is in no group
+    watcher.claim(Kind.PARAMETERS, (share for share in shares if share is not None))
+    own = {id(parameter) for parameter in module.parameters()}  # stage 0 in fp32 updates the model itself
+    watcher.claim(_MASTERS, (master for master in _masters(wrapper, optimizer) if id(master) not in own))
+    watcher.claim(Kind.GATHER, (getattr(parameter, "ds_secondary_tensor", None) for parameter in module.parameters()))
+
+
+def claim_taken(watcher: Watcher, wrapper: object, optimizer: torch.optim.Optimizer) -> None:
+    """Say what the gradients are that the optimizer takes: within DeepSpeed's step they are copies."""
+    watcher.claim(Kind.GRADIENTS, (master.grad for master in _masters(wrapper, optimizer)))
+
+
+def _masters(wrapper: object, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Stage 3 lends them to the optimizer for a step.
+    return [*masters, *getattr(wrapper, "fp32_partitioned_groups_flat", [])]
 
 
 #: Functions of DeepSpeed (0.18, 0.19) and what they ask memory for.
-_ASKING: Asking = (
+ASKING: Asking = (
     (PartitionedParameterCoordinator, "fetch_sub_module", Kind.GATHER),
     (DeepSpeedZeroOptimizer_Stage3, "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads", Kind.REDUCE),
     (DeepSpeedZeroOptimizer, "setup_buckets", Kind.REDUCE),
