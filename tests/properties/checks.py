@@ -416,10 +416,18 @@ def _is_run_again(job: JobSpec) -> bool:
 
 
 def _forward_beside_gradients(more: JobSpec, less: JobSpec) -> int:
-    """The highest moment of the forward that is run once, and what the backward has made when it is run again. [bytes]"""
-    forwards = [int(moment.total_bytes) for moment in answered(less).moments if moment.phase is Phase.FORWARD]
-    kinds = (Kind.ACTIVATION_GRADIENTS, Kind.UNSHARDED_GRADIENTS, Kind.GRADIENTS)
-    return max(forwards, default=0) + sum(int(line.n_bytes) for line in answered(more).peak.lines if line.kind in kinds)
+    """The highest moment of the forward that is run once, and what the backward has made when it is run again. [bytes]
+
+    Gradients and buckets that a forward finds are left out: those of the backward take their place. DeepSpeed makes its buckets
+    at a backward's first gradient (0.19.8, stage_1_and_2.py, ``process_gradients`` calls ``setup_buckets``).
+    """
+    forwards = [moment.lines for moment in answered(less).moments if moment.phase is Phase.FORWARD]
+    before = max((sum(int(line.n_bytes) for line in lines if line.kind not in _OF_BACKWARD) for lines in forwards), default=0)
+    return before + sum(int(line.n_bytes) for line in answered(more).peak.lines if line.kind in _OF_BACKWARD)
+
+
+#: What a backward makes.
+_OF_BACKWARD = (Kind.ACTIVATION_GRADIENTS, Kind.UNSHARDED_GRADIENTS, Kind.GRADIENTS, Kind.REDUCE)
 
 
 def _of_megatron(more: JobSpec) -> int:

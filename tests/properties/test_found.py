@@ -152,3 +152,16 @@ def test_tables_of_codes_outweigh_what_tiny_weights_in_four_bits_save():
     tables = [line.n_bytes for line in estimate(job).states if line.source == TABLES]
     assert tables == [7 * 8 * 1092 + 1024]
     adapters_take_less(job, drawn(840006994))
+
+
+def test_a_forward_that_is_run_again_has_the_buckets_of_its_backward_beside_it():
+    model = replace(
+        LLAMA, family="gpt_oss", hidden_size=56, intermediate_size=712, num_hidden_layers=1, num_attention_heads=14, head_dim=4,
+        vocab_size=30_687, mlp_bias=True, tie_word_embeddings=True,
+        moe=MoeSpec(num_experts=16, num_experts_per_tok=5, moe_intermediate_size=712),
+    )  # fmt: skip
+    options = DeepSpeedOptions(overlap_comm=True, offload_optimizer="cpu")
+    recipe = RecipeSpec(engine="deepspeed", zero_stage=2, recompute="selective", loss="chunked", deepspeed=options)
+    job = JobSpec(model=model, recipe=recipe, mesh=MeshSpec(dp_shard=5), batch=BatchSpec(seq_len=3846, grad_accum_steps=3))
+    assert estimate(job).peak.name == "backward of the last block: forward, run again"
+    falls_with_recomputation(job, drawn(950005105))
