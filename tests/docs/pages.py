@@ -119,6 +119,14 @@ SETUPS = {
     "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\nseq_len = 8192\n'
                       '[activation_checkpoint]\nmode = "full"\n',
 }  # fmt: skip
+TRAIN = """import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(9):
+    model(torch.ones(2, 8).cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 DEEPSPEED_CONFIG = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 
 
@@ -133,6 +141,7 @@ def furnish(folder: Path) -> None:
     (folder / "path" / "to" / "config.json").write_text(json.dumps(CONFIG))
     (folder / "job.toml").write_text('model = "gpt2"\ngpu = "h100"\n')
     (folder / "ds_config.json").write_text(json.dumps(DEEPSPEED_CONFIG))
+    (folder / "train.py").write_text(TRAIN)
     for name, text in SETUPS.items():
         (folder / name).write_text(text)
     (folder / "profile.json").write_text(json.dumps(said(by_hand())))

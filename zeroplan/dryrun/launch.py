@@ -29,7 +29,7 @@ def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> Saved
         order, printed = folder / ORDER, folder / "printed"
         order.write_text(json.dumps(asdict(task)), encoding="utf-8")
         with printed.open("wb") as sink:
-            process = _started(task, order, sink.fileno() if quiet else sys.stderr.fileno())
+            process = _started(task, order, sink.fileno() if quiet else _standard_error(sink.fileno()))
             try:
                 code = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
@@ -54,6 +54,14 @@ def _started(task: DryRunTask, order: Path, output: int) -> "subprocess.Popen[st
         )
     except OSError as error:
         raise NotHereError(f"no process can be started here: {error.strerror}") from None
+
+
+def _standard_error(otherwise: int) -> int:
+    """Where the script prints to; a standard error that is no file, as in a notebook, is none."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return otherwise
 
 
 def _late(task: DryRunTask, timeout_s: float) -> str:
