@@ -48,7 +48,7 @@ SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, g
 VOLUME = f"{KORTHIKANTI}, section 4.2; Narayanan et al. 2021, arXiv:2104.04473, section 3"
 NOTE = (
     "a closed form after Megatron-Core and its papers, held against small dense models alone (1.2 % off in the median, mostly too "
-    "low); what the allocator keeps beside it is not known"
+    "low); the band of what the allocator keeps is that of DDP and FSDP2, in which 16 small GPTs of Megatron-Core lay"
 )
 _EXPERTS_NOTE = "of experts, what their dispatcher and grouped products take by the way is left out: the figure is too low"
 _ENDS = (
