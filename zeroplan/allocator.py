@@ -17,7 +17,7 @@ off by default.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Self, cast
 
 from zeroplan.numeric import round_up
@@ -195,6 +195,12 @@ class CachingAllocator:
         """Take memory back, and join it with free neighbours."""
         self.allocated_bytes -= chunk.size
         self._freed(chunk)
+
+    def chunks(self, in_use: Iterable[Chunk]) -> Iterator[Chunk]:
+        """All chunks of the card: those in use, which nobody but their owners knows, and those that are free."""
+        yield from in_use
+        for pool in self._pools.values():
+            yield from pool.free
 
     def release_cached(self) -> None:
         """Give back to the driver what no block in use shares a segment with, or a page; what ``empty_cache`` does."""

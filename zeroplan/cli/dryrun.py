@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import NO, json_text, say
-from zeroplan.cli.dryrun_files import Wanted, printable, show_saved
+from zeroplan.cli.dryrun_files import Wanted, printable, saved_at, show_saved
 from zeroplan.dryrun.command import Command, read_command
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
-from zeroplan.units import parse_count, unit_named
+from zeroplan.units import Unit, parse_count, unit_named
 
 if TYPE_CHECKING:
+    from zeroplan.script_run import DryRun
     from zeroplan.script_trace import SavedRun
 
 _MOST_GPUS = 1_000_000
@@ -54,6 +55,15 @@ def dryrun_command(
     save: Annotated[
         str | None, _flag("--save", "FILE", "Keep the run with every block of memory; .gz compresses it.", panel=_OUTPUT)
     ] = None,
+    against: Annotated[
+        str | None, _flag("--against", "FILE", "Say what changed since a saved run, in place of the answer.", panel=_OUTPUT)
+    ] = None,
+    snapshot: Annotated[
+        str | None, _flag("--snapshot", "FILE", "A memory snapshot, for pytorch.org/memory_viz.", panel=_OUTPUT)
+    ] = None,
+    trace: Annotated[
+        str | None, _flag("--trace", "FILE", "Memory by kind, phases and collectives, for ui.perfetto.dev.", panel=_OUTPUT)
+    ] = None,
     force: Annotated[bool, _switch("--force", "Write over files that are there.")] = False,
     unit: Annotated[str, _flag("--unit", "gib|gb", "Unit of sizes as text.", panel=_OUTPUT, shown=True)] = "gib",
     as_json: Annotated[bool, _switch("--json", "Versioned JSON.")] = False,
@@ -63,21 +73,37 @@ def dryrun_command(
 
     It runs the code that you name, as you would run it. The script prints to standard error, the answer goes to standard output.
     """
-    sizes, wanted = unit_named(unit), Wanted(save, force)
+    sizes, wanted = unit_named(unit), Wanted(save, snapshot, trace, force)
     wanted.refuse()
+    before = None if against is None else saved_at(against)
     if show is not None:
         found = show_saved(show, command)
     else:
         task = _task(read_command(command or []), gpus, gpu, per_node, rank, steps)
-        found = _run(replace(task, traced=bool(wanted.named)), _seconds(timeout), quiet=quiet)
+        found = _run(replace(task, traced=bool(wanted.named or before)), _seconds(timeout), quiet=quiet)
     wanted.write(found)
-    from zeroplan.report.dryrun import dry_run_text, fits  # noqa: PLC0415  start-up is part of every command's time
-
-    if as_json:
-        typer.echo(json_text(asdict(found.run)))
+    if before is not None:
+        typer.echo(_changed(before, found, str(against), sizes, as_json=as_json))
     else:
-        typer.echo(printable(dry_run_text(found.run, verbose=verbose, unit=sizes)))
+        typer.echo(_answered(found.run, sizes, verbose=verbose, as_json=as_json))
+    from zeroplan.report.dryrun import fits  # noqa: PLC0415  start-up is part of every command's time
+
     return NO if check and not fits(found.run) else 0
+
+
+def _answered(run: "DryRun", sizes: Unit, *, verbose: bool, as_json: bool) -> str:
+    from zeroplan.report.dryrun import dry_run_text  # noqa: PLC0415  as above
+
+    return json_text(asdict(run)) if as_json else printable(dry_run_text(run, verbose=verbose, unit=sizes))
+
+
+def _changed(before: "SavedRun", after: "SavedRun", where: str, sizes: Unit, *, as_json: bool) -> str:
+    from zeroplan.report.dryrun_changes import changes, changes_text  # noqa: PLC0415  as above
+
+    if not as_json:
+        return printable(changes_text(before, after, where=where, unit=sizes))
+    rows = [row._asdict() | {"change_bytes": row.change_bytes} for row in changes(before, after)]
+    return json_text({"schema_version": 1, "against": where, "changes": rows, "run": asdict(after.run)})
 
 
 def _run(task: DryRunTask, seconds: float, *, quiet: bool) -> "SavedRun":

@@ -15,12 +15,14 @@ class Wanted(NamedTuple):
     """Which files to write of a run; None where one is not wanted."""
 
     save: str | None
+    snapshot: str | None
+    trace: str | None
     force: bool
 
     @property
     def named(self) -> dict[str, str]:
         """The files that are wanted, by their flags."""
-        flags = {"--save": self.save}
+        flags = {"--save": self.save, "--snapshot": self.snapshot, "--trace": self.trace}
         return {flag: path for flag, path in flags.items() if path is not None}
 
     def refuse(self) -> None:
@@ -33,18 +35,26 @@ class Wanted(NamedTuple):
     def write(self, saved: "SavedRun") -> None:
         """Write them all, each whole, and say so."""
         from zeroplan.saved_runs.files import save  # noqa: PLC0415  start-up is part of every command's time
+        from zeroplan.saved_runs.perfetto import save_trace  # noqa: PLC0415
+        from zeroplan.saved_runs.snapshot import save_snapshot  # noqa: PLC0415
 
+        writers = {"--save": save, "--snapshot": save_snapshot, "--trace": save_trace}
         for flag, path in self.named.items():
-            {"--save": save}[flag](saved, Path(path), force=self.force)
+            writers[flag](saved, Path(path), force=self.force)
             say(f"wrote {path}")
 
 
 def show_saved(path: str, command: list[str] | None) -> "SavedRun":
     """The saved run at a path, in place of running a script; SpecError where both are wanted."""
-    from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415  see above
-
     if command:
         raise SpecError(f"--show {path!r} runs nothing; leave out the script behind --")
+    return saved_at(path)
+
+
+def saved_at(path: str) -> "SavedRun":
+    """The saved run at a path; SpecError where there is none."""
+    from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415  see above
+
     return read_saved(Path(path))
 
 

@@ -25,7 +25,7 @@ _FEW = 5
 
 def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES) -> str:
     """Return the answer as text of ``COLUMNS`` columns, all sizes in one unit."""
-    small = _smaller(found, unit)
+    small = small_unit(found, unit)
     table, most = Table(small, what=_NAME + 2), None if verbose else _FEW
     parts = [
         [*_filled(verdict(found, unit)), *_filled(_what(found)), *_filled(_peak(found, small))],
@@ -40,7 +40,7 @@ def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _smaller(found: DryRun, unit: Unit) -> Unit:
+def small_unit(found: DryRun, unit: Unit) -> Unit:
     """The unit, or of a small script the next smaller one, so that its rows say something."""
     name, n_bytes = unit.smaller[0]
     return unit if found.peak_bytes >= unit.n_bytes else Unit(name, n_bytes, unit.smaller[1:])
@@ -126,15 +126,15 @@ def _named(title: str, parts: Sequence[Part], table: Table, most: int | None) ->
     """Bytes by module or line, the kinds of each together, layers of one kind in one row."""
     found: Counter[str] = Counter()
     for part in parts:
-        found[_shown(part.name)] += part.n_bytes
+        found[shown_name(part.name)] += part.n_bytes
     yield table.head(title)
     yield from _rows(found.most_common(), table, most)
 
 
-def _shown(name: str) -> str:
+def shown_name(name: str) -> str:
     """A name with layers of one kind together, without wrappers, and with its end where it is long.
 
-    >>> _shown("module.layers.3._checkpoint_wrapped_module.mlp")
+    >>> shown_name("module.layers.3._checkpoint_wrapped_module.mlp")
     'layers.*.mlp'
     """
     plain = _LAYER.sub(r"\1*\2", ".".join(part for part in name.split(".") if part not in _WRAPPERS))

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from zeroplan.ledger import Kind
+from zeroplan.ledger import Kind, Phase
+from zeroplan.snapshots.frames import KIND_OF_BLOCK, PHASE
 from zeroplan.snapshots.lives import BEFORE, Life, Lives
 from zeroplan.snapshots.reading import Event, Frame, Snapshot, Stack
 from zeroplan.units import KIB, MIB
@@ -56,6 +57,11 @@ _WORKSPACES = (2 * 4096 * KIB + 8 * 16 * KIB, 32 * MIB)
 _CUBLAS = ("CUDABlasHandle", "CublasHandle", "cublasSetWorkspace", "getNewWorkspace", "CUDABlasLt")
 
 
+#: The phases and the kinds of zeroplan's own snapshots.
+_PHASES = {Phase.FORWARD.value: Part.FORWARD, Phase.BACKWARD.value: Part.BACKWARD, Phase.STEP.value: Part.STEP}
+_KINDS = {kind.value: kind for kind in Kind}
+
+
 class Sorted(NamedTuple):
     """Every block's kind in the order of the blocks, and every event's part of the step."""
 
@@ -95,6 +101,8 @@ def _part(stack: Stack, *, named: bool) -> Part:
     """Which part of the loop a stack is of; autograd's own thread has no frames of Python's."""
     if not stack:
         return Part.BACKWARD if named else Part.OTHER
+    if (said := next((frame.name for frame in stack if frame.file == PHASE), None)) is not None:
+        return _PHASES.get(said, Part.OTHER)
     if any(_is_step(frame) for frame in stack):
         return Part.STEP
     if any(frame.file.endswith("utils/checkpoint.py") and frame.name in _RECOMPUTES for frame in stack):
@@ -159,6 +167,8 @@ def _kind(life: Life, course: _Course) -> str:
 
 def _named(stack: Stack) -> Kind | None:
     for frame in stack:
+        if frame.file == KIND_OF_BLOCK and frame.name in _KINDS:
+            return _KINDS[frame.name]
         file, kind = _FUNCTIONS.get(frame.name.replace("_DeepSpeedZeroOptimizer_Stage3", ""), ("", None))
         if kind is not None and frame.file.endswith(file):
             return kind

@@ -1,0 +1,81 @@
+"""A saved run for Perfetto (ui.perfetto.dev) and Chrome: bytes by kind as counters, phases and collectives as slices.
+
+The axis is no time: it counts requests and releases of memory, one microsecond each, and the process's name says so.
+Source: Trace Event Format (Google, 2016), events ``C``, ``X`` and ``M``.
+"""
+
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from zeroplan.errors import SpecError
+from zeroplan.saved_runs.files import write
+from zeroplan.script_trace import SavedRun, Trace, live_bytes
+
+_PHASES, _MODULES, _COLLECTIVES = 1, 2, 3
+_TRACKS = {_PHASES: "phases", _MODULES: "modules that ask for memory", _COLLECTIVES: "collectives"}
+
+_Event = dict[str, object]
+
+
+def save_trace(saved: SavedRun, path: Path, *, force: bool) -> None:
+    """Write a run as a trace, compressed where the name ends in ``.gz``. Raises SpecError where it cannot be written."""
+    if saved.trace is None:
+        raise SpecError("the run was kept without its blocks")
+    events = [*_names(saved), *_counters(saved.trace), *_slices(saved.trace), *_calls(saved.trace)]
+    write(path, json.dumps({"traceEvents": events}, separators=(",", ":")).encode(), force=force)
+
+
+def _names(saved: SavedRun) -> Iterator[_Event]:
+    run = saved.run
+    name = f"{run.command[0]}, rank {run.rank} of {run.gpus}; 1 us is one request or release of memory, no time"
+    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}
+    for track, title in _TRACKS.items():
+        yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": title}}
+
+
+def _counters(trace: Trace) -> Iterator[_Event]:
+    """Bytes alive, in all and of each kind, wherever they change."""
+    blocks = trace.blocks
+    yield from _counter("allocated", trace.live)
+    for number, kind in enumerate(trace.kinds):
+        mine = [block for block, one in enumerate(blocks.kind) if one == number]
+        columns = ([column[block] for block in mine] for column in (blocks.n_bytes, blocks.born, blocks.died))
+        yield from _counter(kind, live_bytes(trace.moments, *columns))
+
+
+def _counter(name: str, live: list[int]) -> Iterator[_Event]:
+    before = -1
+    for moment, n_bytes in enumerate(live):
+        if n_bytes != before:
+            yield {"ph": "C", "pid": 0, "name": name, "ts": moment, "args": {"bytes": n_bytes}}
+        before = n_bytes
+
+
+def _slices(trace: Trace) -> Iterator[_Event]:
+    """The phases, and below them the modules that ask for memory one after the other."""
+    for at, span in enumerate(trace.spans):
+        window = trace.window(at)
+        name = f"{span.phase}, step {span.step + 1}" if span.step >= 0 else span.phase
+        yield _slice(_PHASES, name, window.start, window.stop - 1 - window.start)
+    asked = zip(trace.blocks.module, trace.blocks.span, trace.blocks.born, strict=True)
+    for (module, span), group in groupby(asked, key=lambda one: one[:2]):
+        moments = [moment for _, _, moment in group]
+        if trace.modules[module]:
+            yield _slice(
+                _MODULES, trace.modules[module], moments[0], moments[-1] - moments[0] + 1, phase=trace.spans[span].phase
+            )
+
+
+def _calls(trace: Trace) -> Iterator[_Event]:
+    """Collectives, those that are called between two requests side by side."""
+    for moment, calls in groupby(trace.collectives, key=lambda one: one.moment):
+        together = list(calls)
+        for at, one in enumerate(together):
+            args = {"bytes": one.n_bytes, "dtype": one.dtype, "ranks": one.group}
+            yield _slice(_COLLECTIVES, one.operation, moment + at / len(together), 1 / len(together), **args)
+
+
+def _slice(track: int, name: str, start: float, length: float, **args: object) -> _Event:
+    return {"ph": "X", "pid": 0, "tid": track, "name": name, "ts": start, "dur": length, "args": args}

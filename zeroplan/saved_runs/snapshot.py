@@ -1,0 +1,164 @@
+"""A saved run as a memory snapshot: the dict of ``torch.cuda.memory._snapshot``, which pytorch.org/memory_viz opens.
+
+A GPU's snapshot has what its allocator did; here the model of that allocator does the same requests in the same order, with its
+default settings, on a card that is never full. cuBLAS's workspaces are left out. Time is counted in requests and releases, one
+microsecond each.
+
+Source: ``torch/cuda/memory.py`` (``_snapshot``), ``torch/csrc/cuda/memory_snapshot.cpp``, torch 2.13.
+"""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+from zeroplan.allocator import CachingAllocator, Chunk
+from zeroplan.errors import SpecError
+from zeroplan.saved_runs.files import write
+from zeroplan.script_trace import SavedRun, Trace
+from zeroplan.snapshots.frames import KIND_OF_BLOCK, MODULE, OPERATOR, PHASE
+
+_POOL = 2**40
+"""How far apart the pools of the allocator lie: in the model the addresses of each begin at 0. memory_viz keeps 53 bits."""
+_LONGEST = 32
+"""Of a line of code as a frame's name. [signs]"""
+
+_Entry = dict[str, object]
+
+
+def save_snapshot(saved: SavedRun, path: Path, *, force: bool) -> None:
+    """Write a run as a snapshot. Raises SpecError where it cannot be written."""
+    if saved.trace is None:
+        raise SpecError("the run was kept without its blocks")
+    write(path, pickle.dumps(snapshot(saved.trace), protocol=4), force=force)
+
+
+def snapshot(trace: Trace) -> _Entry:
+    """The dict that torch writes, of one device."""
+    return _Replay(trace).snapshot()
+
+
+class _Replay:
+    """The requests of a trace through the model of the allocator, noted as torch notes them."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._card = CachingAllocator()
+        self._pools: dict[int, tuple[int, int]] = {}
+        self._chunks: dict[int, Chunk] = {}
+        self._frames: dict[tuple[int, ...], list[_Entry]] = {}
+        self._noted: list[_Entry] = []
+
+    def snapshot(self) -> _Entry:
+        for moment, (block, asked) in enumerate(self._events(), 1):
+            (self._ask if asked else self._release)(block, moment)
+        return {
+            "segments": list(self._segments()),
+            "device_traces": [self._noted],
+            "allocator_settings": {},
+            "external_annotations": list(self._annotations()),
+        }
+
+    def _events(self) -> Iterator[tuple[int, bool]]:
+        """Every block that is asked for (True) or released, one per moment."""
+        blocks, last = self._trace.blocks, self._trace.moments
+        at: list[tuple[int, bool]] = [(0, True)] * (last + 1)
+        for block, (born, died) in enumerate(zip(blocks.born, blocks.died, strict=True)):
+            at[born] = (block, True)
+            if died <= last:
+                at[died] = (block, False)
+        return iter(at[1:])
+
+    def _ask(self, block: int, moment: int) -> None:
+        blocks, before = self._trace.blocks, self._card.reserved_bytes
+        chunk = self._chunks[block] = self._card.request(blocks.n_bytes[block], blocks.stream[block])
+        self._pools.setdefault(id(chunk.pool), (len(self._pools) + 1, blocks.stream[block]))
+        if taken := self._card.reserved_bytes - before:
+            self._note("segment_alloc", self._address(_first(chunk)), taken, block, moment)
+        self._note("alloc", self._address(chunk), blocks.n_bytes[block], block, moment)
+
+    def _release(self, block: int, moment: int) -> None:
+        chunk, size = self._chunks.pop(block), self._trace.blocks.n_bytes[block]
+        for action in ("free_requested", "free_completed"):
+            self._note(action, self._address(chunk), size, block, moment)
+        self._card.release(chunk)
+
+    def _note(self, action: str, address: int, size: int, block: int, moment: int) -> None:
+        stream, kind = self._trace.blocks.stream[block], self._trace.kinds[self._trace.blocks.kind[block]]
+        self._noted.append({
+            "action": action, "addr": address, "size": size, "stream": stream, "time_us": moment, "frames": self._stack(block),
+            "category": kind,
+        })  # fmt: skip
+
+    def _address(self, chunk: Chunk) -> int:
+        """Of a chunk, among those of all pools; 0 is no address."""
+        return _POOL * self._pools[id(chunk.pool)][0] + chunk.address
+
+    def _stack(self, block: int) -> list[_Entry]:
+        """Operator, module, line of code and phase as frames, the innermost first; equal ones are one list."""
+        trace, blocks = self._trace, self._trace.blocks
+        key = tuple(column[block] for column in (blocks.operation, blocks.module, blocks.line, blocks.span, blocks.kind))
+        if key not in self._frames:
+            operation, module, line, span, kind = key
+            part = trace.spans[span]
+            self._frames[key] = [
+                _frame(OPERATOR, trace.operations[operation]), _frame(MODULE, trace.modules[module] or "the model as a whole"),
+                *_line(trace.lines[line], trace.sources[line]), _frame(KIND_OF_BLOCK, trace.kinds[kind]),
+                _frame(PHASE, part.phase, max(part.step + 1, 0)),
+            ]  # fmt: skip
+        return self._frames[key]
+
+    def _segments(self) -> Iterator[_Entry]:
+        """What is reserved in the end, with what is in it."""
+        blocks = self._trace.blocks
+        held = {id(chunk): block for block, chunk in self._chunks.items()}
+        for first in {id(one): one for one in map(_first, self._card.chunks(self._chunks.values()))}.values():
+            parts = [self._part(chunk, held.get(id(chunk))) for chunk in _row(first)]
+            used = sum(chunk.size for chunk in _row(first) if id(chunk) in held)
+            asked = sum(blocks.n_bytes[held[id(chunk)]] for chunk in _row(first) if id(chunk) in held)
+            yield {
+                "device": 0, "address": self._address(first), "total_size": sum(chunk.size for chunk in _row(first)),
+                "allocated_size": used, "active_size": used, "requested_size": asked, "stream": self._pools[id(first.pool)][1],
+                "segment_type": "small" if first.pool.small else "large", "segment_pool_id": (0, 0), "is_expandable": False,
+                "frames": [], "blocks": parts,
+            }  # fmt: skip
+
+    def _part(self, chunk: Chunk, block: int | None) -> _Entry:
+        """A block of a segment, in use or not."""
+        if block is None:
+            return {"address": self._address(chunk), "size": chunk.size, "requested_size": 0, "state": "inactive", "frames": []}
+        trace = self._trace
+        return {
+            "address": self._address(chunk), "size": chunk.size, "requested_size": trace.blocks.n_bytes[block],
+            "state": "active_allocated", "frames": self._stack(block), "category": trace.kinds[trace.blocks.kind[block]],
+        }  # fmt: skip
+
+    def _annotations(self) -> Iterator[_Entry]:
+        """The phases of the steps, as torch notes those of its profiler."""
+        for at, span in enumerate(self._trace.spans):
+            window, name = self._trace.window(at), f"{span.phase}, step {span.step + 1}" if span.step >= 0 else span.phase
+            for stage, moment in (("START", window.start), ("END", window.stop - 1)):
+                yield {"device": 0, "stage": stage, "name": name, "time_us": moment}
+
+
+def _frame(file: str, name: str, line: int = 0) -> _Entry:
+    return {"filename": file, "line": line, "name": name}
+
+
+def _line(line: str, source: str) -> Iterator[_Entry]:
+    """A line of code as Python's frame: ``train.py:31``, or of a library's module ``trl.trainer.sft_trainer:412``."""
+    file, _, number = line.rpartition(":")
+    if file and number.isdecimal():
+        name = source if len(source) <= _LONGEST else f"{source[: _LONGEST - 1]}…"
+        yield _frame(file if file.endswith(".py") else f"{file.replace('.', '/')}.py", name or "a line of code", int(number))
+
+
+def _first(chunk: Chunk) -> Chunk:
+    while chunk.before is not None:
+        chunk = chunk.before
+    return chunk
+
+
+def _row(chunk: Chunk | None) -> Iterator[Chunk]:
+    while chunk is not None:
+        yield chunk
+        chunk = chunk.after
