@@ -83,7 +83,8 @@ AT_NIGHT = {
     "llama",
     "llama, no sync",
     "qwen3 with experts, dense first",
-    "gemma2, every second layer with a window",
+    "gemma3, every sixth layer without a window",
+    "gpt-oss",
 }
 
 

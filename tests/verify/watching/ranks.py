@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.combined import every_case
 from zeroplan.catalog.model import model
 from zeroplan.measurement import Measurement
 from zeroplan.spec.batch import BatchSpec
@@ -23,6 +24,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, RecipeSpec
 
 STEPS = 3
+#: Four are split both ways, into replicas and by tensors, too.
+RANKS = (2, 4) if every_case() else (4,)
 GPT2 = model("gpt2")
 SPLIT = ModelSpec(
     family="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -67,7 +70,7 @@ def can_be(name: str, rank: int) -> bool:
 
 
 def main(folder: Path) -> None:
-    """Measure every case on every rank of two and of four."""
+    """Measure every case on every rank."""
     import torch
     import torch._dynamo  # optimizers ask for it in their first step
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -79,7 +82,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    for ranks in (2, 4):
+    for ranks in RANKS:
         for transport in ("gloo", "fake"):
             children = [_child(folder, transport, ranks, rank) for rank in range(ranks)]
             codes = [os.waitpid(child, 0)[1] for child in children]

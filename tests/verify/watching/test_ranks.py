@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_the_fake_group_shows_every_rank_what_real_ranks_show(tmp_path: Path):
     """One test for all, so that each group of ranks is started once."""
-    from tests.verify.watching.ranks import CASES, can_be
+    from tests.verify.watching.ranks import CASES, RANKS, can_be
 
     said = {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -25,7 +25,7 @@ def test_the_fake_group_shows_every_rank_what_real_ranks_show(tmp_path: Path):
         cwd=ROOT, env=os.environ | said, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    for ranks in (2, 4):
+    for ranks in RANKS:
         real, fake = ([read(tmp_path, transport, ranks, rank) for rank in range(ranks)] for transport in ("gloo", "fake"))
         for name in CASES:
             for rank in range(ranks):
