@@ -26,8 +26,7 @@ _REMARKS = ("collectives moved no data, and other ranks are taken to do what thi
 
 
 def answer(
-    task: DryRunTask, tracker: ScriptTracker, loop: Loop, stand_ins: StandIns, stopped: BaseException | None, *, began: float,
-    target: str,
+    task: DryRunTask, tracker: ScriptTracker, loop: Loop, stand_ins: StandIns, *, began: float, target: str
 ) -> SavedRun:  # fmt: skip
     """What the run found; ``target`` is the script's file. Raises MeasurementError where it came to no optimizer step."""
     if not loop.completed:
@@ -46,7 +45,7 @@ def answer(
         rank=task.rank,
         gpu=gpu.name,
         environment=environment(),
-        ended="script ended" if stopped is None else "steps taken",
+        ended="steps taken" if loop.stopped else "script ended",
         initialisation=initialisation(timeline),
         steps=steps_measured(timeline),
         modules=_parts(timeline, alive, lambda block: block.module),

@@ -25,8 +25,13 @@ def main() -> None:
     """Run the script of a task and end this process."""
     began = time.perf_counter()
     task = read(DryRunTask, json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), where="task")
+    _end(task, lambda: _answer(task, began))
+
+
+def _end(task: DryRunTask, answered: Callable[[], Spec]) -> None:
+    """Write the answer and end this process."""
     try:
-        found: Spec = _answer(task, began)
+        found = answered()
     except BaseException as error:  # noqa: BLE001  whatever the script raises, the parent is told
         from zeroplan.dryrun.failures import failure, show  # noqa: PLC0415
 
@@ -43,8 +48,13 @@ def _answer(task: DryRunTask, began: float) -> Spec:
     run, target = _prepared(task), str(Path(task.target).absolute())
     from zeroplan.dryrun.answer import answer  # noqa: PLC0415  it imports torch, which has its order
 
-    error = run(lambda: _run_script(task))
-    return answer(task, run.tracker, run.loop, run.stand_ins, error, began=began, target=target)
+    def found() -> Spec:
+        run.tracker.close()
+        return answer(task, run.tracker, run.loop, run.stand_ins, began=began, target=target)
+
+    run.loop.end_now = lambda: _end(task, found)
+    run(lambda: _run_script(task))
+    return found()
 
 
 class _Run:
@@ -63,7 +73,7 @@ class _Run:
         self._install(task, memory)
         self.tracker = ScriptTracker(memory, expandable_segments=_expandable())
         self.loop = Loop(self.tracker, task.steps)
-        self._patch()
+        self._patch(task)
 
     def _install(self, task: DryRunTask, memory: "object") -> None:
         from zeroplan.verify.fake_cuda import cpp, kernels, torch_cuda  # noqa: PLC0415
@@ -72,12 +82,13 @@ class _Run:
         kernels.give_own_kernels()
         torch_cuda.answer_for(torch_cuda.Gpus(self.gpu, task.local_world_size, task.local_rank, memory))  # type: ignore[arg-type]
 
-    def _patch(self) -> None:
-        from zeroplan.dryrun import checkpoints, process_group, torch_around  # noqa: PLC0415
+    def _patch(self, task: DryRunTask) -> None:
+        from zeroplan.dryrun import checkpoints, launchers, process_group, torch_around  # noqa: PLC0415
         from zeroplan.dryrun.libraries import bitsandbytes, ddp, deepspeed, fsdp1, fsdp2, transformers, triton  # noqa: PLC0415
         from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
 
         process_group.make_groups_fake()
+        launchers.run_ranks_here(task)
         torch_around.change_torch(self.stand_ins)
         AfterImport(
             checkpoints.PATCHES | bitsandbytes.PATCHES | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker)
@@ -85,33 +96,32 @@ class _Run:
         ).install()  # fmt: skip
         self.loop.watch()
 
-    def __call__(self, script: Callable[[], None]) -> BaseException | None:
-        """Run the script; what it raised, or None where its steps were taken or it came to its end."""
-        from zeroplan.dryrun.loop import StepsDone  # noqa: PLC0415
+    def __call__(self, script: Callable[[], None]) -> None:
+        """Run the script until its steps are taken or it ends. What it raises after its steps says nothing."""
+        from zeroplan.dryrun.threads import watch_threads  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.half_fake import HalfFakes  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.kernels import decisions  # noqa: PLC0415
         from zeroplan.verify.pretended import fake_tensors  # noqa: PLC0415
         from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels  # noqa: PLC0415
         from zeroplan.verify.pretended.reducer import readable_bookkeeping  # noqa: PLC0415
 
+        fakes = HalfFakes(self.stand_ins)
         answers = (
             fake_tensors._chunks_as_wanted(), fake_tensors._grouped_products(), fake_tensors._no_samples(), optimizer_kernels(),
-            readable_bookkeeping(self.tracker), decisions(), HalfFakes(self.stand_ins), self.tracker,
+            readable_bookkeeping(self.tracker), decisions(), fakes, self.tracker,
         )  # fmt: skip
         with ExitStack() as stack:
             for answer in answers:
                 stack.enter_context(answer)
+            watch_threads((fakes, self.tracker), self.loop.end_now)
             try:
                 script()
-            except StepsDone:
-                return StepsDone()
-            except SystemExit as error:
-                if error.code:
+            except BaseException as error:
+                if not self.loop.stopped and not (isinstance(error, SystemExit) and not error.code):
                     raise
             finally:
                 self.loop.finish()
                 self.tracker.close()
-        return None
 
 
 def _prepared(task: DryRunTask) -> _Run:

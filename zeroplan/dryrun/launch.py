@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from zeroplan.verify.processes.launch import end_session, how_ended
 from zeroplan.verify.processes.scratch import ORDER, scratch
 
 _TAIL_LINES = 15
+_MARK = "ZEROPLAN_DRY_RUN"
+"""A variable of the environment by which a run's processes are found again."""
 
 
 def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> SavedRun:
@@ -36,6 +40,7 @@ def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> Saved
                 raise FailedError(_late(task, timeout_s)) from None
             finally:
                 end_session(process)
+                _end_marked(task)
         if quiet and not _worked(task):
             _show(printed)
         return _answer(task, code)
@@ -50,7 +55,7 @@ def _started(task: DryRunTask, order: Path, output: int) -> "subprocess.Popen[st
             stderr=output,
             text=True,
             start_new_session=True,
-            env={**os.environ, **environment(task), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **environment(task), "PYTHONUNBUFFERED": "1", _MARK: task.answer},
         )
     except OSError as error:
         raise NotHereError(f"no process can be started here: {error.strerror}") from None
@@ -62,6 +67,15 @@ def _standard_error(otherwise: int) -> int:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
         return otherwise
+
+
+def _end_marked(task: DryRunTask) -> None:
+    """End what the script has started in sessions of their own: its environment has our mark."""
+    mark = f"{_MARK}={task.answer}".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # another user's, or gone by now
+            if mark in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
 
 
 def _late(task: DryRunTask, timeout_s: float) -> str:

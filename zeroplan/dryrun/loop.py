@@ -6,6 +6,7 @@ may take their turns, and gradients are still to be cleared. After the last step
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.ledger import Kind, Phase
+
+_PATIENCE = 10
+"""So many times the steps are taken where an optimizer does not come to its own."""
 
 
 class StepsDone(BaseException):
@@ -32,9 +36,15 @@ class Loop:
         self._phase = Phase.INIT
         self._modules = self._backwards = self._engines = self._optimizers = 0
         self._stepped = self._over = False
+        self._steps_of: Counter[int] = Counter()
+        """Steps of every optimizer, by its identity."""
+        self.stopped = False
+        """Whether the script was stopped after its steps."""
         self._roots: set[int] = set()
         self._models: list[weakref.ref[nn.Module]] = []
         self.taken = 0
+        self.end_now: Callable[[], None] = lambda: None
+        """Ends the process with the answer."""
 
     @property
     def completed(self) -> int:
@@ -62,6 +72,8 @@ class Loop:
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def _forward_begins(self, module: nn.Module, _args: object) -> None:
+        if self._over:  # a script that caught the stop goes on
+            self.end_now()
         self._modules += 1
         if self._modules > 1 or self._backwards or not module.training or not torch.is_grad_enabled():
             return
@@ -136,6 +148,7 @@ class Loop:
         self._optimizers -= 1
         if not self._engines and not self._optimizers:
             self._stepped = True
+            self._steps_of[id(optimizer)] += 1
 
     def within_engine(self, step: Callable[..., object], *, counts: Callable[[object], bool]) -> Callable[..., object]:
         """An engine's own step, which may hold several optimizers and more; ``counts`` says whether it is a step at all."""
@@ -157,9 +170,15 @@ class Loop:
         if not self._stepped:
             return
         self.taken, self._stepped = self.taken + 1, False
-        if self.taken >= self._steps:
+        if self._enough():
             self.finish()
+            self.stopped = True
             raise StepsDone
+
+    def _enough(self) -> bool:
+        """Whether every optimizer took its steps: a GAN's two take turns, and each makes its states in its first."""
+        every = all(count >= self._steps for count in self._steps_of.values())
+        return self.taken >= self._steps * (1 if every else _PATIENCE)
 
 
 def _reduces_elsewhere(root: nn.Module) -> bool:

@@ -57,19 +57,23 @@ def _new_group(new: Callable[..., object]) -> Callable[..., object]:
     return new_group
 
 
-def _fill(objects: MutableSequence[object], mine: object, *_: object, **__: object) -> None:
-    for index in range(len(objects)):
-        objects[index] = mine
+def _fill(object_list: MutableSequence[object], obj: object, *_: object, **__: object) -> None:
+    for index in range(len(object_list)):
+        object_list[index] = obj
 
 
-def _fill_at_one(mine: object, objects: MutableSequence[object] | None = None, *_: object, **__: object) -> None:
-    if objects is not None:
-        _fill(objects, mine)
+def _fill_at_one(obj: object, object_gather_list: MutableSequence[object] | None = None, *_: object, **__: object) -> None:
+    if object_gather_list is not None:
+        _fill(object_gather_list, obj)
 
 
-def _scatter(out: MutableSequence[object], given: MutableSequence[object] | None = None, *_: object, **__: object) -> None:
-    if given:
-        out[0] = given[dist.get_rank() % len(given)]
+def _scatter(
+    scatter_object_output_list: MutableSequence[object], scatter_object_input_list: MutableSequence[object] | None = None,
+    *_: object, **__: object,
+) -> None:  # fmt: skip
+    if scatter_object_input_list:
+        mine = scatter_object_input_list[dist.get_rank() % len(scatter_object_input_list)]
+        scatter_object_output_list[0] = mine
 
 
 def _reduce_buckets_at_once() -> None:

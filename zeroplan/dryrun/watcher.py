@@ -1,11 +1,13 @@
 """The watcher of a script: zeroplan's tracker, which also notes the user's line of every request and drives the allocator."""
 
 import sys
+import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zeroplan.allocator import CachingAllocator, Chunk
@@ -25,6 +27,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
     def __init__(self, memory: Memory, *, expandable_segments: bool) -> None:
         super().__init__(device="cuda", host=HostMemory())
+        self._one_at_a_time = threading.RLock()
         self.lines: dict[Block, str] = {}
         self._memory = memory
         self._allocator = memory.allocator = CachingAllocator(expandable_segments=expandable_segments)
@@ -33,6 +36,13 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._made_by: list[str] = []
         self._closed = False
         memory.counted = self
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Run an operator and record it; threads of the script take turns."""
+        with self._one_at_a_time:
+            return super().__torch_dispatch__(func, types, args, kwargs)
 
     def learn_modules(self, root: nn.Module) -> None:
         """Learn the names of a model's parts, beside those of other models; wrappers have none."""

@@ -1,0 +1,33 @@
+"""Threads of a script: torch's modes belong to a thread, so each thread of the script gets those of the first."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from zeroplan.dryrun.loop import StepsDone
+from zeroplan.verify.replaced import put
+
+
+def watch_threads(modes: Sequence[TorchDispatchMode], end_now: Callable[[], None]) -> None:
+    """Have every thread that starts from now on work in these modes; the steps may end in any of them."""
+    begin: Callable[[threading.Thread], None] = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    shown = threading.excepthook
+
+    def bootstrap(thread: threading.Thread) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for mode in modes:
+                _push_mode(mode)
+                stack.callback(_pop_mode)
+            begin(thread)
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if issubclass(args.exc_type, StepsDone):
+            end_now()
+        shown(args)
+
+    put(threading.Thread, _bootstrap_inner=bootstrap)
+    put(threading, excepthook=hook)
