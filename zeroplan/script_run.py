@@ -41,6 +41,15 @@ class StoodIn(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saving(Spec):
+    """A change that would make the last step's peak lower, by so much at most; ``of`` names modules or lines with most of it."""
+
+    change: str
+    of: tuple[str, ...]
+    at_most_bytes: CountOrZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun(Spec):
     """One script as one rank of N: every step, what is alive at the highest moment of the last, and what was made up.
 
@@ -65,6 +74,7 @@ class DryRun(Spec):
     made_up: tuple[MadeUp, ...]
     stood_in: tuple[StoodIn, ...]
     remarks: tuple[str, ...] = ()
+    savings: tuple[Saving, ...] = ()
     host_bytes: CountOrZero | None = None
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 

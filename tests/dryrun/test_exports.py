@@ -49,6 +49,14 @@ def _show(folder: Path, *flags: str) -> Run:
     return dry_run("--show", "after.gz", *flags, folder=folder, flags=())
 
 
+def test_the_run_says_what_would_free_how_much_under_v(folder: Path):
+    run = read_saved(folder / "after.gz").run
+    assert {name for one in run.savings for name in one.of} >= {"model.layers.*"}
+    assert all(0 < one.at_most_bytes < run.steps[-1].peak.peak_bytes for one in run.savings)
+    assert "(activation checkpointing): model.layers.*" in " ".join(_show(folder, "-v").output.split())
+    assert "checkpointing" not in _show(folder).output
+
+
 def test_changes_are_the_differences_of_the_two_answers(folder: Path):
     first, second = (read_saved(folder / f"{name}.gz").run for name in ("before", "after"))
     found = json.loads((folder / "changes.json").read_text())

@@ -13,6 +13,7 @@ from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.engines.device import allocator_room, workspace
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Phase
+from zeroplan.saved_runs.savings import savings
 from zeroplan.script_run import DryRun, MadeUp, Part, StoodIn
 from zeroplan.script_trace import SavedRun
 from zeroplan.spec.mesh import MeshSpec
@@ -39,6 +40,7 @@ def answer(
     timeline = Timeline(recording, counted=replays.default.allocated)
     room = allocator_room(MeshSpec(dp_shard=task.gpus), gpu)
     alive = _alive_at_peak(timeline)
+    trace = trace_of(timeline, tracker.lines, target=target)
     run = DryRun(
         command=(task.target, *task.arguments),
         gpus=task.gpus,
@@ -57,10 +59,11 @@ def answer(
         ),
         stood_in=tuple(StoodIn(what=what, by=by, count=n) for (what, by), n in stood_in.counts.items()),
         remarks=_REMARKS,
+        savings=savings(trace),
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         seconds=time.perf_counter() - began,
     )
-    return SavedRun(run=run, trace=trace_of(timeline, tracker.lines, target=target) if task.traced else None)
+    return SavedRun(run=run, trace=trace if task.traced else None)
 
 
 def _alive_at_peak(timeline: Timeline) -> list[Block]:

@@ -34,6 +34,7 @@ def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES
         list(_named("By line of code at the peak", found.lines, table, most)),
         list(_steps(found, table)) if verbose else [],
         list(_collectives(found, table)) if verbose else [],
+        list(_savings(found, small)) if verbose else [],
         list(_made_up(found, most)),
         [*_stood_in(found, verbose=verbose), *_remarks(found, verbose=verbose)],
     ]
@@ -154,6 +155,18 @@ def _collectives(found: DryRun, table: Table) -> Iterator[str]:
         yield table.head("Collectives of the last step")
     for one in found.collectives:
         yield table.row(f"{one.operation} ({one.phase})", one.n_bytes, f"{one.calls} x {one.dtype}, {one.group} ranks")
+
+
+def _savings(found: DryRun, unit: Unit) -> Iterator[str]:
+    """What would free how much, as upper bounds."""
+    if found.savings:
+        yield "What would free how much of the last step's peak, at most"
+    for one in found.savings:
+        where = f": {', '.join(one.of)}" if one.of else ""
+        yield from textwrap.wrap(
+            f"up to {unit.size(one.at_most_bytes)} by {one.change}{where}", COLUMNS,
+            initial_indent="  ", subsequent_indent="    ",
+        )  # fmt: skip
 
 
 def _made_up(found: DryRun, most: int | None) -> Iterator[str]:
