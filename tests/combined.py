@@ -11,7 +11,7 @@ from itertools import combinations, product
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
 T = TypeVar("T")
 Row = tuple[int, ...]
@@ -21,6 +21,11 @@ Row = tuple[int, ...]
 def every_case() -> bool:
     """Whether all cases are wanted, as at night."""
     return bool(os.environ.get("EVERY_CASE"))
+
+
+def by_day(names: Iterable[str], at_night: Collection[str]) -> list[str]:
+    """Return the names without those of the night, or all of them at night."""
+    return [name for name in names if every_case() or name not in at_night]
 
 
 def combined(*factors: Collection[T], together: int = 2) -> list[tuple[T, ...]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
-from tests.combined import every_case
+from tests.combined import by_day
 from tests.measured.errors import different_kinds
 from tests.transformer.tiny_configs import tiny_config
 from tests.verify.watching.test_tracker import DDP, FSDP2, HALF, TWICE, WEIGHTS, job
@@ -88,16 +87,12 @@ AT_NIGHT = {
 }
 
 
-def of_today(names: Iterable[str]) -> list[str]:
-    return [name for name in names if every_case() or name not in AT_NIGHT]
-
-
 def steps(made: JobSpec) -> int:
     """How many there are to the steady state."""
     return 3 if made.recipe.engine == "ddp" else 2
 
 
-@pytest.mark.parametrize("name", of_today(LARGE))
+@pytest.mark.parametrize("name", by_day(LARGE, AT_NIGHT))
 def test_a_large_job_takes_what_is_estimated(name: str):
     from zeroplan.verify.backends.simulate import simulate
 
@@ -211,7 +206,7 @@ def figures(measured: Measurement) -> object:
     return steps, measured.initialisation.peak_bytes, measured.allocator, sorted(map(str, measured.collectives))
 
 
-@pytest.mark.parametrize("name", of_today(MANY_LAYERS))
+@pytest.mark.parametrize("name", by_day(MANY_LAYERS, AT_NIGHT))
 def test_few_layers_extended_are_all_layers_to_the_byte(name: str):
     from zeroplan.verify.backends.simulate import simulate
 
