@@ -93,5 +93,6 @@ def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_sam
     real, fake = (watched(asked, fake=fake, steps=steps) for fake in (False, True))
     assert tracked_peaks(real) == unwatched_peaks(asked, steps=steps)
     assert tracked_peaks(fake) == tracked_peaks(real)
-    assert real.calls == fake.calls
+    sent, said = ([call._replace(moment=0) for call in run.calls] for run in (real, fake))  # gloo has blocks of its own between
+    assert sent == said
     assert bool(real.calls) == (asked.mesh.world_size > 1)
