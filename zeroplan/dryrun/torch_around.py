@@ -60,6 +60,7 @@ def _let_tensors_move() -> None:
         both = isinstance(mine, FakeTensor) and isinstance(other, FakeTensor)
         if both and torch._has_compatible_shallow_copy_type(mine, other):
             put_data(mine, other)  # type: ignore[arg-type]
+            vars(mine).update(_beside(other))
             return
         swap(mine, other)
 
@@ -104,8 +105,22 @@ def _fake_kind(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     def new(_: type, *args: object, **kwargs: object) -> torch.Tensor:
         return kind.__new__(kind, *args, **kwargs)
 
-    given = {"__new__": staticmethod(new), "__init__": kind.__init__, "__module__": kind.__module__}
-    return types.new_class(kind.__name__, (FakeTensor, kind), exec_body=lambda names: names.update(given))
+    def detach(tensor: torch.Tensor) -> torch.Tensor:
+        made = plain(tensor)
+        made.__class__ = made_kind
+        vars(made).update(_beside(tensor))
+        return made
+
+    plain = torch.Tensor.detach
+    given = {"__new__": staticmethod(new), "__init__": kind.__init__, "__module__": kind.__module__, "detach": detach}
+    made_kind = types.new_class(kind.__name__, (FakeTensor, kind), exec_body=lambda names: names.update(given))
+    return made_kind
+
+
+def _beside(tensor: torch.Tensor) -> dict[str, object]:
+    """What a tensor of a library's own kind has beside its numbers: scales, for example."""
+    fakes_own = vars(torch.Tensor.detach(tensor))
+    return {} if type(tensor) is FakeTensor else {name: value for name, value in vars(tensor).items() if name not in fakes_own}
 
 
 def _let_values_be_read(stand_ins: StandIns) -> None:

@@ -1,0 +1,23 @@
+"""Random scripts run to their steps, or end in one line; `python -m tests.dryrun.nightly` runs more of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dryrun.nightly import fault
+from tests.dryrun.random_scripts import random_script
+from tests.dryrun.running import dry_run
+
+pytestmark = pytest.mark.torch
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_script_runs_to_its_steps(tmp_path: Path, seed: int):
+    script = random_script(seed)
+    (tmp_path / "script.py").write_text(script.code)
+    run = dry_run("--gpus", str(script.gpus), "--", "script.py", folder=tmp_path)
+    assert not fault(run)
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
