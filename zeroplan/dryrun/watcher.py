@@ -18,6 +18,9 @@ from zeroplan.verify.watching.host import HostMemory
 from zeroplan.verify.watching.recording import LIFTED, Block
 from zeroplan.verify.watching.tracker import Tracker, _Watch
 
+_LONGEST_WAIT_S = 5.0
+"""For the operator of another thread to end."""
+
 
 class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records a script's run on the fake GPU.
@@ -69,15 +72,17 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         return block
 
     def close(self) -> None:
-        """Record nothing more: what is released after the script is no part of its run."""
+        """Record nothing more: what is released after the script is no part of its run. Other threads wait from here on."""
+        self._one_at_a_time.acquire(timeout=_LONGEST_WAIT_S)
         self._closed = True
 
     def _release(self, block: Block) -> None:
-        if self._closed:
-            return
-        super()._release(block)
-        if (chunk := self._chunks.pop(block, None)) is not None:
-            self._allocator.release(chunk)
+        with self._one_at_a_time:  # tensors go in any thread, and moments have one order
+            if self._closed:
+                return
+            super()._release(block)
+            if (chunk := self._chunks.pop(block, None)) is not None:
+                self._allocator.release(chunk)
 
     def _line(self) -> str:
         node: torch.autograd.graph.Node | None = torch._C._current_autograd_node()
