@@ -79,7 +79,7 @@ def test_windows_on_ranks_that_split_the_model():
     """Within the window lengths are a column; beyond it they are refused, as by the job itself."""
     mistral, recipe = job(model="mistral-7b", gpus=8).model, RecipeSpec(recompute="full")
     within, beyond = (columns((4, 1, 1024, 1), (4, 1, most, 1), tp=2) for most in (4095, 4096))
-    assert (fsdp2.account(mistral, recipe, within, within).moments[0].total_bytes > 0).all()
+    assert any((moment.total_bytes > 0).all() for moment in fsdp2.account(mistral, recipe, within, within).moments)
     with pytest.raises(SpecError, match="tp=2 with a sliding window shorter than the sequence is not modelled; use tp=1"):
         fsdp2.account(mistral, recipe, beyond, beyond)
 

@@ -44,9 +44,15 @@ def faults(text: str) -> list[str]:
     return found
 
 
+#: A dry run runs the script that the user names, which is what the command is for.
+ON_PURPOSE = {"dryrun/child.py": ["runpy.run_module", "runpy.run_path"]}
+
+
 def test_nothing_in_the_package_runs_what_it_is_given():
-    found = {str(path.relative_to(PACKAGE)): faults(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
-    assert {name: each for name, each in found.items() if each} == {}
+    found = {
+        path.relative_to(PACKAGE).as_posix(): sorted(faults(path.read_text(encoding="utf-8"))) for path in PACKAGE.rglob("*.py")
+    }
+    assert {name: each for name, each in found.items() if each} == ON_PURPOSE
 
 
 def test_modules_are_imported_by_name_in_few_places():

@@ -67,8 +67,9 @@ def _calls(shorter: Recording, longer: Recording, times: int) -> list[Call]:
 
 
 def _of_the_last_step(recording: Recording) -> Iterator[Call]:
+    """The collectives of the last step. Their moments are left out: they differ between runs that are otherwise alike."""
     last = max(span.step for span in recording.spans if span.phase is Phase.STEP)
-    return (call for call in recording.calls if recording.spans[call.span].step == last)
+    return (call._replace(moment=0) for call in recording.calls if recording.spans[call.span].step == last)
 
 
 # --- what is of all layers at once -------------------------------------------------------------------------------------
