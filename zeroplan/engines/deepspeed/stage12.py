@@ -135,7 +135,10 @@ def _laid_flat(job: Job, own: Line) -> tuple[Line, Line, Line]:
 
 def _step_away(job: Job) -> tuple[Moment, ...]:
     """Return the moment of ``step`` where the CPU takes it: nothing but a copy of the share comes back."""
-    return (Moment("optimizer step: on the CPU", Phase.STEP, (own_gradients(job),)),)
+    own = own_gradients(job)
+    if keeps_partition(job):  # the forward of a later micro-batch has the same tensor, and is no moment of the next step
+        own = own._replace(reason="fp32 gradients of this rank's share, released when the step ends")
+    return (Moment("optimizer step: on the CPU", Phase.STEP, (own,)),)
 
 
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
