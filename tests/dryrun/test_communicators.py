@@ -1,0 +1,19 @@
+"""A communicator for each size of group that a step sends in: what a tensor-parallel script needs is no single group's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from zeroplan.engines.device import outside_beside
+from zeroplan.report.dryrun import _outside
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "groups"), [(1, (), 0), (8, (), 1), (8, (8, 8), 1), (8, (2, 4, 4, 1), 2), (64, (8, 2, 4), 3)]
+)
+def test_groups_of_each_size_have_a_communicator(gpus: int, sizes: tuple[int, ...], groups: int):
+    sent = [SimpleNamespace(group=size) for size in sizes]
+    found = SimpleNamespace(gpus=gpus, gpu="h100-sxm-80gb", collectives=sent)
+    assert _outside(found) == outside_beside(groups, "h100-sxm-80gb")
