@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.combined import by_day
 from tests.dryrun.running import SCRIPTS, dry_run
+from zeroplan.measurement import Measurement
 
 pytestmark = pytest.mark.torch
 pytest.importorskip("transformers")
@@ -35,6 +38,35 @@ def test_fsdp2_takes_what_verify_says_of_the_same_job(tmp_path: Path):
         assert kinds[kind] == pytest.approx(oracle.peak.kinds[kind], rel=0.001, abs=2**14), kind
 
 
+@pytest.mark.parametrize("wrapper", by_day(("ddp", "0", "1", "2", "3"), at_night=("0", "2", "3")))
+def test_ddp_and_deepspeed_take_what_verify_says_of_the_same_job(tmp_path: Path, wrapper: str):
+    """Peak and bytes held between steps: DDP's are equal; DeepSpeed's differ by the few bytes of the loss and the norm."""
+    if wrapper != "ddp":
+        pytest.importorskip("deepspeed")
+    from zeroplan.resolve import job
+    from zeroplan.spec.model import ModelSpec
+    from zeroplan.verify.processes.launch import launch
+    from zeroplan.verify.task import Task
+
+    model = ModelSpec(
+        family="llama", hidden_size=256, intermediate_size=768, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8,
+        head_dim=32, vocab_size=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    engine, stage = ("ddp", 0) if wrapper == "ddp" else ("deepspeed", int(wrapper))
+    known = job(model=model, gpus=8, stage=stage, engine=engine, micro_batch=2, seq_len=256, gpu="h100-sxm-80gb")
+    with ThreadPoolExecutor() as pool:
+        going = pool.submit(
+            dry_run, "--gpus", "8", "--steps", "3", "--", str(SCRIPTS / "plain_loop.py"), wrapper, folder=tmp_path
+        )
+        records: list[Measurement] = []
+        launch(Task(job=known, transport="fake", tensors="fake"), keep=records.append, say=lambda _: None)
+        run = going.result()
+    oracle = records[-1].steady
+    assert len(run.answer["steps"]) == 3
+    assert run.peak_bytes == pytest.approx(oracle.peak.peak_bytes, abs=64)
+    assert run.answer["steps"][-1]["held_bytes"] == pytest.approx(oracle.held_bytes, abs=64)
+
+
 def test_ddp_with_a_scaler_runs_to_its_steps_and_nothing_is_written(tmp_path: Path):
     run = dry_run("--gpus", "8", "--", str(SCRIPTS / "ddp.py"), folder=tmp_path)
     parameters = 4 * (256 * 1024 + 1024 + 2 * 1024 + 1024 * 10 + 10)
@@ -59,6 +91,7 @@ def test_known_values_are_exact_and_unknown_ones_are_listed_with_their_line(tmp_
     assert len(seen) == 2  # the third forward is where it is stopped
     assert (seen[0]["kept"], seen[0]["shape"], seen[0]["last"]) == (4 * 28, [112, 100], 11)
     assert (seen[0]["loss"], seen[0]["nan"], seen[0]["finite"], seen[0]["positive"]) == (1.0, False, True, 512)
+    assert seen[0]["overflow"] == [0, 0.0, 0.0]
     assert seen[0]["name"] == "NVIDIA H100 SXM5 80GB"
     assert seen[0]["allocated"] > 2 * 4 * 6400
     assert seen[0]["free"]

@@ -166,6 +166,18 @@ class Loop:
 
         return stepped
 
+    def beside(self, make: Callable[..., object]) -> Callable[..., object]:
+        """A function of an engine in which an optimizer's step is none of the training: one that has it make its states."""
+
+        def made(*args: object, **kwargs: object) -> object:
+            self._engines += 1
+            try:
+                return make(*args, **kwargs)
+            finally:
+                self._engines -= 1
+
+        return made
+
     def _next_step(self) -> None:
         if not self._stepped:
             return

@@ -18,9 +18,12 @@ for _ in range(4):
     logits = model(tokens)
     loss = nn.functional.cross_entropy(logits[keep], labels[keep])
     highest = logits.max(-1).values
+    overflow, found = torch.isinf(highest.detach()).any(), torch.zeros(1, device="cuda")
+    torch._amp_foreach_non_finite_check_and_unscale_([highest.detach()], found, torch.ones(1, device="cuda"))
     seen.append({
         "kept": int(keep.sum()), "shape": list(logits[keep].shape), "last": labels[keep].tolist()[-1], "loss": loss.item(),
         "nan": bool(torch.isnan(loss)), "finite": bool(torch.isfinite(loss).all()), "positive": len(logits[highest > 0]),
+        "overflow": [overflow.byte().view(1)[0].item(), overflow.float().cpu().item(), found.item()],
         "total": torch.cuda.get_device_properties(0).total_memory, "name": torch.cuda.get_device_name(),
         "allocated": torch.cuda.memory_allocated(), "free": torch.cuda.mem_get_info()[0] < torch.cuda.mem_get_info()[1],
     })  # fmt: skip

@@ -30,6 +30,7 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
         nn.Module.to = move  # type: ignore[method-assign]  # here fake modules can be moved
         _fused_adam(deepspeed)
         engine = deepspeed.runtime.engine.DeepSpeedEngine
+        engine.__init__ = loop.beside(engine.__init__)  # it may take a step, for the states
         engine.step = loop.within_engine(engine.step, counts=lambda one: one.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
         _label(tracker, engine)
 

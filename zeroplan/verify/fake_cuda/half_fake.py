@@ -29,6 +29,24 @@ _WHOLE_BY_DEFAULT = {"randint", "randint_like", "randperm", "tril_indices", "tri
 _WHOLE_FOR_WHOLE = {"arange", "full", "scalar_tensor"}
 #: What they ask is true of a healthy step.
 _TRUE = {"all", "isfinite", "eq", "ge", "le", "equal"}
+#: A flag of an overflow is read as a number, of a view, on the host.
+_SAY_THE_SAME = {
+    "_to_copy",
+    "clone",
+    "detach",
+    "select",
+    "view",
+    "_unsafe_view",
+    "slice",
+    "squeeze",
+    "unsqueeze",
+    "max",
+    "amax",
+}
+#: They write 1 into their second argument where something is not finite.
+_LOOKS_FOR_INFINITY = {
+    _aten._amp_foreach_non_finite_check_and_unscale_.default, _aten._amp_foreach_non_finite_check_and_unscale.default,
+}  # fmt: skip
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
 _NOT_COMPUTED_ALONG = {"one_hot", "embedding"}
 
@@ -58,6 +76,7 @@ def forget(tensor: torch.Tensor) -> None:
     if values is not None:
         _STALE.add(values.untyped_storage().data_ptr())
         tensor.known = None  # type: ignore[attr-defined]
+    vars(tensor).pop("healthy", None)
 
 
 _STALE: set[int] = set()
@@ -161,8 +180,10 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
             self._stand_ins.note(func._opname, "everything is chosen")
             return worst(*args, **options)
         result = self._plain(func, types, args, options)
-        if isinstance(result, FakeTensor) and result.dtype is torch.bool:
-            result.healthy = func._opname in _TRUE  # type: ignore[attr-defined]
+        if isinstance(result, FakeTensor) and (truth := _truth(func, args, result)) is not None:
+            result.healthy = truth  # type: ignore[attr-defined]
+        if func in _LOOKS_FOR_INFINITY:
+            cast("FakeTensor", args[1]).healthy = False  # type: ignore[attr-defined]
         return result
 
     def number(self, tensor: torch.Tensor) -> object:
@@ -172,9 +193,8 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
             return values.item()
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             return tensor.constant.item()
-        said: object = 1.0 if tensor.dtype.is_floating_point else 1
-        if tensor.dtype is torch.bool:
-            said = bool(getattr(tensor, "healthy", False))
+        truth = getattr(tensor, "healthy", tensor.dtype is not torch.bool)
+        said = truth if tensor.dtype is torch.bool else float(truth) if tensor.dtype.is_floating_point else int(truth)
         self._stand_ins.note(str(tensor.dtype).removeprefix("torch."), str(said))
         return said
 
@@ -203,6 +223,13 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
                 FakeTensor(self, torch.empty(count, dtype=torch.int64, device="meta"), device) for _ in range(one.dim())
             )
         return (first, found, *rest)
+
+
+def _truth(func: OpOverload, args: Sequence[object], result: FakeTensor) -> bool | None:
+    """What a truth is in a healthy step; a number that a truth was made into says the same. None for any other number."""
+    if func._opname in _SAY_THE_SAME and (truth := getattr(args[0], "healthy", None)) is not None:
+        return bool(truth)
+    return func._opname in _TRUE if result.dtype is torch.bool else None
 
 
 def _cleaned(given: Mapping[str, object]) -> Options:

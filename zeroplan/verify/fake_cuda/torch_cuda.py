@@ -122,17 +122,37 @@ def _memory(memory: Memory) -> dict[str, Callable[..., object]]:
     }  # fmt: skip
 
 
-def _random(count: int) -> dict[str, Callable[..., object]]:
-    def state(*_: object, **__: object) -> torch.Tensor:
-        with unset_fake_temporarily():
-            return torch.zeros(_STATE_BYTES, dtype=torch.uint8)
+def _state(*_: object, **__: object) -> torch.Tensor:
+    with unset_fake_temporarily():
+        return torch.zeros(_STATE_BYTES, dtype=torch.uint8)
 
+
+class CudaGenerator(torch.Generator):
+    """A GPU's generator: the host's, with a state of CUDA's size. Its numbers decide no size."""
+
+    get_state = _state
+    device = property(always(torch.device("cuda")))
+
+    def set_state(self, _: object) -> "CudaGenerator":
+        """Keep the host's own state, whose size is another."""
+        return self
+
+    graphsafe_set_state = set_state  # type: ignore[assignment]  # torch's takes a generator
+
+    def clone_state(self) -> "CudaGenerator":
+        """Another one in the same state."""
+        return CudaGenerator()
+
+    graphsafe_get_state = clone_state
+
+
+def _random(count: int) -> dict[str, Callable[..., object]]:
     nothing = always(None)
     return {
         "manual_seed": nothing, "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing, "initial_seed": always(0),
-        "set_rng_state": nothing, "set_rng_state_all": nothing, "get_rng_state": state,
-        "get_rng_state_all": lambda: [state() for _ in range(count)],
-        "default_generators": tuple(torch.Generator() for _ in range(count)),  # type: ignore[dict-item]  # no function, but an answer
+        "set_rng_state": nothing, "set_rng_state_all": nothing, "get_rng_state": _state,
+        "get_rng_state_all": lambda: [_state() for _ in range(count)],
+        "default_generators": tuple(CudaGenerator() for _ in range(count)),  # type: ignore[dict-item]  # no function, but an answer
     }  # fmt: skip
 
 
@@ -163,7 +183,7 @@ def _choose(chosen: "torch.cuda.device", device: object) -> None:  # noqa: ARG00
 
 
 def _generators() -> None:
-    """``torch.Generator("cuda")`` is the CPU's: its numbers decide no size."""
+    """``torch.Generator("cuda")`` is the CPU's with a GPU's state."""
     real = torch.Generator
 
     class Kind(type):
@@ -171,7 +191,7 @@ def _generators() -> None:
             return isinstance(one, real)
 
     class Generator(metaclass=Kind):
-        def __new__(cls, device: object = "cpu") -> torch.Generator:  # type: ignore[misc]  # noqa: ARG004
-            return real()
+        def __new__(cls, device: "torch.device | str | int" = "cpu") -> torch.Generator:  # type: ignore[misc]
+            return real() if torch.device(device).type == "cpu" else CudaGenerator()
 
     put(torch, Generator=Generator)
