@@ -301,6 +301,7 @@ def _deepspeed(draw: Random, said: dict[str, Any], manner: str) -> DeepSpeedOpti
         "reduce_scatter": _mostly(draw, True, False),
         "compute_grad_norm": _mostly(draw, True, False) or stage not in (1, 2),
         "stage3_allgather_sequential": _mostly(draw, False, True),
+        "memory_efficient_linear": _mostly(draw, True, False) or manner in ("lora", "profile"),
         "torch_adam": _mostly(draw, False, True),
         "zero_init": _mostly(draw, True, False),
         "flatten_on_accelerator": _mostly(draw, True, False),

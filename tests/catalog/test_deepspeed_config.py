@@ -201,7 +201,6 @@ REFUSED: dict[str, Any] = {
     "zero_hpz_partition_size": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "node"}},
     "zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": "int8"}},
     "zero_quantized_nontrainable_weights": {"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
-    "memory_efficient_linear": {"zero_optimization": {"stage": 3, "memory_efficient_linear": False}},
     "round_robin_gradients": {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
     "mics_shard_size": {"zero_optimization": {"stage": 3, "mics_shard_size": 4}},
     "activation_checkpointing.partition_activations": {"activation_checkpointing": {"partition_activations": True}},
@@ -280,6 +279,11 @@ def test_numbers_that_json_writes_with_a_point_are_whole(resolved: Callable[...,
 )
 def test_what_is_off_is_left_alone(resolved: Callable[..., Resolved], harmless: dict[str, Any]):
     assert resolved(harmless, seq_len=128).notes == ()
+
+
+@pytest.mark.parametrize(("said", "kept"), [({}, True), ({"memory_efficient_linear": False}, False)])
+def test_whose_linear_runs_is_read(resolved: Callable[..., Resolved], said: dict[str, Any], kept: bool):
+    assert resolved({"zero_optimization": {"stage": 3, **said}}).job.recipe.deepspeed.memory_efficient_linear is kept
 
 
 def test_zero_plus_plus_is_read(resolved: Callable[..., Resolved]):

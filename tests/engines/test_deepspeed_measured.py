@@ -53,6 +53,7 @@ STREAMING = {
     "stage3_prefetch_bucket_size": 50_000,
     "stage3_param_persistence_threshold": 1000,
 }
+OF_TORCH = {"memory_efficient_linear": False}
 PHASES = {
     "init": (Phase.INIT,),
     "forward": (Phase.FORWARD, Phase.LOSS),
@@ -141,6 +142,10 @@ CASES = {
     "stage 3, three ranks, default bucket": Case(LLAMA, recipe(3, {"reduce_bucket_size": 500_000_000}), n_ranks=3),
     "stage 3, nothing kept": Case(LLAMA, recipe(3, IDEAL)),
     "stage 3, nothing kept, recomputed": Case(LLAMA, recipe(3, IDEAL, recompute="full"), excess=0.02),
+    "stage 3, nothing kept, torch's linear": Case(LLAMA, recipe(3, IDEAL | OF_TORCH)),
+    "stage 3, torch's linear, tied head": Case(
+        replace(TIED, vocab_size=20_000), recipe(3, IDEAL | OF_TORCH), n_ranks=16, batch=BatchSpec(seq_len=8)
+    ),
     "stage 3, some persistent, accumulating": Case(
         WIDE, recipe(3, STREAMING | {"stage3_param_persistence_threshold": 40_000}), batch=twice(seq_len=4), excess=0.02
     ),

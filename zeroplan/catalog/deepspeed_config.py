@@ -374,7 +374,7 @@ _ZERO_REFUSED: dict[str, object] = {
     "cpu_offload": None, "cpu_offload_param": None, "zenflow": None,
     "zero_quantized_nontrainable_weights": None,
     "mics_shard_size": -1, "mics_hierarchical_params_gather": None, "leaf_module": None,
-    "parameter_alignment": None, "round_robin_gradients": None, "legacy_stage1": None, "memory_efficient_linear": True,
+    "parameter_alignment": None, "round_robin_gradients": None, "legacy_stage1": None,
     "allgather_partitions": True, "use_multi_rank_bucket_allreduce": True, "stage3_module_granularity_threshold": 0,
     "module_granularity_threshold": 0, "stage3_use_all_reduce_for_fetch_params": None, "use_all_reduce_for_fetch_params": None,
     "save_muon_momentum_buffer_in_memory": None,

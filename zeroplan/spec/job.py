@@ -190,6 +190,8 @@ class JobSpec(Spec):
             raise SpecError(f"engine {recipe.engine!r} does not take a profile; use fsdp2, ddp or deepspeed")
         if recipe.engine == "deepspeed" and recipe.offloads:
             raise SpecError("offload with engine 'deepspeed' and a profile is not modelled; leave one of them out")
+        if recipe.keeps_gathered_linears:
+            raise SpecError("memory_efficient_linear false with a profile is not modelled; use true, or a lower stage")
         if recipe.loss != "full":
             raise SpecError(
                 f"loss={recipe.loss!r} with a profile is not modelled: the module was traced with its own loss; leave it out"
@@ -212,6 +214,7 @@ class JobSpec(Spec):
             (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
             (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
             (recipe.deepspeed.grad_accum_dtype == "fp32" and "grad_accum_dtype 'fp32'", "'param'"),
+            (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
         ):
             if asked:
                 raise SpecError(f"LoRA with {asked} is not modelled yet; use {instead}")

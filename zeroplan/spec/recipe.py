@@ -140,6 +140,9 @@ class DeepSpeedOptions(Spec):
     """A parameter that is used again within so many elements is not released."""
     stage3_allgather_sequential: bool = False
     """Parameters are gathered one by one instead of in flat groups."""
+    memory_efficient_linear: bool = True
+    """Stage 3: False leaves torch's own ``linear`` in place, which keeps a layer's gathered weight from its forward to its
+    backward; so did DeepSpeed before July 2026 in a model that was not built under ``zero.Init``."""
     zero_hpz_partition_size: Degree = 1
     """ZeRO++: ranks, as a rule those of a node, that hold a second copy of the weights from the forward to the optimizer's step."""
     zero_quantized_weights: bool = False
@@ -241,6 +244,11 @@ class RecipeSpec(Spec):
     def wraps_one_rank(self) -> bool:
         """Whether engine ddp wraps the model of a single rank."""
         return self.ddp.wrap_one_rank or self.ddp.gradient_as_bucket_view
+
+    @property
+    def keeps_gathered_linears(self) -> bool:
+        """Whether torch's ``linear`` runs on weights that DeepSpeed gathers, and keeps them for the backward."""
+        return self.engine == "deepspeed" and self.zero_stage == 3 and not self.deepspeed.memory_efficient_linear
 
     @property
     def offloads(self) -> bool:

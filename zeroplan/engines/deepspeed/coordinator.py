@@ -89,7 +89,7 @@ class _Replay:
         later: bool = False,
     ) -> None:
         whole, options = one.whole, one.options
-        steps = trace(whole, again=one.recompute == "full")
+        steps = trace(whole, again=one.recompute == "full", linears_of_torch=not options.memory_efficient_linear)
         self.numel = [each.end - each.start for each in whole.placed]
         self.frozen = [each.parameter.frozen for each in whole.placed]
         self.profiled = whole.model.profile is not None

@@ -21,6 +21,7 @@ from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
 from zeroplan.engines.deepspeed.stage3.reducing import flush_moment, highest_flushes, reduce_lines, taken_beside
 from zeroplan.engines.deepspeed.stage12_lines import waiting
+from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Line, Moment, Phase
 from zeroplan.transformer.blocks import BackwardPoint
 
@@ -203,8 +204,21 @@ def _end(job: Job, these: Passes) -> tuple[Moment, ...]:
     around = (*these.head.at_embedding, *these.output, held, *staying_lines(job, -1, -1))
     gathering = gathered_line(job, job.trace.embedding)
     waits = () if job.recipe.deepspeed.contiguous_gradients else (_waiting(job, -1, _NOWHERE),)
+    gradients = (*waits, embedding, *tied_head_lines(job))
     return (
         Moment("embedding gathered for its backward", at.phase, (*at.lines, gathering, *waits, *tied_head_lines(job))),
-        Moment(at.name, at.phase, (*at.lines, held, *waits, embedding, *tied_head_lines(job), *staying_lines(job, -1, -1))),
+        Moment(at.name, at.phase, (*at.lines, held, *gradients, *staying_lines(job, -1, -1))),
+        *_sum_of_tied(job, (*around, *gradients)),
         Moment("end of backward: last bucket reduced", Phase.BACKWARD, (*around, *reduce_lines(job, last))),
     )
+
+
+def _sum_of_tied(job: Job, alive: tuple[Line, ...]) -> Iterator[Moment]:
+    """Yield the moment of a third tensor beside both gradients of a tied head that torch's ``linear`` multiplied with.
+
+    DeepSpeed's own ``linear`` gives autograd a tensor to which the embedding's gradient is added in place; torch's gives a view.
+    """
+    if job.recipe.keeps_gathered_linears and has_tied_head(job.whole):
+        elements, reason = embedding_elements(job.whole), "sum of the embedding's and the tied head's"
+        total = gradient_line(job, elements, reason, embedding_symbol(job.whole))._replace(source=INPUT_BUFFER)
+        yield Moment("sum of the embedding's and the tied head's gradient", Phase.BACKWARD, (*alive, total))
