@@ -84,15 +84,16 @@ class _Run:
 
     def _patch(self, task: DryRunTask) -> None:
         from zeroplan.dryrun import checkpoints, launchers, process_group, torch_around  # noqa: PLC0415
-        from zeroplan.dryrun.libraries import bitsandbytes, ddp, deepspeed, fsdp1, fsdp2, transformers, triton  # noqa: PLC0415
+        from zeroplan.dryrun.libraries import bitsandbytes, ddp, deepspeed, fsdp1, fsdp2, megatron, transformers, triton  # noqa: PLC0415
         from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
 
         process_group.make_groups_fake()
         launchers.run_ranks_here(task)
         torch_around.change_torch(self.stand_ins)
         AfterImport(
-            checkpoints.PATCHES | bitsandbytes.PATCHES | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker)
-            | fsdp1.patches(self.tracker) | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop)
+            checkpoints.PATCHES | bitsandbytes.PATCHES | megatron.PATCHES | transformers.PATCHES | triton.PATCHES
+            | ddp.patches(self.tracker) | fsdp1.patches(self.tracker) | fsdp2.patches(self.tracker)
+            | deepspeed.patches(self.tracker, self.loop)
         ).install()  # fmt: skip
         self.loop.watch()
 

@@ -14,7 +14,7 @@ from zeroplan.errors import ZeroplanError
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 
 _HERE = str(Path(__file__).parent)
-_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def failure(error: BaseException) -> Failed:
@@ -28,6 +28,12 @@ def failure(error: BaseException) -> Failed:
             whose="here",
             text=f"operator {error.func} depends on the values of tensors{at}, and tensors on the fake GPU have none; leave it out "
             f"for the dry run, or run the script on a GPU",
+        )
+    if isinstance(error, UnsupportedOperatorException):
+        return Failed(
+            whose="here",
+            text=f"operator {error.func}{at} has no kernel for tensors without bytes; register one with "
+            f"torch.library.register_fake, leave it out for the dry run, or run the script on a GPU",
         )
     if isinstance(error, SystemExit):
         return Failed(

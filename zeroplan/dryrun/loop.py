@@ -89,7 +89,7 @@ class Loop:
         """Learn the names of a model's parts, and whose its parameters are."""
         self._roots.add(id(root))
         self._tracker.learn_modules(root)
-        self._tracker.own((*root.parameters(), *root.buffers()))
+        self._tracker.own((*nn.Module.parameters(root), *nn.Module.buffers(root)))
         self._models.append(weakref.ref(root))
         if _reduces_elsewhere(root):
             self._tracker.gradients_are(Kind.UNSHARDED_GRADIENTS)

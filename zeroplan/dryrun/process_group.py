@@ -7,7 +7,9 @@ objects is what this rank says, since all run the same program.
 import os
 from collections.abc import Callable, MutableSequence
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +37,21 @@ def make_groups_fake() -> None:
     if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it, and torch 2.13 has none yet: a timeout takes no memory
         dist.set_timeout = always(None)  # type: ignore[attr-defined]
     _reduce_buckets_at_once()
+    _coalesce()
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""Kernels are there as long as their library."""
+_COALESCED = ("allreduce_coalesced_", "reduce_scatter_tensor_coalesced_", "allgather_into_tensor_coalesced_")
+"""Several collectives as one: NCCL works in place on the tensors given, and torch has no kernel for tensors without bytes."""
+
+
+def _coalesce() -> None:
+    library = torch.library.Library("c10d", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    for name in _COALESCED:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", "Meta"):
+            library.impl(name, lambda *_, **__: FakeWork().boxed())  # type: ignore[no-untyped-call]
+    _LIBRARIES.append(library)
 
 
 def _init(start: Callable[..., None]) -> Callable[..., None]:

@@ -18,6 +18,9 @@ def main() -> None:
     loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data), num_workers=2, pin_memory=True)
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.LayerNorm(1024), nn.Linear(1024, 10)).to(rank)
     wrapped = DistributedDataParallel(model, device_ids=[rank])
+    wrapped.buffers = []  # as Megatron-Core's wrapper has them
+    generator = torch.cuda.default_generators[rank]
+    generator.set_state(generator.get_state())
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cuda")
     for epoch in range(3):
@@ -31,6 +34,9 @@ def main() -> None:
             nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
             scaler.step(optimizer)
             scaler.update()
+        with dist._coalescing_manager():
+            for buffer in (torch.zeros(4, device=rank), torch.zeros(8, device=rank)):
+                dist.all_reduce(buffer)
         torch.save(model.state_dict(), "checkpoint.pt")
     dist.destroy_process_group()
 

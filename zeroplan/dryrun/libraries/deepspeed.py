@@ -11,6 +11,7 @@ from torch import nn
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
 from zeroplan.dryrun.stood_in import note
+from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.verify.replaced import put
@@ -28,19 +29,19 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
         move = nn.Module.to
         _OPEN.enter_context(answers(DeepSpeedOptions()))
         nn.Module.to = move  # type: ignore[method-assign]  # here fake modules can be moved
-        _fused_adam(deepspeed)
+        _adams(deepspeed)
         engine = deepspeed.runtime.engine.DeepSpeedEngine
         engine.__init__ = loop.beside(engine.__init__)  # it may take a step, for the states
         engine.step = loop.within_engine(engine.step, counts=lambda one: one.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
         _label(tracker, engine)
 
-    return {"deepspeed": patch}
+    return {"deepspeed": patch, "deepspeed.runtime.pipe.engine": _later_stages}
 
 
-def _fused_adam(deepspeed: ModuleType) -> None:
-    """DeepSpeed's fused Adam is a kernel that is compiled on a GPU; torch's fused one holds and takes the same."""
+def _adams(deepspeed: ModuleType) -> None:
+    """DeepSpeed's Adams are kernels that it compiles, one for the GPU and one for the host; torch's fused one holds the same."""
     from deepspeed.ops import adam  # noqa: PLC0415
-    from deepspeed.runtime.zero import utils  # noqa: PLC0415
+    from deepspeed.runtime.zero import stage3, stage_1_and_2, utils  # noqa: PLC0415
 
     class FusedAdam(torch.optim.AdamW):
         """``deepspeed.ops.adam.FusedAdam``'s arguments."""
@@ -52,9 +53,34 @@ def _fused_adam(deepspeed: ModuleType) -> None:
             note("DeepSpeed's FusedAdam", "torch's fused AdamW, which holds the same")
             super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)  # type: ignore[arg-type]
 
-    utils.ZERO_SUPPORTED_OPTIMIZERS.append(FusedAdam)
-    put(adam, FusedAdam=FusedAdam)
-    put(deepspeed.runtime.engine, FusedAdam=FusedAdam)
+    class DeepSpeedCPUAdam(torch.optim.AdamW):
+        """``deepspeed.ops.adam.DeepSpeedCPUAdam``'s arguments (``cpu_adam.py``, 0.19): two states in fp32 on the host."""
+
+        def __init__(
+            self, model_params: object, lr: float = 1e-3, bias_correction: bool = True, betas: tuple[float, float] = (0.9, 0.999),  # noqa: ARG002, FBT001, FBT002
+            eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, adamw_mode: bool = True,  # noqa: ARG002, FBT001, FBT002
+            fp32_optimizer_states: bool = True, **_: object,  # noqa: FBT001, FBT002
+        ) -> None:  # fmt: skip
+            if not fp32_optimizer_states:
+                raise SpecError("DeepSpeedCPUAdam with fp32_optimizer_states=False has no double yet; leave that argument out")
+            note("DeepSpeed's CPUAdam", "torch's fused AdamW on the host, which holds the same")
+            super().__init__(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)  # type: ignore[arg-type]
+
+    utils.ZERO_SUPPORTED_OPTIMIZERS += [FusedAdam, DeepSpeedCPUAdam]
+    for owner in (adam, deepspeed.runtime.engine, stage3, stage_1_and_2):
+        put(owner, **{one.__name__: one for one in (FusedAdam, DeepSpeedCPUAdam) if hasattr(owner, one.__name__)})
+
+
+def _later_stages(module: ModuleType) -> None:
+    """A stage of a pipeline is sent the shapes of what it receives (``runtime/pipe/engine.py``, ``_recv_tensor_meta``, 0.19)."""
+
+    def refused(engine: Any, *_: object) -> None:  # noqa: ANN401  DeepSpeed has no types
+        raise SpecError(
+            f"rank {engine.global_rank} is stage {engine.stage_id} of DeepSpeed's pipeline, and only the stage before it knows the "
+            f"shapes that it sends; name a rank of the first stage (--as-rank 0)"
+        )
+
+    put(module.PipelineEngine, _recv_tensor_meta=refused)
 
 
 def _label(tracker: Tracker, engine: type) -> None:
