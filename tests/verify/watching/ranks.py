@@ -1,6 +1,7 @@
 """Every engine, one after the other, in real ranks over gloo and as each rank of a fake group: a process for each rank.
 
-Run as ``python -m tests.verify.watching.ranks FOLDER``; there, ``TRANSPORT-RANKS-RANK.json`` says what each case took.
+Run as ``python -m tests.verify.watching.ranks FOLDER torch`` (or ``deepspeed``, which patches torch for good); in the folder,
+``TRANSPORT-RANKS-RANK.json`` says what each case took.
 The processes are forks of one that has imported all there is to import, which is what takes the time.
 """
 
@@ -10,7 +11,6 @@ import os
 import sys
 import traceback
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, RecipeSpec
 
 STEPS = 3
 #: Four are split both ways, into replicas and by tensors, too.
-RANKS = (2, 4) if every_case() else (4,)
+RANKS = {"torch": (2, 4) if every_case() else (4,), "deepspeed": (2, 4) if every_case() else (2,)}
 GPT2 = model("gpt2")
 SPLIT = ModelSpec(
     family="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -39,7 +39,7 @@ def _job(engine: str, stage: int, *, accumulate: int = 1, **recipe: Any) -> JobS
 
 
 _SMALL = DeepSpeedOptions(reduce_bucket_size=40_000)
-CASES = {
+_TORCH = {
     "fsdp2, stage 3": _job("fsdp2", 3),
     "fsdp2, stage 2, accumulation without reduction": _job("fsdp2", 2, accumulate=2, sync_every_micro_batch=False),
     "fsdp2, two replicas": _job("fsdp2", 3, precision="fp32"),
@@ -47,18 +47,17 @@ CASES = {
     "ddp": _job("ddp", 0),
     "ddp, bucket views, accumulation": _job("ddp", 0, accumulate=2, ddp=DdpOptions(gradient_as_bucket_view=True)),
     "ddp, stage 1": _job("ddp", 1, precision="bf16"),
-    **(
-        {f"deepspeed, stage {stage}": _job("deepspeed", stage, deepspeed=_SMALL) for stage in (0, 1, 2, 3)}
-        if find_spec("deepspeed")
-        else {}
-    ),
 }
+_DEEPSPEED = {f"deepspeed, stage {stage}": _job("deepspeed", stage, deepspeed=_SMALL) for stage in (0, 1, 2, 3)}
+CASES = {"torch": _TORCH, "deepspeed": _DEEPSPEED}
 
 
 def on(name: str, ranks: int) -> JobSpec:
     """Return a case on so many ranks."""
     replicas, tensor = 2 if "replicas" in name else 1, 2 if "tensor" in name else 1
-    return replace(CASES[name], mesh=MeshSpec(dp_shard=ranks // (replicas * tensor), dp_replicate=replicas, tp=tensor))
+    return replace(
+        (_TORCH | _DEEPSPEED)[name], mesh=MeshSpec(dp_shard=ranks // (replicas * tensor), dp_replicate=replicas, tp=tensor)
+    )
 
 
 def can_be(name: str, rank: int) -> bool:
@@ -69,32 +68,32 @@ def can_be(name: str, rank: int) -> bool:
     return rank == 0 or name != "deepspeed, stage 3"
 
 
-def main(folder: Path) -> None:
-    """Measure every case on every rank."""
+def main(folder: Path, library: str) -> None:
+    """Measure every case of a library's engines on every rank."""
     import torch
     import torch._dynamo  # optimizers ask for it in their first step
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import zeroplan.verify.backends.cpu
 
-    if find_spec("deepspeed"):
+    if library == "deepspeed":
         import zeroplan.verify.training.deepspeed  # noqa: F401
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
-    for ranks in RANKS:
+    for ranks in RANKS[library]:
         for transport in ("gloo", "fake"):
-            children = [_child(folder, transport, ranks, rank) for rank in range(ranks)]
+            children = [_child(folder, library, transport, ranks, rank) for rank in range(ranks)]
             codes = [os.waitpid(child, 0)[1] for child in children]
             if any(codes):
                 sys.exit(f"ranks of {transport} on {ranks} ended with {codes}")
 
 
-def _child(folder: Path, transport: str, ranks: int, rank: int) -> int:
+def _child(folder: Path, library: str, transport: str, ranks: int, rank: int) -> int:
     child = os.fork()
     if not child:
         try:
-            answer = _answer(transport, ranks, rank, folder / f"store-{ranks}")
+            answer = _answer(CASES[library], transport, ranks, rank, folder / f"store-{ranks}")
             (folder / f"{transport}-{ranks}-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
         except BaseException:  # noqa: BLE001  whatever it is, the process must not go on as its parent
             traceback.print_exc()
@@ -103,7 +102,7 @@ def _child(folder: Path, transport: str, ranks: int, rank: int) -> int:
     return child
 
 
-def _answer(transport: Any, ranks: int, rank: int, store: Path) -> dict[str, object]:
+def _answer(cases: dict[str, JobSpec], transport: Any, ranks: int, rank: int, store: Path) -> dict[str, object]:
     from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
     from zeroplan.verify.watching.cycles import collected_when_told
@@ -113,7 +112,7 @@ def _answer(transport: Any, ranks: int, rank: int, store: Path) -> dict[str, obj
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), **meeting)
     met = FileStore(str(store), ranks) if transport == "gloo" else HashStore()
     log = join(transport, met, rank=rank, ranks=ranks, timeout_s=100)
-    names = [name for name in CASES if transport == "gloo" or can_be(name, rank)]
+    names = [name for name in cases if transport == "gloo" or can_be(name, rank)]
     with collected_when_told():  # once for all runs, each of which collects many times
         return {name: _figures(_measured(name, ranks, rank, transport, log)) for name in names}
 
@@ -177,4 +176,4 @@ def _figures(measured: Measurement) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])
