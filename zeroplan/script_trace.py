@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Phase
+from zeroplan.script_profile import ScriptProfile
 from zeroplan.script_run import DryRun
 from zeroplan.spec.base import CountOrZero, Range, Spec
 
@@ -129,12 +130,13 @@ def live_bytes(moments: int, n_bytes: Sequence[int], born: Sequence[int], died: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun(Spec):
-    """A dry run with its trace, or without one where nobody wanted it."""
+    """A dry run with its trace and a profile of its model, or without them where nobody wanted them."""
 
     content: Literal["zeroplan dryrun"] = "zeroplan dryrun"
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
     run: DryRun
     trace: Trace | None = None
+    general: ScriptProfile | None = None
 
 
 def as_data(spec: object) -> dict[str, object]:

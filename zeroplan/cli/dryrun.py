@@ -55,6 +55,16 @@ def dryrun_command(
     save: Annotated[
         str | None, _flag("--save", "FILE", "Keep the run with every block of memory; .gz compresses it.", panel=_OUTPUT)
     ] = None,
+    profile: Annotated[
+        str | None,
+        _flag(
+            "--profile",
+            "own|all",
+            "Save a profile of the model, too, for --from-run of estimate, advise and plan: as the script "
+            "executes it, or for other engines and recomputation as well.",
+            panel=_OUTPUT,
+        ),
+    ] = None,
     against: Annotated[
         str | None, _flag("--against", "FILE", "Say what changed since a saved run, in place of the answer.", panel=_OUTPUT)
     ] = None,
@@ -75,12 +85,14 @@ def dryrun_command(
     """
     sizes, wanted = unit_named(unit), Wanted(save, snapshot, trace, force)
     wanted.refuse()
+    _refuse_profile(profile, save)
     before = None if against is None else saved_at(against)
     if show is not None:
         found = show_saved(show, command)
     else:
         task = _task(read_command(command or []), gpus, gpu, per_node, rank, steps)
-        found = _run(replace(task, traced=bool(wanted.named or before)), _seconds(timeout), quiet=quiet)
+        task = replace(task, traced=bool(wanted.named or before), profiled=profile)  # type: ignore[arg-type]  # it is one of two
+        found = _run(task, _seconds(timeout), quiet=quiet)
     wanted.write(found)
     if before is not None:
         typer.echo(_changed(before, found, str(against), sizes, as_json=as_json))
@@ -89,6 +101,13 @@ def dryrun_command(
     from zeroplan.report.dryrun import fits  # noqa: PLC0415  start-up is part of every command's time
 
     return NO if check and not fits(found.run) else 0
+
+
+def _refuse_profile(profile: str | None, save: str | None) -> None:
+    if profile not in (None, "own", "all"):
+        raise SpecError(f"--profile {profile!r} is none of own, all")
+    if profile is not None and save is None:
+        raise SpecError(f"--profile {profile} goes into the file of a saved run; add --save FILE")
 
 
 def _answered(run: "DryRun", sizes: Unit, *, verbose: bool, as_json: bool) -> str:

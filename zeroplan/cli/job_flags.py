@@ -8,17 +8,23 @@ import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
+from zeroplan.cli import say
 from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve import Request, Resolved, own_folder, resolve, with_fetched
 from zeroplan.settings import with_setting
 from zeroplan.spec.base import largest
 from zeroplan.units import parse_count, parse_tokens
+
+if TYPE_CHECKING:
+    from zeroplan.from_run import FromRun
+    from zeroplan.spec.job import JobSpec
 
 
 class _Flag(NamedTuple):
@@ -138,6 +144,7 @@ def _with_flags(command: Callable[..., int | None], name_of_job: str, read: _Rea
         *first,
         _job_file(),
         *(_parameter(flag) for flag in FLAGS),
+        _from_run_parameter(),
         _set_parameter(),
         _keyword("catalog", Catalog, None),
         *(parameter for parameter in own if parameter not in first),
@@ -174,6 +181,12 @@ def _parameter(flag: _Flag) -> inspect.Parameter:
     return _keyword(flag.field, Annotated[str | None, option], None)
 
 
+def _from_run_parameter() -> inspect.Parameter:
+    help_text = "A saved dry run of your own script (`zeroplan dryrun --save FILE --profile own`); flags override its settings."
+    option = typer.Option("--from-run", metavar="FILE", help=help_text, rich_help_panel=_MODEL, show_default=False)
+    return _keyword("from_run", Annotated[str | None, option], None)
+
+
 def _set_parameter() -> inspect.Parameter:
     help_text = "An engine's own option, as deepspeed.reduce_bucket_size=5e7 or fsdp2.reshard_after_forward=8; repeatable."
     option = typer.Option("--set", metavar="KEY=VALUE", help=help_text, rich_help_panel=_RECIPE, show_default=False)
@@ -181,32 +194,56 @@ def _set_parameter() -> inspect.Parameter:
 
 
 class Asked(NamedTuple):
-    """What was said of a job: flags over a job file, the user's own catalogue, the engine's options that were set one by one."""
+    """What was said of a job: flags over a job file or a run, the user's own catalogue, the engine's options set one by one."""
 
     request: Request
     extra: Path | None
     chosen: tuple[str, ...]
+    run: "FromRun | None" = None
+
+    def how_sure(self, job: "JobSpec") -> tuple[str, ...]:
+        """What must be known of an answer that comes from a run; empty where none does."""
+        return () if self.run is None else self.run.how_sure(job)
 
 
 def _resolved(given: dict[str, object]) -> Resolved:
     asked = _asked(given)
-    return resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
+    found = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
+    return found._replace(notes=(*asked.how_sure(found.job), *found.notes))
 
 
 def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Asked:
-    catalog = given.pop("catalog")
+    catalog, from_run = given.pop("catalog"), given.pop("from_run")
     settings = given.pop("settings")
     settings = settings if isinstance(settings, (list, tuple)) else []
     job_file = given.pop("job_file")
     said = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
-    request = _from_file(str(job_file), read_file) if job_file is not None else Request()
-    request = request.overridden_by(Request(**said))  # type: ignore[arg-type]  # Request checks every field
+    stated = Request(**said)  # type: ignore[arg-type]  # Request checks every field
+    run = None if from_run is None else _run(str(from_run), said, job_file)
+    if run is not None:
+        request = run.overridden_by(stated)
+    else:
+        request = (_from_file(str(job_file), read_file) if job_file is not None else Request()).overridden_by(stated)
     extra = folder(None if catalog is None else str(catalog))
     request = _looked_up(request, extra) if "model" in said else request
     for setting in settings:
         request = with_setting(request, str(setting))
     chosen = tuple(str(setting).partition("=")[0].removeprefix("deepspeed.") for setting in settings)
-    return Asked(request, extra, chosen)
+    return Asked(request, extra, chosen, run)
+
+
+def _run(path: str, said: dict[str, object], job_file: object) -> "FromRun":
+    """The run at a path; SpecError where something else says what is trained, too."""
+    other = next((name for name in (*WAYS_TO_NAME, "from_file", "deepspeed_config") if name in said), None)
+    if other is not None or job_file is not None:
+        flag = f"--{other.removesuffix('_file').replace('_', '-')}" if other else f"job file {str(job_file)!r}"
+        raise SpecError(f"--from-run {path!r} and {flag} both say what is trained; leave one of them out")
+    from zeroplan.from_run import FromRun  # noqa: PLC0415  only this flag pays for it
+    from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415
+
+    run = FromRun(read_saved(Path(path)), path)
+    say(run.remainder)
+    return run
 
 
 def _looked_up(request: Request, extra: Path | None) -> Request:

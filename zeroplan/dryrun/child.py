@@ -10,14 +10,15 @@ import runpy
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.errors import ZeroplanError
-from zeroplan.script_trace import as_data
+from zeroplan.script_trace import SavedRun, as_data
 from zeroplan.spec.base import Spec, read
 
 
@@ -48,13 +49,32 @@ def _answer(task: DryRunTask, began: float) -> Spec:
     run, target = _prepared(task), str(Path(task.target).absolute())
     from zeroplan.dryrun.answer import answer  # noqa: PLC0415  it imports torch, which has its order
 
-    def found() -> Spec:
+    def found() -> SavedRun:
         run.tracker.close()
         return answer(task, run.tracker, run.loop, run.stand_ins, began=began, target=target)
 
-    run.loop.end_now = lambda: _end(task, found)
+    run.loop.end_now = lambda: _end(task, lambda: _without_profile(found(), run))
     run(lambda: _run_script(task))
-    return found()
+    return _with_profile(found(), run, task)
+
+
+def _without_profile(found: SavedRun, run: "_Run") -> SavedRun:
+    from zeroplan.script_profile import ScriptProfile  # noqa: PLC0415  see _answer
+
+    if run.observer is None:
+        return found
+    return replace(found, general=ScriptProfile(unknown="the script goes on after its steps are taken, which ends its process"))
+
+
+def _with_profile(found: SavedRun, run: "_Run", task: DryRunTask) -> SavedRun:
+    """The answer, with the profile of the script's model where it is wanted: the script is over, and its model may be changed."""
+    if run.observer is None:
+        return found
+    from zeroplan.dryrun.profiled.made import script_profile  # noqa: PLC0415  see _answer
+
+    with run.fakes():
+        general = script_profile(run.observer, task, init_peak_bytes=found.run.initialisation.peak_bytes)
+    return replace(found, general=general)
 
 
 class _Run:
@@ -63,7 +83,9 @@ class _Run:
     def __init__(self, task: DryRunTask) -> None:
         from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415
         from zeroplan.dryrun.loop import Loop  # noqa: PLC0415
+        from zeroplan.dryrun.profiled.observer import Observer  # noqa: PLC0415
         from zeroplan.dryrun.watcher import ScriptTracker  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.half_fake import HalfFakes  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.memory import Memory  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.stand_ins import StandIns  # noqa: PLC0415
 
@@ -72,7 +94,9 @@ class _Run:
         self.stand_ins = StandIns()
         self._install(task, memory)
         self.tracker = ScriptTracker(memory, expandable_segments=_expandable())
-        self.loop = Loop(self.tracker, task.steps)
+        self.observer = Observer() if task.profiled else None
+        self.loop = Loop(self.tracker, task.steps, self.observer)
+        self._fakes = HalfFakes(self.stand_ins)
         self._patch(task)
 
     def _install(self, task: DryRunTask, memory: "object") -> None:
@@ -100,21 +124,9 @@ class _Run:
     def __call__(self, script: Callable[[], None]) -> None:
         """Run the script until its steps are taken or it ends. What it raises after its steps says nothing."""
         from zeroplan.dryrun.threads import watch_threads  # noqa: PLC0415
-        from zeroplan.verify.fake_cuda.half_fake import HalfFakes  # noqa: PLC0415
-        from zeroplan.verify.fake_cuda.kernels import decisions  # noqa: PLC0415
-        from zeroplan.verify.pretended import fake_tensors  # noqa: PLC0415
-        from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels  # noqa: PLC0415
-        from zeroplan.verify.pretended.reducer import readable_bookkeeping  # noqa: PLC0415
 
-        fakes = HalfFakes(self.stand_ins)
-        answers = (
-            fake_tensors._chunks_as_wanted(), fake_tensors._grouped_products(), fake_tensors._no_samples(), optimizer_kernels(),
-            readable_bookkeeping(self.tracker), decisions(), fakes, self.tracker,
-        )  # fmt: skip
-        with ExitStack() as stack:
-            for answer in answers:
-                stack.enter_context(answer)
-            watch_threads((fakes, self.tracker), self.loop.end_now)
+        with self.fakes(), self.tracker:
+            watch_threads((self._fakes, self.tracker), self.loop.end_now)
             try:
                 script()
             except BaseException as error:
@@ -123,6 +135,24 @@ class _Run:
             finally:
                 self.loop.finish()
                 self.tracker.close()
+        self.loop.deaf = True
+
+    @contextmanager
+    def fakes(self) -> Iterator[None]:
+        """Every tensor is fake inside, or half fake, and libraries do with it what they do with a real one."""
+        from zeroplan.verify.fake_cuda.kernels import decisions  # noqa: PLC0415
+        from zeroplan.verify.pretended import fake_tensors  # noqa: PLC0415
+        from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels  # noqa: PLC0415
+        from zeroplan.verify.pretended.reducer import readable_bookkeeping  # noqa: PLC0415
+
+        answers = (
+            fake_tensors._chunks_as_wanted(), fake_tensors._grouped_products(), fake_tensors._no_samples(), optimizer_kernels(),
+            readable_bookkeeping(self.tracker), decisions(), self._fakes,
+        )  # fmt: skip
+        with ExitStack() as stack:
+            for answer in answers:
+                stack.enter_context(answer)
+            yield
 
 
 def _prepared(task: DryRunTask) -> _Run:

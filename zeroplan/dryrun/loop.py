@@ -17,8 +17,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zeroplan.dryrun.profiled.observer import Observer
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.ledger import Kind, Phase
+from zeroplan.verify.nested import tensors_in
 
 _PATIENCE = 10
 """So many times the steps are taken where an optimizer does not come to its own."""
@@ -31,8 +33,10 @@ class StepsDone(BaseException):
 class Loop:
     """Tells a tracker the phases of a training loop that says nothing."""
 
-    def __init__(self, tracker: ScriptTracker, steps: int) -> None:
-        self._tracker, self._steps = tracker, steps
+    def __init__(self, tracker: ScriptTracker, steps: int, observer: Observer | None = None) -> None:
+        self._tracker, self._steps, self._observer = tracker, steps, observer
+        self.deaf = False
+        """Whether what runs is no part of the script any more."""
         self._phase = Phase.INIT
         self._modules = self._backwards = self._engines = self._optimizers = 0
         self._stepped = self._over = False
@@ -72,9 +76,13 @@ class Loop:
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def _forward_begins(self, module: nn.Module, _args: object) -> None:
+        if self.deaf:
+            return
         if self._over:  # a script that caught the stop goes on
             self.end_now()
         self._modules += 1
+        if self._backwards and self._observer is not None:
+            self._observer.recomputes = True
         if self._modules > 1 or self._backwards or not module.training or not torch.is_grad_enabled():
             return
         if next(module.parameters(), None) is None:
@@ -91,6 +99,8 @@ class Loop:
         self._tracker.learn_modules(root)
         self._tracker.own((*nn.Module.parameters(root), *nn.Module.buffers(root)))
         self._models.append(weakref.ref(root))
+        if self._observer is not None:
+            self._observer.meet(root)
         if _reduces_elsewhere(root):
             self._tracker.gradients_are(Kind.UNSHARDED_GRADIENTS)
 
@@ -101,9 +111,14 @@ class Loop:
 
     def _in_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
         def begins(*args: object, **kwargs: object) -> None:
+            if self.deaf:
+                backward(*args, **kwargs)
+                return
             self._backwards += 1
             if self._backwards == 1:
                 self._enter(Phase.BACKWARD)
+                if self._observer is not None:
+                    self._observer.backward_begins(list(tensors_in(args[:1] or kwargs.get("tensors"))), self._root())
             try:
                 backward(*args, **kwargs)
             finally:
@@ -112,6 +127,9 @@ class Loop:
                     self._claim_gradients()
 
         return begins
+
+    def _root(self) -> nn.Module | None:
+        return self._models[0]() if self._models else None
 
     def _claim_gradients(self) -> None:
         """What parameters have as gradients after a backward is what the optimizer takes."""
@@ -124,6 +142,8 @@ class Loop:
         self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._optimizers += 1  # one may hold others
+        if self._observer is not None:
+            self._observer.step_begins()
         if self._engines or self._optimizers > 1:
             return None
         if self._phase is not Phase.STEP:
@@ -149,6 +169,11 @@ class Loop:
         if not self._engines and not self._optimizers:
             self._stepped = True
             self._steps_of[id(optimizer)] += 1
+        self._observe_step(optimizer)
+
+    def _observe_step(self, optimizer: Optimizer | None) -> None:
+        if self._observer is not None:
+            self._observer.step_ended(optimizer, self._root(), last=self.completed >= self._steps)
 
     def within_engine(self, step: Callable[..., object], *, counts: Callable[[object], bool]) -> Callable[..., object]:
         """An engine's own step, which may hold several optimizers and more; ``counts`` says whether it is a step at all."""
@@ -163,6 +188,7 @@ class Loop:
             finally:
                 self._engines -= 1
                 self._stepped = True
+                self._observe_step(None)
 
         return stepped
 

@@ -11,7 +11,8 @@ class DryRunTask(Spec):
     """One script, run as one rank.
 
     ``target`` is a path, or with ``module`` a module's name; ``arguments`` are those of the script. ``gpu`` is a name in the
-    catalogue, ``answer`` the file that the result is written to, with every block of memory where ``traced``.
+    catalogue, ``answer`` the file that the result is written to, with every block of memory where ``traced``, and with a profile of
+    the script's model where ``profiled`` says of which ways of executing it.
     """
 
     target: str
@@ -24,6 +25,7 @@ class DryRunTask(Spec):
     gpu: str
     answer: str
     traced: bool = False
+    profiled: Literal["own", "all"] | None = None
 
     @property
     def local_rank(self) -> int:

@@ -148,9 +148,10 @@ def _variant(profile: Profile, compute: Compute) -> Variant:
     wanted = (compute.element_bytes, compute.autocast, compute.recompute)
     found = [one for one in profile.variants if (one.element_bytes, one.autocast, one.recompute) == wanted]
     if not found:
+        there = dict.fromkeys(_manner(one.element_bytes, one.autocast, one.recompute) for one in profile.variants)
         raise SpecError(
-            f"the profile of {profile.name} says nothing of {_manner(*wanted)}; it has "
-            f"{', '.join(dict.fromkeys(_manner(one.element_bytes, one.autocast, one.recompute) for one in profile.variants))}"
+            f"the profile of {profile.name} says nothing of {_manner(*wanted)}; it has {', '.join(there)}; make one of that, too "
+            "(of a script: zeroplan dryrun --profile all)"
         )
     return next((one for one in found if one.kernels == compute.kernels), found[0])
 

@@ -5,7 +5,7 @@ No engine is there: engines have their own account of parameters, gradients and 
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -35,9 +35,14 @@ def anatomy(make: Callable[[], Workload], manner: Manner) -> Anatomy:
     with fake_tensors(watcher, device), watcher:
         work = placed(make, device)
         _prepare(work, manner)
-        watcher.name_modules(work.module)
-        watcher.observe(work, torch.autocast(device, dtype=torch.bfloat16) if manner.autocast else nullcontext())
-        return _Cut(work, watcher).anatomy()
+        return watched(work, watcher, torch.autocast(device, dtype=torch.bfloat16) if manner.autocast else nullcontext())
+
+
+def watched(work: Workload, watcher: PassWatcher, autocast: AbstractContextManager[object]) -> Anatomy:
+    """Take one pass of a workload apart that is on the watcher's device, as its engine would execute it."""
+    watcher.name_modules(work.module)
+    watcher.observe(work, autocast)
+    return _Cut(work, watcher).anatomy()
 
 
 def _prepare(work: Workload, manner: Manner) -> None:

@@ -5,10 +5,11 @@ What follows no polynomial is said by name.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
-from zeroplan.errors import MeasurementError, ZeroplanError
+from zeroplan.errors import ZeroplanError
 from zeroplan.spec.profile import (
     Modules,
     Profile,
@@ -96,7 +97,7 @@ def _variants(tracer: "_Tracer", every: tuple[Manner, ...], whole: Structure, sh
         return tuple(tracer.variant(manner, whole) for manner in every)
     except OtherProgramError as error:
         if shortest is None:
-            raise MeasurementError(
+            raise OtherProgramError(
                 f"{error}; use --seq-len TOKENS for sequences of that length and longer alone, or of that length alone "
                 "where each length runs other operators"
             ) from None
@@ -143,7 +144,16 @@ class _Tracer:
 
     def structure(self, manner: Manner) -> Structure:
         """Look at the whole module and trace it once, to see which blocks are alike."""
-        return structure_of(self._subject.whole, self._subject.layer_kinds, lambda: self._probe(manner), self._say)
+        shorten = None if self._subject.shorten is None else self._shorten
+        return structure_of(
+            self._subject.whole, self._subject.layer_kinds, lambda: self._probe(manner), self._say, shorten=shorten
+        )
+
+    def _shorten(self, layers: int) -> None:
+        """Trace fewer blocks from now on; what was traced of all of them does not count."""
+        if self._subject.shorten is not None:
+            self._subject.shorten(layers)
+            self._traced.clear()
 
     def keep_to(self, length: int, why: str) -> None:
         """Trace sequences of one length from now on."""
@@ -185,13 +195,16 @@ class _Tracer:
                 return
 
     def _own_length(self) -> int:
-        with fake_tensors(Tracker(), "cpu"):
+        with fake_tensors(Tracker(), "cpu") if self._subject.taken_apart is None else nullcontext():
             sizes = [tensor.shape for tensor in self._subject.whole().batch.values()]
         return next((int(size[1]) for size in sizes if len(size) > 1), 1)
 
     def _anatomy(self, manner: Manner, shape: Shape) -> Anatomy:
         known = self._traced.pop((manner, shape), None)
-        return anatomy(lambda: self._subject.make(shape), manner) if known is None else known
+        if known is not None:
+            return known
+        apart = self._subject.taken_apart
+        return anatomy(lambda: self._subject.make(shape), manner) if apart is None else apart(shape, manner)
 
     def variant(self, manner: Manner, whole: Structure) -> Variant:
         """Everything in one manner of execution."""

@@ -1,6 +1,7 @@
 """A module's parameters in order, and which of its blocks are alike."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from torch import nn
@@ -58,13 +59,15 @@ class Structure(NamedTuple):
 
 
 def structure_of(
-    make: Callable[[], Workload], layer_kinds: tuple[str, ...] | None, probe: Callable[[], Anatomy], say: Callable[[str], None]
+    make: Callable[[], Workload], layer_kinds: tuple[str, ...] | None, probe: Callable[[], Anatomy], say: Callable[[str], None],
+    *, shorten: Callable[[int], None] | None = None,
 ) -> Structure:  # fmt: skip
     """Build the whole module on fake tensors and look at it; ``probe`` takes one pass apart, to see which blocks are alike.
 
-    ``say`` is told of lists of modules that might be blocks, too, and are not.
+    ``say`` is told of lists of modules that might be blocks, too, and are not. ``shorten`` is for a module that is there already,
+    on fake tensors: it is called with the number of blocks that have every kind among them.
     """
-    with fake_tensors(Tracker(), "cpu"):
+    with fake_tensors(Tracker(), "cpu") if shorten is None else nullcontext():
         whole = make()
         if not whole.blocks:
             raise MeasurementError("the module has no list of blocks (an nn.ModuleList), and is profiled block by block")
@@ -80,7 +83,23 @@ def structure_of(
     if traced == len(keys):
         keys = [(*key, _sizes(block)) for key, block in zip(keys, seen.blocks, strict=True)]
     named = _named(keys)
+    if shorten is not None:
+        traced = fewest(keys)
+        shorten(traced)
     return Structure(parameters, names, tuple(named), _standing(named[:traced]), _tied(twice, seen), buffers)
+
+
+_FEWEST_LAYERS = 3
+"""A first, a last, and one between that stands for all."""
+
+
+def fewest(keys: Sequence[object]) -> int:
+    """So many blocks, from the first, that every kind is among them and none of them only the last.
+
+    >>> fewest("aaaaaa"), fewest("aabaab")
+    (3, 4)
+    """
+    return min(len(keys), max(_FEWEST_LAYERS, max(keys.index(key) for key in keys) + 2))
 
 
 def _keys(work: Workload, layer_kinds: tuple[str, ...] | None) -> list[tuple[object, ...]]:

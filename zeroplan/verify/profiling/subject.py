@@ -12,7 +12,9 @@ from zeroplan.catalog.config import named_after
 from zeroplan.catalog.text import each_key_once, one_line, read_text
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.recipe import Attention
+from zeroplan.verify.profiling.anatomy import Anatomy, Manner
 from zeroplan.verify.profiling.polynomials import Shape
+from zeroplan.verify.profiling.structure import fewest
 from zeroplan.verify.training.causal_model import causal_model
 from zeroplan.verify.training.modules import find_blocks, shapes_of
 from zeroplan.verify.training.user_workload import as_workload, named_function, takes_a_batch, user_function
@@ -21,16 +23,14 @@ from zeroplan.verify.training.workload import Workload, loss_of_output
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_FEWEST_LAYERS = 3
-"""A first, a last, and one between that stands for all."""
-
 
 class Subject(NamedTuple):
     """A module in a batch of any shape.
 
     ``whole`` builds it with all its layers; ``make`` with as few as have every kind in ``layer_kinds``, which tells apart layers
     that look alike; ``longest`` is how long sequences may be, where it says; ``has_batch`` that its batch is one of its own, made
-    larger and smaller.
+    larger and smaller. ``taken_apart`` runs a pass of a module that is there already, on fake tensors of its own, and ``shorten``
+    has it run so many of its blocks from then on.
     """
 
     name: str
@@ -41,6 +41,8 @@ class Subject(NamedTuple):
     longest: int | None = None
     attention: Attention = "sdpa"
     has_batch: bool = False
+    taken_apart: Callable[[Shape, Manner], Anatomy] | None = None
+    shorten: Callable[[int], None] | None = None
 
 
 def of_workload(where: str) -> Subject:
@@ -94,7 +96,7 @@ def of_config(named: str, attention: Attention) -> Subject:
         whole=lambda: _in_a_batch(made, attention, Shape(1, 8)),
         make=lambda shape: _in_a_batch(few, attention, shape),
         layer_kinds=kinds,
-        longest=_longest(made),
+        longest=longest_said(made),
         attention=attention,
     )
 
@@ -150,7 +152,7 @@ def _decoded(said: object) -> dict[str, object]:
 _LIMITS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "n_positions")
 
 
-def _longest(made: "PreTrainedConfig") -> int | None:
+def longest_said(made: object) -> int | None:
     """How long sequences may be, where the configuration says so. [tokens]"""
     return next((limit for name in _LIMITS if isinstance(limit := getattr(made, name, None), int)), None)
 
@@ -167,7 +169,7 @@ def _enough(made: "PreTrainedConfig", kinds: tuple[str, ...], attention: Attenti
     keys = [(shapes_of(block), kind) for block, kind in zip(blocks, kinds, strict=False)]
     if getattr(made, "num_kv_shared_layers", 0):  # later layers read what earlier ones keep, and fewer would not do
         return len(keys)
-    return min(len(keys), max(_FEWEST_LAYERS, max(keys.index(key) for key in keys) + 2))
+    return fewest(keys)
 
 
 def _shortened(made: "PreTrainedConfig", layers: int) -> "PreTrainedConfig":

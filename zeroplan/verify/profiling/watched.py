@@ -54,10 +54,11 @@ class PassWatcher(Tracker):
         gc.collect()
         self.began = self.now
         with autocast:
-            output = work.module(**_computing(work))
+            output = work.module(**_computing(work)) if work.forward is None else work.forward(work.batch)
             loss = work.loss(output)
-        self.returned = [block for block in map(self._block_of, tensors_in(output)) if block is not None]
-        del output
+        held = tensors_in(output) if work.held is None else work.held()
+        self.returned = [block for block in map(self._block_of, held) if block is not None]
+        del output, held
         gc.collect()
         self.backward = self.now
         loss.backward()  # type: ignore[no-untyped-call]

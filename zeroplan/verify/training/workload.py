@@ -3,7 +3,7 @@
 Of a job it is the causal language model of transformers (:mod:`zeroplan.verify.training.causal_model`) with transformers' own loss.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ class Workload(NamedTuple):
     """A module, the keyword arguments of one forward pass, and the loss in what it returns.
 
     ``blocks`` are the parts that engines wrap one by one, in order; ``loss_goes_backward`` says that the loss itself begins the
-    backward pass.
+    backward pass. ``forward`` calls the module where it does not take the batch as keywords; ``held`` gives what the training
+    loop holds of the output and of what it made of it, where that is not all of the output.
     """
 
     module: nn.Module
@@ -31,6 +32,8 @@ class Workload(NamedTuple):
     loss: Callable[[object], torch.Tensor]
     blocks: tuple[nn.Module, ...] = ()
     loss_goes_backward: bool = False
+    forward: Callable[[Mapping[str, torch.Tensor]], object] | None = None
+    held: Callable[[], Sequence[torch.Tensor]] | None = None
 
 
 def workload(job: JobSpec, *, dtype: torch.dtype, device: str = "cpu", batch_device: str | None = None) -> Workload:
