@@ -67,6 +67,27 @@ def workload(micro_batch: int, seq_len: int) -> tuple[nn.Module, dict[str, torch
     return OddTransformer(), {"ids": torch.zeros(micro_batch, seq_len, dtype=torch.int64)}, lambda loss: loss
 
 
+class Attending(nn.Module):
+    """``nn.MultiheadAttention``, which reads the weight of its output projection and never calls it; then an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(hidden)
+        hidden = hidden + self.attention(normed, normed, normed, need_weights=False)[0]
+        return hidden + self.mlp(hidden)
+
+
+def attending(micro_batch: int, seq_len: int) -> tuple[nn.Module, dict[str, torch.Tensor], object]:
+    """The odd transformer with blocks of that kind."""
+    module, batch, loss = workload(micro_batch, seq_len)
+    module.blocks = nn.ModuleList(Attending() for _ in range(LAYERS))
+    return module, batch, loss
+
+
 def fixed() -> tuple[nn.Module, dict[str, torch.Tensor], object]:
     """The same in a batch of its own, which is made larger and smaller by whoever asks."""
     return workload(2, 64)

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from tests.causal_models import tiny_spec
 from zeroplan.cli.profile import said
-from zeroplan.comparison import compare_with_estimate, cpu_bytes
+from zeroplan.comparison import Comparison, compare_with_estimate, cpu_bytes
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.estimator import Estimate, estimate
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.torch
 
-ODD = "tests.odd_transformer:workload"
+ODD, ATTENDING = "tests.odd_transformer:workload", "tests.odd_transformer:attending"
 #: Neither a length nor a number of sequences that was traced, but for one sequence.
 BATCHES = (BatchSpec(micro_batch_size=4, seq_len=75), BatchSpec(micro_batch_size=1, seq_len=1001))
 
@@ -221,24 +221,44 @@ def test_the_engine_takes_what_the_profile_says(odd: Profile, odd_under_ddp: Pro
 @pytest.mark.deepspeed
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_deepspeed_takes_what_the_profile_says(stage: str, odd: Profile, tmp_path: Path) -> None:
-    """In a process of its own, which it patches for good."""
     pytest.importorskip("deepspeed")
-    (tmp_path / "odd.json").write_text(json.dumps(said(odd)), encoding="utf-8")
+    bounded = (
+        "--grad-accum", "2", "--set", "deepspeed.stage3_max_live_parameters=60000",
+        "--set", "deepspeed.stage3_prefetch_bucket_size=30000", "--set", "deepspeed.stage3_param_persistence_threshold=100",
+    )  # fmt: skip
+    found = _under_deepspeed(odd, ODD, tmp_path, "--stage", stage, *bounded)
+    assert abs(found.peak.error) < 0.0005
+    assert all(abs(row.error) < 0.001 for row in found.phases if row.what in ("forward", "backward"))
+    assert not [row for row in found.collectives if row.difference]
+
+
+@pytest.mark.deepspeed
+def test_deepspeed_gathers_what_a_module_never_calls_with_the_one_that_reads_it(tmp_path: Path) -> None:
+    """``nn.MultiheadAttention``'s output projection; and of its packed weight autograd saves views."""
+    pytest.importorskip("deepspeed")
+    wanted = Wanted(("deepspeed",), ("bf16-mixed",), ("none",))
+    traced = profile(of_workload(ATTENDING), wanted, say=lambda _: None)
+    nothing_kept = ("live_parameters", "reuse_distance")
+    options = [f"deepspeed.stage3_max_{one}=0" for one in nothing_kept]
+    options += ["deepspeed.stage3_prefetch_bucket_size=0", "deepspeed.stage3_param_persistence_threshold=0"]
+    found = _under_deepspeed(traced, ATTENDING, tmp_path, "--stage", "3", *(one for each in options for one in ("--set", each)))
+    assert abs(found.peak.error) < 0.0005
+    assert all(abs(row.error) < 0.001 for row in found.phases if row.what in ("forward", "backward"))
+
+
+def _under_deepspeed(traced: Profile, workload: str, folder: Path, *more: str) -> Comparison:
+    """Run a module under DeepSpeed, in a process of its own, which it patches for good."""
+    (folder / "traced.json").write_text(json.dumps(said(traced)), encoding="utf-8")
     asked = (
-        "--profile", str(tmp_path / "odd.json"), "--workload", ODD, "--engine", "deepspeed", "--stage", stage, "--gpus", "4",
-        "--micro-batch", "3", "--seq-len", "300", "--grad-accum", "2", "--set", "deepspeed.reduce_bucket_size=20000",
-        "--set", "deepspeed.stage3_max_live_parameters=60000", "--set", "deepspeed.stage3_prefetch_bucket_size=30000",
-        "--set", "deepspeed.stage3_param_persistence_threshold=100",
+        "--profile", str(folder / "traced.json"), "--workload", workload, "--engine", "deepspeed", "--gpus", "4",
+        "--micro-batch", "3", "--seq-len", "300", "--set", "deepspeed.reduce_bucket_size=20000", *more,
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "zeroplan", "verify", *asked, "--json"], capture_output=True, text=True, check=False,
         cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = compare_with_estimate(read(Measurement, json.loads(done.stdout)["comparisons"][0]["measurement"], where="record"))
-    assert abs(found.peak.error) < 0.0005
-    assert all(abs(row.error) < 0.001 for row in found.phases if row.what in ("forward", "backward"))
-    assert not [row for row in found.collectives if row.difference]
+    return compare_with_estimate(read(Measurement, json.loads(done.stdout)["comparisons"][0]["measurement"], where="record"))
 
 
 def test_a_batch_of_its_own_is_made_larger_and_smaller() -> None:

@@ -143,17 +143,33 @@ def _trace_of_profile(whole: Row, *, again: bool) -> tuple[Step, ...]:
 
 
 def _refuse_homeless(profile: "Profile") -> None:
-    """Refuse parameters that no module of their own runs with: DeepSpeed gathers them with another, or not at all."""
+    """Refuse parameters that no module runs with: DeepSpeed gathers them with a block, or with the whole model, or not at all."""
     seen = profile.modules
-    outside = {*seen.before, *seen.after}
+    outside = (*seen.before, *seen.after)
     named = [(tensor.name, outside) for tensor in (*profile.embeddings, *profile.tail)]
-    named += [(tensor.name, {*seen.kinds[kind]}) for kind, tensors in profile.kinds.items() for tensor in tensors]
+    named += [(tensor.name, seen.kinds[kind]) for kind, tensors in profile.kinds.items() for tensor in tensors]
     for name, modules in named:
-        if name.rpartition(".")[0] not in modules:
+        if not _reader(name, modules):
             raise SpecError(
                 f"parameter {name!r} of the profile belongs to no module that runs by itself, which is not modelled at stage 3 of "
                 "engine 'deepspeed'; use a lower stage, or fsdp2"
             )
+
+
+def _reader(parameter: str, modules: tuple[str, ...]) -> str:
+    """Return the nearest module around a parameter that runs; empty where none of ``modules`` is.
+
+    ``nn.MultiheadAttention`` never calls its ``out_proj`` but reads its weight. DeepSpeed notices who reads, and from then on
+    gathers and releases the parameter with that module (0.19.8, ``parameter_offload.py``, ``ZeROOrderedDict.__getitem__``,
+    and ``partition_parameters.py``, ``register_external_parameter``).
+
+    >>> _reader("attention.out_proj.weight", ("norm", "attention", "mlp.0"))
+    'attention'
+    """
+    name = parameter.rpartition(".")[0]
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _outside(whole: Row, names: tuple[str, ...]) -> tuple[_Module, ...]:
@@ -161,8 +177,10 @@ def _outside(whole: Row, names: tuple[str, ...]) -> tuple[_Module, ...]:
     owned: dict[str, list[int]] = {}
     for index, each in enumerate(whole.placed):
         if not 0 <= each.block < whole.n_blocks:
-            owned.setdefault(each.parameter.name.rpartition(".")[0], []).append(index)
-    return tuple(_Module(name, tuple(owned.get(name, ()))) for name in names)
+            owned.setdefault(_reader(each.parameter.name, names), []).append(index)
+    viewed = {index for places in owned.values() for index in places if _is_viewed(whole.placed[index].parameter.name)}
+    own = ((name, tuple(owned.get(name, ()))) for name in names)
+    return tuple(_Module(name, places, viewed=tuple(index for index in places if index in viewed)) for name, places in own)
 
 
 def _after(holding: tuple[str, ...], after: tuple[_Module, ...]) -> Iterator[_Module]:
@@ -293,6 +311,8 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
     for index, name in inside:
         owners.setdefault(name.rpartition(".")[0], []).append(index)
     names = _names(whole, block, tuple(owners))
+    if whole.model.profile is not None:
+        owners = {name: [index for index, parameter in inside if _reader(parameter, names) == name] for name in names}
     leaf = whole.model.family in LEAF_FAMILIES and any(name.endswith("experts") for name in owners)
     modules = [_Module("", inside=(inside[0][0], inside[-1][0] + 1))]
     for name in names:
@@ -301,11 +321,20 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         places = [index for index, parameter in inside if parameter.startswith(f"{name}.")]
         borrowed = owners.get(f"{name}.lora_A.default", [])
         own = places if leaf and name == "mlp" else borrowed or owners.get(name, [])
-        viewed = [index for index in own if ".experts." in whole.placed[index].parameter.name]
+        viewed = [index for index in own if _is_viewed(whole.placed[index].parameter.name)]
         bounds = (places[0], places[-1] + 1) if places else (0, 0)
         lent = name.endswith(".lora_A.default")
         modules.append(_Module(name, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent))
     return tuple(modules)
+
+
+def _is_viewed(parameter: str) -> bool:
+    """Whether operators take views of a parameter: of experts, and of what ``nn.MultiheadAttention`` has packed.
+
+    DeepSpeed's hooks give that query, key and value as three tensors, also where they are one, so that it splits weight and bias
+    (torch 2.13, ``nn/functional.py``, ``_in_projection_packed``).
+    """
+    return ".experts." in parameter or parameter.endswith((".in_proj_weight", ".in_proj_bias"))
 
 
 def _names(whole: Row, block: int, owners: tuple[str, ...]) -> tuple[str, ...]:
