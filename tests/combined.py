@@ -10,6 +10,8 @@ import random
 from itertools import combinations, product
 from typing import TYPE_CHECKING, TypeVar
 
+import pytest
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
@@ -21,6 +23,10 @@ Row = tuple[int, ...]
 def every_case() -> bool:
     """Whether all cases are wanted, as at night."""
     return bool(os.environ.get("EVERY_CASE"))
+
+
+BY_NIGHT = pytest.mark.skipif(not every_case(), reason="run at night, with EVERY_CASE=1")
+"""The mark of a case whose like runs by day."""
 
 
 def by_day(names: Iterable[str], at_night: Collection[str]) -> list[str]:

@@ -39,9 +39,9 @@ def test_flash_attn_takes_what_torchs_own_takes(tmp_path: Path):
 def test_qlora_takes_what_verify_says_of_the_same_job(tmp_path: Path):
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")
+    from tests.simulated import simulate
     from zeroplan.resolve import job
     from zeroplan.spec.model import ModelSpec
-    from zeroplan.verify.backends.simulate import simulate
 
     subprocess.run([sys.executable, "-c", SAVE], cwd=tmp_path, check=True, capture_output=True)
     run = dry_run("--", str(SCRIPTS / "qlora.py"), "tiny", folder=tmp_path)

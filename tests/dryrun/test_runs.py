@@ -18,9 +18,9 @@ pytest.importorskip("transformers")
 
 def test_fsdp2_takes_what_verify_says_of_the_same_job(tmp_path: Path):
     """Peak, bytes held between steps and collectives, to the byte; the script itself reads the counters and clips."""
+    from tests.simulated import simulate
     from zeroplan.resolve import job
     from zeroplan.spec.model import ModelSpec
-    from zeroplan.verify.backends.simulate import simulate
 
     model = ModelSpec(
         family="llama", hidden_size=256, intermediate_size=768, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=8,

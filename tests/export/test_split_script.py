@@ -1,19 +1,25 @@
-"""The script for FSDP2 of a split model and shared sequences, run on a pretended GPU as one rank of a fake group."""
+"""The script for FSDP2 of a split model and shared sequences, run on the fake GPU as one rank of a fake group."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from tests.simulated import on_the_fake_gpu
 from zeroplan import SpecError, job
 from zeroplan.export.files import export
+from zeroplan.verify.replaced import replaced
 
-#: What the script asks of a machine with GPUs, and what a pretended one says; weights without values are not initialised.
+#: What the script asks of a machine with GPUs, and what the fake one says; weights without values are not initialised.
 SAID = {
     '"cuda" if gpu else "cpu"': "DEVICE",
     'dist.init_process_group("nccl" if gpu else "gloo")': "",
@@ -33,44 +39,48 @@ def script(folder: Path, **said: Any) -> str:
 
 
 @pytest.mark.torch
-def test_a_split_model_trains_on_shared_sequences(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_split_model_trains_on_shared_sequences(tmp_path: Path):
     """Keys and values go round: attention is torch's ring, which takes no mask."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torch.distributed import device_mesh
-
-    from zeroplan.verify.pretended.card import install
-    from zeroplan.verify.pretended.fake_tensors import fake_tensors
-    from zeroplan.verify.training.run import _real_meshes, fake_ranks
-    from zeroplan.verify.watching.tracker import Tracker
-
     text = script(tmp_path, gpus=8, replicas=2, recompute="full", grad_accum=2, tensor_parallel=2, context_parallel=2)
     for there, instead in SAID.items():
         assert there in text
         text = text.replace(there, instead)
-    device, original = install(), device_mesh.init_device_mesh
+    printed, calls = on_the_fake_gpu(_run, text, tmp_path)
+    assert "step 1 of 1" in printed
+    assert calls["all_to_all", 2] == 2 * 2 * 2  # of two micro-batches and two layers, two ranks each
+
+
+def _run(text: str, folder: Path) -> tuple[str, Counter[tuple[str, int]]]:
+    """Run a script as rank 0 of 8; what it prints, and its collectives by kind and size of group."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed import device_mesh
+
+    from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
+    from zeroplan.verify.fake_cuda.installed import CUDA, install_node
+    from zeroplan.verify.training.run import _real_meshes, fake_ranks
+    from zeroplan.verify.watching.tracker import Tracker
+
+    install_node()
+    original, tracker, printed = device_mesh.init_device_mesh, Tracker(device=CUDA), io.StringIO()
 
     def arranged(*arguments: Any, **named: Any) -> object:
         with unset_fake_temporarily():
             return original(*arguments, **named)
 
-    monkeypatch.setattr(device_mesh, "init_device_mesh", arranged)
-    monkeypatch.setattr(sys, "argv", ["script", str(tmp_path)])
-    monkeypatch.setenv("STEPS", "1")
-    tracker = Tracker(device=device)
     with (
-        fake_ranks(job(model="llama-3.2-1b", gpus=8, stage=3), 0, device),
-        fake_tensors(tracker, device, strided=True),
+        replaced(device_mesh, "init_device_mesh", arranged),
+        replaced(sys, "argv", ["script", str(folder)]),
+        mock.patch.dict(os.environ, STEPS="1", LOCAL_RANK="0"),
+        redirect_stdout(printed),
+        fake_ranks(job(model="llama-3.2-1b", gpus=8, stage=3), 0, CUDA),
+        fake_tensors(tracker, CUDA, strided=True),
         tracker,
         _real_meshes(tracker),
     ):
-        exec(compile(text, "<script>", "exec"), {"__name__": "script", "DEVICE": device})  # noqa: S102  what was written
-    assert "step 1 of 1" in capsys.readouterr().out
-    calls = Counter((call.operation, call.group) for call in tracker.recording.calls)
-    assert calls["all_to_all", 2] == 2 * 2 * 2  # of two micro-batches and two layers, two ranks each
+        exec(compile(text, "<script>", "exec"), {"__name__": "script", "DEVICE": CUDA})  # noqa: S102  what was written
+    return printed.getvalue(), Counter((call.operation, call.group) for call in tracker.recording.calls)
 
 
 @pytest.mark.parametrize("said", [{"tensor_parallel": 2}, {"context_parallel": 2}])

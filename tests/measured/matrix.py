@@ -117,7 +117,7 @@ def _run(jobs: Sequence[JobSpec], path: Path, *, seconds: float, silent_after: f
 
 def measured(job: JobSpec, *, silent_after: float, least_room: bool = False) -> Measurement | str:
     """Simulate a job in a process of its own; where that fails, the reason in one line."""
-    os.environ.update(HF_HUB_OFFLINE="1", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_READY)
     here, there = context.Pipe(duplex=False)

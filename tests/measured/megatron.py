@@ -16,7 +16,7 @@ import json
 import random
 import sys
 import tomllib
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -92,36 +92,18 @@ def _job(said: dict[str, object], *, overlap: bool) -> JobSpec:
 
 
 @contextmanager
-def _on_card() -> Iterator[None]:
-    """Let ``torch.cuda`` name the pretended GPU, and kernels that are not there ask for nothing."""
+def _alone() -> Iterator[None]:
+    """What ranks tell each other in Python objects is what this one says; a tensor's type is CUDA's."""
     import torch
     from torch import distributed
 
-    from zeroplan.verify.pretended.card import CARD, always, streams
     from zeroplan.verify.replaced import replaced
 
-    class Moved(torch.overrides.TorchFunctionMode):
-        """What is made on CUDA is made on the pretended GPU."""
-
-        def __torch_function__(
-            self, func: object, _: object, args: object = (), kwargs: dict[str, object] | None = None
-        ) -> object:
-            options = dict(kwargs or {})
-            if isinstance(options.get("device"), str) and options["device"].startswith("cuda"):
-                options["device"] = CARD
-            return func(*args, **options)
-
-    nothing = always(None)
-    functions = {"current_device": always(torch.device(CARD)), "is_available": always(False), **streams()}
-    functions |= dict.fromkeys(("synchronize", "empty_cache", "manual_seed", "set_device"), nothing)
-    with ExitStack() as patches:
-        for name, function in functions.items():
-            patches.enter_context(replaced(torch.cuda, name, function))
-        patches.enter_context(replaced(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor.to(CARD)))
-        patches.enter_context(replaced(torch.Tensor, "type", _type_of(torch.Tensor.type)))
-        patches.enter_context(replaced(distributed, "all_gather_object", _gathered))
-        patches.enter_context(replaced(distributed, "barrier", nothing))
-        patches.enter_context(Moved())
+    with (
+        replaced(torch.Tensor, "type", _type_of(torch.Tensor.type)),
+        replaced(distributed, "all_gather_object", _gathered),
+        replaced(distributed, "barrier", lambda *_, **__: None),
+    ):
         yield
 
 
@@ -180,22 +162,22 @@ def _together(*_: object, **__: object) -> Iterator[object]:
 
 def _recorded(asked: JobSpec) -> Recording:
     """Train for a few steps as the first rank."""
-    from zeroplan.verify.pretended.card import install
-    from zeroplan.verify.pretended.fake_tensors import fake_tensors
+    from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
+    from zeroplan.verify.fake_cuda.installed import CUDA, install_node
     from zeroplan.verify.training.run import fake_ranks
     from zeroplan.verify.watching.tracker import Tracker
 
-    device = install()
-    tracker = Tracker(device=device)
+    install_node()
+    tracker = Tracker(device=CUDA)
     _import_megatron()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     plain = replace(asked, mesh=replace(asked.mesh, dp_shard=asked.mesh.world_size, tp=1))  # Megatron makes its own groups
-    with fake_ranks(plain, 0, device), fake_tensors(tracker, device), _on_card(), tracker:
+    with fake_ranks(plain, 0, CUDA), fake_tensors(tracker, CUDA), _alone(), tracker:
         parallel_state.initialize_model_parallel(asked.mesh.tp, create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(1)
-        _train(asked, tracker, device)
+        _train(asked, tracker, CUDA)
         parallel_state.destroy_model_parallel()
     return tracker.recording
 

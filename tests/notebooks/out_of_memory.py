@@ -16,7 +16,7 @@ from tests.notebooks.executed import FOLDER
 from zeroplan import Phase, estimate, job
 from zeroplan.allocator import CachingAllocator, Chunk
 from zeroplan.engines.device import workspace
-from zeroplan.verify.pretended.card import CARD, install
+from zeroplan.verify.fake_cuda.installed import CUDA, install_node
 from zeroplan.verify.training.run import run
 from zeroplan.verify.watching.recording import LIFTED, STILL_HELD, Block
 from zeroplan.verify.watching.tracker import Tracker
@@ -48,7 +48,7 @@ class Stacks(Tracker):
     """A tracker that remembers who asked, as ``_record_memory_history(stacks="python")`` does."""
 
     def __init__(self) -> None:
-        super().__init__(device=CARD)
+        super().__init__(device=CUDA)
         self.frames: dict[Block, Frames] = {}
         self._kept: dict[tuple[tuple[str, int], ...], Frames] = {}
 
@@ -142,9 +142,9 @@ def place(chunk: Chunk) -> int:
 
 def snapshot(asked: JobSpec) -> dict[str, object]:
     """Train two steps, or as far as the card's memory goes."""
-    install()
+    install_node()
     seen = Stacks()
-    run(asked, seen, device=CARD)
+    run(asked, seen, device=CUDA)
     answer = estimate(asked)
     card = Card(int(answer.capacity_bytes or 0) - int(answer.outside_band.expected_bytes))
     workspace_bytes, _ = workspace(asked.cluster.gpu)

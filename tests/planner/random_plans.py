@@ -54,7 +54,7 @@ def drawn(seed: int) -> tuple[JobSpec, Fixed]:
 
 def started(answer: Plan) -> tuple[float, int]:
     """How far the peak of the plan's own job is off when the engine takes it, and the peak. [share, bytes]"""
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     assert answer.best is not None
     job = answer.best.layout.job

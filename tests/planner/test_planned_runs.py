@@ -28,7 +28,7 @@ MODEL = ModelSpec(
 )
 def test_a_plan_starts_and_fits(room_mb: int, fixed: Fixed):
     pytest.importorskip("transformers")
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     card = gpu("h100")
     card = replace(card, memory_bytes=replace(card.memory_bytes, value=room_mb * 10**6))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.combined import BY_NIGHT
 from tests.security.watched import JOB, MODULE, TORCH, Watched
 
 TRAP = "import os\nwith open(os.environ['SPRUNG'], 'a') as file:\n    file.write(f'{__name__} ')\nraise ImportError('a trap')\n"
@@ -97,8 +98,8 @@ def test_nor_where_a_part_of_the_path_is_empty(watched: Watched, command: tuple[
     pytest.param(SCRIPT, ("verify", *JOB), id="simulate", marks=TORCH),
     pytest.param(MODULE, ("verify", *ZERO), id="deepspeed", marks=DEEPSPEED),
     pytest.param(SCRIPT, ("verify", *JOB, *CPU), id="cpu", marks=TORCH),
-    pytest.param(MODULE, ("verify", *JOB, "--backend", "cpu"), id="one for all", marks=TORCH),
-    pytest.param(SCRIPT, ("verify", "--matrix", "matrix.toml", "--record-dir", "kept"), id="matrix", marks=TORCH),
+    pytest.param(MODULE, ("verify", *JOB, "--backend", "cpu"), id="one for all", marks=(*TORCH, BY_NIGHT)),
+    pytest.param(SCRIPT, ("verify", "--matrix", "matrix.toml", "--record-dir", "kept"), id="matrix", marks=(*TORCH, BY_NIGHT)),
     pytest.param(MODULE, ("profile", "--config", "tiny", "--engine", "fsdp2", "--recompute", "none", "--precision", "fp32"),
                  id="profile", marks=TORCH),
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Runs a small model on fake tensors of a pretended GPU and reports what is alive at named moments, to the byte."""
+"""Runs a small model on fake tensors of the fake GPU and reports what is alive at named moments, to the byte."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import causal_model  # noqa: E402
-from zeroplan.verify.pretended.card import CARD, install  # noqa: E402
-from zeroplan.verify.pretended.fake_tensors import fake_tensors  # noqa: E402
+from tests.simulated import on_the_fake_gpu  # noqa: E402
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors  # noqa: E402
+from zeroplan.verify.fake_cuda.installed import CUDA, install_node  # noqa: E402
 from zeroplan.verify.watching.timeline import Timeline  # noqa: E402
 from zeroplan.verify.watching.tracker import Tracker  # noqa: E402
 
@@ -49,15 +50,19 @@ class _Passage(torch.autograd.Function):
 
 
 def block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute: bool = False) -> BlockRun:
-    """Run forward and backward once and look at block 1. In 16 or 32 bits, no autocast, which a pretended GPU does not know."""
-    install()
-    tracker, at = Tracker(device=CARD), dict[str, int]()
+    """Run forward and backward once and look at block 1. In 16 or 32 bits, no autocast."""
+    return on_the_fake_gpu(_block_run, spec, compute, batch, recompute=recompute)
+
+
+def _block_run(spec: ModelSpec, compute: Compute, batch: BatchSpec, *, recompute: bool) -> BlockRun:
+    install_node()
+    tracker, at = Tracker(device=CUDA), dict[str, int]()
 
     def say(name: str) -> Callable[[], None]:
         return lambda: at.__setitem__(name, tracker.now)
 
-    with fake_tensors(tracker, CARD), torch.device(CARD), tracker:
-        model = causal_model(spec, compute, layers=3).to(CARD)
+    with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker:
+        model = causal_model(spec, compute, layers=3).to(CUDA)
         model = model if spec.adapter is None else model.get_base_model()
         if recompute:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})

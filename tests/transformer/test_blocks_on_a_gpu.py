@@ -1,4 +1,4 @@
-"""Blocks whose attention CUDA or transformers writes out, operator by operator, on fake tensors of a pretended GPU."""
+"""Blocks whose attention CUDA or transformers writes out, operator by operator, on fake tensors of a fake GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random small blocks, their tensors counted byte by byte on fake tensors of a pretended GPU, against what is said of them."""
+"""Random small blocks, their tensors counted byte by byte on fake tensors of a fake GPU, against what is said of them."""
 
 from __future__ import annotations
 

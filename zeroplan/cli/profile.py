@@ -93,7 +93,7 @@ def _traced(
     attention: tuple[str, ...], shortest: int | None,
 ) -> "Profile":  # fmt: skip
     """Trace, and tell what a workload raises from what goes wrong here."""
-    os.environ.update(HF_HUB_OFFLINE="1")
+    os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")  # torch is to believe in GPUs that are not there
     import warnings  # noqa: PLC0415  only a trace pays for these
 
     from zeroplan.verify.failures import hint, text_of, whose, workload_raised  # noqa: PLC0415

@@ -100,11 +100,9 @@ class _Run:
         self._patch(task)
 
     def _install(self, task: DryRunTask, memory: "object") -> None:
-        from zeroplan.verify.fake_cuda import cpp, kernels, torch_cuda  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.installed import install  # noqa: PLC0415
 
-        cpp.make_cuda_known()
-        kernels.give_own_kernels()
-        torch_cuda.answer_for(torch_cuda.Gpus(self.gpu, task.local_world_size, task.local_rank, memory))  # type: ignore[arg-type]
+        install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)  # type: ignore[arg-type]
 
     def _patch(self, task: DryRunTask) -> None:
         from zeroplan.dryrun import checkpoints, launchers, process_group, torch_around  # noqa: PLC0415
@@ -140,18 +138,13 @@ class _Run:
     @contextmanager
     def fakes(self) -> Iterator[None]:
         """Every tensor is fake inside, or half fake, and libraries do with it what they do with a real one."""
-        from zeroplan.verify.fake_cuda.kernels import decisions  # noqa: PLC0415
-        from zeroplan.verify.pretended import fake_tensors  # noqa: PLC0415
-        from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels  # noqa: PLC0415
-        from zeroplan.verify.pretended.reducer import readable_bookkeeping  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.attention import decisions  # noqa: PLC0415
+        from zeroplan.verify.fake_cuda.fake_tensors import as_with_bytes  # noqa: PLC0415
 
-        answers = (
-            fake_tensors._chunks_as_wanted(), fake_tensors._grouped_products(), fake_tensors._no_samples(), optimizer_kernels(),
-            readable_bookkeeping(self.tracker), decisions(), self._fakes,
-        )  # fmt: skip
         with ExitStack() as stack:
-            for answer in answers:
+            for answer in (*as_with_bytes(self.tracker), decisions()):
                 stack.enter_context(answer)
+            stack.enter_context(self._fakes)
             yield
 
 

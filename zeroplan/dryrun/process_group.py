@@ -33,7 +33,6 @@ def make_groups_fake() -> None:
     }  # fmt: skip
     for owner in _WHERE:
         put(owner, **answers)
-    put(dist.Logger, set_runtime_stats_and_log=always(None))  # type: ignore[attr-defined]  # its timer is CUDA's, in C++
     if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it, and torch 2.13 has none yet: a timeout takes no memory
         dist.set_timeout = always(None)  # type: ignore[attr-defined]
     _reduce_buckets_at_once()

@@ -72,7 +72,7 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_engine_takes_what_is_estimated(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     asked = JOBS[name]
     if asked.recipe.engine == "fsdp2" and installed() == "2.15":
@@ -101,7 +101,7 @@ def test_the_rank_that_the_figures_are_of_is_named():
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_later_step_is_like_the_one_that_is_kept(engine: str):
     """Records keep the second step of FSDP2 and the third of DDP: the steady state."""
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     stage, kept = (0, 2) if engine == "ddp" else (3, 1)
     asked = job(

@@ -84,6 +84,12 @@ AT_NIGHT = {
     "qwen3 with experts, dense first",
     "gemma3, every sixth layer without a window",
     "gpt-oss",
+    "llama 7B, 2 replicas of 8, offloaded",
+    "llama 3.2 1B on 8, bf16",
+    "mixtral on 64, DDP in bf16",
+    "llama, one tensor after the other",
+    "llama, replicas, accumulation",
+    "gpt2",
 }
 
 
@@ -94,7 +100,7 @@ def steps(made: JobSpec) -> int:
 
 @pytest.mark.parametrize("name", by_day(LARGE, AT_NIGHT))
 def test_a_large_job_takes_what_is_estimated(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     asked = LARGE[name]
     measured = simulate(asked, all_layers=False, steps=steps(asked))
@@ -124,7 +130,7 @@ SMALL = ("llama, uneven shards", "llama, accumulation without reduction", "gpt2"
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_job_takes_what_is_estimated(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     asked = (FSDP2 | DDP | NAMED_LATE)[name]
     compared = compare_with_estimate(simulate(asked, steps=steps(asked), rank=fullest(asked)))
@@ -142,7 +148,7 @@ def fullest(made: JobSpec) -> int:
 
 @pytest.mark.parametrize("said", [{}, {"batch": WEIGHTS}, {"recompute": "full"}])
 def test_buckets_and_weight_casts_are_told_apart_as_estimated(said: dict[str, object]):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     asked = job(engine="ddp", zero_stage=0, optimizer="sgd", ffn=1024, **said)  # so that backward is the highest
     kinds = {row.what: row for row in compare_with_estimate(simulate(asked, steps=3)).kinds}
@@ -208,7 +214,7 @@ def figures(measured: Measurement) -> object:
 
 @pytest.mark.parametrize("name", by_day(MANY_LAYERS, AT_NIGHT))
 def test_few_layers_extended_are_all_layers_to_the_byte(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     asked = MANY_LAYERS[name]
     extended = simulate(asked, all_layers=False, steps=steps(asked))
@@ -230,20 +236,20 @@ def off_by_block(asked: JobSpec, measured: Measurement) -> list[float]:
 
 @pytest.mark.parametrize("name", NOT_BY_THE_LAYER)
 def test_all_layers_are_run_where_they_do_not_add_alike(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     measured = simulate(NOT_BY_THE_LAYER[name], all_layers=False, steps=3)
     assert not any("extended" in remark for remark in measured.remarks)
 
 
 def test_the_record_says_where_all_layers_were_run():
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     assert not any("extended" in remark for remark in simulate(FSDP2["llama"]).remarks)
 
 
 def test_the_allocator_is_asked_for_what_was_requested_and_two_workspaces():
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     measured = simulate(SEVEN_B, all_layers=False)
     default, expandable = measured.allocator
@@ -255,7 +261,7 @@ def test_the_allocator_is_asked_for_what_was_requested_and_two_workspaces():
 
 
 def test_every_rank_has_its_own_share():
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     uneven = FSDP2["llama, uneven shards"]
     first, last = (simulate(uneven, rank=rank).steady.held_kinds["optimizer state"] for rank in (0, 2))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from tests.causal_models import tiny_spec
+from tests.simulated import on_the_fake_gpu
 from zeroplan.cli.profile import said
 from zeroplan.comparison import Comparison, compare_with_estimate, cpu_bytes
 from zeroplan.engines.precisions import compute_of
@@ -37,7 +39,8 @@ from zeroplan.transformer.params import layout
 from zeroplan.verify.profiling.cutting import anatomy
 from zeroplan.verify.profiling.lengths import lengths
 from zeroplan.verify.profiling.polynomials import Shape
-from zeroplan.verify.profiling.profile import Wanted, manners, profile
+from zeroplan.verify.profiling.profile import Wanted, manners
+from zeroplan.verify.profiling.profile import profile as profile_here
 from zeroplan.verify.profiling.structure import structure_of
 from zeroplan.verify.profiling.subject import Subject, of_config, of_workload
 from zeroplan.verify.training.causal_model import config
@@ -55,6 +58,35 @@ ODD, ATTENDING = "tests.odd_transformer:workload", "tests.odd_transformer:attend
 BATCHES = (BatchSpec(micro_batch_size=4, seq_len=75), BatchSpec(micro_batch_size=1, seq_len=1001))
 
 
+def profile(of: Callable[..., Subject], what: tuple[str, ...], wanted: Wanted, told: list[str] | None = None) -> Profile:
+    """The profile of ``of(*what)`` from the process of the fake GPU; what it says goes to ``told``."""
+    found, said = on_the_fake_gpu(_profiled, of, what, wanted)
+    if told is not None:
+        told.extend(said)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _profiled(of: Callable[..., Subject], what: tuple[str, ...], wanted: Wanted) -> tuple[Profile | Exception, list[str]]:
+    told: list[str] = []
+    try:
+        return profile_here(of(*what), wanted, say=told.append), told
+    except MeasurementError as error:
+        return error, told
+
+
+def simulated(job: JobSpec, where: str, steps: int) -> Measurement:
+    """The record of a workload, from the process of the fake GPU."""
+    return on_the_fake_gpu(_simulated, job, where, steps)
+
+
+def _simulated(job: JobSpec, where: str, steps: int) -> Measurement:
+    from zeroplan.verify.backends.simulate import simulate
+
+    return simulate(job, steps=steps, make=user_workload(where, job))
+
+
 def tiny(family: str) -> ModelSpec:
     kv_heads = 4 if family == "gpt2" else 2
     spec = tiny_spec(family, heads=4, kv_heads=kv_heads, head_dim=16, ffn=176, vocab=104, hidden=64, layers=3)
@@ -65,7 +97,7 @@ def profiled(spec: ModelSpec, recipe: RecipeSpec, folder: Path) -> Profile:
     path = folder / f"{spec.family}.json"
     path.write_text(json.dumps(config(spec)), encoding="utf-8")
     wanted = Wanted((recipe.engine,), (recipe.precision,), (recipe.recompute,))
-    return profile(of_config(str(path), "sdpa"), wanted, say=lambda _: None)
+    return profile(of_config, (str(path), "sdpa"), wanted)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +209,12 @@ def _has_the_parameters_of(traced: ModelSpec, spec: ModelSpec, *, autocast: bool
 
 @pytest.fixture(scope="module")
 def odd() -> Profile:
-    return profile(of_workload(ODD), Wanted(("fsdp2",), ("bf16-mixed",), ("none", "full")), say=lambda _: None)
+    return profile(of_workload, (ODD,), Wanted(("fsdp2",), ("bf16-mixed",), ("none", "full")))
 
 
 @pytest.fixture(scope="module")
 def odd_under_ddp() -> Profile:
-    return profile(of_workload(ODD), Wanted(("ddp",), ("bf16-mixed",), ("none",)), say=lambda _: None)
+    return profile(of_workload, (ODD,), Wanted(("ddp",), ("bf16-mixed",), ("none",)))
 
 
 def test_kinds_of_blocks_are_found_and_what_is_alike_stands_together(odd: Profile) -> None:
@@ -202,8 +234,6 @@ def test_kinds_of_blocks_are_found_and_what_is_alike_stands_together(odd: Profil
     ids=lambda recipe: f"{recipe.engine}-{recipe.recompute}",
 )
 def test_the_engine_takes_what_the_profile_says(odd: Profile, odd_under_ddp: Profile, recipe: RecipeSpec) -> None:
-    from zeroplan.verify.backends.simulate import simulate
-
     batch = BatchSpec(micro_batch_size=3, seq_len=300)
     job = JobSpec(
         model=model_of(odd if recipe.engine == "fsdp2" else odd_under_ddp),
@@ -212,7 +242,7 @@ def test_the_engine_takes_what_the_profile_says(odd: Profile, odd_under_ddp: Pro
         batch=batch,
     )
     steps = 2 if recipe.engine == "fsdp2" else 3
-    found = compare_with_estimate(simulate(job, steps=steps, make=user_workload(ODD, job)))
+    found = compare_with_estimate(simulated(job, ODD, steps))
     assert found.agrees(0.002)
     assert abs(found.peak.error) < 0.0005
     assert all(abs(row.error) < 0.001 for row in found.phases if row.what in ("forward", "backward"))
@@ -283,14 +313,14 @@ def test_a_window_is_told_and_longer_sequences_alone_are_profiled(tmp_path: Path
     with pytest.raises(
         MeasurementError, match="1 x 8192 tokens run other operators than 1 x 128, and no polynomial has both; use --seq-len"
     ):
-        profile(of_config(str(path), "sdpa"), asked, say=lambda _: None)
-    longer = profile(of_config(str(path), "sdpa"), asked._replace(shortest=1024), say=lambda _: None)
+        profile(of_config, (str(path), "sdpa"), asked)
+    longer = profile(of_config, (str(path), "sdpa"), asked._replace(shortest=1024))
     assert (longer.shortest, longer.variants[0].more.counted_by) == (1024, 128)
 
 
 def test_a_module_without_blocks_is_refused() -> None:
     with pytest.raises(MeasurementError, match="no list of blocks"):
-        profile(of_workload("tests.odd_transformer:without_blocks"), Wanted(), say=lambda _: None)
+        profile(of_workload, ("tests.odd_transformer:without_blocks",), Wanted())
 
 
 JUDGING = "tests.odd_transformer:judging"
@@ -300,7 +330,7 @@ JUDGING = "tests.odd_transformer:judging"
 def judging() -> tuple[Profile, list[str]]:
     told: list[str] = []
     asked = Wanted(("fsdp2", "ddp"), ("bf16-mixed",), ("none",))
-    return profile(of_workload(JUDGING), asked, say=told.append), told
+    return profile(of_workload, (JUDGING,), asked, told), told
 
 
 def test_sequences_are_no_longer_than_the_module_takes_them(judging: tuple[Profile, list[str]]) -> None:
@@ -316,10 +346,8 @@ def test_the_engine_takes_what_the_profile_of_a_classifier_says(
     judging: tuple[Profile, list[str]], recipe: RecipeSpec, batch: BatchSpec
 ) -> None:  # fmt: skip
     job = JobSpec(model=model_of(judging[0]), recipe=recipe, mesh=MeshSpec(dp_shard=2), batch=batch)
-    from zeroplan.verify.backends.simulate import simulate
-
     steps = 2 if recipe.engine == "fsdp2" else 3
-    found = compare_with_estimate(simulate(job, steps=steps, make=user_workload(JUDGING, job)))
+    found = compare_with_estimate(simulated(job, JUDGING, steps))
     assert abs(found.peak.error) < 0.0005
     assert all(abs(row.error) < 0.001 for row in found.phases if row.what in ("forward", "backward"))
 
@@ -358,10 +386,10 @@ MPT = {"model_type": "mpt", "d_model": 64, "n_heads": 4, "n_layers": 4, "max_seq
 BERT = {**SMALL, "model_type": "bert", "num_hidden_layers": 3, "is_decoder": True}
 
 
-def of_keys(keys: dict[str, object], folder: Path) -> Subject:
+def written(keys: dict[str, object], folder: Path) -> str:
     path = folder / "config.json"
     path.write_text(json.dumps(keys), encoding="utf-8")
-    return of_config(str(path), "sdpa")
+    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -374,21 +402,25 @@ def test_other_architectures_are_built_from_what_transformers_writes(
     keys: dict[str, object], longest: int | None, tmp_path: Path
 ) -> None:  # fmt: skip
     """And one pass is traced. What is of text and images is profiled by its text part, and says so."""
-    subject = of_keys(keys, tmp_path)
+    path = written(keys, tmp_path)
+    subject = of_config(path, "sdpa")
     assert (subject.longest, "(text part)" in subject.name) == (longest, "text_config" in keys)
-    asked = Wanted(("fsdp2",), ("bf16",), ("none",))
-    shape = Shape(2, 64)
-    structure = structure_of(subject.whole, subject.layer_kinds, lambda: anatomy(lambda: subject.make(shape), *manners(asked)),
-                             lambda _: None)  # fmt: skip
-    assert len(structure.kinds) == (keys.get("text_config") or keys).get("num_hidden_layers", 4)
+    assert on_the_fake_gpu(_count_of_blocks, path) == (keys.get("text_config") or keys).get("num_hidden_layers", 4)
+
+
+def _count_of_blocks(path: str) -> int:
+    subject, shape = of_config(path, "sdpa"), Shape(2, 64)
+    (manner,) = manners(Wanted(("fsdp2",), ("bf16",), ("none",)))
+    probe = partial(anatomy, partial(subject.make, shape), manner)
+    return len(structure_of(subject.whole, subject.layer_kinds, probe, lambda _: None).kinds)
 
 
 def test_a_module_of_other_operators_at_each_length_is_profiled_at_one(tmp_path: Path) -> None:
     """Qwen 3.5's linear attention goes through a sequence chunk by chunk, in Python."""
-    subject, asked, told = of_keys(QWEN_3_5, tmp_path), Wanted(("fsdp2",), ("bf16",), ("none",)), list[str]()
+    subject, asked, told = (written(QWEN_3_5, tmp_path), "sdpa"), Wanted(("fsdp2",), ("bf16",), ("none",)), list[str]()
     with pytest.raises(MeasurementError, match="or of that length alone where each length runs other operators"):
-        profile(subject, asked, say=told.append)
-    found = profile(subject, asked._replace(shortest=128), say=told.append)
+        profile(of_config, subject, asked, told)
+    found = profile(of_config, subject, asked._replace(shortest=128), told)
     assert found.seq_len == 128
     assert [one for one in told if one.endswith("; the profile is of 128 tokens alone")]
     with pytest.raises(SpecError, match="128"):

@@ -20,7 +20,7 @@ from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.pretended.fake_tensors import fake_tensors
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.training.recomputation import checkpoint_options
 from zeroplan.verify.training.run import fake_ranks, run
 from zeroplan.verify.training.workload import Workload

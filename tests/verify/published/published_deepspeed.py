@@ -29,8 +29,8 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.units import MIB
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.pretended.answered import answered
-from zeroplan.verify.pretended.fake_tensors import fake_tensors
 from zeroplan.verify.training.run import fake_ranks
 from zeroplan.verify.watching.replay import replay
 from zeroplan.verify.watching.tracker import Tracker

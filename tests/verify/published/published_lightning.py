@@ -20,7 +20,7 @@ from zeroplan.catalog.model import model
 from zeroplan.ledger import Phase
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.verify.pretended.fake_tensors import fake_tensors
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.ddp import reduced_at_once
 from zeroplan.verify.training.run import fake_ranks

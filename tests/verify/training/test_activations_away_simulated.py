@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tests.causal_models import tiny_spec
+from tests.simulated import simulate
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import Engine, Fsdp2Options, RecipeSpec, Recompute, Stage
-from zeroplan.verify.backends.simulate import simulate
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

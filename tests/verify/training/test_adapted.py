@@ -66,7 +66,7 @@ DEEPSPEED = {
 
 @pytest.mark.parametrize("name", TORCH)
 def test_an_adapted_model_under_torch_takes_what_is_estimated(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     asked = TORCH[name]
     _agrees(compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3)))
@@ -75,7 +75,7 @@ def test_an_adapted_model_under_torch_takes_what_is_estimated(name: str):
 @pytest.mark.parametrize("targets", ["v_proj", "k_proj"])
 def test_grouped_heads_in_fp32_save_what_some_factor_needs(targets: str):
     """Of the first block only what the adapter makes is followed, of its scores perhaps nothing."""
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     asked = job(AdapterSpec(rank=8, targets=targets), "fsdp2", 3, precision="fp32")
     compared = compare_with_estimate(simulate(replace(asked, model=replace(asked.model, num_hidden_layers=2))))

@@ -19,7 +19,7 @@ _NUMBERS = 1_600
 
 @pytest.mark.parametrize("name", JOBS)
 def test_estimate_is_what_the_run_takes(name: str) -> None:
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     compared = compare_with_estimate(simulate(JOBS[name]))
     assert abs(compared.peak.difference) < _NUMBERS, compared.peak

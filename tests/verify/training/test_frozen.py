@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_partly_frozen_model_takes_what_is_estimated(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     asked = CASES[name]
     compared = compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3))

@@ -80,7 +80,7 @@ def _names(case: Case) -> str:
 @pytest.mark.parametrize("case", _CASES, ids=_names)
 def test_a_rank_takes_what_the_estimate_says(case: Case) -> None:
     """Every phase to the byte but for what no estimate has: rotary frequencies, position ids of one pass, single numbers."""
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     torch.set_num_threads(1)
     seen = compare_with_estimate(simulate(_job(case), rank=2 * case.rank))
@@ -94,7 +94,7 @@ def test_a_rank_takes_what_the_estimate_says(case: Case) -> None:
 @pytest.mark.parametrize("case", _SPLIT, ids=_names)
 def test_a_rank_of_stages_that_others_split_takes_what_the_estimate_says(case: Case) -> None:
     """DTensor inside every stage; hidden states are sent as shares of the sequence, the embedding's gradient adds up whole."""
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     torch.set_num_threads(1)
     seen = compare_with_estimate(simulate(_job(case, tp=2), rank=4 * case.rank))
@@ -114,7 +114,7 @@ _SHARED = [
 @pytest.mark.parametrize("case", _SHARED, ids=_names)
 def test_a_rank_of_stages_whose_sequences_others_share_takes_what_the_estimate_says(case: Case) -> None:
     """Torch's ring inside every stage; all sequences of a step are cut at once, and the labels come shifted."""
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     torch.set_num_threads(1)
     seen = compare_with_estimate(simulate(_job(case, cp=2), rank=4 * case.rank))
@@ -138,7 +138,7 @@ def test_a_rank_of_stages_with_some_of_the_experts_takes_what_the_estimate_says(
 
     Where the first layers are ``dense``, the first stage has such alone, and the next of the same rank none.
     """
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     torch.set_num_threads(1)
     moe = MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=160, num_dense_layers=dense)

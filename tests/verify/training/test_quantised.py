@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_quantised_model_takes_what_is_estimated(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     compared = compare_with_estimate(simulate(CASES[name], steps=3))
     assert abs(compared.peak.error) < 0.001, compared.peak

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.simulated import on_the_fake_gpu, simulate
 from tests.transformer.tiny_configs import tiny_config
 from tests.verify.watching.test_tracker import WEIGHTS, job
 from zeroplan.catalog.config import model_from_config
@@ -18,6 +19,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.replaced import replaced
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -88,8 +90,6 @@ ABOVE = {"mixtral, selective": 0.01}
 @pytest.mark.parametrize("name", FSDP2)
 def test_backward_and_peak_are_what_is_estimated(name: str):
     """Beside the peak of a small job stand numbers and batches of some hundred bytes that the estimate leaves out."""
-    from zeroplan.verify.backends.simulate import simulate
-
     compared = compare_with_estimate(simulate(FSDP2[name]))
     backward = next(row for row in compared.phases if row.what == Phase.BACKWARD)
     for row in (compared.peak, backward):
@@ -133,21 +133,32 @@ BLOCKS = {
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_keeps_what_is_estimated_under_selective_recomputation(name: str):
-    from zeroplan.verify.backends.simulate import _recorded  # what is alive at any moment, not only at peaks
-
     asked, block = BLOCKS[name]
-    recording = _recorded(asked, 0, 1)
-    start = next(span.start for span in recording.spans if span.phase is Phase.BACKWARD)
-    kept = sum(
-        one.n_bytes
-        for one in recording.blocks
-        if one.born <= start < one.died and one.kind is Kind.ACTIVATIONS and f"{one.module}.".startswith(f"{block}.")
-    )
+    kept = on_the_fake_gpu(_kept, asked, block)
     lines = dict(estimate(asked).kept)[f"one {name.partition(',')[0]} block"]
     assert 0 <= kept - sum(int(line.n_bytes) for line in lines) <= NUMBERS
 
 
-def test_a_run_that_reads_values_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch):
+def _kept(asked: JobSpec, block: str) -> int:
+    """Bytes that a block has saved when backward begins."""
+    from zeroplan.verify.backends.simulate import _recorded  # what is alive at any moment, not only at peaks
+
+    recording = _recorded(asked, 0, 1)
+    start = next(span.start for span in recording.spans if span.phase is Phase.BACKWARD)
+    return sum(
+        one.n_bytes
+        for one in recording.blocks
+        if one.born <= start < one.died and one.kind is Kind.ACTIVATIONS and f"{one.module}.".startswith(f"{block}.")
+    )
+
+
+def test_a_run_that_reads_values_is_refused_in_one_line():
+    with pytest.raises(MeasurementError, match=r"optimizer 'adamw' or engine 'fsdp2' reads values") as refused:
+        on_the_fake_gpu(_read_a_value)
+    assert "\n" not in str(refused.value)
+
+
+def _read_a_value() -> None:
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
     from zeroplan.verify.backends import simulate
@@ -155,10 +166,8 @@ def test_a_run_that_reads_values_is_refused_in_one_line(monkeypatch: pytest.Monk
     def reads(*_: object, **__: object) -> None:
         raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
-    monkeypatch.setattr(simulate, "run", reads)
-    with pytest.raises(MeasurementError, match=r"optimizer 'adamw' or engine 'fsdp2' reads values") as refused:
+    with replaced(simulate, "run", reads):
         simulate.simulate(job())
-    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("recipe", "says"), [

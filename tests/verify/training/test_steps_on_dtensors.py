@@ -57,7 +57,7 @@ def test_adamw_of_bitsandbytes_raises():
 
 @pytest.mark.parametrize(("optimizer", "impl"), sorted(RAISES_ON_DTENSORS))
 def test_run_and_estimate_say_so_in_one_line(optimizer: Optimizer, impl: OptimizerImpl):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     asked = job(model="smollm2-135m", gpus=2, stage=3, optimizer=optimizer, optimizer_impl=impl, seq_len=16)
     said = []

@@ -99,7 +99,7 @@ ROTARY_AND_STATE = 2_000
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_estimate_is_the_run(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     job = CASES[name]
     seen = compare_with_estimate(simulate(job, all_layers=False))
@@ -115,7 +115,7 @@ def test_the_estimate_is_the_run(name: str):
 
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_share_sequences_hold_what_the_estimate_says(name: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     seen = compare_with_estimate(simulate(SHARED[name], all_layers=False))
     for row in (seen.peak, *seen.phases, seen.held, *seen.kinds):

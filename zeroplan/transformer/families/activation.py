@@ -1,6 +1,6 @@
 """Activation functions of an MLP, by the names that transformers gives them: what each allocates, saves and makes backward.
 
-Measured on fake tensors of a pretended GPU. Most are one operator that saves what it reads or what it makes; GELU is also written
+Measured on fake tensors of a fake GPU. Most are one operator that saves what it reads or what it makes; GELU is also written
 out in single operators, of which some save their factors.
 """
 

@@ -1,4 +1,7 @@
-"""Run the engine's own code on fake tensors and a fake process group: any model, any number of ranks, no memory."""
+"""Run the engine's own code on fake tensors and a fake process group: any model, any number of ranks, no memory.
+
+Torch believes in GPUs that are not there (:mod:`zeroplan.verify.fake_cuda`), as it does for a dry run of a user's own script.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +17,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.environment import environment
-from zeroplan.verify.pretended.card import install
+from zeroplan.verify.fake_cuda.installed import CUDA, install_node
 from zeroplan.verify.release import as_installed
 from zeroplan.verify.training.causal_model import layer_period
 from zeroplan.verify.training.run import run
@@ -56,8 +59,9 @@ def simulate(
     room in which the allocator goes through the run.
 
     Without ``all_layers`` a few are run and the rest extended from them (:mod:`zeroplan.verify.watching.extend`), or all after
-    all where they are not alike. DDP and DeepSpeed settle in the third step. DeepSpeed always runs all layers; it patches torch for
-    good, so simulate it in a process that does nothing else (:func:`zeroplan.verify.processes.launch.launch`, with fake tensors).
+    all where they are not alike. DDP and DeepSpeed settle in the third step. DeepSpeed always runs all layers. Torch believes in
+    CUDA for the rest of the process, so simulate in one that does nothing else
+    (:func:`zeroplan.verify.processes.launch.launch`, with fake tensors).
     Raises :class:`~zeroplan.errors.MeasurementError` for engines whose code fake tensors cannot go through.
     """
     began, job = time.perf_counter(), as_installed(job)
@@ -143,10 +147,10 @@ def _hands_out_tensors(job: JobSpec) -> bool:
 def _recorded(
     job: JobSpec, rank: int, steps: int, say: Callable[[str], None] | None = None, make: Callable[[], Workload] | None = None
 ) -> Recording:  # fmt: skip
-    device = install()
-    tracker = Tracker(device=device, say=say, host=HostMemory() if job.recipe.offloads else None)
+    install_node(job.cluster)
+    tracker = Tracker(device=CUDA, say=say, host=HostMemory() if job.recipe.offloads else None)
     with _values_are_not_there(job) if make is None else nullcontext():
-        run(job, tracker, rank=rank, steps=steps, device=device, make=None if make is None else lambda: placed(make, device))
+        run(job, tracker, rank=rank, steps=steps, device=CUDA, make=None if make is None else lambda: placed(make, CUDA))
     return tracker.recording
 
 

@@ -7,6 +7,7 @@ A CPU build of torch refuses ``device="cuda"`` in two places. Both can be change
 2. ``at::detail::getCUDAHooks()`` is exported and returns an object whose virtual functions say whether CUDA was built and is
    available. Its table is copied, and three entries are made to say yes. Then CUDA is the accelerator, on which autograd insists.
 
+It works with builds for the CPU and for CUDA (torch 2.13 with CUDA 13.0 was tried, without a driver).
 This writes to memory of the process that belongs to C++. It is for a process that does nothing else.
 
 Source: torch 2.11 to 2.15, ``c10/core/impl/DeviceGuardImplInterface.h`` (``device_guard_impl_registry``),
@@ -67,7 +68,7 @@ def make_cuda_known() -> None:
 def _require_platform() -> None:
     here = f"{sys.platform} on {platform.machine()}"
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
-        raise NotHereError(f"a dry run needs Linux on x86-64 or ARM, and this is {here}; use a container or a virtual machine")
+        raise NotHereError(f"a fake GPU needs Linux on x86-64 or ARM, and this is {here}; use a container or a virtual machine")
 
 
 def _require_order() -> None:

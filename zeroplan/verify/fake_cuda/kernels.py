@@ -1,12 +1,6 @@
-"""Which operators run on the fake GPU: CUDA's own where it has one, and attention by the kernel that CUDA chooses."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""Which operators run on the fake GPU: CUDA's own where it has one."""
 
 import torch
-
-from zeroplan.verify.pretended import card
-from zeroplan.verify.replaced import replaced
 
 _LIBRARIES: list[torch.library.Library] = []
 """Kernels are there as long as their library."""
@@ -27,10 +21,3 @@ def give_own_kernels() -> None:
 
 def _never(*_args: object, **_options: object) -> object:
     raise AssertionError("a tensor on the fake GPU has bytes; all of them are meant to be fake")
-
-
-@contextmanager
-def decisions() -> Iterator[None]:
-    """Choose attention's kernel as CUDA does, and run backward in the calling thread (:func:`card.decisions`)."""
-    with replaced(card, "CARD", "cuda"), card.decisions():
-        yield

@@ -5,9 +5,12 @@ Nothing here is undone: it is for a process that does nothing else.
 
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple, cast
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Reducer
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroplan.spec.hardware import GpuSpec
@@ -15,6 +18,7 @@ from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.streams import Captured, Event, Graph, Stream
 from zeroplan.verify.replaced import put
 
+_REALLY_BUILT = torch.version.cuda is not None
 _CUDA_VERSION = "12.8"
 _NCCL_VERSION = (2, 27, 3)
 _STATE_BYTES = 16
@@ -147,13 +151,13 @@ class CudaGenerator(torch.Generator):
 
 
 def _random(count: int) -> dict[str, Callable[..., object]]:
-    nothing = always(None)
-    return {
-        "manual_seed": nothing, "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing, "initial_seed": always(0),
-        "set_rng_state": nothing, "set_rng_state_all": nothing, "get_rng_state": _state,
+    nothing = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
+    found: dict[str, Callable[..., object]] = {
+        "initial_seed": always(0), "get_rng_state": _state,
         "get_rng_state_all": lambda: [_state() for _ in range(count)],
         "default_generators": tuple(CudaGenerator() for _ in range(count)),  # type: ignore[dict-item]  # no function, but an answer
     }  # fmt: skip
+    return found | {name: always(None) for name in nothing}  # each its own: Dynamo has a rule for every function
 
 
 def _accelerator(answers: dict[str, Callable[..., object]]) -> None:
@@ -173,6 +177,9 @@ def _elsewhere() -> None:
     put(cuda.nvtx, **dict.fromkeys(("range_push", "range_pop", "mark", "range_start", "range_end"), always(None)))
     put(cuda.graphs, **graph)
     put(cuda.device, __init__=_choose, __enter__=always(None), __exit__=always(False))
+    put(dist.Logger, set_runtime_stats_and_log=always(None))  # type: ignore[attr-defined]  # DDP's timer is CUDA's, in C++
+    if _REALLY_BUILT:
+        put(Reducer, prepare_for_forward=always(None))  # a CUDA build would take times with real events
     put(torch.version, cuda=_CUDA_VERSION)
     put(torch.backends.cuda, is_built=always(True))
     torch._C._cuda_getCurrentRawStream = always(0)  # type: ignore[assignment]  # libraries import it where CUDA is there, and a CPU build has none
@@ -182,6 +189,7 @@ def _choose(chosen: "torch.cuda.device", device: object) -> None:  # noqa: ARG00
     chosen.idx = 0
 
 
+@cache
 def _generators() -> None:
     """``torch.Generator("cuda")`` is the CPU's with a GPU's state."""
     real = torch.Generator

@@ -2,10 +2,9 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.verify.pretended.card import CARD
 
 
 @contextmanager
@@ -14,14 +13,9 @@ def answered(recipe: RecipeSpec, device: str = "cpu") -> Iterator[None]:
     if recipe.engine != "deepspeed":
         yield
         return
-    for name, said in _LAUNCHER_SAYS.items():
-        os.environ.setdefault(name, said)
-    from zeroplan.verify.pretended.deepspeed_answers import answers  # noqa: PLC0415  it patches torch for good
-    from zeroplan.verify.pretended.deepspeed_card import on_the_card  # noqa: PLC0415
+    os.environ.setdefault("LOCAL_RANK", "0")  # as a launcher does
+    from zeroplan.verify.pretended.deepspeed_answers import answers, on_device  # noqa: PLC0415  it patches torch for good
     from zeroplan.verify.pretended.nvme import stands_in  # noqa: PLC0415  it imports DeepSpeed
 
-    with on_the_card() if device == CARD else nullcontext(), answers(recipe.deepspeed), stands_in():
+    with on_device(device), answers(recipe.deepspeed), stands_in():
         yield
-
-
-_LAUNCHER_SAYS = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
-from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.comm import comm
 from deepspeed.ops import op_builder
 from deepspeed.runtime.zero import partition_parameters, utils
@@ -33,6 +34,18 @@ _PLENTY = 2**62
 
 
 @contextmanager
+def on_device(device: str) -> Iterator[None]:
+    """Have DeepSpeed take the CPU or the fake GPU for its device; afterwards it has the one it had."""
+    before = get_accelerator()
+    if before._name != device:
+        set_accelerator(CUDA_Accelerator() if device == "cuda" else CPU_Accelerator())
+    try:
+        yield
+    finally:
+        set_accelerator(before)
+
+
+@contextmanager
 def answers(options: DeepSpeedOptions) -> Iterator[None]:
     """Answer DeepSpeed as one rank of a fake process group, on fake tensors or real ones.
 
@@ -46,6 +59,7 @@ def answers(options: DeepSpeedOptions) -> Iterator[None]:
             replaced(utils, "get_lst_from_rank0", _among_equals(utils.get_lst_from_rank0)),
             replaced(get_accelerator(), "available_memory", lambda _index=None: room),
             replaced(get_accelerator(), "is_fp16_supported", lambda: True),
+            replaced(get_accelerator(), "_communication_backend_name", "fake"),
             replaced(op_builder, "QuantizerBuilder", QuantizerBuilder),
             *_nodes(options),
             replaced(nn.Module, "to", _to(nn.Module.to)),

@@ -65,7 +65,7 @@ class _RealIntegers(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         if not _is_real(args, options):
             return func(*args, **options)
         if "device" in options:
-            options = {**options, "device": torch.device("cpu")}  # the reducer's device may be a pretended one
+            options = {**options, "device": torch.device("cpu")}  # the reducer's device may be the fake GPU
         with unset_fake_temporarily(), nullcontext() if func in COLLECTIVES else self._watcher.looking_away():
             return func(*args, **options)
 

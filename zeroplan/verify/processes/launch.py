@@ -260,8 +260,10 @@ def _started(command: list[str], task: Task, order: Path) -> "subprocess.Popen[s
 def environment_of(task: Task) -> dict[str, str]:
     """What a launcher sets; elastic's agent sets each rank's own over it. gloo talks over the loopback."""
     ranks = str(task.job.mesh.world_size)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.tensors == "fake" else {}  # a real GPU would be in the fake one's place
     return {
         **environment(),
+        **hidden,
         "RANK": str(task.rank or 0),
         "LOCAL_RANK": "0" if task.tensors == "cuda" else str(task.rank or 0),
         "WORLD_SIZE": ranks,

@@ -34,7 +34,7 @@ def measure(
     """
     if task.workload and task.job.mesh.pp > 1:
         raise MeasurementError("a workload is not cut into pipeline stages here; leave --workload or --pipeline-parallel out")
-    os.environ.update(DS_ACCELERATOR="cuda" if task.tensors == "cuda" else "cpu", HF_HUB_OFFLINE="1")
+    os.environ.update(DS_ACCELERATOR="cpu" if task.tensors == "cpu" else "cuda", HF_HUB_OFFLINE="1")
     task = replace(task, job=as_installed(task.job))
     found = _simulated(task, rank, say) if task.tensors == "fake" else _measured(task, rank, store, say, card)
     return replace(found, workload=task.workload)

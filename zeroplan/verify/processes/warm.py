@@ -41,7 +41,7 @@ def main() -> None:
     messages = os.dup(1)
     os.dup2(2, 1)
     tensors, engine = sys.argv[1:]
-    os.environ["DS_ACCELERATOR"] = "cuda" if tensors == "cuda" else "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu" if tensors == "cpu" else "cuda"
     for name in (*_NEEDED[tensors], *(_DEEPSPEED if engine == "deepspeed" else ())):
         importlib.import_module(name)
     gc.collect()

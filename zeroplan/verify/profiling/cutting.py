@@ -13,8 +13,8 @@ import torch
 
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
-from zeroplan.verify.pretended.card import install
-from zeroplan.verify.pretended.fake_tensors import fake_tensors
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
+from zeroplan.verify.fake_cuda.installed import CUDA, install_node
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Called, HandedOn, Instant, Manner, Piece
 from zeroplan.verify.profiling.watched import PassWatcher
 from zeroplan.verify.training.modules import prefixes_of
@@ -30,7 +30,9 @@ _RANDOM_STATE = "aten._scaled_dot_product_flash_attention.default", 16
 
 def anatomy(make: Callable[[], Workload], manner: Manner) -> Anatomy:
     """Take one pass of a module on fake tensors apart; ``make`` builds it."""
-    device = install() if manner.kernels == "cuda" else "cpu"
+    device = CUDA if manner.kernels == "cuda" else "cpu"
+    if device == CUDA:
+        install_node()
     watcher = PassWatcher(device=device)
     with fake_tensors(watcher, device), watcher:
         work = placed(make, device)

@@ -19,7 +19,7 @@ from zeroplan.spec.profile import (
 )
 from zeroplan.spec.recipe import Engine, Precision, Recompute
 from zeroplan.verify.environment import environment
-from zeroplan.verify.pretended.fake_tensors import fake_tensors
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Manner
 from zeroplan.verify.profiling.cutting import anatomy
 from zeroplan.verify.profiling.derived import Derived, OtherProgramError
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
 
 
 def manners(wanted: Wanted) -> tuple[Manner, ...]:
-    """How the module is executed under what is wanted, on the pretended GPU."""
+    """How the module is executed under what is wanted, on the fake GPU."""
     found: list[Manner] = []
     for recompute in wanted.recompute:
         for engine in wanted.engines:

@@ -10,7 +10,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.spec.profile import (
     Run,
 )
-from zeroplan.verify.pretended.fake_tensors import fake_tensors
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy
 from zeroplan.verify.training.modules import prefixes_of, shapes_of
 from zeroplan.verify.training.workload import Workload

@@ -4,7 +4,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.job import JobSpec
-from zeroplan.verify.pretended.card import CARD
+from zeroplan.verify.fake_cuda.installed import CUDA
 
 #: The mesh dimensions of the context-parallel and of the tensor-parallel ranks: neighbours.
 CONTEXT, TENSOR = "context", "tensor"
@@ -43,6 +43,6 @@ def sharding_ranks(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
 
 def context_ranks(job: JobSpec, mesh: DeviceMesh) -> DeviceMesh:
     """Those that share sequences. Raises MeasurementError on real tensors."""
-    if mesh.device_type != CARD:  # of real positions, cut, transformers would make a mask, which the ring does not take
+    if mesh.device_type != CUDA:  # of real positions, cut, transformers would make a mask, which the ring does not take
         raise MeasurementError(f"cp={job.mesh.cp} is run on fake tensors alone; use --backend simulate")
     return mesh[CONTEXT]

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import cast
 
 import torch.distributed as dist
@@ -11,14 +11,14 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
+from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.pretended.answered import answered
-from zeroplan.verify.pretended.fake_tensors import fake_tensors
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.activations_away import moving_from
 from zeroplan.verify.training.adapters import beside_parameters, unwrapped
@@ -39,7 +39,7 @@ def run(
 ) -> None:  # fmt: skip
     """Train as one rank of a fake process group, on fake tensors or on real ones.
 
-    Fake ones may be on a pretended GPU (:mod:`zeroplan.verify.pretended.card`). ``make`` builds another workload than the job's own
+    Fake ones may be on a fake GPU (:mod:`zeroplan.verify.fake_cuda`). ``make`` builds another workload than the job's own
     model.
     """
     fakes = fake_tensors(watcher, device, strided=job.mesh.tp > 1) if fake else nullcontext()
@@ -107,9 +107,7 @@ _FAKE = "fake"
 @contextmanager
 def fake_ranks(job: JobSpec, rank: int, device: str) -> Iterator[DeviceMesh]:
     """One rank of the job's mesh under torch's fake process group, which moves nothing."""
-    dist.init_process_group(
-        _FAKE if device == "cpu" else _fake_group_on(device), rank=rank, world_size=job.mesh.world_size, store=FakeStore()
-    )
+    dist.init_process_group(_FAKE, rank=rank, world_size=job.mesh.world_size, store=FakeStore())
     if job.mesh.tp > 1:
         _forget_other_meshes(job.mesh, rank)
     try:
@@ -124,14 +122,6 @@ def _forget_other_meshes(_: MeshSpec, __: int) -> None:
     from torch.distributed.tensor import debug  # noqa: PLC0415  tensor parallelism alone needs it
 
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-
-
-@cache
-def _fake_group_on(device: str) -> str:
-    """Name a backend that is torch's fake one, for a device that torch's registration of it leaves out."""
-    name = f"{_FAKE}_on_{device}"
-    dist.Backend.register_backend(name, _create_fake_pg, extended_api=True, devices=["cpu", device])
-    return name
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from torch import _meta_registrations
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import _sharding_prop
 
-from zeroplan.verify.pretended.card import CARD, FakeCardMode, decisions
-from zeroplan.verify.pretended.card_autocast import cuda_lists
+from zeroplan.verify.fake_cuda.attention import decisions
+from zeroplan.verify.fake_cuda.installed import CUDA
 from zeroplan.verify.pretended.fake_mode import QuickFakes
 from zeroplan.verify.pretended.optimizer_kernels import optimizer_kernels
 from zeroplan.verify.pretended.reducer import readable_bookkeeping
@@ -23,22 +23,27 @@ def fake_tensors(watcher: Watcher, device: str = "cpu", *, strided: bool = False
 
     ``strided`` says that a dimension may be sharded over two dimensions of the mesh.
     """
-    as_on_cuda = (decisions(), cuda_lists()) if device == CARD else ()
-    mode = FakeCardMode() if device == CARD else QuickFakes()
+    as_on_cuda = (decisions(),) if device == CUDA else ()
+    mode = _FakesOnTheGpu() if device == CUDA else QuickFakes()
     plain = () if strided else (_no_strided_shards(),)
-    as_real = (
-        _unpacked_rows(),
-        _chunks_as_wanted(),
-        *plain,
-        _grouped_products(),
-        _no_samples(),
-        optimizer_kernels(),
-        readable_bookkeeping(watcher),
-    )
     with ExitStack() as answers:
-        for answer in (*as_real, *as_on_cuda, mode):
+        for answer in (_unpacked_rows(), *plain, *as_with_bytes(watcher), *as_on_cuda, mode):
             answers.enter_context(answer)
         yield
+
+
+def as_with_bytes(watcher: Watcher) -> tuple[AbstractContextManager[None], ...]:
+    """What lets torch and the engines do with fake tensors what they do with real ones, each open as long as a run takes."""
+    return (_chunks_as_wanted(), _grouped_products(), _no_samples(), optimizer_kernels(), readable_bookkeeping(watcher))
+
+
+class _FakesOnTheGpu(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
+    """Fake tensors where a GPU is named that is not there: constants stay on the host until they are moved."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        """Whether to keep from touching the device."""
+        return True
 
 
 def _unpacked_rows() -> AbstractContextManager[None]:

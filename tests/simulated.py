@@ -1,0 +1,42 @@
+"""What runs on the fake GPU in tests: in one process beside theirs, which believes in CUDA as theirs must not.
+
+It stays for all tests of a worker, so that torch and transformers are imported once. DeepSpeed patches torch for good: its jobs
+have processes of their own (:mod:`tests.deepspeed_forks`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zeroplan.measurement import Measurement
+    from zeroplan.spec.job import JobSpec
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def on_the_fake_gpu(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function of a module, whose arguments can be pickled, in the process that believes in CUDA."""
+    return _process().submit(function, *args, **kwargs).result()
+
+
+def simulate(job: JobSpec, **options: object) -> Measurement:
+    """:func:`zeroplan.verify.backends.simulate.simulate`, there."""
+    return on_the_fake_gpu(_simulated, job, options)
+
+
+def _simulated(job: JobSpec, options: dict[str, object]) -> Measurement:
+    from zeroplan.verify.backends.simulate import simulate
+
+    return simulate(job, **options)  # type: ignore[arg-type]
+
+
+@cache
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=warnings.simplefilter, initargs=("ignore",))
