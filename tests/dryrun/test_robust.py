@@ -93,7 +93,7 @@ def test_a_script_that_goes_its_own_way_is_stopped_after_its_steps(tmp_path: Pat
     (tmp_path / "script.py").write_text(TRAIN + code)
     run = dry_run("--", "script.py", folder=tmp_path, flags=("--json", "-q", "--timeout", "100"))
     assert (run.answer["ended"], len(run.answer["steps"])) == ("steps taken", 2)
-    assert ("torch.compile" in {one["what"] for one in run.answer["stood_in"]}) == ("torch.compile" in code)
+    assert any(one["what"].startswith("torch.compile") for one in run.answer["stood_in"]) == ("torch.compile" in code)
 
 
 def test_every_optimizer_takes_its_steps(tmp_path: Path):

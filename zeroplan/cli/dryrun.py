@@ -29,9 +29,9 @@ def _flag(
     return option
 
 
-def _switch(name: str, text: str, *, short: str = "") -> typer.models.OptionInfo:
+def _switch(name: str, text: str, *, short: str = "", panel: str = _OUTPUT) -> typer.models.OptionInfo:
     names = (name, short) if short else (name,)
-    option: typer.models.OptionInfo = typer.Option(*names, help=text, rich_help_panel=_OUTPUT)
+    option: typer.models.OptionInfo = typer.Option(*names, help=text, rich_help_panel=panel)
     return option
 
 
@@ -48,6 +48,7 @@ def dryrun_command(
     per_node: Annotated[str | None, _flag("--gpus-per-node", "N", "Ranks on a node. (default: the GPU's usual server)")] = None,
     rank: Annotated[str, _flag("--as-rank", "R", "Which rank to be.", shown=True, short="--rank")] = "0",
     steps: Annotated[str, _flag("--steps", "N", "Optimizer steps; then the script is stopped.", shown=True)] = "2",
+    eager: Annotated[bool, _switch("--eager", "Leave torch.compile out.", panel=_RUN)] = False,
     timeout: Annotated[str, _flag("--timeout", "SECONDS", "How long the steps may take in all.", shown=True)] = "600",
     verbose: Annotated[bool, _switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False,
     quiet: Annotated[bool, _switch("--quiet", "Leave out what the script prints.", short="-q")] = False,
@@ -91,7 +92,8 @@ def dryrun_command(
         found = show_saved(show, command)
     else:
         task = _task(read_command(command or []), gpus, gpu, per_node, rank, steps)
-        task = replace(task, traced=bool(wanted.named or before), profiled=profile)  # type: ignore[arg-type]  # it is one of two
+        task = replace(task, traced=bool(wanted.named or before), eager=eager)
+        task = replace(task, profiled=profile)  # type: ignore[arg-type]  # it is one of two
         found = _run(task, _seconds(timeout), quiet=quiet)
     wanted.write(found)
     if before is not None:

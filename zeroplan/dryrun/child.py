@@ -112,6 +112,7 @@ class _Run:
         process_group.make_groups_fake()
         launchers.run_ranks_here(task)
         torch_around.change_torch(self.stand_ins)
+        self._compile(task)
         AfterImport(
             checkpoints.PATCHES | bitsandbytes.PATCHES | megatron.PATCHES | transformers.PATCHES | triton.PATCHES
             | ddp.patches(self.tracker) | fsdp1.patches(self.tracker) | fsdp2.patches(self.tracker)
@@ -119,11 +120,26 @@ class _Run:
         ).install()  # fmt: skip
         self.loop.watch()
 
+    def _compile(self, task: DryRunTask) -> None:
+        """Have ``torch.compile`` compile, or leave it out."""
+        from zeroplan.dryrun import torch_around  # noqa: PLC0415
+        from zeroplan.dryrun.compiling import tracing  # noqa: PLC0415
+
+        why_not = task.without_compiler or tracing.why_not()
+        self._compiles = not why_not
+        if why_not:
+            torch_around.leave_out_compilation(why_not)
+        else:
+            tracing.follow_the_compiler(self.tracker)
+
     def __call__(self, script: Callable[[], None]) -> None:
         """Run the script until its steps are taken or it ends. What it raises after its steps says nothing."""
+        from zeroplan.dryrun.compiling import tracing  # noqa: PLC0415
         from zeroplan.dryrun.threads import watch_threads  # noqa: PLC0415
 
         with self.fakes(), self.tracker:
+            if self._compiles:
+                tracing.call_hooks_outside_of_graphs()
             watch_threads((self._fakes, self.tracker), self.loop.end_now)
             try:
                 script()
@@ -153,6 +169,10 @@ def _prepared(task: DryRunTask) -> _Run:
     import torch  # noqa: PLC0415
     import torch._dynamo  # noqa: PLC0415, F401  it looks at what was built, so it goes before CUDA is there
 
+    if not task.without_compiler:
+        from zeroplan.dryrun.compiling.tracing import know_functions_by_name  # noqa: PLC0415
+
+        know_functions_by_name()
     return _Run(task)
 
 

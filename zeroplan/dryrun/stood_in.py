@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 counts: Counter[tuple[str, str]] = Counter()
@@ -12,7 +14,9 @@ counts: Counter[tuple[str, str]] = Counter()
 
 
 def note(what: str, by: str) -> None:
-    """Note one use of something that took the place of ``what``."""
+    """Note one use of something that took the place of ``what``. In a graph that torch compiles it would be a part of the graph."""
+    if torch.compiler.is_dynamo_compiling():
+        return
     counts[what, by] += 1
 
 

@@ -1,6 +1,7 @@
 """What the process that runs a script is told, and the environment it is started in. Needs no torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from zeroplan.spec.base import Count, CountOrZero, Spec
@@ -12,7 +13,7 @@ class DryRunTask(Spec):
 
     ``target`` is a path, or with ``module`` a module's name; ``arguments`` are those of the script. ``gpu`` is a name in the
     catalogue, ``answer`` the file that the result is written to, with every block of memory where ``traced``, and with a profile of
-    the script's model where ``profiled`` says of which ways of executing it.
+    the script's model where ``profiled`` says of which ways of executing it. ``eager`` leaves ``torch.compile`` out.
     """
 
     target: str
@@ -26,6 +27,12 @@ class DryRunTask(Spec):
     answer: str
     traced: bool = False
     profiled: Literal["own", "all"] | None = None
+    eager: bool = False
+
+    @property
+    def without_compiler(self) -> str:
+        """The flag for which ``torch.compile`` is left out, empty where it is not. A profile is one of the model as it is."""
+        return "--eager" if self.eager else "--profile" if self.profiled else ""
 
     @property
     def local_rank(self) -> int:
@@ -58,15 +65,25 @@ def environment(task: DryRunTask) -> dict[str, str]:
         "GROUP_RANK": task.rank // task.gpus_per_node, "GROUP_WORLD_SIZE": -(-task.gpus // task.gpus_per_node),
         "ROLE_RANK": task.rank, "ROLE_WORLD_SIZE": task.gpus,
     }  # fmt: skip
-    return (_TORCHRUN | {name: str(number) for name, number in ranks.items()} if task.gpus > 1 else {}) | _QUIET
+    torchrun = _TORCHRUN | {name: str(number) for name, number in ranks.items()} if task.gpus > 1 else {}
+    return torchrun | _QUIET | (_NOT_COMPILED if task.without_compiler else _compiled(task))
+
+
+def _compiled(task: DryRunTask) -> dict[str, str]:
+    """Inductor writes its programs beside the answer, reads none of earlier runs, and starts no processes."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(task.answer).parent / "inductor"), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }  # fmt: skip
 
 
 _TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "0", "ROLE_NAME": "default",
 }  # fmt: skip
+_NOT_COMPILED = {"TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
 _QUIET = {
-    "TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1", "DS_ACCELERATOR": "cuda", "TOKENIZERS_PARALLELISM": "false",
+    "DS_ACCELERATOR": "cuda", "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "", "CUDA_HOME": "/nonexistent", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",
     "WANDB_MODE": "disabled",
 }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.comptime import comptime
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.attention import flex_attention as flex
 from torch.utils.data import DataLoader
@@ -22,14 +23,13 @@ from zeroplan.verify.replaced import put
 
 
 def change_torch(stand_ins: StandIns) -> None:
-    """Put in order what fake tensors lack."""
+    """Put in order what fake tensors lack; ``torch.compile`` is another matter."""
     _let_tensors_move()
     _give_addresses()
     _let_kinds_be_fake()
     _let_values_be_read(stand_ins)
     _load_in_this_process()
     _leave_out_randomness()
-    _leave_out_compilation()
     put(torch, save=noting("torch.save", "nothing is written", always(None)), load=_loads(torch.load))
     put(
         torch.amp.GradScaler,
@@ -38,7 +38,7 @@ def change_torch(stand_ins: StandIns) -> None:
     put(Captured, __enter__=noting("CUDA graphs", "captured code runs once, and replaying does nothing", Captured.__enter__))
     put(torch.cuda, make_graphed_callables=noting("CUDA graphs", "the functions run as they are", _as_they_are))
     put(torch.Tensor, is_pinned=always(False), pin_memory=lambda tensor, *_: tensor)
-    put(flex, flex_attention=noting("flex attention", "flash attention's operator", _flex_attention))
+    put(flex, flex_attention=_flex_attention)
 
 
 def _let_tensors_move() -> None:
@@ -180,9 +180,9 @@ def _leave_out_randomness() -> None:
         put(owner, set_rng_state=set_rng_state)
 
 
-def _leave_out_compilation() -> None:
-    """``torch.compile`` is left out: the code runs as it is, which keeps more."""
-    left_out = ("torch.compile", "left out, the code runs as it is")
+def leave_out_compilation(why: str) -> None:
+    """Leave ``torch.compile`` out: the code runs as it is, which keeps more."""
+    left_out = ("torch.compile", f"left out, the code runs as it is ({why})")
 
     def compiled(model: Any = None, *_: object, **__: object) -> object:  # noqa: ANN401
         if model is None:
@@ -210,12 +210,20 @@ def _take_the_step(_: object, optimizer: Any, _state: object, *args: object, **k
     return optimizer.step(*args, **kwargs)
 
 
+def _note_flex_attention(_: object = None) -> None:
+    note("flex attention", "flash attention's operator")
+
+
 def _flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: object = None, block_mask: object = None,  # noqa: ARG001
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: object = None,  # noqa: ARG001, FBT001, FBT002
     *, return_aux: object = None,
 ) -> object:  # fmt: skip
     """Flex attention's compiled kernel keeps what flash attention keeps: its output, and one number per row."""
+    if torch.compiler.is_dynamo_compiling():
+        comptime(_note_flex_attention)  # once, when the graph is traced
+    else:
+        _note_flex_attention()
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scale)
     if return_aux is not None:
         return out[0], flex.AuxOutput(lse=out[1], max_scores=None)

@@ -4,6 +4,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch._ops import OpOverload
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zeroplan.allocator import CachingAllocator, Chunk
+from zeroplan.dryrun.compiling.origins import Origins, within
 from zeroplan.ledger import Kind
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
@@ -37,8 +39,14 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._chunks: dict[Block, Chunk] = {}
         self._numbers: list[int] = []
         self._made_by: list[str] = []
+        self._origins = Origins()
         self._closed = False
         memory.counted = self
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether ``torch.compile`` compiles, unwatched, where this mode watches what runs."""
+        return True
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
@@ -56,6 +64,10 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         for name, module in model.named_modules():
             self._modules.names.setdefault(id(module), name)
 
+    def learn_program(self, path: str, lines: Sequence[tuple[int, Any]]) -> None:
+        """Learn what is behind the lines of a program that inductor has written: nodes of a graph by line number."""
+        self._origins.learn(path, lines, self._modules.names, self._modules.current())
+
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
         """Label a model's tensors as parameters; a copy in another dtype, too, once it is the model's own."""
         for tensor in tensors:
@@ -65,7 +77,10 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
     def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
         block = super()._request(watch, n_bytes, func)
-        self.lines[block] = self._line()
+        origin = self._origins.behind(sys._getframe(1))
+        self.lines[block] = (origin.line if origin is not None else "") or self._line()
+        if origin is not None:
+            block.module, block.operation = within(block.module, origin), origin.operation
         if block.operation != LIFTED:
             self._chunks[block] = self._allocator.request(n_bytes, block.stream)
             self._memory.note()

@@ -100,6 +100,11 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         """Whether to keep from touching the device."""
         return True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether ``torch.compile`` compiles among its own fake tensors, and the result runs among these."""
+        return True
+
     def dispatch(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:

@@ -55,6 +55,22 @@ def line_of(frame: FrameType | None) -> str:
     return f"{name}:{frame.f_lineno}"
 
 
+def line_at(filename: str, number: int) -> str:
+    """A line of a file as a person writes it."""
+    return f"{shown_file(filename)}:{number}"
+
+
+def user_line(filename: str, number: int) -> str:
+    """The same, where the file is the user's own; empty where it is a library's."""
+    return line_at(filename, number) if _kind(filename) == "user" else ""
+
+
+def count_as_library(folder: str) -> None:
+    """Take what lies in a folder for a library's: programs that a compiler has written."""
+    _GENERATED.append(folder.rstrip("/") + "/")
+    _kind.cache_clear()
+
+
 def count_as_user(folder: str) -> None:
     """Take what lies in a folder for the user's own code: a package that is run with ``-m``, which may be installed."""
     _USERS.append(folder.rstrip("/") + "/")
@@ -63,6 +79,7 @@ def count_as_user(folder: str) -> None:
 
 
 _USERS: list[str] = []
+_GENERATED: list[str] = []
 _LIBRARIES = tuple(
     {path + "/" for path in (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), _PACKAGE)}
 )
@@ -73,7 +90,7 @@ def _kind(filename: str) -> str:
     if any(filename.startswith(folder) for folder in _USERS):
         return "user"
     if (
-        filename.startswith("<")
+        filename.startswith(("<", *_GENERATED))
         or filename.startswith(_LIBRARIES)
         or "/site-packages/" in filename
         or "/dist-packages/" in filename

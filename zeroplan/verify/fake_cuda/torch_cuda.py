@@ -183,6 +183,9 @@ def _elsewhere() -> None:
     put(torch.version, cuda=_CUDA_VERSION)
     put(torch.backends.cuda, is_built=always(True))
     torch._C._cuda_getCurrentRawStream = always(0)  # type: ignore[assignment]  # libraries import it where CUDA is there, and a CPU build has none
+    for name in ("_cuda_CUDAAllocator_AllocatorState", "_set_cached_tensors_enabled"):  # likewise, for CUDA graphs
+        if not hasattr(torch._C, name):
+            setattr(torch._C, name, always(None))
 
 
 def _choose(chosen: "torch.cuda.device", device: object) -> None:  # noqa: ARG001

@@ -1,0 +1,123 @@
+"""torch.compile in a script: what a compiled forward leaves for its backward is what torch's own compiler keeps, to the byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.dryrun.running import SCRIPTS, Run, dry_run
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch")
+
+_BLOCK = 512
+"""The allocator's smallest. [bytes]"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return dry_run("--steps", "4", "--", str(SCRIPTS / "compiled.py"), "left.json", folder=folder)
+
+
+@pytest.fixture(scope="module")
+def eager(folder: Path) -> Run:
+    return dry_run("--steps", "4", "--eager", "--", str(SCRIPTS / "compiled.py"), "eager.json", folder=folder)
+
+
+def kept_by_torch(*, recompute: bool) -> int:
+    """What inductor's forward graph returns beside what it was given, in blocks of the allocator, on the CPU with real numbers."""
+    from functorch.compile import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx
+
+    from tests.dryrun.scripts.compiled import Net, batch
+
+    kept: list[int] = []
+
+    def run_graph(graph: torch.fx.GraphModule, *_: object, is_backward: bool = False, **__: object) -> object:
+        def run(*given: object) -> object:
+            returned = graph(*given)
+            mine = {one.untyped_storage()._cdata for one in given if isinstance(one, torch.Tensor)}
+            found = {one.untyped_storage()._cdata: one.untyped_storage() for one in returned if isinstance(one, torch.Tensor)}
+            kept.extend(storage.nbytes() for key, storage in found.items() if key not in mine and not is_backward)
+            return returned
+
+        return make_boxed_func(run)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        Net(recompute=recompute), backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=run_graph)
+    )
+    compiled(*batch("cpu"))
+    return sum(-(-n_bytes // _BLOCK) * _BLOCK for n_bytes in kept)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_compiled_forward_leaves_what_torchs_partitioner_saves(run: Run, eager: Run, folder: Path, *, recompute: bool):
+    """With and without activation checkpointing, which is a matter of the partitioner's within a graph."""
+    assert (run.code, eager.code) == (0, 0)
+    left = json.loads((folder / "left.json").read_text())[f"recompute {recompute}, step 1"]
+    assert left == kept_by_torch(recompute=recompute)
+    assert left < json.loads((folder / "eager.json").read_text())[f"recompute {recompute}, step 1"]
+
+
+def test_kernels_launched_on_nothing_are_named_and_eager_says_that_it_left_the_compiler_out(run: Run, eager: Run):
+    replaced = {one["what"]: one["by"] for one in run.answer["stood_in"]}
+    assert replaced == {"torch.compile's own kernels": "inductor plans their buffers, and launching them does nothing"}
+    left_out = {one["what"]: one["by"] for one in eager.answer["stood_in"]}
+    assert left_out == {"torch.compile": "left out, the code runs as it is (--eager)"}
+
+
+def test_what_a_graph_keeps_has_the_module_and_the_line_of_the_users_code(run: Run):
+    modules = {one["name"]: one["kind"] for one in run.answer["modules"]}
+    assert {"blocks.1.gate", "blocks.2.qkv", "head"} <= set(modules)
+    lines = {one["name"] for one in run.answer["lines"] if one["kind"] == "activations"}
+    assert all(
+        line.startswith(("compiled.py:", "dryrun/scripts/compiled.py:")) or "scripts/compiled.py:" in line for line in lines
+    )
+
+
+LAYERS = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import torch.distributed as dist
+dist.init_process_group("nccl")
+torch.cuda.set_device(1)
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+layers = nn.Sequential(*[Layer() for _ in range(10)]).cuda()
+for layer in layers:
+    layer.compile(fullgraph=True)
+    fully_shard(layer)
+fully_shard(layers)
+optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3, momentum=0.9)
+step = torch.compile(optimizer.step, mode="reduce-overhead")
+calls = torch._dynamo.utils.counters
+for length in (32, 48, 64):
+    loss = layers(torch.randn(4, length, 64, device="cuda")).square().mean()
+    loss.backward()
+    step()
+    optimizer.zero_grad()
+    print("frames", calls["frames"]["ok"], torch.cuda.current_device())
+"""
+
+
+def test_one_graph_serves_all_layers_under_fsdp_and_another_rank_and_a_compiled_step_run(tmp_path: Path):
+    (tmp_path / "script.py").write_text(LAYERS)
+    run = dry_run("--gpus", "8", "--as-rank", "1", "--", "script.py", folder=tmp_path, flags=("--json",))
+    replaced = {one["what"] for one in run.answer["stood_in"]}
+    assert replaced == {"torch.compile's own kernels", "CUDA graphs"}, run.errors
+    frames = [int(line.split()[1]) for line in run.errors.splitlines() if line.startswith("frames")]
+    assert frames[0] <= 6, run.errors
+    assert any(one["name"].startswith("9.") for one in run.answer["modules"])
