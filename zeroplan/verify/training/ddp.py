@@ -29,8 +29,9 @@ class Ddp:
         self._work, self._recipe = work, recipe
         self._device = next(work.module.parameters()).device.type
         self.handed_on = Kind.UNSHARDED_GRADIENTS if recipe.ddp.gradient_as_bucket_view else Kind.GRADIENTS
+        parameters = trained(work.module)
         sharded = recipe.zero_stage == 1
-        self.optimizer = (zero_redundancy if sharded else make_optimizer)(trained(work.module), recipe)
+        self.optimizer = zero_redundancy(parameters, recipe) if sharded else make_optimizer(parameters, recipe, work.blocks)
 
     def hand_buckets_back(self) -> None:
         """Reduce buckets by a hook: the reducer's C++ cannot read what a fake process group returns."""

@@ -35,7 +35,7 @@ class Fsdp2:
         if next(work.module.parameters()).is_meta:
             give_memory(work.module, "cpu" if recipe.fsdp2.cpu_offload else mesh.device_type)
         self._work, self._recipe = work, recipe
-        self.optimizer = make_optimizer(trained(work.module), recipe)
+        self.optimizer = make_optimizer(trained(work.module), recipe, work.blocks)
 
     def micro_step(self, enter: Callable[[Phase], None], *, last: bool) -> None:
         """Run one forward and backward pass; gradients are reduced in the last of a step, or in each."""

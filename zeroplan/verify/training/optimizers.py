@@ -1,6 +1,6 @@
-"""torch's optimizers, as a recipe asks for them."""
+"""Optimizers, as a recipe asks for them: torch's, and those that are published elsewhere."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.training.published_optimizers import Lion, MuonAndAdamW
 
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
@@ -18,7 +19,9 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] 
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-3}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}),
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-3}),
+    "lion": (Lion, {"lr": 1e-4}),
 }
+_MUON = "muon"
 
 
 def trained(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -26,8 +29,12 @@ def trained(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter for parameter in module.parameters() if parameter.requires_grad)
 
 
-def make_optimizer(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> torch.optim.Optimizer:
-    """Build torch's optimizer with its default arguments and the recipe's implementation."""
+def make_optimizer(
+    parameters: Iterator[nn.Parameter], recipe: RecipeSpec, blocks: Iterable[nn.Module] = ()
+) -> torch.optim.Optimizer:
+    """Build the optimizer with its default arguments and the recipe's implementation; Muon takes matrices of the ``blocks``."""
+    if recipe.optimizer == _MUON and blocks:
+        return MuonAndAdamW(parameters, blocks, lr=1e-3)
     how = _implementation(recipe)
     cls, arguments = _optimizer_class(recipe)
     return cls(parameters, **arguments, **how)  # type: ignore[arg-type]  # each class has its own
@@ -41,10 +48,15 @@ def zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> t
 
 def _optimizer_class(recipe: RecipeSpec) -> tuple[type[torch.optim.Optimizer], Mapping[str, float]]:
     if recipe.optimizer not in _OPTIMIZERS:
-        raise MeasurementError(f"optimizer {recipe.optimizer!r} cannot be run here; measured are {', '.join(_OPTIMIZERS)}")
+        measured = ", ".join((*_OPTIMIZERS, f"{_MUON} under fsdp2 and ddp at stage 0"))
+        raise MeasurementError(f"optimizer {recipe.optimizer!r} cannot be run here; measured are {measured}")
     return _OPTIMIZERS[recipe.optimizer]
 
 
 def _implementation(recipe: RecipeSpec) -> dict[str, bool]:
     chosen = implementation_of(recipe)
+    if recipe.optimizer == "lion":
+        if chosen == "fused":
+            raise MeasurementError("DeepSpeed's FusedLion is a kernel for GPUs; run Lion with --optimizer-impl forloop")
+        return {}
     return {"fused": True} if chosen == "fused" else {"foreach": chosen == "foreach"}

@@ -1,0 +1,78 @@
+"""Lion and Muon, which are run as they are published, take what is estimated; and no step takes more than the steady one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zeroplan.catalog.model import model
+from zeroplan.comparison import compare_with_estimate
+from zeroplan.errors import MeasurementError
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.recipe import DdpOptions, RecipeSpec
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.torch
+
+
+def small(recipe: RecipeSpec) -> JobSpec:
+    """Two layers of GPT-2 and few tokens, so that the optimizer's step is the peak where it can be."""
+    gpt2 = replace(model("gpt2"), num_hidden_layers=2)
+    return JobSpec(model=gpt2, recipe=recipe, mesh=MeshSpec(dp_shard=4), batch=BatchSpec(seq_len=8))
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_the_step_takes_what_is_estimated(engine: str, optimizer: str):
+    from zeroplan.verify.backends.simulate import simulate
+
+    stage = 0 if engine == "ddp" else 3
+    found = compare_with_estimate(simulate(small(RecipeSpec(engine=engine, zero_stage=stage, optimizer=optimizer))))  # type: ignore[arg-type]
+    assert abs(found.peak.difference) < 1024
+    assert all(abs(row.difference) < 1024 for row in found.phases)
+    assert abs(found.held.difference) < 1024
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        RecipeSpec(engine="fsdp2", precision="fp32"),
+        RecipeSpec(engine="ddp", zero_stage=0, ddp=DdpOptions(gradient_as_bucket_view=True)),
+    ],
+    ids=lambda recipe: recipe.engine,
+)
+def test_the_first_step_takes_no_more_than_the_estimate_and_all_from_the_second_on_alike(recipe: RecipeSpec):
+    from zeroplan.verify.backends.simulate import simulate
+
+    measured = simulate(small(recipe), steps=5)
+    first, second, *others = [step.peak.peak_bytes for step in measured.steps]
+    assert first <= compare_with_estimate(measured).peak.predicted + 1024
+    assert others == [second] * 3
+
+
+def test_lion_steps_as_published():
+    from zeroplan.verify.training.published_optimizers import Lion
+
+    weight, momentum = torch.tensor([1.0, -2.0]), torch.zeros(2)
+    parameter = torch.nn.Parameter(weight.clone())
+    optimizer = Lion([parameter], lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    for gradient in (torch.tensor([3.0, -4.0]), torch.tensor([-0.1, 50.0])):
+        parameter.grad = gradient
+        optimizer.step()
+        weight = weight - 0.1 * (torch.sign(0.9 * momentum + 0.1 * gradient) + 0.5 * weight)
+        momentum = 0.99 * momentum + 0.01 * gradient
+    torch.testing.assert_close(parameter.detach(), weight)
+
+
+def test_what_cannot_be_run_is_refused_in_one_line():
+    from zeroplan.verify.training.optimizers import make_optimizer, zero_redundancy
+
+    fused = RecipeSpec(engine="deepspeed", zero_stage=2, optimizer="lion", optimizer_impl="fused")
+    with pytest.raises(MeasurementError, match="DeepSpeed's FusedLion is a kernel for GPUs"):
+        make_optimizer(iter(()), fused)
+    with pytest.raises(MeasurementError, match="optimizer 'muon' cannot be run here"):
+        zero_redundancy(iter(()), RecipeSpec(engine="ddp", zero_stage=1, optimizer="muon"))
