@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.comptime import comptime
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.attention import flex_attention as flex
+from torch.optim import optimizer
 from torch.utils.data import DataLoader
 
 from zeroplan.dryrun.stood_in import note, noting
@@ -27,6 +28,7 @@ def change_torch(stand_ins: StandIns) -> None:
     _let_tensors_move()
     _give_addresses()
     _let_kinds_be_fake()
+    _let_optimizers_take_lists()
     _let_values_be_read(stand_ins)
     _load_in_this_process()
     _leave_out_randomness()
@@ -96,6 +98,15 @@ def _let_kinds_be_fake() -> None:
         return made.requires_grad_(bool(args[0] if args else kwargs.get("require_grad", False)))
 
     put(torch.Tensor, _make_subclass=staticmethod(make_subclass))
+
+
+def _let_optimizers_take_lists() -> None:
+    """A fake parameter's class stands for a parameter's, or an optimizer would take one parameter after the other.
+
+    By default it steps in lists where it knows the class of every parameter (torch 2.13, ``optim/optimizer.py``,
+    ``_default_to_fused_or_foreach``).
+    """
+    optimizer._foreach_supported_types.append(FakeTensor)
 
 
 @cache
