@@ -11,6 +11,7 @@ from zeroplan.spec.profile import (
     Flash,
     Handed,
     Modules,
+    Multiplied,
     Part,
     Point,
     Profile,
@@ -99,6 +100,7 @@ def _pass(
         head_handed=_handed(draw, tail),
         last=_several(draw),
         last_handed=_handed(draw, table),
+        operations=_operations(draw),
     )
     flows = one.blocks[next(iter(kinds))].input  # out of the first block's backward: alive below it, too
     return replace(one, last=tuple(_sum(flows, each) for each in one.last))
@@ -116,7 +118,12 @@ def _block(draw: Random, weights: Sequence[Tensor]) -> ProfiledBlock:
         points=_points(draw),
         handed=_handed(draw, weights),
         cast_elements=draw.choice((0, draw.randint(1, 10**6))),
+        operations=_operations(draw),
     )
+
+
+def _operations(draw: Random) -> Multiplied | None:
+    return draw.choice((None, Multiplied(matrices=_amount(draw), attention=draw.choice((Amount(), _amount(draw))))))
 
 
 def _several(draw: Random) -> tuple[Amount, ...]:

@@ -1,6 +1,6 @@
 """What does a saved dry run of a script say of other runs of it, and how far off is it at the run's own settings?"""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -29,7 +29,7 @@ class FromRun:
     """
 
     def __init__(self, saved: SavedRun, path: str) -> None:
-        self._run, self._path = saved.run, path
+        self._run, self.path = saved.run, path
         self._general, self._settings, self._profile = _general(saved, f"saved run {path!r}")
 
     @property
@@ -66,6 +66,12 @@ class FromRun:
             run = replace(run, engine=None, optimizer_impl=None, replicas=None)
         return run.overridden_by(said)
 
+    def to_search(self, said: Request, looked_for: Collection[str]) -> Request:
+        """The run's settings without those that a plan decides or looks for, with what is said beside them."""
+        from zeroplan.planner.asking import SEARCHED  # noqa: PLC0415  only a plan pays for it
+
+        return replace(self.request, **dict.fromkeys((*SEARCHED, *looked_for))).overridden_by(said)
+
     def held_against(self, run: DryRun, said: Request) -> Comparison:
         """The answer for these settings, which are those of another run of the script, held against that run."""
         job = resolve(self.overridden_by(said)).job
@@ -89,7 +95,7 @@ class FromRun:
         too_long = self._general.too_long
         if too_long is not None and job.batch.seq_len >= too_long:
             raise SpecError(
-                f"the model of {self._path!r} does not take sequences of {too_long:,} tokens, and --seq-len is "
+                f"the model of {self.path!r} does not take sequences of {too_long:,} tokens, and --seq-len is "
                 f"{job.batch.seq_len:,}; up to {self._general.longest or 1:,} were looked at"
             )
         return (self.remainder, *self._phases(), *map(_visible, self._settings.remarks), *self._beyond(job))

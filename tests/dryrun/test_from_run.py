@@ -129,3 +129,43 @@ def test_a_model_without_blocks_is_named_and_the_run_is_saved_all_the_same(folde
     assert run.general is not None
     assert "has no list of blocks" in run.general.unknown
     assert run.trace is not None
+
+
+@pytest.mark.usefixtures("sharded")
+def test_a_plan_from_a_run_decides_the_layout_and_its_command_gives_the_same_peak(folder: Path):
+    from typer.testing import CliRunner
+
+    from zeroplan.cli.app import app
+
+    path = str(folder / "sharded.json")
+    planned = CliRunner().invoke(app, ["plan", "--from-run", path, "--gpus", "64", "--global-batch", "256", "--json"])
+    assert planned.exit_code == 0, planned.output
+    answer = json.loads(planned.stdout)
+    assert any("from a run on 8 GPUs" in note for note in answer["notes"])
+    command = answer["best"]["command"].split()
+    assert command[:4] == ["zeroplan", "estimate", "--from-run", path]
+    asked = CliRunner().invoke(app, [*command[1:], "--json"])
+    best, found = answer["best"], json.loads(asked.stdout)
+    assert (found["job"]["recipe"]["engine"], found["job"]["recipe"]["zero_stage"]) == (best["engine"], best["stage"])
+    assert found["job"]["batch"]["micro_batch_size"] == best["micro_batch"]
+    context, room = 3 * 2**29, 2**26  # of a GPU, and communicators; what a plan rounds
+    assert 0 < best["least_bytes"] - found["peak"]["allocated_bytes"] < 2 * context + room
+    longest = CliRunner().invoke(app, ["plan", "--from-run", path, "--max-seq", "--json"])
+    assert longest.exit_code == 0, longest.output
+
+
+def test_operations_are_those_of_the_familys_formulas(sharded: SavedRun):
+    from zeroplan.resolve import job
+    from zeroplan.spec.model import ModelSpec
+    from zeroplan.steptime.work import work
+
+    model = ModelSpec(
+        family="llama", hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=8,
+        head_dim=16, vocab_size=4096, tie_word_embeddings=False,
+    )  # fmt: skip
+    traced = resolve(FromRun(sharded, "sharded.json").overridden_by(Request(micro_batch=4, seq_len=768))).job
+    known = job(model=model, gpus=8, micro_batch=4, seq_len=768)
+    counted, formulas = (work(one.model, one.recipe, one.batch) for one in (traced, known))
+    for name in ("blocks_flops", "head_flops", "attention_flops"):
+        assert getattr(counted, name) == getattr(formulas, name)
+    assert counted.blocks_bytes == pytest.approx(formulas.blocks_bytes, rel=0.01)

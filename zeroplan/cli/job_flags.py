@@ -6,7 +6,7 @@ flags as its signature, so that help, completion and parsing come from the same 
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -200,6 +200,12 @@ class Asked(NamedTuple):
     extra: Path | None
     chosen: tuple[str, ...]
     run: "FromRun | None" = None
+    said: Request = Request()
+    """The flags alone."""
+
+    def to_search(self, looked_for: Collection[str]) -> Request:
+        """The request for a plan, which decides what of a run's settings no flag says, and looks for some."""
+        return self.request if self.run is None else self.run.to_search(self.said, looked_for)
 
     def how_sure(self, job: "JobSpec") -> tuple[str, ...]:
         """What must be known of an answer that comes from a run; empty where none does."""
@@ -229,7 +235,7 @@ def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Aske
     for setting in settings:
         request = with_setting(request, str(setting))
     chosen = tuple(str(setting).partition("=")[0].removeprefix("deepspeed.") for setting in settings)
-    return Asked(request, extra, chosen, run)
+    return Asked(request, extra, chosen, run, stated)
 
 
 def _run(path: str, said: dict[str, object], job_file: object) -> "FromRun":

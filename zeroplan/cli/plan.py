@@ -88,7 +88,7 @@ def plan_command(
     answer, request, notes = _planned(asked, question, target)
     beside = Beside("", budget, price)
     if answer.best is not None:
-        beside = _with_command(beside, answer.best, request)
+        beside = _with_command(beside, answer.best, request, asked)
         if target is not None:
             beside = _with_files(beside, answer.best, target, Path(out or "."), force=force)
         beside = beside._replace(notes=(*beside.notes, *notes))
@@ -103,20 +103,24 @@ def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tu
     from zeroplan.planner.asking import ask, told_by_a_setup  # noqa: PLC0415
     from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
 
-    told, from_setup = told_by_a_setup(asked.request)
+    looked_for = {"seq_len": question.max_seq, "gpus": question.min_gpus}
+    told, from_setup = told_by_a_setup(asked.to_search([name for name, wanted in looked_for.items() if wanted]))
     request = as_accelerate_has_it(told) if target == "accelerate" else told
     answer = ask(request, question, extra=asked.extra, unsaid=unsaid_by(target))
     answer = replace(answer, notes=(*from_setup, *answer.notes))
     notes = (_HELD,) if request.keep_logits != told.keep_logits else ()
+    if answer.best is not None:
+        answer = replace(answer, notes=(*asked.how_sure(answer.best.layout.job), *answer.notes))
     if question.max_params and answer.best is not None:
         request = replace(request, params=parameter_count(answer.base.model))
     return answer, request, notes
 
 
-def _with_command(beside: "Beside", best: "Best", request: Request) -> "Beside":
+def _with_command(beside: "Beside", best: "Best", request: Request, asked: Asked) -> "Beside":
     from zeroplan.export.command import estimate_command  # noqa: PLC0415  see plan_command
 
-    return beside._replace(command=estimate_command(best.layout.job, request))
+    path = None if asked.run is None else asked.run.path
+    return beside._replace(command=estimate_command(best.layout.job, request, from_run=path))
 
 
 def _with_files(beside: "Beside", best: "Best", target: "Target", folder: Path, *, force: bool) -> "Beside":

@@ -12,21 +12,45 @@ _SETTINGS = ("ddp", "fsdp2", "deepspeed", "megatron")
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
-def estimate_command(job: JobSpec, asked: Request) -> str:
-    """Return the command; ``asked`` says how the model was named.
+def estimate_command(job: JobSpec, asked: Request, *, from_run: str | None = None) -> str:
+    """Return the command; ``asked`` says how the model was named, ``from_run`` the saved run that it comes from.
+
+    A run has settings of its own in place of the defaults, so all are said.
 
     >>> from zeroplan.resolve import resolve
     >>> asked = Request(model="gpt2", gpus=2, gpu="h100")
     >>> estimate_command(resolve(asked).job, asked)
     'zeroplan estimate --model gpt2 --gpus 2 --gpu h100-sxm-80gb --engine fsdp2 --stage 3 --seq-len 1024'
     """
+    if from_run is not None:
+        return shlex.join(("zeroplan", "estimate", "--from-run", from_run, *_over_a_run(job), *_options(job.recipe)))
     return shlex.join(("zeroplan", "estimate", *_model(job, asked), *_cluster(job), *_recipe(job.recipe), *_batch(job)))
+
+
+def _over_a_run(job: JobSpec) -> Iterator[str]:
+    recipe, batch, mesh = job.recipe, job.batch, job.mesh
+    for flag, value in (
+        ("gpus", mesh.world_size), ("gpu", None if job.cluster.gpu is None else job.cluster.gpu.name),
+        ("gpus-per-node", job.cluster.gpus_per_node), ("replicas", mesh.dp_replicate), ("engine", recipe.engine),
+        ("stage", recipe.zero_stage), ("precision", recipe.precision), ("optimizer", recipe.optimizer),
+        ("optimizer-impl", recipe.optimizer_impl), ("recompute", recipe.recompute),
+        ("keep-logits", "yes" if recipe.keep_logits else "no"), ("seq-len", batch.seq_len),
+        ("micro-batch", batch.micro_batch_size), ("grad-accum", batch.grad_accum_steps),
+    ):  # fmt: skip
+        if value is not None:
+            yield from (f"--{flag}", str(value))
 
 
 def _model(job: JobSpec, asked: Request) -> Iterator[str]:
     name = asked.model if isinstance(asked.model, str) else None
     name = name if asked.fetched is None else f"hf:{name}"
-    for flag, value in (("model", name), ("params", asked.params), ("config", asked.config), ("treat-as", asked.treat_as)):
+    for flag, value in (
+        ("model", name),
+        ("params", asked.params),
+        ("config", asked.config),
+        ("profile", asked.profile),
+        ("treat-as", asked.treat_as),
+    ):
         if value is not None:
             yield from (f"--{flag}", str(value))
     adapter = job.model.adapter

@@ -27,7 +27,7 @@ from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.transformer.params import parameter_count
 
 #: Fields of a request that the search decides where they are not given.
-_SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
+SEARCHED = ("engine", "stage", "replicas", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
              "pipeline_schedule", "pipeline_stages_per_rank", "micro_batch", "grad_accum", "optimizer_impl", "recompute",
              "recompute_layers", "loss", "offload_optimizer", "offload_param")  # fmt: skip
 
@@ -57,7 +57,7 @@ def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
             "--from with a DeepSpeed configuration: it decides already; ask `zeroplan estimate`, or `zeroplan advise`"
         )
     kept = {
-        name: value for name, value in found.filled.items() if name not in _SEARCHED and getattr(found.request, name) is None
+        name: value for name, value in found.filled.items() if name not in SEARCHED and getattr(found.request, name) is None
     }
     return replace(found.request, **kept), found.notes  # type: ignore[arg-type]  # Request checks every field
 
@@ -112,7 +112,7 @@ def _trained_otherwise(answer: Plan) -> Iterator[str]:
 
 def _base(request: Request, extra: Path | None) -> Resolved:
     """The job that is searched around: what the search decides is left out of it."""
-    base, notes = resolve(replace(request, **dict.fromkeys((*_SEARCHED, *_OPTIONS))), extra=extra)
+    base, notes = resolve(replace(request, **dict.fromkeys((*SEARCHED, *_OPTIONS))), extra=extra)
     options = {name: said for name in _OPTIONS if (said := getattr(request, name)) is not None}
     gpu_of(base)  # is named, or the plan refused
     return Resolved(replace(base, recipe=replace(base.recipe, **options)), notes)

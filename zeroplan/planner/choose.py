@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of, estimate
 from zeroplan.planner.degrees import degrees
 from zeroplan.planner.explain import binding, why_not
@@ -84,7 +83,9 @@ def plan(
     """
     gpu = gpu_of(base)
     if base.model.profile is not None:
-        raise SpecError("a plan needs to know a model's operations, which a profile does not tell; use --model or --config")
+        from zeroplan.transformer.profiled import check_operations, profile_of  # noqa: PLC0415  only a profile pays for it
+
+        check_operations(profile_of(base.model))
     splits = tuple(degrees(base, fixed))
     if not splits:
         raise NoLayoutError(

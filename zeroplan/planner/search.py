@@ -74,6 +74,18 @@ def search(base: JobSpec, fixed: Fixed, *, mfu: float | None = None, unsaid: Uns
     return Searched(tuple(found), tally)
 
 
+def _programs(base: JobSpec, grid: Grid) -> Iterator[Grid]:
+    """The parts of a grid that are one program: a profile tells one sequence from several."""
+    if base.model.profile is None:
+        if grid.layouts:
+            yield grid
+        return
+    one = np.broadcast_to(np.asarray(grid.micro_batch_size) == 1, grid.shape)
+    for kept in (one, ~one):
+        if kept.any():
+            yield grid.with_batches(kept)
+
+
 #: What structures have told of others: by recipe, and by how the model is split.
 Known = dict[tuple[RecipeSpec, Degrees], Told]
 
@@ -123,8 +135,9 @@ def _of_structure(space: _Space, recipe: RecipeSpec, split: Degrees) -> Iterator
             account_of_rank = _ranks()
             if split.pp > 1 and fixed.pp is None and recipe.engine != "megatron":
                 grid = _with_room(base, recipe, grid, tally, account_of_rank)
-            if grid.layouts:
-                yield evaluated(base, recipe, grid, mfu=space.mfu, known=space.known, account_of_rank=account_of_rank)
+            for part in _programs(base, grid):
+                known = space.known if base.model.profile is None else {}
+                yield evaluated(base, recipe, part, mfu=space.mfu, known=known, account_of_rank=account_of_rank)
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
 

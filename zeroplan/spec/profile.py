@@ -92,10 +92,19 @@ class Handed(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Multiplied(Spec):
+    """Operations of one forward, for any batch: of matrix multiplications, and of attention's kernels. [FLOPs]"""
+
+    matrices: Amount = Amount()
+    attention: Amount = Amount()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledBlock(Spec):
     """One kind of block in one manner of execution: its input, what it keeps, and the moments it can peak at.
 
-    ``forward`` is what is alive beyond ``kept`` at its highest moment forward: the largest of these.
+    ``forward`` is what is alive beyond ``kept`` at its highest moment forward: the largest of these. ``operations`` are None
+    where nobody has counted them, or they follow no polynomial.
     """
 
     input: Amount
@@ -104,6 +113,7 @@ class ProfiledBlock(Spec):
     points: tuple[Point, ...]
     handed: tuple[Handed, ...]
     cast_elements: CountOrZero = 0
+    operations: Multiplied | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +124,7 @@ class ProfiledPass(Spec):
     block's where it is held by name; ``loss`` what is alive between the last block and the backward, ``head`` the moments from
     the loss's backward to the last block's, ``last`` what is alive below the first block's backward: each the largest of these.
     ``seq_multiple`` is what kernels fill lengths up to; where lengths that are no multiples of ``counted_by`` run other operators,
-    they count as the next multiple. ``remarks`` say what is not exact.
+    they count as the next multiple. ``remarks`` say what is not exact. ``operations`` are those outside the blocks.
     """
 
     seq_multiple: Annotated[int, Range(1, 4096)] = 1
@@ -130,6 +140,7 @@ class ProfiledPass(Spec):
     head_handed: tuple[Handed, ...]
     last: tuple[Amount, ...]
     last_handed: tuple[Handed, ...]
+    operations: Multiplied | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

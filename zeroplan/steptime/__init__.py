@@ -45,10 +45,6 @@ def step_time(
     gpu, here = cluster.gpu, links(cluster)
     if gpu is None or here is None:
         raise SpecError("a step's time needs a GPU; add --gpu NAME (`zeroplan gpus` lists them)")
-    if model.profile is not None:
-        raise SpecError(
-            "a profile does not say how many operations its module takes, so it has no time; use --model or --config"
-        )
     share = share or shares_of(cluster, recipe.engine)
     if recipe.engine == "megatron":
         from zeroplan.steptime.megatron import megatron_time  # noqa: PLC0415  the others' answers need not wait for it

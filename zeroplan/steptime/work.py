@@ -52,6 +52,8 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp:
     Experts count as often as tokens choose them, evenly spread. Leaves out: sliding windows, which only some kernels skip;
     weights that are frozen, whose gradients nobody takes; writing out weights in four bits.
     """
+    if model.profile is not None:
+        return _profiled(model, recipe, batch)
     whole, compute = layout(_multiplied(model)), compute_of(recipe, tp=tp, ep=expert_ranks, cp=cp)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len
     in_blocks = block_matrices(whole)
@@ -71,6 +73,30 @@ def work(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, cp:
         blocks_bytes=saved,
         head_bytes=1.0 * total_bytes((*head.saved, *head.loss_forward)),
         weights_bytes=1.0 * compute.element_bytes * (in_blocks + outside) / tp,
+    )
+
+
+def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
+    """The same of a traced module: its operations as they were counted, and every parameter as a matrix that is read."""
+    from zeroplan.transformer.profiled import profile_of, profiled_operations, without_recompute  # noqa: PLC0415  only a profile pays
+
+    profile, whole, compute = profile_of(model), layout(model), compute_of(recipe)
+    done, plain = profiled_operations(profile, compute, batch), without_recompute(profile, compute)
+    blocks = [(run.layers, block_pass(model, run.kind, plain, batch)) for run in whole.runs]
+    head = head_pass(model, compute, batch, loss=recipe.loss)
+    elements = sum(run.layers * one.numel for run in whole.runs for one in run.parameters) + sum(
+        one.numel for one in whole.tail
+    )
+    return Work(
+        blocks_flops=1.0 * done.blocks,
+        head_flops=1.0 * done.outside,
+        attention_flops=1.0 * done.attention,
+        blocks_bytes=together(
+            1.0 * layers * total_bytes(one.saved if plain.recompute == "none" else (*one.checkpoint, *one.selective))
+            for layers, one in blocks
+        ),
+        head_bytes=1.0 * total_bytes((*head.saved, *head.loss_forward)),
+        weights_bytes=1.0 * compute.element_bytes * elements,
     )
 
 

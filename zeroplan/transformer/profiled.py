@@ -3,7 +3,7 @@
 from functools import lru_cache
 from itertools import groupby
 from math import prod
-from typing import cast
+from typing import NamedTuple, cast
 
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
@@ -100,6 +100,52 @@ def profiled_head(profile: Profile, compute: Compute, batch: Batch) -> HeadPass:
         handed=scale.handed(one.head_handed, profile.tail),
         handed_below=scale.handed(one.last_handed, profile.embeddings),
     )
+
+
+class Operations(NamedTuple):
+    """Of one forward of a micro-batch: matrix multiplications in the blocks and outside them, and attention. [FLOPs]"""
+
+    blocks: Int
+    outside: Int
+    attention: Int
+
+
+def check_operations(profile: Profile) -> None:
+    """Refuse a profile in none of whose manners of execution operations were counted; SpecError."""
+    passes = [one for variant in profile.variants for one in (variant.one, variant.more)]
+    if not any(_has_operations(one) for one in passes):
+        raise SpecError(_NO_OPERATIONS.format(profile.name))
+
+
+_NO_OPERATIONS = (
+    "the profile of {} does not say how many operations its module takes, so it has no time; "
+    "make it anew, or use --model or --config"
+)
+
+
+def _has_operations(one: ProfiledPass) -> bool:
+    return one.operations is not None and all(block.operations is not None for block in one.blocks.values())
+
+
+def profiled_operations(profile: Profile, compute: Compute, batch: Batch) -> Operations:
+    """What was counted in the trace; SpecError for a profile that has none."""
+    one = _pass(profile, compute, batch)
+    blocks, scale = [(one.blocks[run.kind].operations, run.layers) for run in profile.runs], _Scale(one, batch)
+    if one.operations is None or not _has_operations(one):
+        raise SpecError(_NO_OPERATIONS.format(profile.name))
+    matrices, attention = 0 * scale.bytes(one.operations.matrices), scale.bytes(one.operations.attention)
+    for each, layers in blocks:
+        assert each is not None  # noqa: S101  as was just asked
+        matrices = matrices + layers * scale.bytes(each.matrices)
+        attention = attention + layers * scale.bytes(each.attention)
+    return Operations(matrices, scale.bytes(one.operations.matrices), attention)
+
+
+def without_recompute(profile: Profile, compute: Compute) -> Compute:
+    """The same manner of execution without recomputation, where it was traced."""
+    wanted = (compute.element_bytes, compute.autocast, "none")
+    there = any((one.element_bytes, one.autocast, one.recompute) == wanted for one in profile.variants)
+    return compute._replace(recompute="none") if there else compute
 
 
 def _below(most: Line, hidden: Line) -> Line:

@@ -69,6 +69,13 @@ class Called(NamedTuple):
     """A weight of its own is another module's too, which has been called before."""
 
 
+class Operations(NamedTuple):
+    """Of one forward: in matrix multiplications, and in attention's kernels, without what a causal one skips. [FLOPs]"""
+
+    matrices: int = 0
+    attention: int = 0
+
+
 class BlockAnatomy(NamedTuple):
     """One block. [bytes, and elements of casts]"""
 
@@ -79,6 +86,7 @@ class BlockAnatomy(NamedTuple):
     backward: tuple[Instant, ...]
     handed: tuple[HandedOn, ...]
     cast_elements: int
+    operations: Operations
 
     @property
     def kept_bytes(self) -> int:
@@ -111,3 +119,5 @@ class Anatomy(NamedTuple):
     """Every module in the order in which they are called, the first time."""
     tail: frozenset[str]
     """Parameters outside the blocks whose gradients are handed on before the blocks' backward begins."""
+    operations: Operations
+    """Of what is outside the blocks."""

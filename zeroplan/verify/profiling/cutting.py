@@ -15,7 +15,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.fake_cuda.installed import CUDA, install_node
-from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Called, HandedOn, Instant, Manner, Piece
+from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, Called, HandedOn, Instant, Manner, Operations, Piece
 from zeroplan.verify.profiling.watched import PassWatcher
 from zeroplan.verify.training.modules import prefixes_of
 from zeroplan.verify.training.recomputation import recompute_blocks
@@ -101,6 +101,7 @@ class _Cut:
             cast=frozenset(seen.casts.values()),
             called=self._called(),
             tail=frozenset(name for name, time in seen.handed.items() if not self._inside(name) and time < self._starts[-1]),
+            operations=self._operations(lambda name: not self._inside(f"{name}.")),
         )
 
     def _block(self, at: int) -> BlockAnatomy:
@@ -116,7 +117,12 @@ class _Cut:
             backward=self._instants(at, self._starts[at] - 1, below),
             handed=self._handed(at, lambda name: name.startswith(self._names[at])),
             cast_elements=sum(one.n_bytes for one in casts) // 2,
+            operations=self._operations(lambda name: f"{name}.".startswith(self._names[at])),
         )
+
+    def _operations(self, is_its: Callable[[str], bool]) -> Operations:
+        found = [one for name, one in self._seen.operations.items() if is_its(name)]
+        return Operations(sum(one.matrices for one in found), sum(one.attention for one in found))
 
     # --- whose is what
 

@@ -9,12 +9,13 @@ from zeroplan.spec.profile import (
     Amount,
     Flash,
     Handed,
+    Multiplied,
     Part,
     Point,
     ProfiledBlock,
     ProfiledPass,
 )
-from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, HandedOn, Instant, Piece
+from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, HandedOn, Instant, Operations, Piece
 from zeroplan.verify.profiling.polynomials import (
     MULTIPLES,
     Fit,
@@ -69,6 +70,7 @@ class Derived:
             head_handed=self._handed("head", [self._seen[shape].head_handed for shape in every]),
             last=self._most("below the blocks", [self._seen[shape].last for shape in every]),
             last_handed=self._handed("below the blocks", [self._seen[shape].last_handed for shape in every]),
+            operations=self._operations([self._seen[shape].operations for shape in every]),
         )
 
     def _block(self, kind: str, seen: Sequence[BlockAnatomy]) -> ProfiledBlock:
@@ -82,7 +84,19 @@ class Derived:
             points=self._points(f"{kind}, backward", [one.backward for one in seen]),
             handed=self._handed(f"{kind}, gradients", [one.handed for one in seen]),
             cast_elements=seen[0].cast_elements,
+            operations=self._operations([one.operations for one in seen]),
         )
+
+    def _operations(self, seen: Sequence[Operations]) -> Multiplied | None:
+        """Polynomials of both kinds that give every count; None where there are none."""
+        matrices, attention = self._exact([one.matrices for one in seen]), self._exact([one.attention for one in seen])
+        return None if matrices is None or attention is None else Multiplied(matrices=matrices, attention=attention)
+
+    def _exact(self, counted: Sequence[int]) -> Amount | None:
+        found, others = self._fit.amount(counted[: len(self._shapes)]), counted[len(self._shapes) :]
+        if found is None or any(value(found, shape) != n for shape, n in zip(self._held_out, others, strict=True)):
+            return None
+        return found
 
     def _parts(self, what: str, seen: Sequence[Sequence[Piece]]) -> tuple[Part, ...]:
         self._same_program(what, [[piece.reason for piece in pieces] for pieces in seen])

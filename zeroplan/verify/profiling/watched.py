@@ -1,14 +1,17 @@
 """One forward and backward pass, watched: what is asked for, where each block begins and ends, and which tensors go in."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import cast
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
 
 from zeroplan.verify.nested import tensors_in
+from zeroplan.verify.profiling.anatomy import Operations
 from zeroplan.verify.training.workload import Workload, in_16_bits
 from zeroplan.verify.watching.recording import Block
 from zeroplan.verify.watching.tracker import Tracker
@@ -37,6 +40,8 @@ class PassWatcher(Tracker):
         """When each weight's gradient was handed on."""
         self.shapes: dict[int, torch.Size] = {}
         """Of what a backward makes."""
+        self.operations: dict[str, Operations] = {}
+        """Of every module's own forward, by its name."""
         self.numbers: dict[int, bool] = {}
         """Whether a request was made for a single number, a tensor without dimensions."""
         self.began = self.backward = self.end = 0
@@ -67,6 +72,28 @@ class PassWatcher(Tracker):
         self.end = self.now
         for handle in handles:
             handle.remove()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        """Run an operator, record it, and count what a forward multiplies."""
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None and self.began and not self.backward:
+            self._multiplied(func, count(*args, **(kwargs or {}), out_val=result), args)
+        return result
+
+    def _multiplied(self, func: OpOverload, flops: int, args: tuple[object, ...]) -> None:
+        """Torch counts what a causal mask hides; a kernel skips it."""
+        name = self._modules.current()
+        before = self.operations.get(name, Operations())
+        if "attention" not in func._opname:
+            self.operations[name] = before._replace(matrices=before.matrices + flops)
+            return
+        if _is_causal(func, args):
+            keys = cast("torch.Tensor", args[1]).shape[2]
+            flops = flops // (2 * keys) * (keys + 1)
+        self.operations[name] = before._replace(attention=before.attention + flops)
 
     def memory(self, tensor: torch.Tensor | None) -> Block | None:
         """The request that a tensor lies in."""
@@ -119,6 +146,12 @@ class PassWatcher(Tracker):
                 (_, heads, _, size), (_, grouped, _, _), _ = self._heads
                 self.flash[id(last)] = (heads, size, grouped)
                 self._heads = []
+
+
+def _is_causal(func: OpOverload, args: tuple[object, ...]) -> bool:
+    """Whether an attention kernel is told that its mask is causal."""
+    at = next((at for at, one in enumerate(func._schema.arguments) if one.name == "is_causal"), len(args))
+    return at < len(args) and bool(args[at])
 
 
 def _computing(work: Workload) -> dict[str, torch.Tensor]:
