@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,8 +36,12 @@ class Run(NamedTuple):
         return max(phase["peak_bytes"] for phase in self.answer["steps"][-1]["phases"])
 
 
-def dry_run(*typed: str, folder: Path, flags: tuple[str, ...] = ("--json", "-q")) -> Run:
+def dry_run(
+    *typed: str, folder: Path, flags: tuple[str, ...] = ("--json", "-q"), environment: dict[str, str] | None = None
+) -> Run:
     """Run `zeroplan dryrun` with flags, then the command, in a folder."""
     command = [sys.executable, "-m", "zeroplan", "dryrun", *flags, *typed]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **(environment or {})}
+    )
     return Run(done.returncode, done.stdout, done.stderr)

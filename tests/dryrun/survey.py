@@ -6,6 +6,7 @@ What is kept is our own output, a snapshot: the tests hold a few of the programs
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -19,16 +20,22 @@ from tests.dryrun.running import SCRIPTS, Run, dry_run
 
 PROGRAMS = Path(__file__).parent / "programs.toml"
 KEPT = Path(__file__).parent / "survey.jsonl"
+REPOSITORIES = Path(os.environ.get("PROGRAMS_FOLDER", "/nonexistent"))
 
 
 class Program(NamedTuple):
-    """A command as a user types it, on how many GPUs, and the packages that it needs."""
+    """A command as a user types it, on how many GPUs, and the packages that it needs.
+
+    One of a public repository needs a checkout of it in the folder that ``PROGRAMS_FOLDER`` names.
+    """
 
     name: str
     command: str
     gpus: int
     needs: tuple[str, ...] = ()
     large: bool = False
+    repository: str = ""
+    environment: dict[str, str] = {}  # noqa: RUF012  nobody changes it
 
 
 def programs() -> list[Program]:
@@ -38,7 +45,8 @@ def programs() -> list[Program]:
 
 def lacking(program: Program) -> list[str]:
     """Packages that a program needs and that are not here."""
-    return [name for name in program.needs if find_spec(name) is None]
+    checkout = [program.repository] if program.repository and not (REPOSITORIES / program.repository).is_dir() else []
+    return [name for name in program.needs if find_spec(name) is None] + checkout
 
 
 def run(program: Program, folder: Path) -> Run:
@@ -49,7 +57,7 @@ def run(program: Program, folder: Path) -> Run:
         (folder / f"fsdp{number}.json").write_text(json.dumps(layers))
     places = {
         "folder": folder, "scripts": SCRIPTS, "fsdp": "'full_shard auto_wrap'", "fsdp1_config": folder / "fsdp1.json",
-        "fsdp2_config": folder / "fsdp2.json", "checkpoint": folder / "checkpoint",
+        "fsdp2_config": folder / "fsdp2.json", "checkpoint": folder / "checkpoint", "repositories": REPOSITORIES,
     }  # fmt: skip
     if "{checkpoint}" in program.command:
         _checkpoint(folder / "checkpoint")
@@ -59,7 +67,8 @@ def run(program: Program, folder: Path) -> Run:
     words = [
         str(SCRIPTS / word) if (SCRIPTS / word).suffix == ".py" and "/" not in word else word for word in shlex.split(filled)
     ]
-    return dry_run("--gpus", str(program.gpus), "--", *words, folder=folder)
+    environment = {name: text.format(**places) for name, text in program.environment.items()}
+    return dry_run("--gpus", str(program.gpus), "--", *words, folder=folder, environment=environment)
 
 
 def _checkpoint(folder: Path) -> None:

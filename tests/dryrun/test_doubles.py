@@ -1,4 +1,4 @@
-"""Packages whose kernels need CUDA: flash-attn by a double, bitsandbytes by its own operators' shapes."""
+"""What cannot run on one rank without a GPU: flash-attn, bitsandbytes, generation of text, stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -68,3 +68,43 @@ def test_bitsandbytes_optimizers_hold_their_states(tmp_path: Path, optimizer: st
     named = {one["what"] for one in run.answer["stood_in"]}
     assert named == ({"bitsandbytes' paged optimizer states"} if optimizer.startswith("Paged") else set())
     assert not run.answer["made_up"]
+
+
+GENERATES = f"""
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(LlamaConfig(**{SIZES!r})).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    tokens = torch.randint(0, 4096, (2, 8), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    written = model.eval().generate(tokens, max_new_tokens=1000)
+    print("took", written.shape[1], torch.cuda.max_memory_allocated() - before)
+    model.train()(input_ids=written, labels=written).loss.backward()
+    optimizer.step()
+"""
+
+
+def test_generation_is_as_long_as_it_may_be_and_its_cache_is_counted(tmp_path: Path):
+    """Two layers' keys and values; when the last are appended, a layer's once more, and twice as many for twice the query heads."""
+    (tmp_path / "script.py").write_text(GENERATES)
+    run = dry_run("--", "script.py", folder=tmp_path, flags=("--json",))
+    assert "generation of text" in {one["what"] for one in run.answer["stood_in"]}
+    length, took = next(line.split()[1:] for line in run.errors.splitlines() if line.startswith("took"))
+    layer = 2 * 2 * 1007 * 4 * 32 * 4
+    assert int(length) == 1008
+    assert int(took) == pytest.approx((2 + 1 + 2) * layer, rel=0.02)
+
+
+def test_a_pipelines_first_stage_runs_and_a_later_one_ends_in_one_line(tmp_path: Path):
+    """At the peak the first stage keeps each micro-batch's input, hidden numbers before and after GELU, and its output."""
+    first = dry_run("--gpus", "2", "--", str(SCRIPTS / "pipelined.py"), folder=tmp_path)
+    parameters = 4 * (512 * 2048 * 2 + 2048 + 512)
+    kept = 64 * 4 * (512 + 2 * 2048 + 512)
+    assert first.answer["steps"][-1]["held_bytes"] == pytest.approx(3 * parameters, rel=0.02)
+    forward = next(phase for phase in first.answer["steps"][-1]["phases"] if phase["phase"] == "forward")
+    assert forward["peak_bytes"] == pytest.approx(3 * parameters + kept, rel=0.02)
+    later = dry_run("--gpus", "2", "--as-rank", "1", "--", str(SCRIPTS / "pipelined.py"), folder=tmp_path)
+    assert later.code == 4
+    assert "stage 1 of a pipeline" in later.last_line

@@ -91,6 +91,7 @@ def test_known_values_are_exact_and_unknown_ones_are_listed_with_their_line(tmp_
     assert len(seen) == 2  # the third forward is where it is stopped
     assert (seen[0]["kept"], seen[0]["shape"], seen[0]["last"]) == (4 * 28, [112, 100], 11)
     assert (seen[0]["loss"], seen[0]["nan"], seen[0]["finite"], seen[0]["positive"]) == (1.0, False, True, 512)
+    assert seen[0]["listed"] == [2, [[4 * 28, 1]]]
     assert seen[0]["overflow"] == [0, 0.0, 0.0]
     assert seen[0]["name"] == "NVIDIA H100 SXM5 80GB"
     assert seen[0]["allocated"] > 2 * 4 * 6400

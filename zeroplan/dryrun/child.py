@@ -106,7 +106,18 @@ class _Run:
 
     def _patch(self, task: DryRunTask) -> None:
         from zeroplan.dryrun import checkpoints, launchers, process_group, torch_around  # noqa: PLC0415
-        from zeroplan.dryrun.libraries import bitsandbytes, ddp, deepspeed, fsdp1, fsdp2, megatron, transformers, triton  # noqa: PLC0415
+        from zeroplan.dryrun.libraries import (  # noqa: PLC0415
+            bitsandbytes,
+            ddp,
+            deepspeed,
+            fsdp1,
+            fsdp2,
+            generation,
+            megatron,
+            pipelining,
+            transformers,
+            triton,
+        )
         from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
 
         process_group.make_groups_fake()
@@ -114,9 +125,9 @@ class _Run:
         torch_around.change_torch(self.stand_ins)
         self._compile(task)
         AfterImport(
-            checkpoints.PATCHES | bitsandbytes.PATCHES | megatron.PATCHES | transformers.PATCHES | triton.PATCHES
-            | ddp.patches(self.tracker) | fsdp1.patches(self.tracker) | fsdp2.patches(self.tracker)
-            | deepspeed.patches(self.tracker, self.loop)
+            checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.PATCHES | pipelining.PATCHES
+            | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker) | fsdp1.patches(self.tracker)
+            | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop)
         ).install()  # fmt: skip
         self.loop.watch()
 

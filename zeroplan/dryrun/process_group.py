@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zeroplan.dryrun.stood_in import noting
+from zeroplan.errors import SpecError
 from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.replaced import put
 from zeroplan.verify.training.ddp import reduced_at_once
@@ -29,7 +30,8 @@ def make_groups_fake() -> None:
         "init_process_group": _init(c10d.init_process_group), "new_group": _new_group(c10d.new_group),
         "get_backend": always("nccl"), "is_nccl_available": always(True), "all_gather_object": _fill,
         "gather_object": _fill_at_one, "scatter_object_list": _scatter, "broadcast_object_list": always(None),
-        "barrier": always(None), "monitored_barrier": always(None), "send_object_list": always(None),
+        "barrier": always(None), "monitored_barrier": always(None), "send_object_list": always(None), "recv_object_list": _unknown,
+        "_set_pg_timeout": always(None),
     }  # fmt: skip
     for owner in _WHERE:
         put(owner, **answers)
@@ -71,6 +73,13 @@ def _new_group(new: Callable[..., object]) -> Callable[..., object]:
         return new(ranks=ranks, timeout=None, backend=None, **rest)
 
     return new_group
+
+
+def _unknown(*_: object, **__: object) -> None:
+    raise SpecError(
+        "the script receives objects (torch.distributed.recv_object_list) from a rank that does not run here; leave it out for the "
+        "dry run, or name a rank that sends them (--as-rank)"
+    )
 
 
 def _fill(object_list: MutableSequence[object], obj: object, *_: object, **__: object) -> None:

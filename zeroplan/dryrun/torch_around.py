@@ -13,6 +13,7 @@ from torch._dynamo.comptime import comptime
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.nn.attention import flex_attention as flex
 from torch.optim import optimizer
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from zeroplan.dryrun.stood_in import note, noting
@@ -146,6 +147,20 @@ def _let_values_be_read(stand_ins: StandIns) -> None:
         with unset_fake_temporarily():
             return torch.ones(tensor.shape, dtype=tensor.dtype)
 
+    def read_first(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Lists of tensors are read in C++, which knows of no mode: their numbers are read here."""
+
+        def made(data: object, *args: object, **kwargs: object) -> torch.Tensor:
+            first = data
+            while isinstance(first, list | tuple) and first:
+                first = first[0]
+            if isinstance(first, torch.Tensor) and first is not data:
+                data = tree_map_only(torch.Tensor, lambda one: one.tolist() if one.dim() else one.item(), data)
+            return make(data, *args, **kwargs)
+
+        return made
+
+    put(torch, tensor=read_first(torch.tensor), as_tensor=read_first(torch.as_tensor))
     put(torch.Tensor, tolist=lambda tensor: to_list(real(tensor)), numpy=lambda tensor, *a, **k: numpy(real(tensor), *a, **k))
 
 

@@ -23,6 +23,7 @@ for _ in range(4):
     seen.append({
         "kept": int(keep.sum()), "shape": list(logits[keep].shape), "last": labels[keep].tolist()[-1], "loss": loss.item(),
         "nan": bool(torch.isnan(loss)), "finite": bool(torch.isfinite(loss).all()), "positive": len(logits[highest > 0]),
+        "listed": [torch.tensor([loss, loss.detach()]).shape[0], torch.tensor([[keep.sum(), labels[0, 101]]]).tolist()],
         "overflow": [overflow.byte().view(1)[0].item(), overflow.float().cpu().item(), found.item()],
         "total": torch.cuda.get_device_properties(0).total_memory, "name": torch.cuda.get_device_name(),
         "allocated": torch.cuda.memory_allocated(), "free": torch.cuda.mem_get_info()[0] < torch.cuda.mem_get_info()[1],
