@@ -102,7 +102,7 @@ for layer in layers:
     fully_shard(layer)
 fully_shard(layers)
 optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3, momentum=0.9)
-step = torch.compile(optimizer.step, mode="reduce-overhead")
+step = torch.compile(optimizer.step, options={"triton.cudagraphs": True, "wrap_inductor_compiled_regions": True})
 calls = torch._dynamo.utils.counters
 for length in (32, 48, 64):
     loss = layers(torch.randn(4, length, 64, device="cuda")).square().mean()

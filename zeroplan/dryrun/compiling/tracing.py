@@ -32,6 +32,9 @@ _LEFT_OUT = {
     "coordinate_descent_tuning": ("torch.compile's autotuning", "left out, inductor takes the kernels that it takes without"),
 }  # fmt: skip
 
+_WRAPPED = "wrap_inductor_compiled_regions"
+"""Shows a program to modes as one operator of higher order; those that record a run are to see what is inside."""
+
 
 def why_not() -> str:
     """Why this torch's compiler cannot be followed; empty where it can."""
@@ -99,7 +102,7 @@ def _compile(make: Callable[..., Any]) -> Callable[..., Any]:
             others["backend"], asked = "aot_eager", {"triton.cudagraphs": True}
         for name in {name for name in asked if name in _LEFT_OUT and asked[name]}:
             note(*_LEFT_OUT[name])
-        kept = {name: value for name, value in asked.items() if name not in _LEFT_OUT}
+        kept = {name: value for name, value in asked.items() if name not in _LEFT_OUT and name != _WRAPPED}
         return make(model, options=kept or None, **others)
 
     return compiled
