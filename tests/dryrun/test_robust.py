@@ -96,6 +96,17 @@ def test_a_script_that_goes_its_own_way_is_stopped_after_its_steps(tmp_path: Pat
     assert any(one["what"].startswith("torch.compile") for one in run.answer["stood_in"]) == ("torch.compile" in code)
 
 
+def test_a_model_in_evaluation_mode_is_trained_and_a_script_that_ends_by_itself_held_what_it_held(tmp_path: Path):
+    """As ``from_pretrained`` returns it. When a script has ended, its model and optimizer are gone."""
+    (tmp_path / "script.py").write_text(TRAIN + "train(model().cuda().eval(), int(sys.argv[1]))\n")
+    by_itself, stopped = (dry_run("--", "script.py", n, folder=tmp_path).answer for n in ("2", "9"))
+    assert (by_itself["ended"], stopped["ended"]) == ("script ended", "steps taken")
+    last, other = by_itself["steps"][-1], stopped["steps"][-1]
+    assert [phase["phase"] for phase in last["phases"]] == [phase["phase"] for phase in other["phases"]]
+    weights, batch = 4 * (64 * 128 + 128 + 128 * 8 + 8), 4 * 16 * 64
+    assert (last["held_bytes"], other["held_bytes"]) == (3 * weights, 3 * weights + batch)  # stopped when it had the next one
+
+
 def test_every_optimizer_takes_its_steps(tmp_path: Path):
     """The states of a GAN's second network are there in the second round of the first."""
     code = """

@@ -1,8 +1,10 @@
 """Which phase of the step a script is in: read off from outside, by torch's own hooks.
 
-Forward is the outermost module that runs in training mode with gradients; backward the outermost
+Forward is the outermost module that runs with gradients and has parameters to train, in whichever mode (``from_pretrained`` returns
+a model in evaluation mode, and not every loop changes that); backward the outermost
 ``torch.autograd.backward``; a step the outermost optimizer's. A step has ended when the next forward begins: several optimizers
-may take their turns, and gradients are still to be cleared. After the last step that was asked for the script is stopped there.
+may take their turns, and gradients are still to be cleared. After the last step that was asked for the script is stopped there;
+where it ends by itself, the step ends when the first of its models and optimizers goes.
 """
 
 import weakref
@@ -42,6 +44,8 @@ class Loop:
         self._stepped = self._over = False
         self._steps_of: Counter[int] = Counter()
         """Steps of every optimizer, by its identity."""
+        self._goes: list[weakref.ref[Optimizer]] = []
+        """Where the script's optimizers are, to hear when one is freed."""
         self.stopped = False
         """Whether the script was stopped after its steps."""
         self._roots: set[int] = set()
@@ -63,11 +67,16 @@ class Loop:
         register_optimizer_step_post_hook(self._step_ends)
         torch.autograd.backward = self._in_backward(torch.autograd.backward)
 
-    def finish(self) -> None:
+    def finish(self, *, collect: bool = True) -> None:
         """Say that the run is over: what is recorded from here on is no part of a step."""
         if self.completed and not self._over:
             self._over = True
-            self._tracker.enter(Phase.INIT, self.completed)
+            self._tracker.enter(Phase.INIT, self.completed, collect=collect)
+
+    def _one_goes(self, _: object) -> None:
+        """A model or an optimizer of the script is about to be freed: what it held was held after the last step."""
+        if not self.deaf and self.completed >= self._steps:
+            self.finish(collect=False)
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
@@ -83,9 +92,9 @@ class Loop:
         self._modules += 1
         if self._backwards and self._observer is not None:
             self._observer.recomputes = True
-        if self._modules > 1 or self._backwards or not module.training or not torch.is_grad_enabled():
+        if self._modules > 1 or self._backwards or not torch.is_grad_enabled():
             return
-        if next(module.parameters(), None) is None:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
             return
         if self._phase is not Phase.FORWARD:
             self._next_step()
@@ -98,7 +107,7 @@ class Loop:
         self._roots.add(id(root))
         self._tracker.learn_modules(root)
         self._tracker.own((*nn.Module.parameters(root), *nn.Module.buffers(root)))
-        self._models.append(weakref.ref(root))
+        self._models.append(weakref.ref(root, self._one_goes))
         if self._observer is not None:
             self._observer.meet(root)
         if _reduces_elsewhere(root):
@@ -168,6 +177,8 @@ class Loop:
         self._optimizers -= 1
         if not self._engines and not self._optimizers:
             self._stepped = True
+            if id(optimizer) not in self._steps_of:
+                self._goes.append(weakref.ref(optimizer, self._one_goes))
             self._steps_of[id(optimizer)] += 1
         self._observe_step(optimizer)
 

@@ -79,11 +79,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     # --- what the training loop says ------------------------------------------------------------------------------------
 
-    def enter(self, phase: Phase, step: int) -> None:
-        """Begin a phase of a step."""
+    def enter(self, phase: Phase, step: int, *, collect: bool = True) -> None:
+        """Begin a phase of a step. What nobody can reach is freed before, unless ``collect`` is false."""
         if self._say is not None and phase is not Phase.INIT:
             self._say(f"step {step + 1}: {phase.value}")
-        gc.collect()
+        if collect:
+            gc.collect()
         if self.spans[-1].phase is Phase.FORWARD:
             self._settle_forward()
         self.spans.append(Span(step, phase, self.now))
