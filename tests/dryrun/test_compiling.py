@@ -121,3 +121,14 @@ def test_one_graph_serves_all_layers_under_fsdp_and_another_rank_and_a_compiled_
     frames = [int(line.split()[1]) for line in run.errors.splitlines() if line.startswith("frames")]
     assert frames[0] <= 6, run.errors
     assert any(one["name"].startswith("9.") for one in run.answer["modules"])
+
+
+def test_the_compilers_own_error_names_the_way_out():
+    from torch._dynamo.exc import TorchRuntimeError
+
+    from zeroplan.dryrun.failures import failure
+
+    said = failure(TorchRuntimeError("graph break in fullgraph"))
+    assert said.whose == "script"
+    assert said.text.endswith("graph break in fullgraph; add --eager to leave torch.compile out")
+    assert "--eager" not in failure(RuntimeError("shapes differ")).text

@@ -14,6 +14,9 @@ from zeroplan.errors import ZeroplanError
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 
 _HERE = str(Path(__file__).parent)
+_LONGEST = 500
+"""Of what a script's error says. [signs]"""
+_COMPILER = ("torch._dynamo", "torch._functorch", "torch._inductor")
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -40,8 +43,9 @@ def failure(error: BaseException) -> Failed:
             whose="script",
             text=f"the script left with exit code {error.code!r}{at} before its first step; see what it printed",
         )
-    said = " ".join(str(error).split())
-    return Failed(whose="script", text=f"the script raised {type(error).__name__}{at}: {said}"[:500])
+    said = f"the script raised {type(error).__name__}{at}: {' '.join(str(error).split())}"[:_LONGEST]
+    compiling = type(error).__module__.startswith(_COMPILER)
+    return Failed(whose="script", text=f"{said}; add --eager to leave torch.compile out" if compiling else said)
 
 
 def show(error: BaseException) -> None:
