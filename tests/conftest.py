@@ -1,6 +1,7 @@
 """What every test shares."""
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -38,3 +39,10 @@ def _a_test_leaves_no_garbage() -> Iterator[None]:
     if not gc.isenabled():
         gc.collect()
         gc.freeze()  # what it has imported is gone through once, too; the file's end takes this back
+
+
+def pytest_runtest_teardown() -> None:
+    """No test makes its own process believe in CUDA: everything after it would run on a GPU that is not there."""
+    cpp = sys.modules.get("zeroplan.verify.fake_cuda.cpp")
+    if cpp is not None and cpp._KEPT:
+        pytest.fail("a test before made this process believe in CUDA; run that by tests/simulated.py", pytrace=False)

@@ -6,10 +6,13 @@ have processes of their own (:mod:`tests.deepspeed_forks`).
 
 from __future__ import annotations
 
+import contextlib
+import io
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -29,6 +32,23 @@ def on_the_fake_gpu(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 def simulate(job: JobSpec, **options: object) -> Measurement:
     """:func:`zeroplan.verify.backends.simulate.simulate`, there."""
     return on_the_fake_gpu(_simulated, job, options)
+
+
+def command_there(*arguments: str) -> tuple[int, str, str]:
+    """Run ``zeroplan`` with arguments in this folder, there: its exit code, stdout and stderr. For what traces a module."""
+    return on_the_fake_gpu(_command, arguments, str(Path.cwd()))
+
+
+def _command(arguments: tuple[str, ...], folder: str) -> tuple[int, str, str]:
+    from zeroplan.cli.app import main
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(list(arguments))
+        except SystemExit as ended:
+            return int(ended.code or 0), out.getvalue(), err.getvalue()
+    return 0, out.getvalue(), err.getvalue()
 
 
 def _simulated(job: JobSpec, options: dict[str, object]) -> Measurement:

@@ -12,6 +12,7 @@ import pytest
 from tests.cli.command import Run
 from tests.formulas import assert_explained
 from tests.profiles import by_hand
+from tests.simulated import command_there
 from zeroplan.cli.profile import said
 from zeroplan.estimator import estimate
 from zeroplan.spec.batch import BatchSpec
@@ -171,9 +172,9 @@ def test_a_profile_of_nothing_is_refused(run: Run, flags: tuple[str, ...], code:
 @pytest.mark.parametrize(
     ("flags", "says"), [(("--workload", "nowhere"), "not of the form"), (("--config", "nowhere.json"), "does not exist")]
 )
-def test_a_module_that_is_not_there_is_refused(run: Run, flags: tuple[str, ...], says: str):
+def test_a_module_that_is_not_there_is_refused(flags: tuple[str, ...], says: str):
     pytest.importorskip("torch")
-    found, _, err = run("profile", *flags)
+    found, _, err = command_there("profile", *flags)
     assert (found, err.count("\n")) == (2, 1)
     assert says in err
 
@@ -183,9 +184,9 @@ def test_a_module_that_is_not_there_is_refused(run: Run, flags: tuple[str, ...],
     ("raising", "no data today"), ("without_blocks", "no list of blocks"),
     ("reading", "fake tensors have no values to read: leave out what reads them (.item(), .tolist(), a branch on a value)"),
 ])  # fmt: skip
-def test_what_the_workload_raises_is_told(run: Run, name: str, says: str):
+def test_what_the_workload_raises_is_told(name: str, says: str):
     pytest.importorskip("torch")
-    code, out, err = run("profile", "--workload", f"{WORKLOAD}:{name}")
+    code, out, err = command_there("profile", "--workload", f"{WORKLOAD}:{name}")
     assert (code, out) == (4, "")
     assert says in err.splitlines()[-1]
 
@@ -196,12 +197,12 @@ def test_what_the_workload_raises_is_told(run: Run, name: str, says: str):
     ({"model_type": "mpt", "d_model": 66, "n_heads": 4, "n_layers": 2, "vocab_size": 104}, 4, "the module cannot be traced: "),
 ])  # fmt: skip
 def test_a_class_of_transformers_that_cannot_be_traced_is_one_line(
-    run: Run, tmp_path: Path, keys: dict[str, object], code: int, says: str
+    tmp_path: Path, keys: dict[str, object], code: int, says: str
 ):  # fmt: skip
     """Its traceback would tell a user nothing of what to do."""
     pytest.importorskip("torch")
     (tmp_path / "config.json").write_text(json.dumps(keys))
-    found, out, err = run(
+    found, out, err = command_there(
         "profile", "--config", str(tmp_path), "--engine", "fsdp2", "--precision", "bf16", "--recompute", "none"
     )
     assert (found, out) == (code, "")
@@ -214,7 +215,7 @@ def test_a_profile_is_written_and_read_again(run: Run, tmp_path: Path):
     pytest.importorskip("torch")
     path = str(tmp_path / "deep" / "odd.json")
     flags = ("--engine", "fsdp2", "--precision", "bf16", "--recompute", "none", "--out", path)
-    code, out, err = run("profile", "--workload", f"{WORKLOAD}:workload", *flags)
+    code, out, err = command_there("profile", "--workload", f"{WORKLOAD}:workload", *flags)
     assert (code, err) == (0, "tracing 16 bits, kernels cuda, recomputation none\n")
     assert "2 x Mixer, 1 x Gated, 1 x Mixer" in out
     assert run("estimate", "--profile", path, "--gpus", "8", "--stage", "3", "--precision", "bf16")[0] == 0

@@ -200,7 +200,7 @@ def test_an_interrupt_ends_the_run_and_leaves_nothing(tmp_path: Path):
             seen = process.stderr.readline()
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     assert process.returncode == 130
     assert not output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]
