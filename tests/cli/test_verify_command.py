@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,9 +18,12 @@ from queue import SimpleQueue
 import pytest
 
 from tests.cli.command import Run, running
+from tests.simulated import on_the_fake_gpu
 from zeroplan.ledger import Phase
 from zeroplan.measurement import Measurement
 from zeroplan.records import read_record
+from zeroplan.verify.replaced import replaced
+from zeroplan.verify.task import Task
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -175,24 +179,43 @@ def written_to(errors: Path) -> Iterator[None]:
             os.close(before)
 
 
+def _done(path: list[str], folder: str, task: Task) -> Measurement | dict[str, str]:
+    """In the process of the fake GPU, which finds the modules that this one finds, and no other test's of the same name."""
+    with replaced(sys, "path", path), contextlib.chdir(folder):
+        found = _done_here(task)
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(folder):
+            del sys.modules[name]
+    return found
+
+
+def _done_here(task: Task) -> Measurement | dict[str, str]:
+    """The record of the one rank, or whose fault it is that there is none, and why."""
+    from zeroplan.verify.failures import text_of, whose
+    from zeroplan.verify.processes.rank import measure
+
+    try:
+        return measure(task, rank=0, say=lambda _: None)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  as in a process of its own
+        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # this test is no user's code
+        return {"failed": whose(error), "text": text_of(error)}
+
+
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let the one rank of a task do in this process what it does in one of its own."""
     import torch.distributed as dist
 
-    from zeroplan.verify.failures import text_of, whose
     from zeroplan.verify.processes import launch
-    from zeroplan.verify.processes.rank import measure
-    from zeroplan.verify.task import Task
 
     def done_here(task: Task, *, keep: Callable[[Measurement], None], say: Callable[[str], None]) -> None:
         with written_to(Path("errors")), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                return keep(measure(task, rank=0, say=lambda _: None))
-            except (Exception, SystemExit) as error:  # noqa: BLE001  as in a process of its own
-                error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # this test is no user's code
-                failed = {"rank": "0", "failed": whose(error), "text": text_of(error)}
+            there = partial(on_the_fake_gpu, _done, sys.path, str(Path.cwd())) if task.tensors == "fake" else _done_here
+            found = there(task)
+        if isinstance(found, Measurement):
+            return keep(found)
+        failed = {"rank": "0", **found}
         raise launch._failure(failed, launch.Started(None, SimpleQueue(), Path()), say)  # no process that could be lost
 
     monkeypatch.setattr(launch, "launch", done_here)

@@ -101,6 +101,31 @@ def _attend(size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(out.shape), tuple(query.grad.shape)
 
 
+def test_an_rms_norm_is_cudas_one_kernel_and_a_channel_shuffle_is_none():
+    """The only two operators in which builds for the CPU and for CUDA differ so (both of torch 2.13)."""
+    norm, shuffle = on_the_fake_gpu(_operators)
+    assert norm == ["aten._fused_rms_norm.default"]
+    assert "aten.native_channel_shuffle.default" not in shuffle
+
+
+def _operators() -> tuple[list[str], list[str]]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from zeroplan.verify.fake_cuda.installed import install_node
+    from zeroplan.verify.watching.tracker import Tracker
+
+    install_node()
+    norm, shuffle = Tracker(device="cuda"), Tracker(device="cuda")
+    with FakeTensorMode(), torch.device("cuda"):
+        x, weight = torch.empty(4, 64, dtype=torch.bfloat16), torch.empty(64, dtype=torch.bfloat16)
+        with norm:
+            torch.nn.functional.rms_norm(x, (64,), weight)
+        with shuffle:
+            torch.channel_shuffle(torch.empty(1, 8, 4, 4), 2)
+    of_norm, of_shuffle = (sorted({block.operation for block in one.recording.blocks}) for one in (norm, shuffle))
+    return of_norm, of_shuffle
+
+
 def test_autocast_casts_a_weight_once_and_with_cudas_lists():
     casts, dtypes = on_the_fake_gpu(_cast)
     assert casts == 1

@@ -28,7 +28,7 @@ def small(recipe: RecipeSpec) -> JobSpec:
 @pytest.mark.parametrize("optimizer", ["lion", "muon"])
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_the_step_takes_what_is_estimated(engine: str, optimizer: str):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     stage = 0 if engine == "ddp" else 3
     found = compare_with_estimate(simulate(small(RecipeSpec(engine=engine, zero_stage=stage, optimizer=optimizer))))  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def test_the_step_takes_what_is_estimated(engine: str, optimizer: str):
     ids=lambda recipe: recipe.engine,
 )
 def test_the_first_step_takes_no_more_than_the_estimate_and_all_from_the_second_on_alike(recipe: RecipeSpec):
-    from zeroplan.verify.backends.simulate import simulate
+    from tests.simulated import simulate
 
     measured = simulate(small(recipe), steps=5)
     first, second, *others = [step.peak.peak_bytes for step in measured.steps]
