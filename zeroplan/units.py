@@ -129,10 +129,21 @@ class Unit(NamedTuple):
         >>> GIBIBYTES.size(14_000_000_000), GIGABYTES.size(14_000_000_000), GIBIBYTES.size(8_519_680), GIGABYTES.size(512)
         ('13.04 GiB', '14.00 GB', '8.12 MiB', '512 B')
         """
-        for name, unit in ((self.name, self.n_bytes), *self.smaller):
-            if abs(n_bytes) >= max(unit // 10, 10 * KB):
-                return f"{n_bytes / unit:,.2f} {name}"
-        return f"{n_bytes:,} B"
+        return f"{self.part(n_bytes, n_bytes)} {self._unit_of(n_bytes)[0]}"
+
+    def part(self, n_bytes: int, of: int) -> str:
+        """The number alone, in the unit in which ``of`` is written.
+
+        >>> GIBIBYTES.part(1_114_112, 8_519_680)
+        '1.06'
+        """
+        _, unit = self._unit_of(of)
+        return f"{n_bytes:,}" if unit == 1 else f"{n_bytes / unit:,.2f}"
+
+    def _unit_of(self, n_bytes: int) -> tuple[str, int]:
+        """The largest unit of which it is a tenth, with its name; bytes, where there is none."""
+        every = ((self.name, self.n_bytes), *self.smaller)
+        return next(((name, unit) for name, unit in every if abs(n_bytes) >= max(unit // 10, 10 * KB)), ("B", 1))
 
 
 GIBIBYTES = Unit("GiB", GIB, (("MiB", MIB), ("KiB", KIB)))

@@ -58,10 +58,9 @@ def _changes(answer: Estimate, changes: Sequence[Remedy] | None, unit: Unit) -> 
 
 def _summary(answer: Estimate, unit: Unit) -> Iterator[str]:
     yield from _filled(f"Peak allocated: {unit.size(answer.peak_bytes)}, at the moment: {answer.peak.name}")
-    states, together = answer.states_by_kind, unit.size(sum(answer.states_by_kind.values()))
-    amount = unit.amount if together.endswith(f" {unit.name}") else unit.size  # parts of a small model are smaller still
-    parts = ", ".join(f"{kind.value} {amount(n_bytes)}" for kind, n_bytes in states.items())
-    yield from _filled(f"Model states: {together} ({parts})")
+    states, together = answer.states_by_kind, sum(answer.states_by_kind.values())
+    parts = ", ".join(f"{kind.value} {unit.part(n_bytes, together)}" for kind, n_bytes in states.items())
+    yield from _filled(f"Model states: {unit.size(together)} ({parts})")
     if answer.pipeline:
         ranks = sorted(answer.pipeline, key=lambda one: int(one.peak_bytes))
         lowest = f"the lowest, rank {ranks[0].rank}, {unit.size(int(ranks[0].peak_bytes))}"
