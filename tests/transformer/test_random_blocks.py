@@ -1,4 +1,4 @@
-"""Random small blocks, their tensors counted byte by byte on fake tensors of a fake GPU, against what is said of them."""
+"""Random small blocks: what the estimate says of each equals the bytes of its tensors on the fake GPU."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def _let_kinds_be_fake() -> None:
 
 
 def _let_optimizers_take_lists() -> None:
-    """A fake parameter's class stands for a parameter's, or an optimizer would take one parameter after the other.
+    """Let optimizers take a fake parameter for a parameter; they would update one parameter after the other otherwise.
 
     By default it steps in lists where it knows the class of every parameter (torch 2.13, ``optim/optimizer.py``,
     ``_default_to_fused_or_foreach``).

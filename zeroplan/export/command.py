@@ -15,7 +15,7 @@ _OFFLOADS = ("offload_optimizer", "offload_param")
 def estimate_command(job: JobSpec, asked: Request, *, from_run: str | None = None) -> str:
     """Return the command; ``asked`` says how the model was named, ``from_run`` the saved run that it comes from.
 
-    A run has settings of its own in place of the defaults, so all are said.
+    A run's own settings replace the defaults, so the command names every setting.
 
     >>> from zeroplan.resolve import resolve
     >>> asked = Request(model="gpt2", gpus=2, gpu="h100")

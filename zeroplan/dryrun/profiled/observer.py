@@ -22,7 +22,7 @@ from zeroplan.verify.training.modules import find_blocks
 class Call(NamedTuple):
     """One call of the model: its arguments, each tensor described, and in which dtype autocast computes around it.
 
-    A tensor that stands in several places is described in the first, and the others name that.
+    A tensor that occurs several times is described once; later occurrences refer to the first.
     """
 
     leaves: tuple[object, ...]
