@@ -266,8 +266,7 @@ def test_deepspeed_takes_what_the_profile_says(stage: str, odd: Profile, tmp_pat
 def test_deepspeed_gathers_what_a_module_never_calls_with_the_one_that_reads_it(tmp_path: Path) -> None:
     """``nn.MultiheadAttention``'s output projection; and of its packed weight autograd saves views."""
     pytest.importorskip("deepspeed")
-    wanted = Wanted(("deepspeed",), ("bf16-mixed",), ("none",))
-    traced = profile(of_workload(ATTENDING), wanted, say=lambda _: None)
+    traced = profile(of_workload, (ATTENDING,), Wanted(("deepspeed",), ("bf16-mixed",), ("none",)))
     nothing_kept = ("live_parameters", "reuse_distance")
     options = [f"deepspeed.stage3_max_{one}=0" for one in nothing_kept]
     options += ["deepspeed.stage3_prefetch_bucket_size=0", "deepspeed.stage3_param_persistence_threshold=0"]
