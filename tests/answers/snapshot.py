@@ -6,100 +6,71 @@ asked in ``tests/measured`` and beside the engines.
 
 from __future__ import annotations
 
+import json
 import sys
-from hashlib import blake2s
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from tests.answers.figures import answered, moved
 from tests.answers.jobs import kept
-from zeroplan import estimate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
-    from zeroplan import Estimate
-    from zeroplan.ledger import Line
+    from tests.answers.figures import Figures
 
-PATH = Path(__file__).with_name("snapshot.txt")
-
-
-class Answer(NamedTuple):
-    """The peak [bytes], a digest of all numbers, one of all words, and the job."""
-
-    peak_bytes: int
-    numbers: str
-    words: str
-    job: str
-
-    def __str__(self) -> str:
-        """One line of the file."""
-        return f"{self.peak_bytes:>15} {self.numbers} {self.words} {self.job}"
+PATH = Path(__file__).with_name("snapshot.toml")
 
 
-def answers() -> Iterator[Answer]:
-    """Today's, of every kept job."""
-    for words, job in kept():
-        yield answer(words, estimate(job))
+def answers() -> dict[str, Figures]:
+    """Today's figures of every kept job, by its words."""
+    return {one.words: answered([one.job]) for one in kept()}
 
 
-def answer(words: str, given: Estimate) -> Answer:
-    """The answer in short."""
-    return Answer(given.peak_bytes, _digest(_numbers(given)), _digest(_words(given)), words)
-
-
-def stored() -> Iterator[Answer]:
+def stored() -> dict[str, Figures]:
     """Those of the file."""
-    for line in PATH.read_text(encoding="utf-8").splitlines():
-        peak, numbers, words, job = line.split(maxsplit=3)
-        yield Answer(int(peak), numbers, words, job)
+    return tomllib.loads(PATH.read_text(encoding="utf-8"))
 
 
-def moved(before: Iterable[Answer], now: Iterable[Answer]) -> Iterator[str]:
-    """Say of each job what is no longer as it was, one line each."""
-    old = {one.job: one for one in before}
-    for one in now:
-        was = old.pop(one.job, None)
-        if was is None:
-            yield f"new: {one.job}"
-        elif was.peak_bytes != one.peak_bytes:
-            yield f"peak {was.peak_bytes:,} -> {one.peak_bytes:,} bytes: {one.job}"
-        elif was.numbers != one.numbers:
-            yield f"numbers beside the peak: {one.job}"
-        elif was.words != one.words:
-            yield f"words alone: {one.job}"
-    yield from (f"gone: {job}" for job in old)
+def differences(before: dict[str, Figures], now: dict[str, Figures]) -> Iterator[str]:
+    """Say of each job what is no longer as it was: its largest differences, in a line."""
+    for job in dict.fromkeys((*before, *now)):
+        if job not in before:
+            yield f"new: {job}"
+        elif job not in now:
+            yield f"gone: {job}"
+        elif found := moved(before[job], now[job]):
+            more = f"; {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            yield f"{job}: {'; '.join(map(str, found[:_SHOWN]))}{more}"
 
 
-def _numbers(given: Estimate) -> Iterator[object]:
-    for moment in given.moments:
-        yield moment.phase, sorted((line.kind, line.n_bytes) for line in moment.lines if line.n_bytes)
-    yield [(line.kind, line.n_bytes) for line in (*given.states, *given.held, *given.host, *given.nvme)]
-    yield [(one.operation, one.group, one.calls, one.payload_bytes, one.sent_bytes) for one in given.traffic.collectives]
-    yield given.traffic[1:], given.pipeline, given.outside, given.reserved, given.verdict
+#: Differences of a job that a line has.
+_SHOWN = 3
 
 
-def _words(given: Estimate) -> Iterator[object]:
-    for moment in given.moments:
-        yield moment.name, sorted(_told(line) for line in moment.lines)
-    yield [(one.what, one.when, one.source) for one in given.traffic.collectives], given.symbols, given.notes
+def text(found: dict[str, Figures]) -> str:
+    """The file: TOML, a line for each section of a job's figures."""
+    return "\n".join(f"[{json.dumps(job)}]\n{_sections(figures)}" for job, figures in found.items())
 
 
-def _told(line: Line) -> tuple[str, str, str]:
-    return line.reason, line.formula, line.source
+def _sections(figures: Figures) -> str:
+    return "".join(f"{_key(section)} = {{{_row(row)}}}\n" for section, row in figures.items())
 
 
-def _digest(parts: Iterable[object]) -> str:
-    made = blake2s(digest_size=5)
-    for part in parts:
-        made.update(repr(part).encode())
-    return made.hexdigest()
+def _row(row: dict[str, int]) -> str:
+    return ", ".join(f"{_key(name)} = {figure:_}" for name, figure in row.items())
+
+
+def _key(name: str) -> str:
+    return name if name.isidentifier() and name.isascii() else json.dumps(name)
 
 
 def _write() -> None:
-    now = list(answers())
-    for line in moved(stored() if PATH.exists() else (), now):
+    now = answers()
+    for line in differences(stored() if PATH.exists() else {}, now):
         sys.stdout.write(f"{line}\n")
-    PATH.write_text("".join(f"{one}\n" for one in now), encoding="utf-8")
+    PATH.write_text(text(now), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""No answer moves unseen: numbers and words of six hundred jobs are what the snapshot says.
+"""No answer moves unseen: the figures of six hundred jobs are what the snapshot says.
 
 Where a change means to move some, ``python -m tests.answers.snapshot`` says which and writes them anew.
 """
@@ -11,5 +11,5 @@ from tests.answers import snapshot
 
 
 def test_no_answer_has_moved():
-    beyond = list(islice(snapshot.moved(snapshot.stored(), snapshot.answers()), 20))
+    beyond = list(islice(snapshot.differences(snapshot.stored(), snapshot.answers()), 20))
     assert not beyond, "\n".join(beyond)

@@ -6,17 +6,16 @@ as it is told to. A job that is refused in one line is answered, too.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from math import inf
 from random import Random
 from typing import Any
 
-import numpy as np
-
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
+from tests.properties.columns import at_place, grid_of, is_beyond_the_window, points_of
 from tests.properties.folder import folder
-from zeroplan import BatchSpec, Estimate, JobSpec, Kind, MeshSpec, RecipeSpec, estimate
+from zeroplan import Estimate, JobSpec, Kind, MeshSpec, RecipeSpec, estimate
 from zeroplan.catalog.gpu import gpu
 from zeroplan.catalog.model import model as published
 from zeroplan.engines.account import Account
@@ -24,7 +23,7 @@ from zeroplan.engines.megatron import ATTENTION_MASK
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.quantised import TABLES
 from zeroplan.errors import SpecError
-from zeroplan.estimator import account_of, engine_module
+from zeroplan.estimator import account_of
 from zeroplan.export.files import TARGETS, Export, Target, cannot_say, export, write
 from zeroplan.job_file import read_job_file
 from zeroplan.ledger import Collective, Phase
@@ -148,76 +147,23 @@ def can_be_said(job: JobSpec, _: Random) -> None:
 # --- a grid is its points ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """A mesh, or a batch, some of whose numbers are columns."""
-
-    numbers: Mapping[str, Any]
-
-    def __getattr__(self, name: str) -> Any:
-        return self.numbers[name]
-
-
-def _points(job: JobSpec, draw: Random) -> list[tuple[JobSpec, tuple[Account, ...]]]:
-    """The job and one or two others of the same structure, with other ranks and batches, and the accounts of each."""
-    found = [(job, _accounts(job, job.mesh, job.batch))]
-    for _ in range(draw.randint(1, 2)):
-        ranks = max(1, job.mesh.dp_shard * draw.choice((1, 2, 3, 8)) // draw.choice((1, 1, 2, 4)))
-        if _gathers_differ_by_ranks(job.recipe):
-            ranks = job.mesh.dp_shard
-        batch = BatchSpec(
-            micro_batch_size=job.batch.micro_batch_size if job.model.profile else draw.randint(1, 16),
-            seq_len=max(1, job.batch.seq_len * draw.choice((1, 2, 3)) // draw.choice((1, 1, 2))),
-            grad_accum_steps=job.batch.grad_accum_steps if job.mesh.pp > 1 else draw.randint(1, 4),
-        )
-        try:
-            other = replace(job, mesh=replace(job.mesh, dp_shard=ranks), batch=batch)
-            accounts = _accounts(other, other.mesh, other.batch)
-        except SpecError:
-            continue
-        if _is_beyond_the_window(other) == _is_beyond_the_window(job):
-            found.append((other, accounts))
-    return found
-
-
-def _gathers_differ_by_ranks(recipe: RecipeSpec) -> bool:
-    """DeepSpeed's order of gathers is then found for each number of ranks by itself, which a column refuses."""
-    options = recipe.deepspeed
-    return recipe.engine == "deepspeed" and (options.zero_quantized_weights or options.offload_param != "none")
-
-
-def _is_beyond_the_window(job: JobSpec) -> bool:
-    """Sequences on both sides of a window run two programs, and a column of both has at every place the higher of the two."""
-    return job.model.sliding_window is not None and job.batch.seq_len >= job.model.sliding_window
-
-
-def _accounts(job: JobSpec, mesh: Any, batch: Any) -> tuple[Account, ...]:
-    """The accounts of a job on this mesh and with this batch: one, or one for each rank of a pipeline."""
-    if job.mesh.pp > 1:
-        name = "pipeline" if job.recipe.engine == "fsdp2" else job.recipe.engine
-        return engine_module(name).accounts(job.model, job.recipe, mesh, batch)  # type: ignore[arg-type, attr-defined, no-any-return]
-    return (engine_module(job.recipe.engine).account(job.model, job.recipe, mesh, batch),)
-
-
 def grid_is_its_points(job: JobSpec, draw: Random) -> None:
     """Columns of ranks and batches give at every place what one job gives."""
     answered(job)
-    points = _points(job, draw)
-    names = ("micro_batch_size", "seq_len", *(("grad_accum_steps",) if job.mesh.pp == 1 else ()))
-    batch = {name: np.array([getattr(one.batch, name) for one, _ in points], dtype=np.int64) for name in names}
-    ranks = np.array([one.mesh.dp_shard for one, _ in points], dtype=np.int64)
-    mesh = {**asdict(job.mesh), "dp_shard": ranks, "dp_replicate": ranks * 0 + job.mesh.dp_replicate}
-    grids = _accounts(job, _Columns(mesh), _Columns({**asdict(job.batch), **batch}))
+    points = points_of(job, draw)
+    grids = grid_of([one for one, _ in points])
     highest = [_moments(grid) for grid in grids]
     for at, (_, accounts) in enumerate(points):
         for grid, columns, account in zip(grids, highest, accounts, strict=True):
-            found, expected = ({name: _at(most, at) for name, most in every.items()} for every in (columns, _moments(account)))
+            found, expected = (
+                {name: at_place(most, at) for name, most in every.items()} for every in (columns, _moments(account))
+            )
             assert max(found.values()) == max(expected.values())
             assert all(found.get(name, -1) >= n_bytes for name, n_bytes in expected.items())
-            states = [sum(_at(line.n_bytes, at) for line in both.states) for both in (grid, account)]
+            states = [sum(at_place(line.n_bytes, at) for line in both.states) for both in (grid, account)]
             assert states[0] == states[1], states
             sent = [
-                [(_what(call), _at(call.sent_bytes, at)) for call in both.collectives if _at(call.sent_bytes, at)]
+                [(_what(call), at_place(call.sent_bytes, at)) for call in both.collectives if at_place(call.sent_bytes, at)]
                 for both in (grid, account)
             ]
             assert sent[0] == sent[1], sent
@@ -234,11 +180,6 @@ def _moments(account: Account) -> dict[str, Any]:
     for moment in account.moments:
         found[moment.name] = maximum(moment.total_bytes, found.get(moment.name, 0))
     return found
-
-
-def _at(value: Any, at: int) -> int:
-    """The number at this place of a column; a number is the same everywhere."""
-    return value if isinstance(value, int) else int(value.reshape(-1)[at if value.size > 1 else 0])
 
 
 # --- more never costs less -----------------------------------------------------------------------------------------------
@@ -277,7 +218,7 @@ def grows_with_the_sequence(job: JobSpec, _: Random) -> None:
     scratch of its own, or than the one that saves all scores in fp32.
     """
     larger = _changed(job, batch=replace(job.batch, seq_len=2 * job.batch.seq_len))
-    if _is_beyond_the_window(larger) and not _is_beyond_the_window(job):
+    if is_beyond_the_window(larger) and not is_beyond_the_window(job):
         raise Refused("the longer sequence has a mask, with which torch runs another kernel")
     assert _peak(larger) >= _peak(job)
 
