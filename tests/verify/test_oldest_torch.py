@@ -23,7 +23,7 @@ IN_TORCH_2_11 = {
     "torch._ops": "OpOverload",
     "torch._subclasses.fake_tensor": "DataDependentOutputException FakeTensor "
     "FakeTensorMode in_kernel_invocation_manager unset_fake_temporarily",
-    "torch._subclasses": "fake_impls",
+    "torch._subclasses": "fake_impls fake_tensor",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "OffloadWrapper offload_wrapper",
     "torch.distributed.algorithms._checkpoint": "checkpoint_wrapper",
     "torch.distributed.distributed_c10d": "_resolve_process_group",

@@ -164,3 +164,19 @@ def test_a_run_under_autocast_takes_what_is_estimated(family: str, recompute: Re
     found = compare_with_estimate(simulate(job, steps=3))
     assert abs(found.peak.error) < 0.0005, found
     assert found.peak.measured > 0
+
+
+def test_fake_tensors_touch_no_device_where_cuda_is_said_to_be_there():
+    """Those of torch 2.11 make a real tensor on it first (``torch/_subclasses/fake_tensor.py``, ``init_gpu_context``)."""
+    on_the_fake_gpu(_asked_for_a_context)
+
+
+def _asked_for_a_context() -> None:
+    from torch._subclasses import fake_tensor
+
+    from zeroplan.verify.fake_cuda.installed import install_node
+
+    install_node()
+    assert torch.cuda.is_available()
+    fake_tensor.init_gpu_context(torch.device("cuda"))
+    assert not hasattr(fake_tensor.init_gpu_context, "cache_info"), "it is torch's own"

@@ -11,6 +11,7 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Reducer
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroplan.spec.hardware import GpuSpec
@@ -180,6 +181,7 @@ def _elsewhere() -> None:
     put(dist.Logger, set_runtime_stats_and_log=always(None))  # type: ignore[attr-defined]  # DDP's timer is CUDA's, in C++
     if _REALLY_BUILT:
         put(Reducer, prepare_for_forward=always(None))  # a CUDA build would take times with real events
+    put(fake_tensor, init_gpu_context=always(None))  # torch 2.11 makes a real tensor where CUDA is said to be there
     put(torch.version, cuda=_CUDA_VERSION)
     put(torch.backends.cuda, is_built=always(True))
     torch._C._cuda_getCurrentRawStream = always(0)  # type: ignore[assignment]  # libraries import it where CUDA is there, and a CPU build has none
