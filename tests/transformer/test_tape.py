@@ -2,87 +2,89 @@
 
 from __future__ import annotations
 
+from zeroplan.expr import Size
 from zeroplan.ledger import Kind
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
+from zeroplan.transformer.symbols import T, e, f, h, k, q, r
 
 HERE = Site("product", "here")
 
 
-def formulas(moment: Alive) -> list[str]:
-    return sorted(store.formula for store in moment.stores)
+def sizes(moment: Alive) -> list[Size]:
+    return sorted((store.size for store in moment.stores), key=str)
 
 
-def store(formula: str) -> Store:
-    return Store(Kind.ACTIVATIONS, formula, formula, "here")
+def store(size: Size) -> Store:
+    return Store(Kind.ACTIVATIONS, size.text, size, "here")
 
 
 def a_linear_map(*, autocast: bool = False) -> tuple[Tape, Value, Value]:
     tape = Tape(wide=False, autocast=autocast, saving=True)
-    given = Value(tape.make(Kind.ACTIVATIONS, "input", "r·T·h", "here"), "r", "T·h")
-    made = op.linear(tape, given, "f", HERE)
+    given = Value(tape.make(Kind.ACTIVATIONS, "input", r * T * h, "here"), r, T * h)
+    made = op.linear(tape, given, f, HERE)
     return tape, given, made
 
 
 def test_a_linear_map_saves_its_input_and_makes_two_gradients() -> None:
     tape, given, made = a_linear_map()
-    assert [one.formula for one in tape.saved] == ["r·T·h"]
+    assert [one.size for one in tape.saved] == [r * T * h]
     tape.release(given, made)
-    tape.run_backward(made, store("e·T·f"))
+    tape.run_backward(made, store(e * T * f))
     (moment,) = highest(tape.moments, wide=False, autocast=False)
-    assert formulas(moment) == ["e·T·f", "r·T·h", "r·T·h"]
-    assert moment.gradients == moment.current == ("h·f",)
+    assert sizes(moment) == [e * T * f, r * T * h, r * T * h]
+    assert moment.gradients == moment.current == (h * f,)
 
 
 def test_under_autocast_it_saves_a_cast_and_casts_the_weight_gradient_last() -> None:
     tape, given, made = a_linear_map(autocast=True)
-    assert [one.formula for one in tape.saved] == ["e·T·h"]
-    assert tape.casts == ["h·f"]
+    assert [one.size for one in tape.saved] == [e * T * h]
+    assert tape.casts == [h * f]
     tape.release(given, made)
-    tape.run_backward(made, store("e·T·f"))
+    tape.run_backward(made, store(e * T * f))
     assert [moment.name for moment in tape.moments][-1] == "product: cast of the weight gradient"
-    assert tape.moments[-1].current == ("h·f",)
+    assert tape.moments[-1].current == (h * f,)
     assert not tape.casts
 
 
 def test_a_second_gradient_is_added_in_place() -> None:
     """``x + relu(x)``: the direct gradient waits in x's buffer, that of relu joins it there."""
     tape = Tape(wide=False, autocast=False, saving=True)
-    given = Value(tape.make(Kind.ACTIVATIONS, "input", "e·T·h", "here"), "e", "T·h")
+    given = Value(tape.make(Kind.ACTIVATIONS, "input", e * T * h, "here"), e, T * h)
     active = op.pointwise(tape, given, "relu", Site("relu", "here"), saves_result=True)
     made = op.add(tape, given, active, "sum", Site("addition", "here"))
     tape.release(given, active, made)
-    tape.run_backward(made, store("e·T·h"))
+    tape.run_backward(made, store(e * T * h))
     assert max(len(moment.stores) for moment in tape.moments) == 3  # relu's result, the gradient, and that through relu
     assert len(tape.alive) == 1
 
 
 def test_moments_below_another_are_left_out() -> None:
-    def moment(name: str, *alive: str, gradients: tuple[str, ...] = ()) -> Alive:
-        return Alive(name, tuple(store(formula) for formula in alive), gradients, (), ())
+    def moment(name: str, *alive: Size, gradients: tuple[Size, ...] = ()) -> Alive:
+        return Alive(name, tuple(map(store, alive)), gradients, (), ())
 
     moments = [
-        moment("small", "e·T·h"),
-        moment("wide", "4·T·h"),
-        moment("keys", "2·T·h", "e·T·k"),
-        moment("queries", "2·T·h", "e·T·q"),
-        moment("late", "e·T·h", gradients=("h·f",)),
+        moment("small", e * T * h),
+        moment("wide", 4 * T * h),
+        moment("keys", 2 * T * h, e * T * k),
+        moment("queries", 2 * T * h, e * T * q),
+        moment("late", e * T * h, gradients=(h * f,)),
     ]
     kept = highest(moments, wide=False, autocast=False)
     assert [one.name for one in kept] == ["wide", "queries", "late"]
 
 
 def test_of_equal_moments_one_stays() -> None:
-    alive = [Alive(name, (store("e·T·h"),), (), (), ()) for name in ("first", "second")]
+    alive = [Alive(name, (store(e * T * h),), (), (), ()) for name in ("first", "second")]
     assert len(highest(alive, wide=True, autocast=False)) == 1
 
 
 def test_what_two_operators_saved_stays_until_the_second_has_read_it() -> None:
     """Made again by a recomputation, it is nobody's name any more: gone with its last reader."""
     tape = Tape(wide=False, autocast=False, saving=True, again=True)
-    shared = tape.make(Kind.ACTIVATIONS, "read twice", "e·T·h", "here")
+    shared = tape.make(Kind.ACTIVATIONS, "read twice", e * T * h, "here")
     tape.hold(shared)  # one for each operator
     tape.used(shared)
     assert shared in tape.alive
@@ -94,15 +96,15 @@ def test_what_two_operators_saved_stays_until_the_second_has_read_it() -> None:
 def test_what_leads_to_no_loss_has_no_backward() -> None:
     """A branch whose output nobody uses, as autograd leaves such nodes alone: no gradient of its weight."""
     tape, given, made = a_linear_map()
-    unused = op.linear(tape, given, "3", Site("branch that nobody uses", "here"))
+    unused = op.linear(tape, given, q, Site("branch that nobody uses", "here"))
     tape.release(given, made, unused)
-    tape.run_backward(made, store("e·T·f"))
-    assert tape.gradients == ["h·f"]
+    tape.run_backward(made, store(e * T * f))
+    assert tape.gradients == [h * f]
 
 
 def test_where_nothing_is_saved_nothing_is_run_again() -> None:
     """A frozen map of an input that autograd does not follow."""
     tape = Tape(wide=False, autocast=False, saving=False)
-    given = Value(tape.make(Kind.ACTIVATIONS, "input", "e·T·h", "here"), "e", "T·h")
-    op.linear(tape, given, "f", HERE)
+    given = Value(tape.make(Kind.ACTIVATIONS, "input", e * T * h, "here"), e, T * h)
+    op.linear(tape, given, f, HERE)
     assert [one.stores for one in tape.until_last_saved(done=False)] == [()]

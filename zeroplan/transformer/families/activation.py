@@ -50,7 +50,7 @@ def _small_cube(tape: Tape, value: Value) -> Value:
 
     def power(tape: Tape, _taken: list[Store]) -> Arriving:
         for factor in ("x²", "3·x²"):
-            tape.temporary(f"gelu: derivative of pow, {factor}", f"{base.dtype}·{base.shape}", ACTIVATIONS)
+            tape.temporary(f"gelu: derivative of pow, {factor}", base.dtype * base.shape, ACTIVATIONS)
         return [(base, op.gradient(tape, base, "gradient of the base of pow", ACTIVATIONS))]
 
     tape.add("gelu: x³", (cube,), (base.store,), power)
@@ -66,7 +66,7 @@ def _wide_product(tape: Tape, narrow: Value, wide: Value, reason: str) -> Value:
         arriving = [(wide, op.gradient(tape, wide, "gradient of a factor of gelu", ACTIVATIONS))]
         if tape.is_wide(narrow.dtype) == tape.is_wide(wide.dtype):
             return [*arriving, (narrow, op.gradient(tape, narrow, "gradient of a factor of gelu", ACTIVATIONS))]
-        tape.temporary("gradient of a factor of gelu, not yet cast", f"{wide.dtype}·{wide.shape}", ACTIVATIONS)
+        tape.temporary("gradient of a factor of gelu, not yet cast", wide.dtype * wide.shape, ACTIVATIONS)
         return [*arriving, (narrow, op.gradient(tape, narrow, f"gradient of a factor of gelu, cast, {ON_CUDA}", ACTIVATIONS))]
 
     tape.add("gelu", (made,), (narrow.store, wide.store), backward)

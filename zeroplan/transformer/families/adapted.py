@@ -7,6 +7,7 @@ Nothing is saved, nor goes backward, before the first adapter, unless autograd i
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from zeroplan.expr import Size
 from zeroplan.ledger import Kind
 from zeroplan.spec.adapter import Quantize
 from zeroplan.spec.model import ModelSpec
@@ -24,10 +25,10 @@ from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.parts import LAYER
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.quantised import blocks_of_weights, quantised_linear
-from zeroplan.transformer.families.sizes import quantities
+from zeroplan.transformer.families.quantised import quantised_linear
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, is_quantised
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
+from zeroplan.transformer.symbols import T, a, c, d, e, f, h, k, k_d, q, r, v, z
 
 AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 LORA = "peft 0.21, tuners/lora/layer.py, Linear.forward"
@@ -79,8 +80,6 @@ def by_structure(model: ModelSpec, structure: Structure, x: Widths, *, recompute
 
 def _pass(model: ModelSpec, structure: Structure, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
     values = quantities(x, model.intermediate_size)
-    if is_quantised(model):
-        values |= blocks_of_weights(x, model.intermediate_size)
     plan = _plan(structure._replace(block=structure.block._replace(masked=masked)))
     return traced.pass_of(plan, traced.Sizes(plan, values), autocast=structure.block.autocast, recompute=recompute)
 
@@ -114,7 +113,7 @@ def _plan(structure: Structure) -> traced.Plan:
     tape, given, output = _run(structure, saving=True)
     forward = index.moments(highest(tape.moments, **dtypes))
     saved, casts = index.of(tape.saved), index.elements(tape.casts)
-    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"r·{output.shape}", LAYER)
+    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, LAYER)
     again_first = _again(tape, structure, given.store, arriving) if structure.recompute != "none" else []
     tape.release(output, given)
     tape.run_backward(output, arriving)
@@ -133,9 +132,9 @@ def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, 
     if structure.without is not None:
         return (arriving,)
     if "down_proj" not in structure.adapted:
-        through = Store(Kind.ACTIVATION_GRADIENTS, "gradient through the down projection", "r·T·f", LAYER)
+        through = Store(Kind.ACTIVATION_GRADIENTS, "gradient through the down projection", r * T * f, LAYER)
         return (arriving,) if structure.quantize == "none" else (arriving, through)
-    scaled = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the down projection's adapter, scaled", "e·T·h", LORA)
+    scaled = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the down projection's adapter, scaled", e * T * h, LORA)
     return (arriving, scaled)
 
 
@@ -161,7 +160,7 @@ def _run(
     """Run the block forward, over an input that another run has had, or over one of its own."""
     dtypes = {"wide": structure.block.wide, "autocast": structure.block.autocast, "frozen": not structure.wide_residual}
     tape = Tape(saving=saving, keeping=keeping, **dtypes)
-    value = traced.block_input(tape, given, ("r", "T·h"), LAYER)
+    value = traced.block_input(tape, given, (r, T * h), LAYER)
     if not structure.tracked:
         tape.constants.add(value)
     return tape, value, _layer(tape, value, structure)
@@ -171,7 +170,7 @@ def _run(
 def _final_plan(*, wide: bool, wide_residual: bool) -> traced.Plan:
     tape = Tape(wide=wide, autocast=wide_residual, saving=True)
     return traced.norm_plan(
-        tape, ("r", "T·h"), lambda tape, given: op.rms_norm(tape, given, "final norm", NORM, frozen=True), LAYER
+        tape, (r, T * h), lambda tape, given: op.rms_norm(tape, given, "final norm", NORM, frozen=True), LAYER
     )
 
 
@@ -199,7 +198,7 @@ def _sum(tape: Tape, first: Value, second: Value, reason: str) -> Value:
         return op.add(tape, first, second, reason, Site("residual addition", LAYER))
 
 
-def _norm(tape: Tape, given: Value, name: str, structure: Structure, *, weight: str = "h", rows: str = "T") -> Value:
+def _norm(tape: Tape, given: Value, name: str, structure: Structure, *, weight: Size = h, rows: Size = T) -> Value:
     if structure.trained:
         return op.rms_norm(tape, given, name, NORM, weight=weight, rows=rows)
     with tape.unless_constant(given):
@@ -210,18 +209,18 @@ def _attention(tape: Tape, normal: Value, structure: Structure) -> Attended:
     bias = structure.block.attention_bias
     query, key, value = (
         _linear(tape, normal, name, structure, width=width, bias=bias)
-        for name, width in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"))
+        for name, width in (("q_proj", q), ("k_proj", k), ("v_proj", v))
     )
     if structure.block.head_norms:
         bare = query, key
-        query = _norm(tape, query, "norm of the queries", structure, weight="d", rows="T·a")
-        key = _norm(tape, key, "norm of the keys", structure, weight="d", rows="T·k/d")
+        query = _norm(tape, query, "norm of the queries", structure, weight=d, rows=T * a)
+        key = _norm(tape, key, "norm of the keys", structure, weight=d, rows=T * k_d)
         tape.release(*bare)
     turned = _rotary(tape, query, "queries"), _rotary(tape, key, "keys")
     tape.release(query, key)
     with tape.unless_constant(*turned, value):
         context, weights = structure.block.attend(tape, Heads(*turned, value, structure.block.grouped, structure.block.one_key))
-    made = _linear(tape, context, "o_proj", structure, width="h", reads="c", bias=structure.block.output_bias)
+    made = _linear(tape, context, "o_proj", structure, width=h, reads=c, bias=structure.block.output_bias)
     tape.release(value, *turned, context)
     return Attended(made, weights)
 
@@ -233,22 +232,22 @@ def _rotary(tape: Tape, value: Value, name: str) -> Value:
 
 def _mlp(tape: Tape, normal: Value, structure: Structure) -> Value:
     block, bias = structure.block, structure.block.mlp_bias
-    gate = _linear(tape, normal, "gate_proj", structure, width="f", bias=bias)
+    gate = _linear(tape, normal, "gate_proj", structure, width=f, bias=bias)
     with tape.unless_constant(gate):
         active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
     tape.release(gate)
-    up = _linear(tape, normal, "up_proj", structure, width="f", bias=bias)
+    up = _linear(tape, normal, "up_proj", structure, width=f, bias=bias)
     with tape.unless_constant(active, up):
         reason = "gated product, input of the down projection"
         inner = op.product(tape, active, up, reason, Site("gated product", MLP))
     tape.release(active, up)
-    made = _linear(tape, inner, "down_proj", structure, width="h", reads="f", bias=bias)
+    made = _linear(tape, inner, "down_proj", structure, width=h, reads=f, bias=bias)
     tape.release(inner)
     return made
 
 
 def _linear(
-    tape: Tape, value: Value, module: str, structure: Structure, *, width: str, reads: str = "h", bias: bool = False
+    tape: Tape, value: Value, module: str, structure: Structure, *, width: Size, reads: Size = h, bias: bool = False
 ) -> Value:  # fmt: skip
     """A frozen linear layer and, where it has one, its adapter; peft adds up, scales and casts in operators of their own."""
     name = _NAMES[module]
@@ -263,17 +262,17 @@ def _linear(
     if module not in structure.adapted:
         return made
     with tape.unless_constant(value):
-        given = op.cast(tape, value, "4" if structure.block.autocast else "e", Site(f"input of the {name}'s adapter", LORA))
+        given = op.cast(tape, value, 4 if structure.block.autocast else e, Site(f"input of the {name}'s adapter", LORA))
     return _plus_adapter(tape, given, made, name, width=width, reads=reads)
 
 
-def _copied_linear(tape: Tape, value: Value, width: str, site: Site, *, reads: str, bias: bool) -> Value:
+def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
     """Autocast copies a frozen weight for every product, which saves the copy where a gradient has to pass."""
-    wanted = (width, f"{reads}·{width}") if bias else (f"{reads}·{width}",)
-    copies = [tape.make(Kind.WEIGHT_CASTS, f"16-bit copy of the frozen {site.name}", f"e·{one}", AUTOCAST) for one in wanted]
+    wanted = (width, reads * width) if bias else (reads * width,)
+    copies = [tape.make(Kind.WEIGHT_CASTS, f"16-bit copy of the frozen {site.name}", e * one, AUTOCAST) for one in wanted]
     with tape.unless_constant(value):
-        given = op.cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
-        made = op.tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
+        given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
+        made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source)
         if not bias:
             tape.products.append(made.store)
 
@@ -283,7 +282,7 @@ def _copied_linear(tape: Tape, value: Value, width: str, site: Site, *, reads: s
     return made
 
 
-def _quantised(tape: Tape, value: Value, module: str, structure: Structure, *, width: str, reads: str) -> Value:
+def _quantised(tape: Tape, value: Value, module: str, structure: Structure, *, width: Size, reads: Size) -> Value:
     """A layer in four bits; peft leaves it to autocast to cast what its adapter reads."""
     name, adapted = _NAMES[module], module in structure.adapted
     made = quantised_linear(tape, value, name, structure.quantize, width=width, reads=reads, clone=adapted)
@@ -293,9 +292,9 @@ def _quantised(tape: Tape, value: Value, module: str, structure: Structure, *, w
     return _plus_adapter(tape, value, made, name, width=width, reads=reads)
 
 
-def _plus_adapter(tape: Tape, given: Value, made: Value, name: str, *, width: str, reads: str) -> Value:
-    inner = op.linear(tape, given, "z", Site(f"{name}'s adapter, A", LORA), reads=reads)
-    outer = op.linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA), reads="z")
+def _plus_adapter(tape: Tape, given: Value, made: Value, name: str, *, width: Size, reads: Size) -> Value:
+    inner = op.linear(tape, given, z, Site(f"{name}'s adapter, A", LORA), reads=reads)
+    outer = op.linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA), reads=z)
     tape.release(inner)
     scaled = op.scaled(tape, outer, f"output of the {name}'s adapter, scaled", Site(f"{name}'s adapter: scale", LORA))
     total = op.add(tape, made, scaled, f"output of the {name} and its adapter", Site(f"{name} and its adapter", LORA))
@@ -303,9 +302,9 @@ def _plus_adapter(tape: Tape, given: Value, made: Value, name: str, *, width: st
     return total
 
 
-def _frozen_linear(tape: Tape, value: Value, width: str, site: Site, *, bias: bool, keeps_input: bool) -> Value:
+def _frozen_linear(tape: Tape, value: Value, width: Size, site: Site, *, bias: bool, keeps_input: bool) -> Value:
     tape.save_weight()
-    made = op.tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
+    made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source)
     if not bias:
         tape.product(made.store)
 

@@ -7,6 +7,7 @@ place of the original among what is saved, so that only names hold both.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from zeroplan.expr import Size, at_most, ceil
 from zeroplan.transformer.families.attention import EAGER, FLASH_BACKWARD, FLASH_SCRATCH, SDPA
 from zeroplan.transformer.families.operators import (
     TEMPORARY,
@@ -22,8 +23,9 @@ from zeroplan.transformer.families.operators import (
     tensor,
     through,
 )
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value, Width
 from zeroplan.transformer.families.written_out import CHOICE, MATH, ON_CUDA, TWICE_ON_CPU
+from zeroplan.transformer.symbols import T, a, b, c, d, e, q, r, s
 
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
 SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
@@ -83,9 +85,9 @@ def with_mask(tape: Tape, heads: Heads) -> Attended:
     key = _repeated(tape, heads.key, heads, Site("keys", SDPA)) if grouped else heads.key
     value = _repeated(tape, heads.value, heads, Site("values", SDPA)) if grouped else heads.value
     operands = _cast_heads(tape, heads.query, key, value)
-    mask = tape.make(TENSOR, "mask in numbers, rows of 16", "16·e·b·s·ceil(s/16)", SDPA)
-    tape.drop(tape.make(TEMPORARY, "mask, inverted", "b·s²", SDPA))
-    unfilled = "e·b·s²·min(1, 16·ceil(s/16)-s)"
+    mask = tape.make(TENSOR, "mask in numbers, rows of 16", 16 * e * b * s * ceil(s, 16), SDPA)
+    tape.drop(tape.make(TEMPORARY, "mask, inverted", b * s * s, SDPA))
+    unfilled = e * b * s * s * at_most(1, 16 * ceil(s, 16) - s)
     tape.drop(tape.make(TEMPORARY, "mask in numbers, its rows not yet filled up", unfilled, SDPA))
     made = _kernel(tape, operands, _ACCUMULATOR, mask, padded=True, twice=heads.joined)
     tape.drop(mask)
@@ -102,19 +104,19 @@ def in_32_bits_grouped(tape: Tape, heads: Heads) -> Attended:
     """
     copies = Copies([], [])
     query = _times_a_number(tape, heads.query, "queries, scaled")
-    mask = tape.make(TEMPORARY, "causal mask in numbers", "4·s²", MATH)
+    mask = tape.make(TEMPORARY, "causal mask in numbers", 4 * s * s, MATH)
     repeated = _cloned(tape, heads.key, Site("keys", MATH)), _cloned(tape, heads.value, Site("values", MATH))
     key = _times_a_number(tape, repeated[0], "keys, repeated and scaled")
     given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined), (key, (key.store,))
-    scores = _product(tape, given, copies, "scores", "a·T·s")
+    scores = _product(tape, given, copies, "scores", a * T * s)
     tape.release(key)
     with tape.unless_constant(scores):
         with_mask = masked(tape, scores, Site("attention: scores", MATH))
         tape.release(scores)
-        weights = softmax(tape, with_mask, "e", MATH)
+        weights = softmax(tape, with_mask, e, MATH)
     tape.release(with_mask)
     factors = (weights, (weights.store,)), (repeated[1], (repeated[1].store,))
-    made = _product(tape, factors, copies, "attention output, head by head", "T·c")
+    made = _product(tape, factors, copies, "attention output, head by head", T * c)
     tape.release(weights, *repeated, query)
     tape.drop(mask, *copies.in_place)
     return Attended(in_order_of_tokens(tape, made, "attention output"))
@@ -129,14 +131,14 @@ def _times_a_number(tape: Tape, value: Value, reason: str) -> Value:
 
 def _cloned(tape: Tape, value: Value, site: Site) -> Value:
     """``repeat_interleave``: a copy for each query head, of a single head too."""
-    made = tensor(tape, f"{site.name}, repeated for each query head", value.dtype, "T·q", site.source)
+    made = tensor(tape, f"{site.name}, repeated for each query head", value.dtype, T * q, site.source)
 
     with tape.unless_constant(value):
         tape.add(f"attention: {site.name}, repeated", (made,), (), makes(f"gradient of the {site.name}", site.source, value))
     return made
 
 
-def _product(tape: Tape, operands: "tuple[Operand, Operand]", copies: "Copies", reason: str, shape: str) -> Value:
+def _product(tape: Tape, operands: "tuple[Operand, Operand]", copies: "Copies", reason: str, shape: Size) -> Value:
     """Each factor is saved for the gradient of the other, where autograd follows that."""
     (first, kept), (second, also_kept) = operands
     made = tensor(tape, reason, first.dtype, shape, MATH)
@@ -149,20 +151,20 @@ def _product(tape: Tape, operands: "tuple[Operand, Operand]", copies: "Copies", 
     return made
 
 
-Scratch = tuple[str, str, str]
-_SUMS: Scratch = ("row sums of the memory-efficient kernel's backward (CUDA)", "4·T·a", EFFICIENT_BACKWARD)
+Scratch = tuple[str, Size, str]
+_SUMS: Scratch = ("row sums of the memory-efficient kernel's backward (CUDA)", 4 * T * a, EFFICIENT_BACKWARD)
 _ACCUMULATOR: Scratch = (
     "row sums and fp32 gradient of the queries in the memory-efficient kernel's backward (CUDA)",
-    "4·T·a + 4·T·q",
+    4 * T * a + 4 * T * q,
     EFFICIENT_BACKWARD,
 )
 
 
 def _cast_heads(tape: Tape, query: Value, key: Value, value: Value) -> tuple[Value, Value, Value]:
     return (
-        cast(tape, query, "e", Site("queries", SDPA)),
-        cast(tape, key, "e", Site("keys", SDPA)),
-        cast(tape, value, "e", Site("values", SDPA)),
+        cast(tape, query, e, Site("queries", SDPA)),
+        cast(tape, key, e, Site("keys", SDPA)),
+        cast(tape, value, e, Site("values", SDPA)),
     )
 
 
@@ -177,10 +179,12 @@ def _kernel(
 ) -> Value:
     """One kernel: it saves its operands, its output and a log-sum-exp per row, on some kernels in rows of 32."""
     reason = "attention output" if copied else "attention output, input of the output projection"
-    made = tensor(tape, f"{reason}, {TWICE_ON_CPU}" if twice else reason, "e", "T·c", SDPA)
-    sums = [tape.make(TENSOR, "log-sum-exp of the scores, fp32", "4·T·a", SDPA)]
+    made = tensor(tape, f"{reason}, {TWICE_ON_CPU}" if twice else reason, e, T * c, SDPA)
+    sums = [tape.make(TENSOR, "log-sum-exp of the scores, fp32", 4 * T * a, SDPA)]
     if padded:
-        sums.append(tape.make(TENSOR, f"rows that fill up log-sum-exp, {ON_CUDA}", "128·a·b·ceil(s/32) - 4·T·a", CHOICE))
+        sums.append(
+            tape.make(TENSOR, f"rows that fill up log-sum-exp, {ON_CUDA}", 128 * a * b * ceil(s, 32) - 4 * T * a, CHOICE)
+        )
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving = [(one, gradient(tape, one, "gradients of q, k and v", SDPA)) for one in operands]
@@ -202,10 +206,10 @@ def in_order_of_tokens(tape: Tape, value: Value, reason: str) -> Value:
     return made
 
 
-def flash_scratch(*, grouped: bool) -> str:
-    """The formula of what the flash kernel's backward takes inside itself on CUDA."""
-    accumulator = "512·a·b·ceil(s/128)·(32·ceil(d/32)+1)"
-    return f"{accumulator} + 2·e·T·q" if grouped else accumulator
+def flash_scratch(*, grouped: bool) -> Size:
+    """What the flash kernel's backward takes inside itself on CUDA."""
+    accumulator = 512 * a * b * ceil(s, 128) * (32 * ceil(d, 32) + 1)
+    return accumulator + 2 * e * T * q if grouped else accumulator
 
 
 def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False, sinks: bool = False) -> Attended:
@@ -254,7 +258,7 @@ def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
     joint = heads.query.store
     tape.part_by_batch(joint)
     operands = [_copied(tape, value, name) for value, name in ((heads.query, "queries"), (heads.key, "keys"))]
-    scores = tensor(tape, "scores", "e", "a·T·s", GPT2)
+    scores = tensor(tape, "scores", e, a * T * s, GPT2)
     backward = makes("gradients of queries and keys", GPT2, heads.query, heads.key)
     tape.add("attention: scores", (scores,), (joint, *operands), backward)
     tape.drop(*operands)
@@ -264,18 +268,18 @@ def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
     tape.release(factor)
     bent = pointwise(tape, with_mask, "softmax of the scores", Site("attention: softmax", GPT2), saves_result=True)
     tape.release(with_mask)
-    weights = cast(tape, bent, "e", Site("softmax of the scores", GPT2))
+    weights = cast(tape, bent, e, Site("softmax of the scores", GPT2))
     tape.release(bent)
     return Attended(_of_copied_values(tape, weights, heads.value), weights)
 
 
 def _copied(tape: Tape, value: Value, name: str) -> Store:
-    return tape.make(TENSOR, f"{name}, copied for the product", f"e·{value.shape}·min(1, b-1)", GPT2)
+    return tape.make(TENSOR, f"{name}, copied for the product", e * value.shape * at_most(1, b - 1), GPT2)
 
 
 def _of_copied_values(tape: Tape, weights: Value, value: Value) -> Value:
     operand = _copied(tape, value, "values")
-    made = tensor(tape, "attention output, head by head", "e", "T·c", GPT2)
+    made = tensor(tape, "attention output, head by head", e, T * c, GPT2)
     backward = makes("gradient of a factor of the product", GPT2, weights, value)
     tape.add("attention: product with the values", (made,), (weights.store, value.store, operand), backward)
     tape.drop(operand)
@@ -286,9 +290,9 @@ def _repeated(tape: Tape, value: Value, heads: Heads, site: Site) -> Value:
     """``repeat_kv``: a copy for each query head, or a view of a single head; gradients are summed over its copies."""
     reason = f"{site.name}, repeated for each query head"
     if heads.one_key:
-        made = Value(tape.hold(value.store), value.dtype, "T·q")
+        made = Value(tape.hold(value.store), value.dtype, T * q)
     else:
-        made = tensor(tape, reason, value.dtype, "T·q", site.source)
+        made = tensor(tape, reason, value.dtype, T * q, site.source)
 
     tape.add(reason, (made,), (), makes(f"gradient of the {site.name}", site.source, value))
     return made
@@ -318,25 +322,25 @@ def _operand(
     tape: Tape, value: Value, copies: Copies, site: Site, *, contiguous: bool, one_key: bool = False, joint: bool = False
 ) -> Operand:  # fmt: skip
     """Return a factor of a product of heads, and what the product saves of it."""
-    if tape.is_wide(value.dtype) != tape.is_wide("e"):
-        made = cast(tape, value, "e", site)
+    if tape.is_wide(value.dtype) != tape.is_wide(e):
+        made = cast(tape, value, e, site)
         copies.own.append(made.store)
         return made, (made.store,)
     if one_key or joint:
         # Of a single sequence the product takes the tensor as it is, of several a copy, which alone is saved then.
         tape.part_by_batch(value.store)
-        copy = tape.make(TENSOR, f"{site.name}, copied for the product", f"e·{value.shape}·min(1, b-1)", site.source)
+        copy = tape.make(TENSOR, f"{site.name}, copied for the product", e * value.shape * at_most(1, b - 1), site.source)
         copies.own.append(copy)
         return value, (value.store, copy)
     if not contiguous:
-        formula = f"{value.dtype}·{value.shape}·min(1, b-1)"
+        formula = value.dtype * value.shape * at_most(1, b - 1)
         copies.in_place.append(tape.make(TEMPORARY, f"{site.name}, copied for the product", formula, site.source))
     return value, (value.store,)
 
 
 def _scores(tape: Tape, operands: tuple[Operand, Operand], copies: Copies, site: Site, *, capped: bool) -> Value:
     (query, kept_query), (key, kept_key) = operands
-    made = tensor(tape, "scores", "e", "a·T·s", site.source)
+    made = tensor(tape, "scores", e, a * T * s, site.source)
 
     tape.add(site.name, (made,), (*kept_query, *kept_key), makes("gradients of queries and keys", site.source, query, key))
     copies.used(tape)
@@ -355,7 +359,7 @@ def _scores(tape: Tape, operands: tuple[Operand, Operand], copies: Copies, site:
 
 def masked(tape: Tape, value: Value, site: Site) -> Value:
     """Add the mask, which has the residual stream's dtype and no gradient. The name for ``value`` stays."""
-    dtype = "r" if tape.is_wide("r") != tape.is_wide(value.dtype) else value.dtype
+    dtype = r if tape.is_wide(r) != tape.is_wide(value.dtype) else value.dtype
     made = tensor(tape, "scores, masked", dtype, value.shape, site.source)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
@@ -365,10 +369,10 @@ def masked(tape: Tape, value: Value, site: Site) -> Value:
     return made
 
 
-def softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
+def softmax(tape: Tape, scores: Value, dtype: Width, source: str) -> Value:
     """Softmax in fp32, cast to ``dtype``. The name for the scores stays."""
-    wide = cast(tape, scores, "4", Site("masked scores", source))
-    made = tensor(tape, "softmax of the scores", "4", scores.shape, source)
+    wide = cast(tape, scores, 4, Site("masked scores", source))
+    made = tensor(tape, "softmax of the scores", 4, scores.shape, source)
 
     tape.add("attention: softmax", (made,), (made.store,), makes("gradient of the scores", source, wide))
     tape.release(wide)
@@ -377,13 +381,13 @@ def softmax(tape: Tape, scores: Value, dtype: str, source: str) -> Value:
     return weights
 
 
-def _softmax_with_sinks(tape: Tape, scores: Value, dtype: str) -> tuple[Value, tuple[Value, ...]]:
+def _softmax_with_sinks(tape: Tape, scores: Value, dtype: Width) -> tuple[Value, tuple[Value, ...]]:
     """Softmax of the scores and a learned sink, cast to ``dtype`` without it; also what the function holds by name."""
     joined = _with_a_sink(tape, scores)
     lowered = _less_the_highest(tape, joined)
     tape.release(joined)
     made = pointwise(tape, lowered, "softmax of scores and sink", Site("attention: softmax", SINKS), saves_result=True)
-    without = Value(tape.hold(made.store), made.dtype, "a·T·s")
+    without = Value(tape.hold(made.store), made.dtype, a * T * s)
 
     backward = makes("gradient of the softmax, with the sink's", SINKS, made)
     tape.add("attention: softmax without the sink", (without,), (), backward)
@@ -391,10 +395,10 @@ def _softmax_with_sinks(tape: Tape, scores: Value, dtype: str) -> tuple[Value, t
 
 
 def _with_a_sink(tape: Tape, scores: Value) -> Value:
-    made = tensor(tape, "scores and sink", scores.dtype, "a·T·(s+1)", SINKS)
+    made = tensor(tape, "scores and sink", scores.dtype, a * T * (s + 1), SINKS)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        tape.weight_gradient("a")
+        tape.weight_gradient(a)
         return [through(scores, taken[0])]
 
     tape.add("attention: scores and sink", (made,), (), backward)
@@ -403,8 +407,8 @@ def _with_a_sink(tape: Tape, scores: Value) -> Value:
 
 def _less_the_highest(tape: Tape, joined: Value) -> Value:
     """Each row less its highest score, through which gradients flow as well."""
-    highest = tensor(tape, "highest scores", joined.dtype, "T·a", SINKS)
-    place = tape.make(TENSOR, "places of the highest scores, int64", "8·T·a", SINKS)
+    highest = tensor(tape, "highest scores", joined.dtype, T * a, SINKS)
+    place = tape.make(TENSOR, "places of the highest scores, int64", 8 * T * a, SINKS)
 
     backward = makes("gradient of the highest scores, among zeros", SINKS, joined)
     tape.add("attention: highest scores", (highest,), (place,), backward)
@@ -412,7 +416,7 @@ def _less_the_highest(tape: Tape, joined: Value) -> Value:
     made = tensor(tape, "scores and sink, less the highest", joined.dtype, joined.shape, SINKS)
 
     def difference(tape: Tape, taken: list[Store]) -> Arriving:
-        tape.temporary("gradient of the highest scores, not yet summed", f"{joined.dtype}·{joined.shape}", SINKS)
+        tape.temporary("gradient of the highest scores, not yet summed", joined.dtype * joined.shape, SINKS)
         return [through(joined, taken[0]), (highest, gradient(tape, highest, "gradient of the highest scores", SINKS))]
 
     tape.add("attention: difference from the highest", (made,), (), difference)
@@ -431,7 +435,7 @@ def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, h
         one_key=heads.one_key and heads.grouped,
         joint=heads.joint and not heads.grouped,
     )
-    made = tensor(tape, "attention output, head by head", "e", "T·c", source)
+    made = tensor(tape, "attention output, head by head", e, T * c, source)
 
     backward = makes("gradient of a factor of the product", source, given, by_head)
     tape.add("attention: product with the values", (made,), (*kept, *kept_values), backward)

@@ -1,11 +1,13 @@
 """Blocks of BLOOM: LayerNorm, a joint projection, attention written out with ALiBi, and a GELU that saves its input only."""
 
+from zeroplan.expr import Size, at_most
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import in_order_of_tokens, masked, softmax
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Store, Tape, Value
+from zeroplan.transformer.symbols import T, a, b, c, e, f, h, k, q, s, v
 
 LAYER = "transformers 5.23, models/bloom/modeling_bloom.py, BloomBlock.forward"
 ATTENTION = "transformers 5.23, models/bloom/modeling_bloom.py, BloomAttention.forward"
@@ -16,15 +18,15 @@ GELU = "transformers 5.23, models/bloom/modeling_bloom.py, bloom_gelu_forward an
 def bloom(tape: Tape, given: Value, block: Block) -> Value:
     """One block; the attention weights are among its outputs, so that those of the block below are alive while it runs."""
     if not tape.saving and not block.alone:
-        tape.make(op.TENSOR, "attention weights of the block below, one of its outputs", "e·a·T·s", LAYER)
+        tape.make(op.TENSOR, "attention weights of the block below, one of its outputs", e * a * T * s, LAYER)
     normal = op.layer_norm(tape, given, LAYER_BEFORE_ATTENTION, LAYER_NORM)
     middle, weights = _attention(tape, normal, given)
     tape.release(normal)
     normal = op.layer_norm(tape, middle, LAYER_BEFORE_MLP, LAYER_NORM)
-    inner = op.linear(tape, normal, "f", Site("first MLP projection", MLP), bias=True)
+    inner = op.linear(tape, normal, f, Site("first MLP projection", MLP), bias=True)
     active = _gelu(tape, inner)
     tape.release(inner)
-    branch = op.linear(tape, active, "h", Site("second MLP projection", MLP), reads="f", bias=True)
+    branch = op.linear(tape, active, h, Site("second MLP projection", MLP), reads=f, bias=True)
     made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
     tape.release(branch, active, normal, middle, weights)
     return made
@@ -32,16 +34,16 @@ def bloom(tape: Tape, given: Value, block: Block) -> Value:
 
 def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
     """Attention and the residual addition, which it does itself; and the attention weights."""
-    joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION), bias=True)
-    query, key, value = op.slices(tape, joint, ("T·q", "T·k", "T·v"), Site("slices of q, k and v", ATTENTION))
+    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION), bias=True)
+    query, key, value = op.slices(tape, joint, (T * q, T * k, T * v), Site("slices of q, k and v", ATTENTION))
     copies = _flattened(tape, joint)
     tape.release(query, key, value)
-    scores = _product(tape, (query, key), (joint.store, *copies[:2]), "scores with ALiBi", "a·T·s")
+    scores = _product(tape, (query, key), (joint.store, *copies[:2]), "scores with ALiBi", a * T * s)
     with_mask = masked(tape, scores, Site("attention: scores", ATTENTION))
-    weights = softmax(tape, with_mask, "e", ATTENTION)
-    by_head = _product(tape, (weights, value), (weights.store, joint.store, copies[2]), "attention output, head by head", "T·c")
+    weights = softmax(tape, with_mask, e, ATTENTION)
+    by_head = _product(tape, (weights, value), (weights.store, joint.store, copies[2]), "attention output, head by head", T * c)
     context = in_order_of_tokens(tape, by_head, "attention output")
-    branch = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=True)
+    branch = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=True)
     made = op.add(tape, given, branch, "residual stream between attention and MLP", Site("residual addition", ATTENTION))
     tape.drop(*copies)
     tape.release(joint, scores, with_mask, context, branch)
@@ -51,27 +53,26 @@ def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
 def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:
     """``reshape`` to one dimension for batch and heads: views of a single sequence, copies of several."""
     tape.part_by_batch(joint.store)
-    names = (("queries", "q"), ("keys", "k"), ("values", "v"))
+    names = (("queries", q), ("keys", k), ("values", v))
     return tuple(
-        tape.make(op.TENSOR, f"{name}, batch and heads in one", f"e·T·{width}·min(1, b-1)", ATTENTION) for name, width in names
+        tape.make(op.TENSOR, f"{name}, batch and heads in one", e * T * width * at_most(1, b - 1), ATTENTION)
+        for name, width in names
     )
 
 
-def _product(tape: Tape, factors: tuple[Value, Value], saved: tuple[Store, ...], reason: str, shape: str) -> Value:
-    made = op.tensor(tape, reason, "e", shape, ATTENTION)
+def _product(tape: Tape, factors: tuple[Value, Value], saved: tuple[Store, ...], reason: str, shape: Size) -> Value:
+    made = op.tensor(tape, reason, e, shape, ATTENTION)
 
     tape.add(f"attention: {reason}", (made,), saved, op.makes("gradient of a factor of the product", ATTENTION, *factors))
     return made
 
 
 def _gelu(tape: Tape, value: Value) -> Value:
-    formula = f"{value.dtype}·{value.shape}"
-    terms = tape.make(op.TEMPORARY, "terms of tanh GELU", f"3·{formula}", GELU)
+    formula = value.dtype * value.shape
+    terms = tape.make(op.TEMPORARY, "terms of tanh GELU", 3 * formula, GELU)
     made = op.tensor(tape, "gelu, input of the second projection", value.dtype, value.shape, GELU)
     tape.drop(terms)
 
-    backward = op.makes(
-        "gradient of the input of gelu", GELU, value, beside=("terms of tanh GELU's derivative", f"4·{formula}")
-    )
+    backward = op.makes("gradient of the input of gelu", GELU, value, beside=("terms of tanh GELU's derivative", 4 * formula))
     tape.add("gelu", (made,), (value.store,), backward)
     return made

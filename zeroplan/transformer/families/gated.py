@@ -10,6 +10,7 @@ from zeroplan.transformer.families.norms import RMS_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.symbols import T, a, c, d, f, h, k, k_d, q, v
 
 #: How Llama writes RMSNorm, and those that follow it.
 LLAMA_NORM = NormAs(one_plus=False, source=RMS_NORM)
@@ -44,17 +45,17 @@ def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Val
 
 def three_projections(tape: Tape, normal: Value, block: Block, source: str, norm: NormAs | None = None) -> Attended:
     """Attention whose queries, keys and values are projected apart; ``norm`` is that of each head's queries and keys."""
-    names, bias = (("q", "q projection"), ("k", "k projection"), ("v", "v projection")), block.attention_bias
+    names, bias = ((q, "q projection"), (k, "k projection"), (v, "v projection")), block.attention_bias
     query, key, value = (op.linear(tape, normal, width, Site(name, source), bias=bias) for width, name in names)
     if norm is not None:
         bare = query, key
-        query = op.rms_norm(tape, query, "norm of the queries", norm, weight="d", rows="T·a")
-        key = op.rms_norm(tape, key, "norm of the keys", norm, weight="d", rows="T·k/d")
+        query = op.rms_norm(tape, query, "norm of the queries", norm, weight=d, rows=T * a)
+        key = op.rms_norm(tape, key, "norm of the keys", norm, weight=d, rows=T * k_d)
         tape.release(*bare)
     turned = op.rotary(tape, query, Site("queries", source)), op.rotary(tape, key, Site("keys", source))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key))
-    made = op.linear(tape, context, "h", Site("output projection", source), reads="c", bias=block.output_bias)
+    made = op.linear(tape, context, h, Site("output projection", source), reads=c, bias=block.output_bias)
     tape.release(value, *turned, context)
     return Attended(made, weights)
 
@@ -62,12 +63,12 @@ def three_projections(tape: Tape, normal: Value, block: Block, source: str, norm
 def gated_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
     """``down(act(gate(x)) * up(x))``."""
     bias = block.mlp_bias
-    gate = op.linear(tape, normal, "f", Site("gate projection", source), bias=bias)
+    gate = op.linear(tape, normal, f, Site("gate projection", source), bias=bias)
     active = activated(tape, gate, block.activation, f"{block.activation} of the gate", source)
     tape.release(gate)
-    up = op.linear(tape, normal, "f", Site("up projection", source), bias=bias)
+    up = op.linear(tape, normal, f, Site("up projection", source), bias=bias)
     inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", source))
     tape.release(active, up)
-    made = op.linear(tape, inner, "h", Site("down projection", source), reads="f", bias=bias)
+    made = op.linear(tape, inner, h, Site("down projection", source), reads=f, bias=bias)
     tape.release(inner)
     return made

@@ -7,6 +7,7 @@ from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BE
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.symbols import T, c, f, h, k, q, v
 
 LAYER = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Block.forward"
 ATTENTION = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Attention.forward"
@@ -30,18 +31,18 @@ def gpt2(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION), bias=True, addmm=True)
-    query, key, value = op.chunk(tape, joint, ("T·q", "T·k", "T·v"), Site("parts q, k and v", ATTENTION))
+    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION), bias=True, addmm=True)
+    query, key, value = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", ATTENTION))
     context, weights = block.attend(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
-    made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=True, addmm=True)
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=True, addmm=True)
     tape.release(joint, query, key, value, context)
     return Attended(made, weights)
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    inner = op.linear(tape, normal, "f", Site("first MLP projection", MLP), bias=True, addmm=True)
+    inner = op.linear(tape, normal, f, Site("first MLP projection", MLP), bias=True, addmm=True)
     active = activated(tape, inner, block.activation, "activation, input of the second projection", MLP)
     tape.release(inner)
-    made = op.linear(tape, active, "h", Site("second MLP projection", MLP), reads="f", bias=True, addmm=True)
+    made = op.linear(tape, active, h, Site("second MLP projection", MLP), reads=f, bias=True, addmm=True)
     tape.release(active)
     return made

@@ -7,6 +7,7 @@ from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BE
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.symbols import T, c, f, h, k, k_4, q, q_4, v
 
 LAYER = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXLayer.forward"
 ATTENTION = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXAttention.forward"
@@ -49,23 +50,23 @@ def _one_after_the_other(tape: Tape, given: Value, attended: Value, block: Block
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     bias = block.attention_bias
-    joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION), bias=bias)
-    query, key, value = op.chunk(tape, joint, ("T·q", "T·k", "T·v"), Site("parts q, k and v", ATTENTION))
+    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION), bias=bias)
+    query, key, value = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", ATTENTION))
     turned = (
-        op.rotary(tape, query, Site("queries", ATTENTION), part="/4"),
-        op.rotary(tape, key, Site("keys", ATTENTION), part="/4"),
+        op.rotary(tape, query, Site("queries", ATTENTION), part=T * q_4),
+        op.rotary(tape, key, Site("keys", ATTENTION), part=T * k_4),
     )
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, grouped=False, one_key=False, joined=True, joint=True))
-    made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=bias)
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=bias)
     tape.release(joint, value, *turned, context)
     return Attended(made, weights)
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    inner = op.linear(tape, normal, "f", Site("first MLP projection", MLP), bias=True)
+    inner = op.linear(tape, normal, f, Site("first MLP projection", MLP), bias=True)
     active = activated(tape, inner, block.activation, ACTIVE, MLP)
     tape.release(inner)
-    made = op.linear(tape, active, "h", Site("second MLP projection", MLP), reads="f", bias=True)
+    made = op.linear(tape, active, h, Site("second MLP projection", MLP), reads=f, bias=True)
     tape.release(active)
     return made

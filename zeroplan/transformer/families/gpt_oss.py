@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from zeroplan.expr import Size
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
@@ -10,6 +11,7 @@ from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.symbols import E, T, c, h, k, m, q, r, t, v, x
 
 LAYER = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssDecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssAttention.forward"
@@ -37,23 +39,23 @@ def gpt_oss(tape: Tape, given: Value, block: Block) -> Value:
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     bias = block.attention_bias
-    names = (("q", "q projection"), ("k", "k projection"), ("v", "v projection"))
+    names = ((q, "q projection"), (k, "k projection"), (v, "v projection"))
     query, key, value = (op.linear(tape, normal, width, Site(name, ATTENTION), bias=bias) for width, name in names)
     turned = _turned(tape, query, "queries"), _turned(tape, key, "keys")
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True))
-    made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=bias)
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=bias)
     tape.release(value, *turned, context)
     return Attended(made, weights)
 
 
 def _turned(tape: Tape, value: Value, name: str) -> Value:
     """Rotary positions half by half, which are then joined head by head; saves nothing of the block's."""
-    dtype = "r" if tape.is_wide("r") != tape.is_wide(value.dtype) else value.dtype
-    halves = tape.make(op.TEMPORARY, f"{name}: both halves turned", f"{dtype}·{value.shape}", ATTENTION)
+    dtype = r if tape.is_wide(r) != tape.is_wide(value.dtype) else value.dtype
+    halves = tape.make(op.TEMPORARY, f"{name}: both halves turned", dtype * value.shape, ATTENTION)
     made = op.tensor(tape, name, dtype, value.shape, ATTENTION)
     tape.drop(halves)
-    beside = (f"gradients of the halves of the {name}", f"{value.dtype}·{value.shape}")
+    beside = (f"gradients of the halves of the {name}", value.dtype * value.shape)
     backward = op.makes(f"gradient of the {name}", ATTENTION, value, beside=beside)
     tape.add(f"rotary positions of the {name}", (made,), (), backward)
     return made
@@ -75,9 +77,9 @@ class _Routing(NamedTuple):
 
 def _routed(tape: Tape, normal: Value, *, dispatch: bool) -> tuple[Value, Value]:
     """Router and experts; returns the routing weights too, as the module does."""
-    logits = op.linear(tape, normal, "E", Site("router", ROUTER), bias=True)
-    indices = tape.make(op.TENSOR, "router: top-k indices, int64", "8·T·t", ROUTER)
-    chosen = picked(tape, logits, ("router: top-k logits", "T·t"), indices, ROUTER)
+    logits = op.linear(tape, normal, E, Site("router", ROUTER), bias=True)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
+    chosen = picked(tape, logits, ("router: top-k logits", T * t), indices, ROUTER)
     scores = op.pointwise(
         tape, chosen, "router: softmax of the top-k logits", Site("router: softmax", ROUTER), saves_result=True
     )
@@ -90,18 +92,18 @@ def _routed(tape: Tape, normal: Value, *, dispatch: bool) -> tuple[Value, Value]
 
 def _experts(tape: Tape, normal: Value, scores: Value, indices: Store) -> Value:
     routing = _sorted(tape, indices)
-    rows = tape.make(op.TENSOR, "token of each pair, int64", "8·T·t", EXPERTS)
-    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS)
+    rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T * t, EXPERTS)
+    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T * t * h), rows, EXPERTS)
     tape.drop(rows)
-    weights = picked(tape, scores, ("routing weights sorted by expert", "T·t"), routing.order, EXPERTS)
-    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", "4·T·t + 4·E", EXPERTS)
-    bias = _bias(tape, "gate and up", "(m+m)", routing)
-    both = _grouped(tape, selected, bias, ("experts: gate and up projections", "h", "(m+m)"), routing)
+    weights = picked(tape, scores, ("routing weights sorted by expert", T * t), routing.order, EXPERTS)
+    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T * t + 4 * E, EXPERTS)
+    bias = _bias(tape, "gate and up", (m + m), routing)
+    both = _grouped(tape, selected, bias, ("experts: gate and up projections", h, (m + m)), routing)
     gated = _gated(tape, both)
     tape.release(both)
-    second_bias = _bias(tape, "down", "h", routing)
+    second_bias = _bias(tape, "down", h, routing)
     tape.release(bias)
-    outputs = _grouped(tape, gated, second_bias, ("experts: down projection", "m", "h"), routing)
+    outputs = _grouped(tape, gated, second_bias, ("experts: down projection", m, h), routing)
     tape.release(gated)
     unsorted = back_in_order(tape, _weighted(tape, outputs, weights), "experts: weighted outputs in the order of tokens")
     made = _summed(tape, unsorted)
@@ -114,15 +116,15 @@ def _own_experts(tape: Tape, received: Value) -> Value:
     """Those of this rank, on the pairs that came for them."""
     selected, sorting = sorted_pairs(tape, received)
     routing = _Routing(sorting.order, sorting.theirs, sorting.order, sorting.ends)
-    bias = _bias(tape, "gate and up", "(m+m)", routing, experts="x")
+    bias = _bias(tape, "gate and up", (m + m), routing, experts=x)
     masked = nought(tape, selected, sorting, "input of the experts", in_place=True)
-    both = _grouped(tape, masked, bias, ("experts: gate and up projections", "h", "(m+m)"), routing, experts="x")
+    both = _grouped(tape, masked, bias, ("experts: gate and up projections", h, (m + m)), routing, experts=x)
     both = nought(tape, both, sorting, "output of experts: gate and up projections")
     gated = _gated(tape, both)
     tape.release(both)
-    second_bias = _bias(tape, "down", "h", routing, experts="x")
+    second_bias = _bias(tape, "down", h, routing, experts=x)
     tape.release(bias)
-    outputs = _grouped(tape, gated, second_bias, ("experts: down projection", "m", "h"), routing, experts="x")
+    outputs = _grouped(tape, gated, second_bias, ("experts: down projection", m, h), routing, experts=x)
     tape.release(gated)
     outputs = nought(tape, outputs, sorting, "output of experts: down projection")
     return returned_pairs(tape, outputs, selected, sorting, second_bias)
@@ -130,15 +132,15 @@ def _own_experts(tape: Tape, received: Value) -> Value:
 
 def _sorted(tape: Tape, indices: Store) -> _Routing:
     experts, order = sorted_experts(tape)
-    return _Routing(indices, experts, order, tape.make(op.TENSOR, "ends of the experts' groups", "4·E", EXPERTS))
+    return _Routing(indices, experts, order, tape.make(op.TENSOR, "ends of the experts' groups", 4 * E, EXPERTS))
 
 
-def _bias(tape: Tape, name: str, width: str, routing: _Routing, *, experts: str = "E") -> Value:
+def _bias(tape: Tape, name: str, width: Size, routing: _Routing, *, experts: Size = E) -> Value:
     """The bias of each pair's expert, a row for each pair."""
-    made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", "r", f"T·t·{width}", EXPERTS)
+    made = op.tensor(tape, f"experts: bias of the {name} projection for each pair", r, T * t * width, EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(f"{experts}·{width}", waits=experts == "x")
+        tape.weight_gradient(experts * width, waits=experts == x)
         return []
 
     tape.add(f"experts: bias of the {name} projection", (made,), (routing.experts,), backward)
@@ -146,7 +148,7 @@ def _bias(tape: Tape, name: str, width: str, routing: _Routing, *, experts: str 
 
 
 def _grouped(
-    tape: Tape, value: Value, bias: Value, site: tuple[str, str, str], routing: _Routing, *, experts: str = "E"
+    tape: Tape, value: Value, bias: Value, site: tuple[str, Size, Size], routing: _Routing, *, experts: Size = E
 ) -> Value:  # fmt: skip
     """``grouped_mm``, and a bias that is added in place."""
     product = grouped_product(tape, value, site, routing.ends, experts=experts)
@@ -157,7 +159,7 @@ def _grouped(
 
 def _gated(tape: Tape, both: Value) -> Value:
     """``(clamp(up) + 1) * gate * sigmoid(alpha * gate)``, every second element a gate's."""
-    gate, up = op.slices(tape, both, ("T·t·m", "T·t·m"), Site("experts: gates and ups", GATE))
+    gate, up = op.slices(tape, both, (T * t * m, T * t * m), Site("experts: gates and ups", GATE))
     limited = (
         _clamped(tape, gate, "experts: clamped gate", masks=1),
         _clamped(tape, up, "experts: clamped up", masks=2),
@@ -180,9 +182,7 @@ def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
     """``clamp``; its backward says with booleans, one for each limit, where the value was between them."""
     made = op.tensor(tape, reason, value.dtype, value.shape, GATE)
 
-    backward = op.makes(
-        f"gradient through the {reason}", GATE, value, beside=("where no limit was met", f"{masks}·{value.shape}")
-    )
+    backward = op.makes(f"gradient through the {reason}", GATE, value, beside=("where no limit was met", masks * value.shape))
     tape.add(reason, (made,), (value.store,), backward)
     return made
 
@@ -193,7 +193,7 @@ def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving = [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", EXPERTS))]
-        tape.temporary("gradient of the routing weights, not yet summed", f"{outputs.dtype}·{outputs.shape}", EXPERTS)
+        tape.temporary("gradient of the routing weights, not yet summed", outputs.dtype * outputs.shape, EXPERTS)
         return [*arriving, (weights, op.gradient(tape, weights, "gradient of the routing weights", EXPERTS))]
 
     tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward)
@@ -201,7 +201,7 @@ def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
 
 
 def _summed(tape: Tape, unsorted: Value) -> Value:
-    made = op.tensor(tape, "output of the experts", unsorted.dtype, "T·h", EXPERTS)
+    made = op.tensor(tape, "output of the experts", unsorted.dtype, T * h, EXPERTS)
 
     backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
     tape.add("sum over a token's experts", (made,), (), backward)

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from itertools import chain
 
-from zeroplan.transformer.families.sizes import Monomial, expanded
+from zeroplan.expr import Monomial, Size
 from zeroplan.transformer.families.tape import Alive
 
 #: What is never more than what: a token's numbers are at least as many as its heads, its heads at least one; keys are at most as
@@ -51,24 +51,24 @@ def _first_of_equals(amounts: list[Amounts]) -> list[int]:
 def _amounts(moment: Alive, widths: tuple[int, int], *, scratch_apart: bool) -> Amounts:
     amounts: Amounts = {}
     for store in moment.stores:
-        _count(amounts, store.formula, widths, ("S",) if scratch_apart and store.reason.endswith("(CUDA)") else ())
-    for mark, formulas in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
-        for formula in formulas:
-            _count(amounts, formula, widths, (mark,))
+        _count(amounts, store.size, widths, ("S",) if scratch_apart and store.reason.endswith("(CUDA)") else ())
+    for mark, sizes in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
+        for size in sizes:
+            _count(amounts, size, widths, (mark,))
     return amounts
 
 
-def _count(amounts: Amounts, formula: str, widths: tuple[int, int], mark: Monomial) -> None:
-    for key, times in _marked(formula, widths, mark):
+def _count(amounts: Amounts, size: Size, widths: tuple[int, int], mark: Monomial) -> None:
+    for key, times in _marked(size, widths, mark):
         amounts[key] = amounts.get(key, 0) + times
 
 
 @lru_cache(maxsize=4096)
-def _marked(formula: str, widths: tuple[int, int], mark: Monomial) -> tuple[tuple[Monomial, int], ...]:
-    """What a formula is of, each with its mark and in one order: the formulas of a tape are few."""
+def _marked(size: Size, widths: tuple[int, int], mark: Monomial) -> tuple[tuple[Monomial, int], ...]:
+    """What a size is of, each with its mark and in one order: the sizes of a tape are few."""
     return tuple(
         (mark + tuple(sorted(_AS_WIDE.get(symbol, symbol) for symbol in monomial)), times)
-        for monomial, times in expanded(formula, *widths).items()
+        for monomial, times in size.multiplied_out(dict(zip("er", widths, strict=True))).items()
     )
 
 

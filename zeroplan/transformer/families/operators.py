@@ -5,9 +5,11 @@ Tensors keep transformers' names; sizes are those of the eager operators of torc
 
 from typing import NamedTuple
 
+from zeroplan.expr import NOTHING, Size
 from zeroplan.ledger import Kind
 from zeroplan.transformer.families.norms import NormNames
-from zeroplan.transformer.families.tape import Arriving, Backward, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Backward, Store, Tape, Value, Width
+from zeroplan.transformer.symbols import T, e, h, r
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
 
@@ -19,14 +21,14 @@ class Site(NamedTuple):
     source: str
 
 
-def tensor(tape: Tape, reason: str, dtype: str, shape: str, source: str) -> Value:
+def tensor(tape: Tape, reason: str, dtype: Width, shape: Size, source: str) -> Value:
     """Allocate a tensor that gradients flow to."""
-    return Value(tape.make(TENSOR, reason, f"{dtype}·{shape}", source), dtype, shape)
+    return Value(tape.make(TENSOR, reason, dtype * shape, source), dtype, shape)
 
 
 def gradient(tape: Tape, value: Value, reason: str, source: str) -> Store:
     """Allocate the gradient of a tensor."""
-    return tape.make(GRADIENT, reason, f"{value.dtype}·{value.shape}", source)
+    return tape.make(GRADIENT, reason, value.dtype * value.shape, source)
 
 
 def through(value: Value, passed: Store) -> tuple[Value, Store]:
@@ -40,8 +42,8 @@ def passes(*values: Value) -> Backward:
     return lambda _tape, taken: [through(value, taken[0]) for value in values]
 
 
-def makes(reason: str, source: str, *values: Value, beside: tuple[str, str] | None = None) -> Backward:
-    """The backward that makes a gradient of each of ``values``; ``beside`` it, and before, a temporary: its reason and formula."""
+def makes(reason: str, source: str, *values: Value, beside: tuple[str, Size] | None = None) -> Backward:
+    """The backward that makes a gradient of each of ``values``; ``beside`` it, and before, a temporary: its reason and size."""
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         if beside is not None:
@@ -51,12 +53,12 @@ def makes(reason: str, source: str, *values: Value, beside: tuple[str, str] | No
     return backward
 
 
-def cast(tape: Tape, value: Value, dtype: str, site: Site) -> Value:
+def cast(tape: Tape, value: Value, dtype: Width, site: Site) -> Value:
     """``Tensor.to``: the same tensor where it has that dtype already, else a copy. The name for ``value`` stays."""
     if tape.is_wide(value.dtype) == tape.is_wide(dtype):
         tape.hold(value.store)
         return value
-    suffix = {"4": " in fp32", "e": ", cast"}.get(dtype, "")
+    suffix = {4: " in fp32", e: ", cast"}.get(dtype, "")
     made = tensor(tape, f"{site.name}{suffix}", dtype, value.shape, site.source)
 
     tape.add(f"{site.name}: cast", (made,), (), makes(f"gradient through the {site.name}", site.source, value))
@@ -83,26 +85,26 @@ def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) ->
 
 
 def linear(
-    tape: Tape, value: Value, width: str, site: Site, *, reads: str = "h", bias: bool = False, addmm: bool = False
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
 ) -> Value:  # fmt: skip
     """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with casts of its input, weight and bias.
 
     Autocast makes the copies from the last argument to the first, so that the gradient of the input is cast first. ``addmm`` is
     of a layer that calls it with the bias first (``Conv1D`` of transformers), whose gradient is therefore cast first.
     """
-    matrix = f"{reads}·{width}"
+    matrix = reads * width
     weights = [width, matrix] if bias else [matrix]
-    kept = "" if value in tape.constants else matrix  # the weight's copy is needed for the gradient of the input alone
+    kept = None if value in tape.constants else matrix  # the weight's copy is needed for the gradient of the input alone
     before = weights[addmm:] if tape.autocast else []
     casts = [
         _weight(tape, elements, site, tracked=elements is kept, of="weight" if elements is matrix else "bias")
         for elements in before
     ]
     with tape.unless_constant(value):
-        given = cast(tape, value, "e", Site(f"input of the {site.name}", site.source))
+        given = cast(tape, value, e, Site(f"input of the {site.name}", site.source))
     if addmm and tape.autocast:
         casts.append(_weight(tape, width, site, tracked=False, of="bias"))
-    made = tensor(tape, f"output of the {site.name}", "e", f"T·{width}", site.source)
+    made = tensor(tape, f"output of the {site.name}", e, T * width, site.source)
     if not bias:
         tape.product(made.store)
 
@@ -112,21 +114,21 @@ def linear(
         for elements in () if casts else weights:
             tape.weight_gradient(elements)
         reason = f"gradient of the {site.name}'s weights, not yet cast"
-        return [*arriving, *((one, tape.make(TEMPORARY, reason, f"e·{one.shape}", site.source)) for one in casts)]
+        return [*arriving, *((one, tape.make(TEMPORARY, reason, e * one.shape, site.source)) for one in casts)]
 
-    tape.add(site.name, (made,), (given.store,), backward, cast=kept if casts else "")
+    tape.add(site.name, (made,), (given.store,), backward, cast=kept if casts else None)
     tape.release(given)
     return made
 
 
-def _weight(tape: Tape, elements: str, site: Site, *, tracked: bool, of: str) -> Value:
+def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -> Value:
     """Autocast's copy of a weight or bias: its gradient is made in 16 bits and then cast.
 
     The engine counts the bytes of a weight's copy, which is kept for the backward; that of a bias is not.
     """
     if tracked:
         tape.casts.append(elements)
-    made = Value(Store(TEMPORARY, "", "", ""), "e", elements)
+    made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.weight_gradient(elements)
@@ -148,12 +150,12 @@ class NormAs(NamedTuple):
 
 
 def rms_norm(
-    tape: Tape, value: Value, name: str, kind: NormAs, *, weight: str = "h", rows: str = "T", frozen: bool = False
+    tape: Tape, value: Value, name: str, kind: NormAs, *, weight: Size = h, rows: Size = T, frozen: bool = False
 ) -> Value:
-    """RMSNorm from single operators, in fp32; ``weight`` is the formula of its weight's elements, which may be ``frozen``."""
+    """RMSNorm from single operators, in fp32; ``weight`` is its weight's elements, which may be ``frozen``."""
     site = Site(name, kind.source)
     with tape.unless_constant(value):
-        wide = cast(tape, value, "4", Site(f"{name}: its input", kind.source))
+        wide = cast(tape, value, 4, Site(f"{name}: its input", kind.source))
         scale = _scale(tape, wide, rows, site)
         normal = _times(tape, wide, scale, site)
         tape.release(wide, scale)
@@ -161,28 +163,28 @@ def rms_norm(
             narrow = cast(tape, normal, value.dtype, Site(f"{name}: normalised input", kind.source))
             tape.release(normal)
     if kind.one_plus or kind.wide:
-        plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", f"4·{weight}", kind.source),) if kind.one_plus else ()
+        plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, kind.source),) if kind.one_plus else ()
         scaled = _weighted(tape, normal, (normal.store, *plus), weight, site)
         tape.drop(*plus)
         tape.release(normal)
         made = cast(tape, scaled, value.dtype, Site(f"output of the {name}", kind.source))
         tape.release(scaled)
         return made
-    made = _weighted(tape, narrow, () if frozen else (narrow.store,), "" if frozen else weight, site)
+    made = _weighted(tape, narrow, () if frozen else (narrow.store,), None if frozen else weight, site)
     tape.release(narrow)
     return made
 
 
-def _scale(tape: Tape, wide: Value, rows: str, site: Site) -> Value:
+def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
     """``rsqrt(mean(x²) + eps)``, of which the root is saved and pow saves its base."""
-    square = tensor(tape, f"{site.name}: square of its input", "4", wide.shape, site.source)
+    square = tensor(tape, f"{site.name}: square of its input", 4, wide.shape, site.source)
 
     def power(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("derivative of pow, fp32", f"8·{wide.shape}", site.source)
+        tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source)
         return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
 
     tape.add(site.name, (square,), (wide.store,), power)
-    root = tensor(tape, f"{site.name}: reciprocal root mean square", "4", rows, site.source)
+    root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
 
     tape.add(site.name, (root,), (root.store,), makes("gradient of the squared input", site.source, square))
     tape.release(square)
@@ -190,25 +192,25 @@ def _scale(tape: Tape, wide: Value, rows: str, site: Site) -> Value:
 
 
 def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
-    made = tensor(tape, f"{site.name}: normalised input", "4", wide.shape, site.source)
+    made = tensor(tape, f"{site.name}: normalised input", 4, wide.shape, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         direct = gradient(tape, wide, "gradient of the input beside its square, fp32", site.source)
-        tape.temporary("gradient of the root mean square, not yet summed", f"4·{wide.shape}", site.source)
+        tape.temporary("gradient of the root mean square, not yet summed", 4 * wide.shape, site.source)
         return [(wide, direct), (root, gradient(tape, root, "gradient of the reciprocal root mean square", site.source))]
 
     tape.add(site.name, (made,), (wide.store, root.store), backward)
     return made
 
 
-def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: str, site: Site) -> Value:
+def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size | None, site: Site) -> Value:
     made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         reason = "gradient of the normalised input"
         arriving = [] if value in tape.constants else [(value, gradient(tape, value, reason, site.source))]
-        if weight:
-            tape.temporary("gradient of the norm's weight, not yet summed", f"{value.dtype}·{value.shape}", site.source)
+        if weight is not None:
+            tape.temporary("gradient of the norm's weight, not yet summed", value.dtype * value.shape, site.source)
             tape.weight_gradient(weight)
         return arriving
 
@@ -220,11 +222,11 @@ def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value
     """``torch.nn.LayerNorm``, one operator: it saves its input, and a mean and a deviation per token, fp32 on CUDA."""
     name = names.name
     made = tensor(tape, f"output of the {name}", value.dtype, value.shape, source)
-    kept = tape.make(TENSOR, names.scale, "8·T", source)
+    kept = tape.make(TENSOR, names.scale, 8 * T, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient("h")
-        tape.weight_gradient("h")
+        tape.weight_gradient(h)
+        tape.weight_gradient(h)
         return [(value, gradient(tape, value, f"gradient through the {name}", source))]
 
     tape.add(name, (made,), (value.store, kept), backward)
@@ -232,30 +234,30 @@ def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value
     return made
 
 
-def rotary(tape: Tape, value: Value, site: Site, *, part: str = "") -> Value:
+def rotary(tape: Tape, value: Value, site: Site, *, part: Size | None = None) -> Value:
     """``x·cos + rotate_half(x)·sin``, the tables in the residual stream's dtype; saves nothing of the block's.
 
-    ``part`` is the share of each head that is turned, where not all of it: ``/4``.
+    ``part`` is what is turned of it, where that is not all.
     """
-    dtype = "r" if tape.is_wide("r") != tape.is_wide(value.dtype) else value.dtype
-    turned_part = f"{value.shape}{part}"
-    direct = tape.make(TEMPORARY, f"{site.name} times cos", f"{dtype}·{turned_part}", site.source)
-    turned = tape.make(TEMPORARY, f"{site.name}, halves exchanged", f"{value.dtype}·{turned_part}", site.source)
-    times_sin = tape.make(TEMPORARY, f"{site.name} times sin", f"{dtype}·{turned_part}", site.source)
+    dtype = r if tape.is_wide(r) != tape.is_wide(value.dtype) else value.dtype
+    turned_part = value.shape if part is None else part
+    direct = tape.make(TEMPORARY, f"{site.name} times cos", dtype * turned_part, site.source)
+    turned = tape.make(TEMPORARY, f"{site.name}, halves exchanged", value.dtype * turned_part, site.source)
+    times_sin = tape.make(TEMPORARY, f"{site.name} times sin", dtype * turned_part, site.source)
     tape.drop(turned)
     made = tensor(tape, site.name, dtype, value.shape, site.source)
     tape.drop(direct, times_sin)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         given = gradient(tape, value, f"gradient of the {site.name}", site.source)
-        tape.temporary("gradients of the exchanged halves", f"2·{value.dtype}·{turned_part}", site.source)
+        tape.temporary("gradients of the exchanged halves", 2 * value.dtype * turned_part, site.source)
         return [(value, given)]
 
     tape.add(f"rotary positions of the {site.name}", (made,), (), backward)
     return made
 
 
-def slices(tape: Tape, whole: Value, shapes: tuple[str, ...], site: Site) -> tuple[Value, ...]:
+def slices(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tuple[Value, ...]:
     """``x[..., a:b]`` for each shape: views, whose gradients are each put into zeros of the whole's size."""
     views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
     for view in views:
@@ -263,7 +265,7 @@ def slices(tape: Tape, whole: Value, shapes: tuple[str, ...], site: Site) -> tup
     return views
 
 
-def chunk(tape: Tape, whole: Value, shapes: tuple[str, ...], site: Site) -> tuple[Value, ...]:
+def chunk(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tuple[Value, ...]:
     """``x.chunk(n, dim=-1)``: views, whose gradients are joined."""
     views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
 

@@ -7,6 +7,7 @@ from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BE
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.symbols import c, f, h, k, q, v
 
 LAYER = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/opt/modeling_opt.py, OPTAttention.forward"
@@ -20,11 +21,11 @@ def opt(tape: Tape, given: Value, block: Block) -> Value:
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(attended)
     normal = op.layer_norm(tape, middle, LAYER_BEFORE_MLP, LAYER_NORM)
-    inner = op.linear(tape, normal, "f", Site("first MLP projection", LAYER), bias=True)
+    inner = op.linear(tape, normal, f, Site("first MLP projection", LAYER), bias=True)
     tape.release(normal)
     active = activated(tape, inner, block.activation, f"{block.activation}, input of the second projection", LAYER)
     tape.release(inner)
-    branch = op.linear(tape, active, "h", Site("second MLP projection", LAYER), reads="f", bias=True)
+    branch = op.linear(tape, active, h, Site("second MLP projection", LAYER), reads=f, bias=True)
     tape.release(active)
     made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
     tape.release(branch, middle)
@@ -34,11 +35,11 @@ def opt(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    bare = op.linear(tape, normal, "q", Site("q projection", ATTENTION), bias=True)
+    bare = op.linear(tape, normal, q, Site("q projection", ATTENTION), bias=True)
     query = op.scaled(tape, bare, "queries, scaled", Site("scale of the queries", ATTENTION))
-    key = op.linear(tape, normal, "k", Site("k projection", ATTENTION), bias=True)
-    value = op.linear(tape, normal, "v", Site("v projection", ATTENTION), bias=True)
+    key = op.linear(tape, normal, k, Site("k projection", ATTENTION), bias=True)
+    value = op.linear(tape, normal, v, Site("v projection", ATTENTION), bias=True)
     context, weights = block.attend(tape, Heads(query, key, value, grouped=False, one_key=False))
-    made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c", bias=True)
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=True)
     tape.release(query, key, value, context)
     return Attended(made, weights)

@@ -1,18 +1,20 @@
 """Operators on pairs of a token and one of its experts: sorted for grouped matrix multiplication, and put back in order."""
 
+from zeroplan.expr import Size
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.symbols import T, h, r, t, x
 
 
 def sorted_experts(tape: Tape) -> tuple[Store, Store]:
     """The expert of each pair, sorted, and the order that sorts them."""
-    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", "8·T·t", EXPERTS)
-    return experts, tape.make(op.TENSOR, "order of the sorted pairs, int64", "8·T·t", EXPERTS)
+    experts = tape.make(op.TENSOR, "experts of the pairs, sorted, int64", 8 * T * t, EXPERTS)
+    return experts, tape.make(op.TENSOR, "order of the sorted pairs, int64", 8 * T * t, EXPERTS)
 
 
 def picked(
-    tape: Tape, value: Value, made_as: tuple[str, str], by: Store, source: str, *, first: bool = False
+    tape: Tape, value: Value, made_as: tuple[str, Size], by: Store, source: str, *, first: bool = False
 ) -> Value:  # fmt: skip
     """Elements or rows of a tensor by their indices, which are saved; the gradient is put into zeros of the whole's size.
 
@@ -30,16 +32,16 @@ def picked(
     return made
 
 
-def grouped_product(tape: Tape, value: Value, site: tuple[str, str, str], ends: Store, *, experts: str) -> Value:
+def grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store, *, experts: Size) -> Value:
     """``grouped_mm``, which autocast leaves alone; the gradient of the weights of so many experts is made first.
 
     Weights of a rank's own experts, ``x``, come through operators that ran before others.
     """
     name, reads, width = site
-    made = op.tensor(tape, f"{name}: output", "r", f"T·t·{width}", EXPERTS)
+    made = op.tensor(tape, f"{name}: output", r, T * t * width, EXPERTS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.weight_gradient(f"{experts}·{reads}·{width}", waits=experts == "x")
+        tape.weight_gradient(experts * reads * width, waits=experts == x)
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
 
     tape.add(name, (made,), (value.store, ends), backward)
@@ -48,9 +50,9 @@ def grouped_product(tape: Tape, value: Value, site: tuple[str, str, str], ends: 
 
 def back_in_order(tape: Tape, value: Value, reason: str) -> Value:
     """The pairs in the order in which they came, to whose result the name goes over."""
-    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", "8·T·t", EXPERTS)
-    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", "8·T·t", EXPERTS))
-    made = picked(tape, value, (reason, "T·t·h"), inverse, EXPERTS)
+    inverse = tape.make(op.TENSOR, "order that undoes the sorting, int64", 8 * T * t, EXPERTS)
+    tape.drop(tape.make(op.TEMPORARY, "0, 1, 2, ..., int64", 8 * T * t, EXPERTS))
+    made = picked(tape, value, (reason, T * t * h), inverse, EXPERTS)
     tape.drop(inverse)
     tape.release(value)
     return made
@@ -59,15 +61,15 @@ def back_in_order(tape: Tape, value: Value, reason: str) -> Value:
 def weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -> Value:
     """The experts' outputs times the routing weights, in the wider dtype of the two."""
     wide = weights.dtype if tape.is_wide(weights.dtype) else outputs.dtype
-    made = op.tensor(tape, "experts: weighted outputs", wide, "T·t·h", source)
+    made = op.tensor(tape, "experts: weighted outputs", wide, T * t * h, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.temporary("gradient of the routing weights, not yet summed", f"{made.dtype}·T·t·h", source)
+        tape.temporary("gradient of the routing weights, not yet summed", made.dtype * T * t * h, source)
         if tape.is_wide(made.dtype) == tape.is_wide(outputs.dtype):
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.used(outputs.store, weights.store)
         else:
-            uncast = tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", f"{made.dtype}·T·t·h", source)
+            uncast = tape.make(op.TEMPORARY, "gradient of the outputs, not yet cast", made.dtype * T * t * h, source)
             tape.used(outputs.store, weights.store)
             passed = op.gradient(tape, outputs, "gradient of the experts' outputs", source)
             tape.drop(uncast)

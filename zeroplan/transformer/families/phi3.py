@@ -7,6 +7,7 @@ from zeroplan.transformer.families.gated import Branches, two_branches
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.symbols import T, c, f, h, k, q, v
 
 LAYER = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3DecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3Attention.forward"
@@ -20,24 +21,24 @@ def phi3(tape: Tape, given: Value, block: Block) -> Value:
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
-    joint = op.linear(tape, normal, "(q+k+v)", Site("joint q, k and v projection", ATTENTION))
-    query, key, value = op.slices(tape, joint, ("T·q", "T·k", "T·v"), Site("slices of q, k and v", ATTENTION))
+    joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION))
+    query, key, value = op.slices(tape, joint, (T * q, T * k, T * v), Site("slices of q, k and v", ATTENTION))
     turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True, joint=True))
-    made = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c)
     tape.release(joint, value, *turned, context)
     return Attended(made, weights)
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
-    both = op.linear(tape, normal, "(f+f)", Site("joint gate and up projection", MLP))
-    gate, up = op.chunk(tape, both, ("T·f", "T·f"), Site("gate and up", MLP))
+    both = op.linear(tape, normal, (f + f), Site("joint gate and up projection", MLP))
+    gate, up = op.chunk(tape, both, (T * f, T * f), Site("gate and up", MLP))
     tape.release(both)
     active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
     inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", MLP))
     tape.release(active, up)
-    made = op.linear(tape, inner, "h", Site("down projection", MLP), reads="f")
+    made = op.linear(tape, inner, h, Site("down projection", MLP), reads=f)
     tape.release(inner, gate)
     return made
 

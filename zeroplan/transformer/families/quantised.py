@@ -4,12 +4,12 @@ It saves nothing but its packed weight. With many tokens the weight is written o
 again for the gradient of the input; what a layer is given and returns is cast on the way where it is wider.
 """
 
-from zeroplan.numeric import Int, ceil_div
+from zeroplan.expr import Size, ceil
 from zeroplan.spec.adapter import Quantize
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import TEMPORARY, Site
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths
+from zeroplan.transformer.symbols import T, e
 
 LAYER = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
 FORWARD = "bitsandbytes 0.50, backends/cuda/ops.py, _dequant_linear_fallback"
@@ -17,21 +17,23 @@ BACKWARD = "bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit.backward"
 CLONE = "peft 0.21, tuners/lora/bnb.py, Linear4bit.forward"
 
 
-def quantised_linear(tape: Tape, value: Value, name: str, quantize: Quantize, *, width: str, reads: str, clone: bool) -> Value:
+def quantised_linear(
+    tape: Tape, value: Value, name: str, quantize: Quantize, *, width: Size, reads: Size, clone: bool
+) -> Value:
     """Run the layer; ``clone`` where it has an adapter, which copies what the layer returns."""
     with tape.unless_constant(value):
-        given = op.cast(tape, value, "e", Site(f"input of the {name}", LAYER))
+        given = op.cast(tape, value, e, Site(f"input of the {name}", LAYER))
         made = _product(tape, given, name, quantize, width=width, reads=reads)
         returned = op.cast(tape, made, value.dtype, Site(f"output of the {name}", LAYER))
         tape.release(made, given)
         return _cloned(tape, returned, name) if clone else returned
 
 
-def _product(tape: Tape, given: Value, name: str, quantize: Quantize, *, width: str, reads: str) -> Value:
+def _product(tape: Tape, given: Value, name: str, quantize: Quantize, *, width: Size, reads: Size) -> Value:
     """The weight is written out whole; only with fewer than 1,537 tokens may a kernel do without."""
-    matrix = f"{reads}·{width}"
+    matrix = reads * width
     written = [*_scales(tape, name, matrix, quantize, copies=2), _weight(tape, name, matrix, FORWARD)]
-    made = op.tensor(tape, f"output of the {name}", "e", f"T·{width}", FORWARD)
+    made = op.tensor(tape, f"output of the {name}", e, T * width, FORWARD)
     tape.drop(*written)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
@@ -44,15 +46,15 @@ def _product(tape: Tape, given: Value, name: str, quantize: Quantize, *, width: 
     return made
 
 
-def _weight(tape: Tape, name: str, matrix: str, source: str) -> Store:
-    return tape.make(TEMPORARY, f"weight of the {name}, written out of 4 bits", f"e·{matrix}", source)
+def _weight(tape: Tape, name: str, matrix: Size, source: str) -> Store:
+    return tape.make(TEMPORARY, f"weight of the {name}, written out of 4 bits", e * matrix, source)
 
 
-def _scales(tape: Tape, name: str, matrix: str, quantize: Quantize, *, copies: int) -> list[Store]:
+def _scales(tape: Tape, name: str, matrix: Size, quantize: Quantize, *, copies: int) -> list[Store]:
     """Scales that are themselves quantised are written out; the forward adds their mean to a copy."""
     if quantize != "nf4-double":
         return []
-    reason, formula = f"scales of the {name}'s weight, fp32", f"4·ceil({matrix}/64)"
+    reason, formula = f"scales of the {name}'s weight, fp32", 4 * ceil(matrix, 64)
     return [tape.make(TEMPORARY, reason, formula, FORWARD if copies == 2 else BACKWARD) for _ in range(copies)]
 
 
@@ -61,10 +63,3 @@ def _cloned(tape: Tape, value: Value, name: str) -> Value:
     tape.add(f"{name}: copy", (made,), (), op.passes(value))
     tape.release(value)
     return made
-
-
-def blocks_of_weights(x: Widths, intermediate_size: int) -> dict[str, Int]:
-    """How many blocks of 64 elements, with a scale each, every linear layer's weight has, under the names in formulas."""
-    sizes = {"h·q": x.hidden * x.query, "h·k": x.hidden * x.key, "h·v": x.hidden * x.value, "c·h": x.context * x.hidden}
-    sizes |= {"h·f": x.hidden * intermediate_size, "f·h": intermediate_size * x.hidden}
-    return {f"ceil({matrix}/64)": ceil_div(elements, 64) for matrix, elements in sizes.items()}

@@ -7,17 +7,19 @@ its late half of queries sees others' keys. Backward, the gradients of keys and 
 Source: torch 2.13, ``torch/distributed/tensor/experimental/_context_parallel/_attention.py``.
 """
 
+from zeroplan.expr import Size
 from zeroplan.transformer.families.attend import Attended, Heads, flash_scratch, in_order_of_tokens
 from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR, gradient, tensor
 from zeroplan.transformer.families.tape import Arriving, Store, Tape
+from zeroplan.transformer.symbols import T_2, T, a, c, e, k, q, v
 
 FORWARD = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, _templated_ring_attention"
 BACKWARD = (
     "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, _templated_ring_attention_backward"
 )
 MERGE = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, _SDPAMerger"
-_PAIR = "e·T·(k+v)"
+_PAIR = e * T * (k + v)
 
 
 def ring_attention(tape: Tape, heads: Heads, ranks: int) -> Attended:
@@ -27,7 +29,7 @@ def ring_attention(tape: Tape, heads: Heads, ranks: int) -> Attended:
     there is a single head.
     """
     sums = _forward(tape, heads, ranks)
-    made = tensor(tape, "attention output, merged", "e", "T·c", MERGE)
+    made = tensor(tape, "attention output, merged", e, T * c, MERGE)
     tape.drop(*tape.scratch)
     tape.scratch.clear()
 
@@ -50,35 +52,35 @@ def _copies(tape: Tape, heads: Heads, source: str) -> tuple[Store, ...]:
     if heads.one_key:
         return ()
     return (
-        tape.make(TEMPORARY, "keys, head by head", "e·T·k", source),
-        tape.make(TEMPORARY, "values, head by head", "e·T·v", source),
+        tape.make(TEMPORARY, "keys, head by head", e * T * k, source),
+        tape.make(TEMPORARY, "values, head by head", e * T * v, source),
     )
 
 
 def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
     """What ends with the operator is left in ``tape.scratch``; returned is the merged log-sum-exp."""
 
-    def make(reason: str, formula: str) -> Store:
+    def make(reason: str, formula: Size) -> Store:
         return tape.make(TEMPORARY, reason, formula, MERGE)
 
     copies, pair = _copies(tape, heads, FORWARD), tape.make(TEMPORARY, "keys and values, to be sent", _PAIR, FORWARD)
-    whole = tape.make(TEMPORARY, "keys and values of all ranks", f"{ranks}·{_PAIR}", FORWARD)
+    whole = tape.make(TEMPORARY, "keys and values of all ranks", ranks * _PAIR, FORWARD)
     tape.drop(pair)
     part, sums = (
-        make("output for this rank's keys", "e·T·q"),
-        tape.make(TENSOR, "log-sum-exp of the scores, fp32", "4·T·a", MERGE),
+        make("output for this rank's keys", e * T * q),
+        tape.make(TENSOR, "log-sum-exp of the scores, fp32", 4 * T * a, MERGE),
     )
     parts: tuple[Store, ...] = (part,)
-    merged = make("output so far, fp32", "4·T·q")
+    merged = make("output so far, fp32", 4 * T * q)
     for other in range(1, ranks):
         if other < ranks - 1:
             tape.drop(tape.make(TEMPORARY, "keys and values, in vain", _PAIR, FORWARD))
         if other == 1:
             tape.drop(*copies)
-        new = make("output of half the queries for another rank's keys", "e·T/2·q"), make("its log-sum-exp", "4·T/2·a")
+        new = make("output of half the queries for another rank's keys", e * T_2 * q), make("its log-sum-exp", 4 * T_2 * a)
         tape.drop(*parts)
         parts = new
-        wide = make("the same, fp32", "4·T/2·q")
+        wide = make("the same, fp32", 4 * T_2 * q)
         sums, merged = _merged(tape, sums, merged)
         tape.drop(wide)
     tape.scratch += [merged, whole, *parts]
@@ -88,21 +90,21 @@ def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
 def _merged(tape: Tape, sums: Store, merged: Store) -> tuple[Store, Store]:
     """Put half of an output into the one so far: the half is weighted in four tensors, then the whole is written anew."""
 
-    def make(reason: str, formula: str) -> Store:
+    def make(reason: str, formula: Size) -> Store:
         return tape.make(TEMPORARY, reason, formula, MERGE)
 
-    less = make("difference of log-sum-exps", "4·T/2·a")
-    weight = make("weight of the new half", "4·T/2·a")
+    less = make("difference of log-sum-exps", 4 * T_2 * a)
+    weight = make("weight of the new half", 4 * T_2 * a)
     tape.drop(less)
-    apart = make("difference of outputs, fp32", "4·T/2·q")
-    weighted = make("the same, weighted", "4·T/2·q")
+    apart = make("difference of outputs, fp32", 4 * T_2 * q)
+    weighted = make("the same, weighted", 4 * T_2 * q)
     tape.drop(weight, apart)
-    half = make("merged half of the output, fp32", "4·T/2·q")
+    half = make("merged half of the output, fp32", 4 * T_2 * q)
     tape.drop(weighted)
-    half_sums = make("merged half of the log-sum-exp", "4·T/2·a")
-    new_sums = tape.make(TENSOR, "log-sum-exp of the scores, fp32", "4·T·a", MERGE)
+    half_sums = make("merged half of the log-sum-exp", 4 * T_2 * a)
+    new_sums = tape.make(TENSOR, "log-sum-exp of the scores, fp32", 4 * T * a, MERGE)
     tape.drop(sums)
-    new = make("output so far, fp32", "4·T·q")
+    new = make("output so far, fp32", 4 * T * q)
     tape.drop(merged, half_sums, half)
     return new_sums, new
 
@@ -113,15 +115,15 @@ class _Round:
     def __init__(self, tape: Tape, heads: Heads, ranks: int) -> None:
         """Begin with the rank's own keys."""
         self.tape, self.heads, self.ranks = tape, heads, ranks
-        self.queries = self._made("gradient of the queries, fp32", "4·T·q")
+        self.queries = self._made("gradient of the queries, fp32", 4 * T * q)
         self.own: tuple[Store, ...] = (
-            self._made("gradient of the keys, fp32", "4·T·k"), self._made("gradient of the values, fp32", "4·T·v")
+            self._made("gradient of the keys, fp32", 4 * T * k), self._made("gradient of the values, fp32", 4 * T * v)
         )  # fmt: skip
         self.copies, self.pair = _copies(tape, heads, BACKWARD), self._held("keys and values, to be sent", _PAIR)
-        self.whole = self._held("keys and values of all ranks", f"{ranks}·{_PAIR}")
-        self.parts = self._kernel("T")
+        self.whole = self._held("keys and values of all ranks", ranks * _PAIR)
+        self.parts = self._kernel(T)
         flat = () if heads.one_key else (
-            self._made("gradient of the keys, flat", "4·T·k"), self._made("gradient of the values, flat", "4·T·v")
+            self._made("gradient of the keys, flat", 4 * T * k), self._made("gradient of the values, flat", 4 * T * v)
         )  # fmt: skip
         self.sent = self._sent()
         tape.drop(*flat)
@@ -135,14 +137,14 @@ class _Round:
             another = self._held("keys and values, in vain", _PAIR)
             tape.drop(self.pair)
             self.pair = another
-        half = (self._held("half of the log-sum-exp", "4·T/2·a"),)
+        half = (self._held("half of the log-sum-exp", 4 * T_2 * a),)
         tape.drop(*self.half_sums, *(self.copies if other == 1 else ()))
         self.half_sums = half
-        new = self._kernel("T/2")
+        new = self._kernel(T_2)
         tape.drop(*self.parts, self.sent, *self.own)
         self.parts, self.own = new, (self.come,)
         self.sent, self.come = self._sent(), self._come()
-        another = self._made("gradient of the queries, fp32", "4·T·q")
+        another = self._made("gradient of the queries, fp32", 4 * T * q)
         tape.drop(self.queries)
         self.queries = another
 
@@ -156,23 +158,23 @@ class _Round:
         tape.drop(self.sent, *self.own, self.pair, *self.parts, self.come, self.whole, *self.half_sums)
         return [(heads.query, of_queries), (heads.key, both), (heads.value, both)]
 
-    def _made(self, reason: str, formula: str) -> Store:
+    def _made(self, reason: str, formula: Size) -> Store:
         return self.tape.make(GRADIENT, reason, formula, BACKWARD)
 
-    def _held(self, reason: str, formula: str) -> Store:
+    def _held(self, reason: str, formula: Size) -> Store:
         return self.tape.make(TEMPORARY, reason, formula, BACKWARD)
 
     def _sent(self) -> Store:
-        return self._made("gradients of keys and values, to be sent, fp32", "4·T·(k+v)")
+        return self._made("gradients of keys and values, to be sent, fp32", 4 * T * (k + v))
 
     def _come(self) -> Store:
-        return self._made("gradients of keys and values that come, fp32", "4·T·(k+v)")
+        return self._made("gradients of keys and values that come, fp32", 4 * T * (k + v))
 
-    def _kernel(self, queries: str) -> tuple[Store, ...]:
+    def _kernel(self, queries: Size) -> tuple[Store, ...]:
         made = (
-            self._made("gradient of the queries from one rank's keys", f"e·{queries}·q"),
-            self._made("of its keys", "e·T·k"),
-            self._made("of its values", "e·T·v"),
+            self._made("gradient of the queries from one rank's keys", e * queries * q),
+            self._made("of its keys", e * T * k),
+            self._made("of its values", e * T * v),
         )
         scratch = flash_scratch(grouped=self.heads.grouped)
         self.tape.drop(self.tape.make(TEMPORARY, FLASH_SCRATCH, scratch, FLASH_BACKWARD))

@@ -15,6 +15,7 @@ from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts, weighted_outputs
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Store, Tape, Value
+from zeroplan.transformer.symbols import E, T, e, h, m, r, t
 
 MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
 QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
@@ -59,27 +60,27 @@ class _Routing(NamedTuple):
 
 
 def _router(tape: Tape, normal: Value, *, narrowed: bool) -> _Routing:
-    logits = op.linear(tape, normal, "E", Site("router", ROUTER))
-    wide = op.cast(tape, logits, "4", Site("router: logits", ROUTER))
+    logits = op.linear(tape, normal, E, Site("router", ROUTER))
+    wide = op.cast(tape, logits, 4, Site("router: logits", ROUTER))
     scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: softmax", ROUTER), saves_result=True)
     tape.release(wide)
-    indices = tape.make(op.TENSOR, "router: top-k indices, int64", "8·T·t", ROUTER)
-    chosen = picked(tape, scores, ("router: top-k weights", "T·t"), indices, ROUTER)
+    indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
+    chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
     weights = _normalised(tape, chosen)
     if not narrowed:
         return _Routing(logits, weights, indices)
-    narrow = op.cast(tape, weights, "e", Site("router: weights", ROUTER))
+    narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
     tape.release(weights)
     return _Routing(logits, narrow, indices)
 
 
 def _normalised(tape: Tape, chosen: Value) -> Value:
     """``weights /= weights.sum()``: in place, so that what they were is copied for the backward."""
-    total = tape.make(op.TENSOR, "router: sum of the top-k weights", "4·T", ROUTER)
-    before = tape.make(op.TENSOR, "router: top-k weights before they are divided by their sum", "4·T·t", ROUTER)
+    total = tape.make(op.TENSOR, "router: sum of the top-k weights", 4 * T, ROUTER)
+    before = tape.make(op.TENSOR, "router: top-k weights before they are divided by their sum", 4 * T * t, ROUTER)
     made = Value(chosen.store, chosen.dtype, chosen.shape)
-    beside = ("gradient of the sum of the top-k weights, not yet summed", "8·T·t")
+    beside = ("gradient of the sum of the top-k weights, not yet summed", 8 * T * t)
     backward = op.makes("gradient of the top-k weights", ROUTER, chosen, beside=beside)
     tape.add("router: division by the sum", (made,), (total, before), backward)
     tape.drop(total, before)
@@ -92,15 +93,15 @@ def _normalised(tape: Tape, chosen: Value) -> Value:
 def _experts(tape: Tape, normal: Value, weights: Value) -> Value:
     """``grouped_mm_experts_forward``, which holds all but the products' operands by name to its end."""
     theirs, order = sorted_experts(tape)
-    rows = tape.make(op.TENSOR, "token of each pair, int64", "8·T·t", EXPERTS)
-    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", "T·t·h"), rows, EXPERTS)
+    rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T * t, EXPERTS)
+    selected = picked(tape, normal, ("tokens sorted by expert, input of the experts", T * t * h), rows, EXPERTS)
     tape.drop(rows)
-    by_expert = picked(tape, weights, ("routing weights sorted by expert", "T·t"), order, EXPERTS)
-    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", "4·T·t + 4·E", EXPERTS)
-    ends = tape.make(op.TENSOR, "ends of the experts' groups", "4·E", EXPERTS)
-    both = grouped_product(tape, selected, ("experts: gate and up projections", "h", "(m+m)"), ends, experts="E")
+    by_expert = picked(tape, weights, ("routing weights sorted by expert", T * t), order, EXPERTS)
+    counted = tape.make(op.TEMPORARY, "sorted experts as 32-bit numbers, and counts", 4 * T * t + 4 * E, EXPERTS)
+    ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * E, EXPERTS)
+    both = grouped_product(tape, selected, ("experts: gate and up projections", h, (m + m)), ends, experts=E)
     gated = gated_experts(tape, both)
-    outputs = grouped_product(tape, gated, ("experts: down projection", "m", "h"), ends, experts="E")
+    outputs = grouped_product(tape, gated, ("experts: down projection", m, h), ends, experts=E)
     tape.release(gated)
     weighted = weighted_outputs(tape, outputs, by_expert, EXPERTS)
     unsorted = back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
@@ -112,9 +113,9 @@ def _experts(tape: Tape, normal: Value, weights: Value) -> Value:
 
 def _summed(tape: Tape, unsorted: Value) -> Value:
     """The sum over a token's experts, in the dtype of the residual stream."""
-    wide = op.tensor(tape, "sum over a token's experts", unsorted.dtype, "T·h", EXPERTS)
+    wide = op.tensor(tape, "sum over a token's experts", unsorted.dtype, T * h, EXPERTS)
     backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
     tape.add("sum over a token's experts", (wide,), (), backward)
-    made = op.cast(tape, wide, "r", Site("output of the experts", EXPERTS))
+    made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
     tape.release(wide)
     return made

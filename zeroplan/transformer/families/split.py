@@ -5,11 +5,11 @@ What the norms read and the residual stream are shares of the sequence, ``T/p`` 
 gathered from all ranks, and so are what they make before it is reduced and scattered, and their gradients.
 """
 
-import re
 from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
+from zeroplan.expr import Size, at_most, symbols
 from zeroplan.ledger import Kind
 from zeroplan.numeric import Int
 from zeroplan.spec.model import ModelSpec
@@ -27,9 +27,9 @@ from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.parts import LAYER
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.sizes import quantities
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths, beyond_the_window
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
+from zeroplan.transformer.symbols import T, T_p, a, b, c, d, e, f, h, k, k_d, q, v
 
 GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single"
 SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
@@ -44,9 +44,9 @@ class Structure(NamedTuple):
     """There are tensor-parallel ranks."""
 
     @property
-    def rows(self) -> str:
+    def rows(self) -> Size:
         """The tokens between the matrices."""
-        return "T/p" if self.split else "T"
+        return T_p if self.split else T
 
 
 def split_block(model: ModelSpec, compute: Compute, x: Widths) -> BlockPass:
@@ -66,7 +66,7 @@ def split_norm(model: ModelSpec, x: Widths, ranks: int) -> FinalNorm:
 def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
     """What the symbols of a rank's formulas stand for."""
     whole = quantities(x, model.intermediate_size)
-    shares = {f"{name}/p": whole[name] // ranks for name in ("T", "a", "q", "k", "v", "c", "f")}
+    shares = {f"{name}/p": whole[name] // ranks for name in ("T", *_SPLIT)}
     shares |= {"k/p/d": x.key // ranks // x.head_dim, "V/p": model.vocab_size // ranks}
     return {**whole, **shares}
 
@@ -91,7 +91,7 @@ def _plan(structure: Structure) -> traced.Plan:
     forward, saved = index.moments(highest(tape.moments, **dtypes)), index.of(tape.saved)
     whole, until_saved = tape.moments.copy(), tape.until_last_saved(done=False)
     tape.release(output, given)
-    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"e·{output.shape}", LAYER)
+    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", e * output.shape, LAYER)
     tape.run_backward(output, arriving)
     if structure.recompute != "none":
         tape.moments[: tape.unsaved] = _not_run_again_yet(tape, given.store, structure.recompute)
@@ -122,17 +122,19 @@ def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[A
 @lru_cache(maxsize=4)
 def _final_plan(*, wide: bool) -> traced.Plan:
     tape = Tape(wide=wide, autocast=False, saving=True)
-    return _of_a_rank(traced.norm_plan(tape, ("e", "T/p·h"), lambda tape, given: _norm(tape, given, "final norm"), LAYER))
+    return _of_a_rank(traced.norm_plan(tape, (e, T_p * h), lambda tape, given: _norm(tape, given, "final norm"), LAYER))
 
 
-_SHARED = re.compile(r"\b([aqkvcf])\b(?!/p)")
+#: The widths that are split.
+_SPLIT = ("a", "q", "k", "v", "c", "f")
+_SHARES = dict(zip((*_SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p k/p/d"), strict=True))
 
 
 def _of_a_rank(plan: traced.Plan) -> traced.Plan:
     """Every tensor and weight, the widths that are split written as shares."""
     for store in plan.stores:
-        store.formula = _SHARED.sub(r"\1/p", store.formula)
-    return plan._replace(weights=tuple(_SHARED.sub(r"\1/p", formula) for formula in plan.weights))
+        store.size = store.size.replacing(_SHARES)
+    return plan._replace(weights=tuple(weight.replacing(_SHARES) for weight in plan.weights))
 
 
 def _run(
@@ -140,7 +142,7 @@ def _run(
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the block forward, over an input that another run has had, or over one of its own."""
     tape = Tape(wide=structure.block.wide, autocast=False, saving=saving, keeping=keeping)
-    value = traced.block_input(tape, given, ("e", f"{structure.rows}·h"), LAYER)
+    value = traced.block_input(tape, given, (e, structure.rows * h), LAYER)
     return tape, value, _layer(tape, value, structure)
 
 
@@ -171,7 +173,7 @@ def _norm(tape: Tape, given: Value, name: str, *, split: bool = True) -> Value:
     share = Value(tape.hold(given.store), given.dtype, given.shape)
     tape.add(name, (share,), (), op.passes(given))
     tape.summed_anew.add(share)
-    made = op.rms_norm(tape, share, name, NORM, rows="T/p")
+    made = op.rms_norm(tape, share, name, NORM, rows=T_p)
     tape.release(share)
     return made
 
@@ -179,24 +181,24 @@ def _norm(tape: Tape, given: Value, name: str, *, split: bool = True) -> Value:
 def _attention(tape: Tape, normal: Value, structure: Structure) -> Attended:
     block, whole = structure.block, gathered(tape, normal, "input of attention", split=structure.split)
     bias, norms = block.attention_bias, block.head_norms
-    query = op.linear(tape, whole, "q", Site("q projection", ATTENTION), bias=bias)
-    query = _normal(tape, query, "norm of the queries", "T·a") if norms else query
-    key = op.linear(tape, whole, "k", Site("k projection", ATTENTION), bias=bias)
-    key = _normal(tape, key, "norm of the keys", "T·k/d") if norms else key
-    value = op.linear(tape, whole, "v", Site("v projection", ATTENTION), bias=bias)
+    query = op.linear(tape, whole, q, Site("q projection", ATTENTION), bias=bias)
+    query = _normal(tape, query, "norm of the queries", T * a) if norms else query
+    key = op.linear(tape, whole, k, Site("k projection", ATTENTION), bias=bias)
+    key = _normal(tape, key, "norm of the keys", T * k_d) if norms else key
+    value = op.linear(tape, whole, v, Site("v projection", ATTENTION), bias=bias)
     turned = op.rotary(tape, query, Site("queries", ATTENTION)), op.rotary(tape, key, Site("keys", ATTENTION))
     tape.release(query, key)
     heads = Heads(*turned, value, block.grouped, block.one_key)
     context, weights = block.attend(tape, heads)
-    partial = op.linear(tape, context, "h", Site("output projection", ATTENTION), reads="c")
+    partial = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c)
     made = scattered(tape, partial, "output of attention", split=structure.split)
     tape.release(partial, value, *turned, context, whole)
     return Attended(made, weights)
 
 
-def _normal(tape: Tape, given: Value, name: str, rows: str) -> Value:
+def _normal(tape: Tape, given: Value, name: str, rows: Size) -> Value:
     """Norm each head, before the next projection is made (Qwen3)."""
-    made = op.rms_norm(tape, given, name, NORM, weight="d", rows=rows)
+    made = op.rms_norm(tape, given, name, NORM, weight=d, rows=rows)
     tape.release(given)
     return made
 
@@ -204,13 +206,13 @@ def _normal(tape: Tape, given: Value, name: str, rows: str) -> Value:
 def _mlp(tape: Tape, normal: Value, structure: Structure) -> Value:
     split, activation = structure.split, structure.block.activation
     whole = gathered(tape, normal, "input of the MLP", split=split)
-    gate = op.linear(tape, whole, "f", Site("gate projection", MLP))
+    gate = op.linear(tape, whole, f, Site("gate projection", MLP))
     active = activated(tape, gate, activation, f"{activation} of the gate", MLP)
     tape.release(gate)
-    up = op.linear(tape, whole, "f", Site("up projection", MLP))
+    up = op.linear(tape, whole, f, Site("up projection", MLP))
     inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", MLP))
     tape.release(active, up)
-    partial = op.linear(tape, inner, "h", Site("down projection", MLP), reads="f")
+    partial = op.linear(tape, inner, h, Site("down projection", MLP), reads=f)
     made = scattered(tape, partial, "output of the MLP", split=split)
     tape.release(partial, inner, whole)
     return made
@@ -224,10 +226,10 @@ def gathered(tape: Tape, value: Value, name: str, *, split: bool) -> Value:
     if not split:
         tape.hold(value.store)
         return value
-    by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", "e·T·h·min(1, b-1)", GATHER)
-    made = op.tensor(tape, f"{name}, gathered along the sequence", value.dtype, "T·h", GATHER)
+    by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", e * T * h * at_most(1, b - 1), GATHER)
+    made = op.tensor(tape, f"{name}, gathered along the sequence", value.dtype, T * h, GATHER)
     tape.drop(by_rank)
-    beside = (f"gradient of the {name}, cut by ranks", "e·T·h")
+    beside = (f"gradient of the {name}, cut by ranks", e * T * h)
     backward = op.makes(f"gradient of the {name}, reduced and scattered", SCATTER, value, beside=beside)
     tape.add(f"{name}: gathered along the sequence", (made,), (), backward)
     tape.summed_anew.add(made)
@@ -239,10 +241,10 @@ def scattered(tape: Tape, value: Value, name: str, *, split: bool) -> Value:
     if not split:
         tape.hold(value.store)
         return value
-    cut = tape.make(Kind.TEMPORARY, f"{name}, cut by ranks", "e·T·h", SCATTER)
-    made = op.tensor(tape, f"{name}, reduced and scattered along the sequence", value.dtype, "T/p·h", SCATTER)
+    cut = tape.make(Kind.TEMPORARY, f"{name}, cut by ranks", e * T * h, SCATTER)
+    made = op.tensor(tape, f"{name}, reduced and scattered along the sequence", value.dtype, T_p * h, SCATTER)
     tape.drop(cut)
-    beside = (f"gradient of the {name}, gathered rank by rank", "e·T·h·min(1, b-1)")
+    beside = (f"gradient of the {name}, gathered rank by rank", e * T * h * at_most(1, b - 1))
     backward = op.makes(f"gradient of the {name}, gathered along the sequence", GATHER, value, beside=beside)
     tape.add(f"{name}: scattered along the sequence", (made,), (), backward)
     return made

@@ -3,30 +3,36 @@
 The block's program calls the operators of ``operators.py`` in the order of the module's ``forward``; the tape keeps account
 of who holds each tensor: the program by name, or an operator that saved it for its backward. The backward then goes through
 the operators the other way round, as autograd does: gradients wait in the buffer of the operator that takes them, a second
-one is added to the first, and what an operator saved goes when it is done. Sizes are formulas, so that one tape serves every
+one is added to the first, and what an operator saved goes when it is done. Sizes are expressions, so that one tape serves every
 batch.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import Kind
+from zeroplan.transformer.symbols import b, e, r
 
 #: A dtype's symbol on the tape alone: fp32 where CUDA's autocast is on, else the compute dtype.
-CAST_BY_CUDA = "F"
+(CAST_BY_CUDA,) = symbols("F")
 #: The end of the reason of tensors that CUDA's autocast makes fp32 (``pow`` is on its fp32 list) and a CPU's does not.
 FP32_ON_CUDA = "fp32 under CUDA's autocast"
+
+
+#: Bytes per element: fp32's, or a symbol.
+Width: TypeAlias = Size | int
 
 
 class Store:
     """One piece of memory and who needs it: names, operators that saved it, buffers of gradients."""
 
-    __slots__ = ("formula", "holds", "kind", "reason", "source", "twin")
+    __slots__ = ("holds", "kind", "reason", "size", "source", "twin")
 
-    def __init__(self, kind: Kind, reason: str, formula: str, source: str) -> None:
+    def __init__(self, kind: Kind, reason: str, size: Size, source: str) -> None:
         """Begin with one who holds it: its maker."""
-        self.kind, self.reason, self.formula, self.source, self.holds = kind, reason, formula, source, 1
+        self.kind, self.reason, self.size, self.source, self.holds = kind, reason, size, source, 1
         self.twin: Store | None = None
 
 
@@ -35,8 +41,8 @@ class Value:
 
     __slots__ = ("dtype", "shape", "store")
 
-    def __init__(self, store: Store, dtype: str, shape: str) -> None:
-        """``dtype`` is the symbol of its bytes per element, ``shape`` the formula of its elements."""
+    def __init__(self, store: Store, dtype: Width, shape: Size) -> None:
+        """``dtype`` is its bytes per element, ``shape`` its elements."""
         self.store, self.dtype, self.shape = store, dtype, shape
 
 
@@ -51,8 +57,8 @@ class Operator(NamedTuple):
     outputs: tuple[Value, ...]
     saved: tuple[Store, ...]
     backward: Backward
-    cast: str
-    """Elements of a weight whose autocast copy it uses, as a formula."""
+    cast: Size | None
+    """Elements of a weight whose autocast copy it uses."""
 
 
 class Alive(NamedTuple):
@@ -60,9 +66,9 @@ class Alive(NamedTuple):
 
     name: str
     stores: tuple[Store, ...]
-    gradients: tuple[str, ...]
-    current: tuple[str, ...]
-    casts: tuple[str, ...]
+    gradients: tuple[Size, ...]
+    current: tuple[Size, ...]
+    casts: tuple[Size, ...]
     handed_on: tuple[Store, ...] = ()
     """Where a weight's gradient is made: what is alive when it is handed on, the operator done."""
 
@@ -94,7 +100,7 @@ class Tape:
         self.operators: list[Operator] = []
         self.moments: list[Alive] = []
         self.saved: dict[Store, None] = {}
-        self.casts: list[str] = []
+        self.casts: list[Size] = []
         self.before_saved: tuple[Store, ...] = ()
         """Gradients that wait when the backward first needs what was saved, where a checkpoint is run again."""
         self.unsaved = 0
@@ -103,24 +109,24 @@ class Tape:
         """Outputs of plain matrix products, in order."""
         self.kernel_outputs: list[Store] = []
         """Outputs of attention's kernel."""
-        self.gradients: list[str] = []
-        self.current: list[str] = []
-        self.waiting: list[str] = []
+        self.gradients: list[Size] = []
+        self.current: list[Size] = []
+        self.waiting: list[Size] = []
         """Of the gradients made those that have not come to their weights yet."""
         self.scratch: list[Store] = []
         self.name = ""
         self.fell = True
 
-    def is_wide(self, dtype: str) -> bool:
+    def is_wide(self, dtype: Width) -> bool:
         """Whether a dtype's symbol means fp32 here."""
-        return dtype == "4" or self.wide or (dtype == "r" and self.wide_residual) or (dtype == CAST_BY_CUDA and self.autocast)
+        return dtype == 4 or self.wide or (dtype == r and self.wide_residual) or (dtype == CAST_BY_CUDA and self.autocast)
 
-    def make(self, kind: Kind, reason: str, formula: str, source: str) -> Store:
+    def make(self, kind: Kind, reason: str, size: Size, source: str) -> Store:
         """Allocate, and note the moment."""
-        if CAST_BY_CUDA in formula:
-            formula = formula.replace(CAST_BY_CUDA, "4" if self.autocast else "e")
+        if size.has(CAST_BY_CUDA):
+            size = size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e})
             reason = f"{reason}, {FP32_ON_CUDA}" if self.autocast else reason
-        store = Store(kind, reason, formula, source)
+        store = Store(kind, reason, size, source)
         self.alive[store] = None
         self.note()
         return store
@@ -163,9 +169,9 @@ class Tape:
 
     def part_by_batch(self, store: Store) -> None:
         """Tell apart the store of a single sequence, which a product may save, and that of several, which only names hold."""
-        whole, names = store.formula, store.holds
-        store.formula = f"{whole}·max(0, 2-b)"
-        store.twin = Store(store.kind, store.reason, f"{whole}·min(1, b-1)", store.source)
+        whole, names = store.size, store.holds
+        store.size = whole * at_least(0, 2 - b)
+        store.twin = Store(store.kind, store.reason, whole * at_most(1, b - 1), store.source)
         store.twin.holds = names
         self.alive[store.twin] = None
         self.moments = [_with_twin(moment, store) for moment in self.moments]
@@ -173,7 +179,7 @@ class Tape:
         self._last_saving = before, _with_twin(last, store), outputs
 
     def add(
-        self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *, cast: str = ""
+        self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *, cast: Size | None = None
     ) -> None:  # fmt: skip
         """Put an operator into the graph; what it saves stays until its backward is done."""
         if self._apart:
@@ -230,21 +236,21 @@ class Tape:
         stores = (*self.products[::2], *self.kernel_outputs)
         return tuple([one for store in stores for one in (store, store.twin) if one is not None])
 
-    def temporary(self, reason: str, formula: str, source: str) -> Store:
+    def temporary(self, reason: str, size: Size, source: str) -> Store:
         """Allocate what is gone when the operator is done."""
-        store = self.make(Kind.TEMPORARY, reason, formula, source)
+        store = self.make(Kind.TEMPORARY, reason, size, source)
         self.scratch.append(store)
         return store
 
-    def weight_gradient(self, formula: str, *, waits: bool = False) -> None:
+    def weight_gradient(self, size: Size, *, waits: bool = False) -> None:
         """Make a weight's gradient, which stays for the engine.
 
         ``waits``: it comes to the weight through an operator that ran before others, and so after their backward.
         """
-        self.gradients.append(formula)
-        self.current.append(formula)
+        self.gradients.append(size)
+        self.current.append(size)
         if waits:
-            self.waiting.append(formula)
+            self.waiting.append(size)
 
     def run_backward(self, output: Value, incoming: Store) -> None:
         """Go through the operators the other way round, with the gradient of the output arriving."""
@@ -269,7 +275,7 @@ class Tape:
         self.scratch.clear()
         self.fell = self.fell or made
         self.current[:] = self.waiting
-        if operator.cast:
+        if operator.cast is not None:
             self.fell = True
             self.casts.remove(operator.cast)
         for value, gradient in arriving:
@@ -289,7 +295,7 @@ class Tape:
         if first.holds == 1 and value not in self.summed_anew:
             self.drop(gradient)
             return
-        waiting[value] = self.make(first.kind, first.reason, first.formula, first.source)
+        waiting[value] = self.make(first.kind, first.reason, first.size, first.source)
         self.drop(first, gradient)
 
 

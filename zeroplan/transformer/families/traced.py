@@ -1,9 +1,10 @@
-"""From a block's program to what it costs: the program runs once per structure, its formulas once per batch."""
+"""From a block's program to what it costs: the program runs once per structure, its sizes have values for every batch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from zeroplan.expr import Size
 from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
@@ -17,9 +18,9 @@ from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families.norms import LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.sizes import quantities, worked_out
-from zeroplan.transformer.families.tape import FP32_ON_CUDA, Alive, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths, beyond_the_window
+from zeroplan.transformer.families.tape import FP32_ON_CUDA, Alive, Store, Tape, Value, Width
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
+from zeroplan.transformer.symbols import T, h, r
 
 
 class Program(NamedTuple):
@@ -75,11 +76,11 @@ class Checkpointed(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a structure's runs came to: who is alive when, with formulas for sizes."""
+    """What a structure's runs came to: who is alive when, with expressions for sizes."""
 
     stores: tuple[Store, ...]
-    weights: tuple[str, ...]
-    """Formulas of the elements of weights."""
+    weights: tuple[Size, ...]
+    """Elements of weights."""
     saved: Places
     forward: tuple[Placed, ...]
     recompute: Mapping[Recompute, "Checkpointed"]
@@ -95,20 +96,20 @@ class Plan(NamedTuple):
 
 
 class Index:
-    """Gives every store and every formula of a weight its place, in the order they come."""
+    """Gives every store and every size of a weight its place, in the order they come."""
 
     def __init__(self) -> None:
         """Begin with none."""
         self.stores: dict[Store, int] = {}
-        self.weights: dict[str, int] = {}
+        self.weights: dict[Size, int] = {}
 
     def of(self, stores: Iterable[Store]) -> Places:
         """Places of stores."""
         return tuple(self.stores.setdefault(store, len(self.stores)) for store in stores)
 
-    def elements(self, formulas: Iterable[str]) -> Places:
+    def elements(self, sizes: Iterable[Size]) -> Places:
         """Places of weights."""
-        return tuple(self.weights.setdefault(formula, len(self.weights)) for formula in formulas)
+        return tuple(self.weights.setdefault(size, len(self.weights)) for size in sizes)
 
     def moments(self, moments: Iterable[Alive]) -> tuple[Placed, ...]:
         """Moments, with places for what is alive."""
@@ -215,7 +216,7 @@ def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
 def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
     program = PROGRAMS[family]
     return norm_plan(
-        Tape(wide=wide, autocast=autocast, saving=True), ("r", "T·h"), partial(_final, norm=program.norm), program.source
+        Tape(wide=wide, autocast=autocast, saving=True), (r, T * h), partial(_final, norm=program.norm), program.source
     )
 
 
@@ -224,14 +225,14 @@ def _final(tape: Tape, given: Value, *, norm: NormAs | None) -> Value:
     return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM) if norm is None else op.rms_norm(tape, given, "final norm", norm)
 
 
-def norm_plan(tape: Tape, read: tuple[str, str], norm: Callable[[Tape, Value], Value], source: str) -> Plan:
+def norm_plan(tape: Tape, read: tuple[Width, Size], norm: Callable[[Tape, Value], Value], source: str) -> Plan:
     """Run a norm outside the blocks forward and backward over what it has to read, a dtype and a shape."""
     index, (dtype, shape) = Index(), read
-    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", f"{dtype}·{shape}", source), dtype, shape)
+    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", dtype * shape, source), dtype, shape)
     made = norm(tape, given)
     tape.release(made, given)
     saved = index.of(tape.saved)
-    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", f"{dtype}·{shape}", source))
+    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", dtype * shape, source))
     points = index.moments(highest(tape.moments, wide=tape.wide, autocast=tape.autocast))
     return Plan(tuple(index.stores), tuple(index.weights), saved, (), {}, points, (), (), (), source, {})
 
@@ -245,7 +246,7 @@ def _plan(structure: Block) -> Plan:
     saved, casts = index.of(saving.saved), index.elements(saving.casts)
     output = next(iter(saving.operators[-1].outputs))
     saving.release(output, given)
-    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", f"r·{output.shape}", source)
+    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source)
     whole, until_saved = saving.moments.copy(), saving.until_last_saved(done=False)
     saving.run_backward(output, incoming)
     points = index.moments(highest(saving.moments, **dtypes, scratch_apart=structure.ring > 1))
@@ -305,16 +306,16 @@ def _run(structure: Block, *, saving: bool, given: Store | None = None, keeping:
     tape = Tape(
         wide=structure.wide, autocast=structure.autocast, saving=saving, keeping=keeping, again=structure.again
     )  # fmt: skip
-    value = block_input(tape, given, ("r", "T·h"), program.source)
+    value = block_input(tape, given, (r, T * h), program.source)
     program.block(tape, value, structure)
     return tape, value
 
 
-def block_input(tape: Tape, given: Store | None, read: tuple[str, str], source: str) -> Value:
+def block_input(tape: Tape, given: Store | None, read: tuple[Width, Size], source: str) -> Value:
     """What a block reads, a dtype and a shape: what another run has had, or a tensor of its own."""
     dtype, shape = read
     if given is None:
-        return Value(tape.make(Kind.ACTIVATIONS, "block input", f"{dtype}·{shape}", source), dtype, shape)
+        return Value(tape.make(Kind.ACTIVATIONS, "block input", dtype * shape, source), dtype, shape)
     given.holds = 1
     tape.alive[given] = None
     return Value(given, dtype, shape)
@@ -325,15 +326,15 @@ class Sizes:
 
     def __init__(self, plan: Plan, values: dict[str, Int]) -> None:
         """Take the value of every symbol."""
-        numbers: dict[str, Int] = {}
+        numbers: dict[Size, Int] = {}
         for store in plan.stores:
-            if store.formula not in numbers:
-                numbers[store.formula] = worked_out(store.formula, values)
+            if store.size not in numbers:
+                numbers[store.size] = store.size.value(values)
         self.element = values["e"]
         self._lines = [
-            Line(store.kind, numbers[store.formula], store.reason, store.formula, store.source) for store in plan.stores
+            Line(store.kind, numbers[store.size], store.reason, store.size.text, store.source) for store in plan.stores
         ]
-        self._weights = [int(worked_out(formula, values)) for formula in plan.weights]
+        self._weights = [int(size.value(values)) for size in plan.weights]
 
     def lines(self, places: Places) -> tuple[Line, ...]:
         """Write tensors as lines."""

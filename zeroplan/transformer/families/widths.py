@@ -129,3 +129,15 @@ def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str,
         "r": x.residual,
         "z": x.rank,
     }
+
+
+def quantities(x: Widths, intermediate_size: int, moe: MoeSpec | None = None) -> dict[str, Int]:
+    """Return the value of every symbol of a block's sizes, shares of others among them."""
+    return {
+        **symbols(x, intermediate_size, moe),
+        "x": moe.num_experts // x.expert_ranks if moe else 0,
+        "T/2": x.tokens // 2,
+        "q/4": x.heads * (x.head_dim // 4),
+        "k/4": x.key // x.head_dim * (x.head_dim // 4),
+        "k/d": x.key // x.head_dim,
+    }
