@@ -194,7 +194,10 @@ def _running(word: str) -> list[str]:
 def test_an_interrupt_ends_the_run_and_leaves_nothing(tmp_path: Path):
     (tmp_path / "script.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
     command = [sys.executable, "-m", "zeroplan", "dryrun", "--", "script.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  a shell's background jobs ignore it
+    ) as process:  # fmt: skip
         seen = ""
         while "ready" not in seen:
             seen = process.stderr.readline()
