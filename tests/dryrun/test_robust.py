@@ -198,9 +198,8 @@ def test_an_interrupt_ends_the_run_and_leaves_nothing(tmp_path: Path):
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  a shell's background jobs ignore it
     ) as process:  # fmt: skip
-        seen = ""
-        while "ready" not in seen:
-            seen = process.stderr.readline()
+        assert process.stderr is not None
+        assert any("ready" in line for line in iter(process.stderr.readline, ""))
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=300)
