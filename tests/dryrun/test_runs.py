@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from tests.combined import by_day
 from tests.dryrun.running import SCRIPTS, dry_run
 from zeroplan.measurement import Measurement
+from zeroplan.units import KIB, MIB
 
 pytestmark = pytest.mark.torch
 pytest.importorskip("transformers")
@@ -94,7 +97,10 @@ def test_known_values_are_exact_and_unknown_ones_are_listed_with_their_line(tmp_
     assert seen[0]["listed"] == [2, [[4 * 28, 1]]]
     assert seen[0]["overflow"] == [0, 0.0, 0.0]
     assert seen[0]["name"] == "NVIDIA H100 SXM5 80GB"
-    assert seen[0]["allocated"] > 2 * 4 * 6400
+    in_forward, later = (one["allocated"] for one in seen)
+    assert in_forward > 32 * MIB + 2 * 4 * 6400  # cuBLAS has its workspace from torch, one for each thread that multiplies
+    assert later > 2 * 32 * MIB + 3 * 4 * 6400
+    assert f"| Allocated memory      | {seen[1]['allocated'] // KIB:6d} KiB |" in seen[1]["summary"]
     assert seen[0]["free"]
     made_up = {(one["read"], one["said"]) for one in run.answer["made_up"]}
     assert {("float32", "1.0"), ("bool", "True"), ("bool", "False"), ("a mask as an index", "everything is chosen")} <= made_up
@@ -154,3 +160,18 @@ def test_wrong_flags_are_refused_in_one_line(tmp_path: Path, flags: tuple[str, .
     run = dry_run(*flags, "--", "train.py", folder=tmp_path, flags=())
     assert run.code == 2
     assert says in run.last_line
+
+
+def test_an_earlier_deepspeed_is_imported_where_cudas_compiler_is_not_installed():
+    """Up to 0.18 it asks for the compiler's release while it is imported, to list the kernels that it could build."""
+    code = (
+        "import types, torch\n"
+        "from zeroplan.dryrun.libraries import deepspeed\n"
+        "class Missing(Exception): pass\n"
+        "def installed(name=''): raise Missing\n"
+        "builder = types.SimpleNamespace(installed_cuda_version=installed, MissingCUDAException=Missing)\n"
+        "torch.version.cuda = '12.8'\n"
+        "deepspeed.patches(None, None)['deepspeed.ops.op_builder.builder'](builder)\n"
+        "assert builder.installed_cuda_version() == (12, 8)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,5 +1,6 @@
 """From what a script's watcher saw to the answer: steps, what is alive at the peak by module and line, the allocator."""
 
+import os
 import resource
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.dryrun.traced import trace_of
 from zeroplan.dryrun.watcher import ScriptTracker
-from zeroplan.engines.device import allocator_room, workspace
+from zeroplan.engines.device import allocator_room, workspace_asked_for
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Phase
 from zeroplan.saved_runs.savings import savings
@@ -35,7 +36,7 @@ def answer(
             "the script ended without an optimizer step; let it take at least one (more data, fewer accumulation steps)"
         )
     gpu, recording = gpu_named(task.gpu), tracker.recording
-    workspace_bytes, _ = workspace(gpu)
+    workspace_bytes = workspace_asked_for(os.environ, gpu)
     replays = Replays.of(recording, workspace_bytes=workspace_bytes)
     timeline = Timeline(recording, counted=replays.default.allocated)
     room = allocator_room(MeshSpec(dp_shard=task.gpus), gpu)

@@ -85,6 +85,7 @@ class _Run:
         from zeroplan.dryrun.loop import Loop  # noqa: PLC0415
         from zeroplan.dryrun.profiled.observer import Observer  # noqa: PLC0415
         from zeroplan.dryrun.watcher import ScriptTracker  # noqa: PLC0415
+        from zeroplan.engines.device import workspace_asked_for  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.half_fake import HalfFakes  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.memory import Memory  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.stand_ins import StandIns  # noqa: PLC0415
@@ -93,7 +94,9 @@ class _Run:
         memory = Memory(int(self.gpu.memory_bytes.value))
         self.stand_ins = StandIns()
         self._install(task, memory)
-        self.tracker = ScriptTracker(memory, expandable_segments=_expandable())
+        self.tracker = ScriptTracker(
+            memory, expandable_segments=_expandable(), workspace_bytes=workspace_asked_for(os.environ, self.gpu)
+        )
         self.observer = Observer() if task.profiled else None
         self.loop = Loop(self.tracker, task.steps, self.observer)
         self._fakes = HalfFakes(self.stand_ins)

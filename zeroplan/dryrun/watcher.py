@@ -18,6 +18,7 @@ from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 from zeroplan.verify.watching.host import HostMemory
 from zeroplan.verify.watching.recording import LIFTED, Block
+from zeroplan.verify.watching.replay import MULTIPLICATIONS
 from zeroplan.verify.watching.tracker import Tracker, _Watch
 
 _LONGEST_WAIT_S = 5.0
@@ -27,15 +28,20 @@ _LONGEST_WAIT_S = 5.0
 class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """Records a script's run on the fake GPU.
 
-    ``lines`` has the line of the user's code behind every block; in backward that which made the autograd node in forward.
+    ``lines`` has the line of the user's code behind every block; in backward that which made the autograd node in forward. The
+    allocator behind the counters that a script reads also gives cuBLAS a workspace of ``workspace_bytes`` for the script's thread
+    and one for autograd's, each at its first matrix product.
     """
 
-    def __init__(self, memory: Memory, *, expandable_segments: bool) -> None:
+    def __init__(self, memory: Memory, *, expandable_segments: bool, workspace_bytes: int = 0) -> None:
         super().__init__(device="cuda", host=HostMemory())
         self._one_at_a_time = threading.RLock()
         self.lines: dict[Block, str] = {}
         self._memory = memory
         self._allocator = memory.allocator = CachingAllocator(expandable_segments=expandable_segments)
+        self._workspace_bytes = workspace_bytes
+        self._multiplied: set[bool] = set()
+        """Whether autograd's thread has multiplied (True), and the script's (False)."""
         self._chunks: dict[Block, Chunk] = {}
         self._numbers: list[int] = []
         self._made_by: list[str] = []
@@ -81,10 +87,18 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self.lines[block] = (origin.line if origin is not None else "") or self._line()
         if origin is not None:
             block.module, block.operation = within(block.module, origin), origin.operation
+        if block.operation.startswith(MULTIPLICATIONS):
+            self._take_workspace()
         if block.operation != LIFTED:
             self._chunks[block] = self._allocator.request(n_bytes, block.stream)
             self._memory.note()
         return block
+
+    def _take_workspace(self) -> None:
+        in_autograd = torch._C._current_autograd_node() is not None
+        if self._workspace_bytes and in_autograd not in self._multiplied:
+            self._multiplied.add(in_autograd)
+            self._allocator.request(self._workspace_bytes)
 
     def close(self) -> None:
         """Record nothing more: what is released after the script is no part of its run. Other threads wait from here on."""

@@ -5,6 +5,8 @@ communicators do not: they take from the card what the allocator never sees, and
 a band with the public figures it rests on.
 """
 
+import re
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -101,6 +103,20 @@ def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
     if gpu.vendor == "amd":
         return _WORKSPACE_ROCM.get(gpu.compute_capability[:5], _WORKSPACE_ROCM_DEFAULT)
     return _WORKSPACE_SINCE_HOPPER if float(gpu.compute_capability) >= 9 else _WORKSPACE_BEFORE_HOPPER
+
+
+def workspace_asked_for(environment: Mapping[str, str], gpu: GpuSpec | None) -> int:
+    """One workspace of one handle in a process with these variables: ``CUBLAS_WORKSPACE_CONFIG``, else torch's own choice. [bytes]
+
+    Pairs of a size in KiB and a count, as ``parseChosenWorkspaceSize`` reads them; of a text that it does not understand, nothing.
+
+    >>> workspace_asked_for({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, None) // KIB
+    8320
+    """
+    asked = environment.get("CUBLAS_WORKSPACE_CONFIG", "")
+    if (gpu is not None and gpu.vendor == "amd") or not re.fullmatch(r"(:\d+:\d+)+", asked):
+        return workspace(gpu)[0]
+    return sum(int(size) * int(count) * KIB for size, count in re.findall(r":(\d+):(\d+)", asked))
 
 
 def outside(mesh: MeshSpec, gpu: GpuSpec | None = None) -> tuple[Outside, ...]:

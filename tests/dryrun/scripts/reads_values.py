@@ -26,7 +26,8 @@ for _ in range(4):
         "listed": [torch.tensor([loss, loss.detach()]).shape[0], torch.tensor([[keep.sum(), labels[0, 101]]]).tolist()],
         "overflow": [overflow.byte().view(1)[0].item(), overflow.float().cpu().item(), found.item()],
         "total": torch.cuda.get_device_properties(0).total_memory, "name": torch.cuda.get_device_name(),
-        "allocated": torch.cuda.memory_allocated(), "free": torch.cuda.mem_get_info()[0] < torch.cuda.mem_get_info()[1],
+        "allocated": torch.cuda.memory_allocated(), "summary": torch.cuda.memory_summary(),
+        "free": torch.cuda.mem_get_info()[0] < torch.cuda.mem_get_info()[1],
     })  # fmt: skip
     loss.backward()
     optimizer.step()

@@ -35,7 +35,24 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
         engine.step = loop.within_engine(engine.step, counts=lambda one: one.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
         _label(tracker, engine)
 
-    return {"deepspeed": patch, "deepspeed.runtime.pipe.engine": _later_stages}
+    return {
+        "deepspeed": patch,
+        "deepspeed.ops.op_builder.builder": _toolkit,
+        "deepspeed.runtime.pipe.engine": _later_stages,
+    }
+
+
+def _toolkit(module: ModuleType) -> None:
+    """DeepSpeed up to 0.18 asks for CUDA's compiler while it is imported, to list which kernels it could build; none is built."""
+    installed: Callable[..., tuple[int, ...]] = module.installed_cuda_version
+
+    def version(*args: object) -> tuple[int, ...]:
+        try:
+            return installed(*args)
+        except module.MissingCUDAException:
+            return tuple(int(part) for part in str(torch.version.cuda).split("."))
+
+    put(module, installed_cuda_version=version)
 
 
 def _adams(deepspeed: ModuleType) -> None:

@@ -60,7 +60,7 @@ class Memory:
 
     def stats(self, *_: object, **__: object) -> dict[str, int]:
         """``torch.cuda.memory_stats``: the bytes allocated, active, requested and reserved; every other figure is 0."""
-        found: defaultdict[str, int] = defaultdict(int)
+        found = defaultdict(int, num_ooms=0, num_alloc_retries=0)  # torch.cuda.memory_summary reads a plain copy
         for what in ("allocated_bytes", "active_bytes", "requested_bytes"):
             found |= {f"{what}.all.current": self.allocated(), f"{what}.all.peak": self.most_allocated()}
         return found | {"reserved_bytes.all.current": self.reserved(), "reserved_bytes.all.peak": self.most_reserved()}

@@ -72,7 +72,7 @@ def _constants(gpus: Gpus) -> dict[str, Callable[..., object]]:
         "is_tf32_supported": capability >= (8, 0), "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
         "can_device_access_peer": True, "synchronize": None, "ipc_collect": None, "is_current_stream_capturing": False,
         "set_per_process_memory_fraction": None, "utilization": 0, "temperature": 0, "power_draw": 0, "clock_rate": 0,
-        "memory_summary": "", "memory_snapshot": [], "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
+        "memory_snapshot": [], "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
         "reset_accumulated_memory_stats": None, "reset_accumulated_host_memory_stats": None, "_sleep": None,
     }  # fmt: skip
     return {name: always(answer) for name, answer in answers.items()}

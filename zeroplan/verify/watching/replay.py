@@ -16,7 +16,7 @@ from zeroplan.measurement import SETTINGS, AllocatorMeasured, OnCardMeasured
 from zeroplan.verify.watching.recording import LIFTED, STILL_HELD, Block, Recording
 
 #: Operators that run in cuBLAS.
-_MULTIPLICATIONS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+MULTIPLICATIONS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 #: The forward pass runs in one thread, autograd in another, and each has a handle of cuBLAS with a workspace.
 _THREADS = 2
 #: How near the smallest room is looked for. [fraction of what is allocated]
@@ -150,6 +150,6 @@ def _first_multiplications(recording: Recording) -> set[int]:
     """When the forward pass and autograd first multiply matrices."""
     first: dict[Phase, int] = {}
     for block in recording.blocks:
-        if block.operation.startswith(_MULTIPLICATIONS):
+        if block.operation.startswith(MULTIPLICATIONS):
             first.setdefault(recording.spans[block.span].phase, block.born)
     return {moment for phase, moment in first.items() if phase in (Phase.FORWARD, Phase.BACKWARD)}
