@@ -57,6 +57,27 @@ class Phase(StrEnum):
     STEP = "optimizer step"
 
 
+OF_A_STEP = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.STEP)
+"""The phases that every training step has."""
+
+
+class Beside(StrEnum):
+    """What a training script does beside its steps."""
+
+    LOADING = "loading"
+    """From the start of the process to the first training forward: the model is built, loaded, wrapped and moved."""
+    EVALUATION = "evaluation"
+    """Forwards of the trained model in evaluation mode, and what the script makes of their results."""
+    NO_GRAD = "forward without gradients"
+    """Forwards of the trained model in training mode with gradients off: scoring in reinforcement learning, a GAN's samples."""
+    GENERATION = "generation"
+    """``generate`` of transformers."""
+    SAVING = "saving"
+    """State dicts and what writes them."""
+    AFTER = "after training"
+    """What follows once the script has let go of its model or optimizer."""
+
+
 class Line(NamedTuple):
     """A number of bytes and why they are there."""
 

@@ -9,7 +9,8 @@ from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 
 SCHEMA_VERSION = 1
 
-Ended = Literal["steps taken", "script ended"]
+Ended = Literal["steps taken", "script ended", "time over"]
+"""The script was stopped after its steps, came to its own end, or was stopped when its time was over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,47 @@ class Part(Spec):
     name: str
     kind: str
     n_bytes: CountOrZero
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseOfRun(Spec):
+    """The highest moment of what a script did beside its steps: loading, evaluation, generation, saving.
+
+    ``kinds`` is the ledger of what was alive then; ``module``, ``operation`` and ``line`` say where in the program it was.
+    ``after_step`` is how many steps were done by then, and ``times`` how often the phase began. ``counted_bytes`` is what
+    ``memory_allocated`` would count. [bytes]
+    """
+
+    phase: str
+    peak_bytes: CountOrZero
+    counted_bytes: CountOrZero
+    kinds: dict[str, int]
+    module: str = ""
+    operation: str = ""
+    line: str = ""
+    after_step: CountOrZero = 0
+    times: Count = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorsOfStep(Spec):
+    """What the operators of the last step do, on this rank: operations by torch's formulas, and the bytes that they read and write.
+
+    ``recomputed_flops`` are those of forwards that run again within the backward; the rest are the model's. Collectives are not
+    among the bytes.
+    """
+
+    count: CountOrZero
+    streams: CountOrZero
+    flops: Annotated[int, Range(0, 10**30)]
+    recomputed_flops: Annotated[int, Range(0, 10**30)]
+    read_bytes: Annotated[int, Range(0, 10**30)]
+    written_bytes: Annotated[int, Range(0, 10**30)]
+
+    @property
+    def model_flops(self) -> int:
+        """Operations without those that are done again."""
+        return self.flops - self.recomputed_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +95,7 @@ class Saving(Spec):
 class DryRun(Spec):
     """One script as one rank of N: every step, what is alive at the highest moment of the last, and what was made up.
 
+    ``phases`` are what the script did beside its steps. With ``compiler_left_out`` it calls ``torch.compile``, and its code ran as it is.
     ``steps`` are as a record of ``zeroplan verify`` has them; the first makes the optimizer's state. ``allocator`` is a model of
     CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the
     library code that something else replaced. [bytes]
@@ -75,6 +118,9 @@ class DryRun(Spec):
     stood_in: tuple[StoodIn, ...]
     remarks: tuple[str, ...] = ()
     savings: tuple[Saving, ...] = ()
+    phases: tuple[PhaseOfRun, ...] = ()
+    operators: OperatorsOfStep | None = None
+    compiler_left_out: bool = False
     host_bytes: CountOrZero | None = None
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 
@@ -87,5 +133,6 @@ class DryRun(Spec):
 
     @property
     def peak_bytes(self) -> int:
-        """The most alive at any moment, the start of the script included. [bytes]"""
-        return max(self.initialisation.peak_bytes, *(step.peak.peak_bytes for step in self.steps))
+        """The most alive at any moment, what lies beside the steps included. [bytes]"""
+        beside = (phase.peak_bytes for phase in self.phases)
+        return max(self.initialisation.peak_bytes, *beside, *(step.peak.peak_bytes for step in self.steps))

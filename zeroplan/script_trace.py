@@ -7,7 +7,7 @@ from operator import lt
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Phase
+from zeroplan.ledger import OF_A_STEP, Phase
 from zeroplan.script_profile import ScriptProfile
 from zeroplan.script_run import DryRun
 from zeroplan.spec.base import CountOrZero, Range, Spec
@@ -67,6 +67,45 @@ class CollectiveRecorded(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorsRecorded(Spec):
+    """The operators of the last step, each field a column: in which order, what, where, on which stream, and how much.
+
+    ``name``, ``module`` and ``line`` are places in the tables of these operators. ``flops`` are torch's formulas';
+    ``recomputed`` is 1 for what runs again within the backward. A collective has the bytes of its largest buffer as
+    ``written_bytes``, and the place of its group in ``groups``, counted from 1, as ``other``. Words between streams are rows, too:
+    what records an event, waits for one, for a stream or for a collective; ``other`` then is the number of the event or the stream.
+    ``span`` and ``moment`` say when. [bytes]
+    """
+
+    names: tuple[str, ...]
+    modules: tuple[str, ...]
+    lines: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+    name: tuple[int, ...]
+    module: tuple[int, ...]
+    line: tuple[int, ...]
+    moment: tuple[int, ...]
+    span: tuple[int, ...]
+    stream: tuple[int, ...]
+    flops: tuple[int, ...]
+    read_bytes: tuple[int, ...]
+    written_bytes: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    other: tuple[int, ...]
+
+    def check_rules(self) -> None:
+        """Refuse columns that are not of one length, names in no table, and figures out of range."""
+        columns = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _TABLES}
+        _demand(len({len(column) for column in columns.values()}) == 1, "the columns of operators differ in length")
+        _demand(all(_within(column, _MOST * _MOST) for column in columns.values()), "a figure of an operator is out of range")
+        tables = ((self.name, self.names), (self.module, self.modules), (self.line, self.lines))
+        _demand(all(_within(column, len(table) - 1) for column, table in tables), "an operator names what is in no table")
+
+
+_TABLES = ("names", "modules", "lines", "groups")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Spec):
     """What was asked for and given back, in order. ``sources`` is the text of each of ``lines``, empty where it is not known."""
 
@@ -79,6 +118,7 @@ class Trace(Spec):
     spans: tuple[SpanRecorded, ...]
     collectives: tuple[CollectiveRecorded, ...]
     blocks: Blocks
+    operators: OperatorsRecorded | None = None
 
     def check_rules(self) -> None:
         """Refuse a trace whose parts do not fit together."""
@@ -105,7 +145,7 @@ class Trace(Spec):
     def last_step(self) -> range:
         """The moments of the last step, its beginning and its end included; those of the whole run where it has none."""
         last = max((span.step for span in self.spans if span.phase == Phase.STEP), default=-1)
-        found = [self.window(at) for at, span in enumerate(self.spans) if span.step == last and span.phase != Phase.INIT]
+        found = [self.window(at) for at, span in enumerate(self.spans) if span.step == last and span.phase in OF_A_STEP]
         return range(found[0].start, found[-1].stop) if found else range(self.moments + 1)
 
     def window(self, index: int) -> range:

@@ -47,9 +47,15 @@ def dryrun_command(
     gpu: Annotated[str, _flag("--gpu", "NAME", "The GPU, from the catalogue (`zeroplan gpus`).", shown=True)] = "h100-sxm-80gb",
     per_node: Annotated[str | None, _flag("--gpus-per-node", "N", "Ranks on a node. (default: the GPU's usual server)")] = None,
     rank: Annotated[str, _flag("--as-rank", "R", "Which rank to be.", shown=True, short="--rank")] = "0",
-    steps: Annotated[str, _flag("--steps", "N", "Optimizer steps; then the script is stopped.", shown=True)] = "2",
+    steps: Annotated[str | None, _flag("--steps", "N", "Optimizer steps; then the script is stopped. (default: 2)")] = None,
+    until_end: Annotated[
+        bool,
+        _switch(
+            "--until-end", "Do not stop: run to the script's own end or to --timeout, evaluation and saving too.", panel=_RUN
+        ),
+    ] = False,
     eager: Annotated[bool, _switch("--eager", "Leave torch.compile out.", panel=_RUN)] = False,
-    timeout: Annotated[str, _flag("--timeout", "SECONDS", "How long the steps may take in all.", shown=True)] = "600",
+    timeout: Annotated[str, _flag("--timeout", "SECONDS", "How long the script may run.", shown=True)] = "600",
     verbose: Annotated[bool, _switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False,
     quiet: Annotated[bool, _switch("--quiet", "Leave out what the script prints.", short="-q")] = False,
     show: Annotated[str | None, _flag("--show", "FILE", "Show a saved run again, and run nothing.", panel=_OUTPUT)] = None,
@@ -87,13 +93,16 @@ def dryrun_command(
     sizes, wanted = unit_named(unit), Wanted(save, snapshot, trace, force)
     wanted.refuse()
     _refuse_profile(profile, save)
+    if until_end and (steps or profile):
+        raise SpecError(f"--until-end and {'--steps' if steps else '--profile'} exclude each other; leave one of them out")
     before = None if against is None else saved_at(against)
     if show is not None:
         found = show_saved(show, command)
     else:
-        task = _task(read_command(command or []), gpus, gpu, per_node, rank, steps)
+        task = _task(read_command(command or []), gpus, gpu, per_node, rank, steps or "2")
         task = replace(task, traced=bool(wanted.named or before), eager=eager)
         task = replace(task, profiled=profile)  # type: ignore[arg-type]  # it is one of two
+        task = replace(task, until_end=int(_seconds(timeout)) if until_end else 0)
         found = _run(task, _seconds(timeout), quiet=quiet)
     wanted.write(found)
     if before is not None:
@@ -133,7 +142,8 @@ def _run(task: DryRunTask, seconds: float, *, quiet: bool) -> "SavedRun":
     from zeroplan.dryrun.launch import dry_run  # noqa: PLC0415  as above
 
     if not quiet:
-        say(f"running {task.target} as rank {task.rank} of {task.gpus:,}, to {task.steps} optimizer steps")
+        until = "to its own end" if task.until_end else f"to {task.steps} optimizer steps"
+        say(f"running {task.target} as rank {task.rank} of {task.gpus:,}, {until}")
     return dry_run(task, timeout_s=seconds, quiet=quiet)
 
 

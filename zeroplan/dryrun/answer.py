@@ -4,25 +4,27 @@ import os
 import resource
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.dryrun import stood_in
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.task import DryRunTask
-from zeroplan.dryrun.traced import trace_of
+from zeroplan.dryrun.torch_around import COMPILER
+from zeroplan.dryrun.traced import operators_recorded, operators_summed, trace_of
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.engines.device import allocator_room, workspace_asked_for
 from zeroplan.errors import MeasurementError
-from zeroplan.ledger import Phase
+from zeroplan.ledger import OF_A_STEP, Beside, Phase
 from zeroplan.saved_runs.savings import savings
-from zeroplan.script_run import DryRun, MadeUp, Part, StoodIn
+from zeroplan.script_run import DryRun, MadeUp, Part, PhaseOfRun, StoodIn
 from zeroplan.script_trace import SavedRun
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.environment import environment
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
 from zeroplan.verify.watching.recording import Block
 from zeroplan.verify.watching.replay import Replays
-from zeroplan.verify.watching.timeline import Timeline, collectives, initialisation, steps_measured
+from zeroplan.verify.watching.timeline import Timeline, collectives, initialisation, phase_measured, steps_measured
 
 _REMARKS = ("collectives moved no data, and other ranks are taken to do what this one does",)
 
@@ -41,14 +43,17 @@ def answer(
     timeline = Timeline(recording, counted=replays.default.allocated)
     room = allocator_room(MeshSpec(dp_shard=task.gpus), gpu)
     alive = _alive_at_peak(timeline)
-    trace = trace_of(timeline, tracker.lines, target=target)
+    rows = tracker.operators.of_step(max(span.step for span in recording.spans if span.phase is Phase.STEP))
+    trace = trace_of(
+        timeline, tracker.lines, target=target, operators=operators_recorded(rows, tracker.operators.groups)
+    )  # fmt: skip
     run = DryRun(
         command=(task.target, *task.arguments),
         gpus=task.gpus,
         rank=task.rank,
         gpu=gpu.name,
         environment=environment(),
-        ended="steps taken" if loop.stopped else "script ended",
+        ended=loop.ended,
         initialisation=initialisation(timeline),
         steps=steps_measured(timeline),
         modules=_parts(timeline, alive, lambda block: block.module),
@@ -61,17 +66,48 @@ def answer(
         stood_in=tuple(StoodIn(what=what, by=by, count=n) for (what, by), n in stood_in.counts.items()),
         remarks=_REMARKS,
         savings=savings(trace),
+        phases=tuple(_beside_steps(timeline, tracker)),
+        operators=operators_summed(rows),
+        compiler_left_out=any(what == COMPILER for what, _ in stood_in.counts),
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         seconds=time.perf_counter() - began,
     )
     return SavedRun(run=run, trace=trace if task.traced else None)
 
 
+def _beside_steps(timeline: Timeline, tracker: ScriptTracker) -> Iterator[PhaseOfRun]:
+    """What the script did beside its steps, in the order in which each began; after training only what asks for memory."""
+    spans, asked = timeline.recording.spans, {block.span for block in timeline.recording.blocks}
+    first = next(index for index, span in enumerate(spans) if span.phase in OF_A_STEP)
+    found: dict[Beside, list[int]] = {}
+    for index, span in enumerate(spans):
+        phase = Beside.LOADING if span.phase is Phase.INIT and index < first else span.phase
+        if isinstance(phase, Beside) and (phase is not Beside.AFTER or index in asked):
+            found.setdefault(phase, []).append(index)
+    for phase, indices in found.items():
+        _, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
+        yield _beside_step(timeline, tracker, phase, indices, moment)
+
+
+def _beside_step(
+    timeline: Timeline, tracker: ScriptTracker, phase: Beside, indices: list[int], moment: int
+) -> PhaseOfRun:  # fmt: skip
+    measured, block = phase_measured(timeline, phase, indices), timeline.at(moment)
+    spans = timeline.recording.spans
+    highest = next(index for index in indices if moment in range(timeline.window(index).start, timeline.window(index).stop))
+    done = {span.step for span in spans[:highest] if span.phase is Phase.STEP}
+    return PhaseOfRun(
+        phase=phase.value, peak_bytes=measured.peak_bytes, counted_bytes=max(measured.counted_bytes or 0, measured.peak_bytes),
+        kinds=measured.kinds, module=measured.module, operation=measured.operation,
+        line="" if block is None else tracker.lines.get(block, ""), after_step=len(done), times=len(indices),
+    )  # fmt: skip
+
+
 def _alive_at_peak(timeline: Timeline) -> list[Block]:
     """The blocks alive at the highest moment of the last step."""
     spans = timeline.recording.spans
     last = max(span.step for span in spans if span.phase is Phase.STEP)
-    indices = [index for index, span in enumerate(spans) if span.step == last and span.phase is not Phase.INIT]
+    indices = [index for index, span in enumerate(spans) if span.step == last and span.phase in OF_A_STEP]
     _, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
     return [block for block in timeline.recording.blocks if block.born <= moment < block.died]
 

@@ -46,7 +46,7 @@ def _end(task: DryRunTask, answered: Callable[[], Spec]) -> None:
 
 
 def _answer(task: DryRunTask, began: float) -> Spec:
-    run, target = _prepared(task), str(Path(task.target).absolute())
+    run, target = _prepared(task, began), str(Path(task.target).absolute())
     from zeroplan.dryrun.answer import answer  # noqa: PLC0415  it imports torch, which has its order
 
     def found() -> SavedRun:
@@ -80,7 +80,7 @@ def _with_profile(found: SavedRun, run: "_Run", task: DryRunTask) -> SavedRun:
 class _Run:
     """A prepared process: call it with the script."""
 
-    def __init__(self, task: DryRunTask) -> None:
+    def __init__(self, task: DryRunTask, began: float) -> None:
         from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415
         from zeroplan.dryrun.loop import Loop  # noqa: PLC0415
         from zeroplan.dryrun.profiled.observer import Observer  # noqa: PLC0415
@@ -98,7 +98,7 @@ class _Run:
             memory, expandable_segments=_expandable(), workspace_bytes=workspace_asked_for(os.environ, self.gpu)
         )
         self.observer = Observer() if task.profiled else None
-        self.loop = Loop(self.tracker, task.steps, self.observer)
+        self.loop = Loop(self.tracker, task.steps, self.observer, ends_at=began + task.until_end if task.until_end else None)
         self._fakes = HalfFakes(self.stand_ins)
         self._patch(task)
 
@@ -108,7 +108,7 @@ class _Run:
         install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)  # type: ignore[arg-type]
 
     def _patch(self, task: DryRunTask) -> None:
-        from zeroplan.dryrun import checkpoints, launchers, process_group, torch_around  # noqa: PLC0415
+        from zeroplan.dryrun import checkpoints, launchers, process_group, saving, torch_around  # noqa: PLC0415
         from zeroplan.dryrun.libraries import (  # noqa: PLC0415
             bitsandbytes,
             ddp,
@@ -130,7 +130,7 @@ class _Run:
         AfterImport(
             checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.PATCHES | pipelining.PATCHES
             | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker) | fsdp1.patches(self.tracker)
-            | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop)
+            | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop), saving.watch(self.loop)
         ).install()  # fmt: skip
         self.loop.watch()
 
@@ -178,7 +178,7 @@ class _Run:
             yield
 
 
-def _prepared(task: DryRunTask) -> _Run:
+def _prepared(task: DryRunTask, began: float) -> _Run:
     warnings.simplefilter("ignore")
     import torch  # noqa: PLC0415
     import torch._dynamo  # noqa: PLC0415, F401  it looks at what was built, so it goes before CUDA is there
@@ -187,7 +187,7 @@ def _prepared(task: DryRunTask) -> _Run:
         from zeroplan.dryrun.compiling.tracing import know_functions_by_name  # noqa: PLC0415
 
         know_functions_by_name()
-    return _Run(task)
+    return _Run(task, began)
 
 
 def _expandable() -> bool:

@@ -18,6 +18,8 @@ from zeroplan.verify.processes.launch import end_session, how_ended
 from zeroplan.verify.processes.scratch import ORDER, scratch
 
 _TAIL_LINES = 15
+_TO_ANSWER_S = 60
+"""A script that may run to its end is stopped in its process when its time is over, and the answer takes its own time. [s]"""
 _MARK = "ZEROPLAN_DRY_RUN"
 """A variable of the environment by which a run's processes are found again."""
 
@@ -35,7 +37,7 @@ def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> Saved
         with printed.open("wb") as sink:
             process = _started(task, order, sink.fileno() if quiet else _standard_error(sink.fileno()))
             try:
-                code = process.wait(timeout_s)
+                code = process.wait(timeout_s + (_TO_ANSWER_S if task.until_end else 0))
             except subprocess.TimeoutExpired:
                 raise FailedError(_late(task, timeout_s)) from None
             finally:

@@ -4,12 +4,15 @@ Forward is the outermost module that runs with gradients and has parameters to t
 a model in evaluation mode, and not every loop changes that); backward the outermost
 ``torch.autograd.backward``; a step the outermost optimizer's. A step has ended when the next forward begins: several optimizers
 may take their turns, and gradients are still to be cleared. After the last step that was asked for the script is stopped there;
-where it ends by itself, the step ends when the first of its models and optimizers goes.
+where it ends by itself, the step ends when the first of its models and optimizers goes. What lies beside the steps (evaluation,
+generation, saving) is a part of the run of its own.
 """
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,10 +22,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from zeroplan.dryrun.beside import BesideSteps
 from zeroplan.dryrun.profiled.observer import Observer
 from zeroplan.dryrun.watcher import ScriptTracker
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Beside, Kind, Phase
+from zeroplan.script_run import Ended
 from zeroplan.verify.nested import tensors_in
+from zeroplan.verify.replaced import put
 
 _PATIENCE = 10
 """So many times the steps are taken where an optimizer does not come to its own."""
@@ -35,19 +41,22 @@ class StepsDone(BaseException):
 class Loop:
     """Tells a tracker the phases of a training loop that says nothing."""
 
-    def __init__(self, tracker: ScriptTracker, steps: int, observer: Observer | None = None) -> None:
-        self._tracker, self._steps, self._observer = tracker, steps, observer
+    def __init__(
+        self, tracker: ScriptTracker, steps: int, observer: Observer | None = None, *, ends_at: float | None = None
+    ) -> None:
+        self._tracker, self._steps, self._observer, self._ends_at = tracker, steps, observer, ends_at
+        self._beside = BesideSteps(tracker)
         self.deaf = False
         """Whether what runs is no part of the script any more."""
-        self._phase = Phase.INIT
-        self._modules = self._backwards = self._engines = self._optimizers = 0
+        self._phase: Phase | Beside = Phase.INIT
+        self._modules = self._backwards = self._engines = self._optimizers = self._others = 0
         self._stepped = self._over = False
         self._steps_of: Counter[int] = Counter()
         """Steps of every optimizer, by its identity."""
         self._goes: list[weakref.ref[Optimizer]] = []
         """Where the script's optimizers are, to hear when one is freed."""
-        self.stopped = False
-        """Whether the script was stopped after its steps."""
+        self.ended: Ended = "script ended"
+        """Why the run is over."""
         self._roots: set[int] = set()
         self._models: list[weakref.ref[nn.Module]] = []
         self.taken = 0
@@ -65,22 +74,113 @@ class Loop:
         register_module_forward_hook(self._forward_ends, always_call=True)
         register_optimizer_step_pre_hook(self._step_begins)
         register_optimizer_step_post_hook(self._step_ends)
+        put(nn.Module, eval=self._at_evaluation(nn.Module.eval))
         torch.autograd.backward = self._in_backward(torch.autograd.backward)
 
-    def finish(self, *, collect: bool = True) -> None:
-        """Say that the run is over: what is recorded from here on is no part of a step."""
+    def finish(self, *, collect: bool = False) -> None:
+        """Say that the run is over: what is recorded from here on is no part of a step.
+
+        A script that has ended has let go of everything: what is in cycles goes afterwards, without ``collect``.
+        """
         if self.completed and not self._over:
             self._over = True
+            self._leave()
             self._tracker.enter(Phase.INIT, self.completed, collect=collect)
+            self._beside.settle()
 
     def _one_goes(self, _: object) -> None:
         """A model or an optimizer of the script is about to be freed: what it held was held after the last step."""
-        if not self.deaf and self.completed >= self._steps:
-            self.finish(collect=False)
+        if not self.deaf and not self._over and self.completed >= self._steps and self._phase is not Beside.AFTER:
+            self._leave()
+            self._phase = Beside.AFTER
+            self._tracker.enter(Beside.AFTER, self.completed, collect=False)
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: Phase | Beside) -> None:
+        self._leave()
         self._phase = phase
         self._tracker.enter(phase, self.taken)
+
+    def _leave(self) -> None:
+        if self._phase in (Beside.SAVING, Beside.EVALUATION):
+            self._beside.ends()
+
+    def _may_be(self, phase: Beside) -> None:
+        """Enter a part of the run that may turn out to be none."""
+        before = self._phase
+        self._enter(phase)
+        self._beside.begins(before)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the script was stopped."""
+        return self.ended != "script ended"
+
+    def _stop(self, ended: Ended) -> None:
+        self.finish(collect=True)
+        self.ended = ended
+        raise StepsDone
+
+    # --- beside the steps -----------------------------------------------------------------------------------------------
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether it runs a pass, a step or what lies beside them, within which nothing else begins; or is over."""
+        within = self._modules or self._backwards or self._optimizers or self._engines or self._others
+        return self.deaf or self._over or bool(within)
+
+    @property
+    def saves_now(self) -> bool:
+        """Whether the script saves."""
+        return self._phase is Beside.SAVING
+
+    def _at_evaluation(self, turn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+        """``model.eval()``: an evaluation may begin."""
+
+        def turned(module: nn.Module) -> nn.Module:
+            if not self._is_busy and self._beside.turns_to_evaluation(module, self._phase):
+                self._may_be(Beside.EVALUATION)
+            return turn(module)
+
+        return turned
+
+    def during(self, phase: Beside, run: Callable[..., object]) -> Callable[..., object]:
+        """A function that is a part of the run of its own, unless it is called within a pass or a step."""
+
+        @wraps(run)
+        def ran(*args: object, **kwargs: object) -> object:
+            if self._is_busy:
+                return run(*args, **kwargs)
+            before = self._phase
+            if before is not phase:
+                self._enter(phase)
+            self._others += 1
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._others -= 1
+                if before is Beside.EVALUATION and phase is Beside.GENERATION:
+                    self._enter(before)
+                    self._beside.proves()
+
+        return ran
+
+    def saving(self, run: Callable[..., object], *, writes: bool = False) -> Callable[..., object]:
+        """A function that makes a state dict, or writes one. Before the first step that is part of loading."""
+        saves = self.during(Beside.SAVING, run)
+
+        @wraps(run)
+        def saved(*args: object, **kwargs: object) -> object:
+            if self._phase is Phase.INIT or self._is_busy:
+                return run(*args, **kwargs)
+            if self._phase is not Beside.SAVING:
+                self._may_be(Beside.SAVING)
+            before = len(self._tracker.blocks)
+            result = saves(*args, **kwargs)
+            if writes or len(self._tracker.blocks) > before:
+                self._beside.proves()
+            return result
+
+        return saved
 
     # --- forward --------------------------------------------------------------------------------------------------------
 
@@ -92,19 +192,30 @@ class Loop:
         self._modules += 1
         if self._backwards and self._observer is not None:
             self._observer.recomputes = True
-        if self._modules > 1 or self._backwards or not torch.is_grad_enabled():
+        if self._modules > 1 or self._backwards or self._others:
             return
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return
+        if self._ends_at is not None and self.completed and time.perf_counter() > self._ends_at:
+            self._stop("time over")
+        if (beside := self._beside.forward(module, self._phase)) is not None:
+            if beside is not self._phase:
+                self._enter(beside)
+            self._beside.proves()
+        elif torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
+            self._trains(module)
+
+    def _trains(self, module: nn.Module) -> None:
+        """The forward of a training step begins."""
         if self._phase is not Phase.FORWARD:
             self._next_step()
             self._enter(Phase.FORWARD)
         if id(module) not in self._roots:
             self._meet(module)
+        self._beside.trains(module)
 
     def _meet(self, root: nn.Module) -> None:
         """Learn the names of a model's parts, and whose its parameters are."""
         self._roots.add(id(root))
+        self._beside.meet(root)
         self._tracker.learn_modules(root)
         self._tracker.own((*nn.Module.parameters(root), *nn.Module.buffers(root)))
         self._models.append(weakref.ref(root, self._one_goes))
@@ -125,6 +236,9 @@ class Loop:
                 return
             self._backwards += 1
             if self._backwards == 1:
+                if self._phase is Beside.EVALUATION:
+                    self._beside.trained_after_all(step=self.completed)
+                    self._next_step()
                 self._enter(Phase.BACKWARD)
                 if self._observer is not None:
                     self._observer.backward_begins(list(tensors_in(args[:1] or kwargs.get("tensors"))), self._root())
@@ -220,12 +334,12 @@ class Loop:
             return
         self.taken, self._stepped = self.taken + 1, False
         if self._enough():
-            self.finish()
-            self.stopped = True
-            raise StepsDone
+            self._stop("steps taken")
 
     def _enough(self) -> bool:
         """Whether every optimizer took its steps: a GAN's two take turns, and each makes its states in its first."""
+        if self._ends_at is not None:
+            return False
         every = all(count >= self._steps for count in self._steps_of.values())
         return self.taken >= self._steps * (1 if every else _PATIENCE)
 

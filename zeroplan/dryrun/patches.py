@@ -16,14 +16,16 @@ class AfterImport(importlib.abc.MetaPathFinder):
     A library that only looks whether another is installed (``find_spec``) imports nothing, and nothing is called.
     """
 
-    def __init__(self, patches: dict[str, Patch]) -> None:
-        self._patches = dict(patches)
+    def __init__(self, *patches: dict[str, Patch]) -> None:
+        self._patches: dict[str, list[Patch]] = {}
+        for name, patch in (one for some in patches for one in some.items()):
+            self._patches.setdefault(name, []).append(patch)
         self._looking = False
 
     def install(self) -> None:
         """Begin to watch imports."""
-        for name, patch in self._patches.items():
-            if name in sys.modules:
+        for name, patches in self._patches.items():
+            for patch in patches if name in sys.modules else ():
                 patch(sys.modules[name])
         sys.meta_path.insert(0, self)
 
@@ -38,11 +40,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self._looking = False
         if spec is None or spec.loader is None:
             return spec
-        run, patch = spec.loader.exec_module, self._patches[fullname]
+        run, patches = spec.loader.exec_module, self._patches[fullname]
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            patch(module)
+            for patch in patches:
+                patch(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

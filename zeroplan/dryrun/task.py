@@ -13,7 +13,8 @@ class DryRunTask(Spec):
 
     ``target`` is a path, or with ``module`` a module's name; ``arguments`` are those of the script. ``gpu`` is a name in the
     catalogue, ``answer`` the file that the result is written to, with every block of memory where ``traced``, and with a profile of
-    the script's model where ``profiled`` says of which ways of executing it. ``eager`` leaves ``torch.compile`` out.
+    the script's model where ``profiled`` says of which ways of executing it. ``eager`` leaves ``torch.compile`` out. With
+    ``until_end`` the script runs to its own end, or until so many seconds have passed.
     """
 
     target: str
@@ -28,6 +29,7 @@ class DryRunTask(Spec):
     traced: bool = False
     profiled: Literal["own", "all"] | None = None
     eager: bool = False
+    until_end: CountOrZero = 0
 
     @property
     def without_compiler(self) -> str:

@@ -206,9 +206,13 @@ def _leave_out_randomness() -> None:
         put(owner, set_rng_state=set_rng_state)
 
 
+COMPILER = "torch.compile"
+"""What is named where it is left out."""
+
+
 def leave_out_compilation(why: str) -> None:
     """Leave ``torch.compile`` out: the code runs as it is, which keeps more."""
-    left_out = ("torch.compile", f"left out, the code runs as it is ({why})")
+    left_out = (COMPILER, f"left out, the code runs as it is ({why})")
 
     def compiled(model: Any = None, *_: object, **__: object) -> object:  # noqa: ANN401
         if model is None:

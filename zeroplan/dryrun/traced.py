@@ -2,10 +2,12 @@
 
 import linecache
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from zeroplan.script_trace import Blocks, CollectiveRecorded, SpanRecorded, Trace
+from zeroplan.dryrun.operators import Operator
+from zeroplan.script_run import OperatorsOfStep
+from zeroplan.script_trace import Blocks, CollectiveRecorded, OperatorsRecorded, SpanRecorded, Trace
 from zeroplan.verify.fake_cuda.stand_ins import shown_file
 from zeroplan.verify.watching.recording import Block, Recording
 from zeroplan.verify.watching.timeline import Timeline
@@ -14,7 +16,9 @@ _LONGEST_SOURCE = 120
 """Of a line of code. [signs]"""
 
 
-def trace_of(timeline: Timeline, lines: Mapping[Block, str], *, target: str) -> Trace:
+def trace_of(
+    timeline: Timeline, lines: Mapping[Block, str], *, target: str, operators: OperatorsRecorded | None = None
+) -> Trace:  # fmt: skip
     """What a recording has, with the line behind every block; ``target`` is the script's own file."""
     recording = timeline.recording
     operations, modules, kinds, where = (_Names() for _ in range(4))
@@ -39,7 +43,29 @@ def trace_of(timeline: Timeline, lines: Mapping[Block, str], *, target: str) -> 
         spans=tuple(SpanRecorded(step=span.step, phase=span.phase.value, start=span.start) for span in recording.spans),
         collectives=_collectives(recording),
         blocks=blocks,
+        operators=operators,
     )
+
+
+def operators_recorded(rows: Sequence[Operator], groups: Iterable[tuple[int, ...]]) -> OperatorsRecorded:
+    """The operators of a step as columns."""
+    names, modules, lines = (_Names() for _ in range(3))
+    name, module, line, *rest = (list(column) for column in zip(*rows, strict=True)) if rows else ([] for _ in Operator._fields)
+    columns = dict(zip(Operator._fields[3:], (tuple(map(int, column)) for column in rest), strict=True))
+    return OperatorsRecorded(
+        name=names.numbered(name), module=modules.numbered(module), line=lines.numbered(line), names=tuple(names.known),
+        modules=tuple(modules.known), lines=tuple(lines.known), groups=tuple(groups), **columns,
+    )  # fmt: skip
+
+
+def operators_summed(rows: Sequence[Operator]) -> OperatorsOfStep:
+    """What the operators of a step do in all; collectives and words between streams move nothing in this sum."""
+    computing = [row for row in rows if row.read_bytes]
+    return OperatorsOfStep(
+        count=len(computing), streams=len({row.stream for row in computing}), flops=sum(row.flops for row in rows),
+        recomputed_flops=sum(row.flops for row in rows if row.recomputed),
+        read_bytes=sum(row.read_bytes for row in computing), written_bytes=sum(row.written_bytes for row in computing),
+    )  # fmt: skip
 
 
 class _Names:

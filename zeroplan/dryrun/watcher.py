@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from zeroplan.allocator import CachingAllocator, Chunk
 from zeroplan.dryrun.compiling.origins import Origins, within
-from zeroplan.ledger import Kind
+from zeroplan.dryrun.operators import WAIT, Operator, Operators, flops, known, moved
+from zeroplan.ledger import OF_A_STEP, Kind, Phase
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 from zeroplan.verify.watching.host import HostMemory
@@ -47,6 +48,8 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._made_by: list[str] = []
         self._origins = Origins()
         self._closed = False
+        self.operators = Operators()
+        self.operators.listen(self._hear)
         memory.counted = self
 
     @classmethod
@@ -59,7 +62,44 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
     ) -> object:
         """Run an operator and record it; threads of the script take turns."""
         with self._one_at_a_time:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if result is not NotImplemented and self.spans[-1].phase in OF_A_STEP and not self._looking_away:
+                self._note(func, args, kwargs or {}, result)
+            return result
+
+    def _note(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> None:
+        """Note an operator of a step."""
+        what = known(func)
+        if what.moves_nothing or self._closed:
+            return
+        if what.collective:
+            read, written, group = 0, self.calls[-1].n_bytes, self.operators.group(args)
+        else:
+            read, written = (0, 0) if what.name == WAIT else moved(func, args, kwargs, result)
+            group = 0
+            if not read and not written and what.name != WAIT:
+                return  # on the host
+        span = self.spans[-1]
+        again = span.phase is Phase.BACKWARD and self._modules.is_called
+        self.operators.note(span.step, Operator(
+            what.name, self._modules.current(), self._line(), self.now, len(self.spans) - 1, self._stream(),
+            flops(func, args, kwargs, result), read, written, again, group,
+        ))  # fmt: skip
+
+    def _hear(self, word: str, stream: object, other: object) -> None:
+        """Note what a stream is told in a step."""
+        span = self.spans[-1]
+        if self._closed or span.phase not in OF_A_STEP:
+            return
+        about = 0
+        if isinstance(other, torch.cpu.Stream):
+            about = self._streams.setdefault(id(other), len(self._streams))
+        elif other is not None:
+            about = self.operators.event(other, recorded=word.startswith("record"))
+        mine = self._stream() if stream is None else self._streams.setdefault(id(stream), len(self._streams))
+        self.operators.note(span.step, Operator(
+            word, self._modules.current(), self._line(), self.now, len(self.spans) - 1, mine, 0, 0, 0, False, about,
+        ))  # fmt: skip
 
     def learn_modules(self, root: nn.Module) -> None:
         """Learn the names of a model's parts, beside those of other models; wrappers have none."""

@@ -9,7 +9,7 @@ from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.engines.device import Outside, outside_beside, total_band
 from zeroplan.report.tables import Table
 from zeroplan.report.words import plural
-from zeroplan.script_run import DryRun, Part
+from zeroplan.script_run import DryRun, Part, PhaseOfRun
 from zeroplan.units import GIBIBYTES, Unit
 
 COLUMNS = 80
@@ -29,10 +29,12 @@ def dry_run_text(found: DryRun, *, verbose: bool = False, unit: Unit = GIBIBYTES
     parts = [
         [*_filled(verdict(found, unit)), *_filled(_what(found)), *_filled(_peak(found, small))],
         list(_alive(found, table, most)),
+        list(_phases(found, table, verbose=verbose)),
         list(_named("By module at the peak", found.modules, table, most)),
         list(_named("By line of code at the peak", found.lines, table, most)),
         list(_steps(found, table)) if verbose else [],
         list(_collectives(found, table)) if verbose else [],
+        list(_operators(found)) if verbose else [],
         list(_savings(found, small)) if verbose else [],
         list(_made_up(found, most)),
         [*_stood_in(found, verbose=verbose), *_remarks(found, verbose=verbose)],
@@ -59,7 +61,7 @@ def _outside(found: DryRun) -> tuple[Outside, ...]:
 
 def _counted(found: DryRun) -> int:
     steps = (phase.counted_bytes or phase.peak_bytes for step in found.steps for phase in step.phases)
-    return max(found.initialisation.peak_bytes, *steps)
+    return max(found.initialisation.peak_bytes, *(phase.counted_bytes for phase in found.phases), *steps)
 
 
 def fits(found: DryRun) -> bool:
@@ -98,11 +100,33 @@ def _peak(found: DryRun, unit: Unit) -> str:
     at = f", in {steady.module}" if steady.module else ""
     operation = f" ({steady.operation.removesuffix('.default')})" if steady.operation else ""
     text = f"Peak allocated: {unit.size(steady.peak_bytes)} in {steady.phase}{at}{operation}."
-    highest = max((found.initialisation, *(step.peak for step in found.steps[:-1])), key=lambda phase: phase.peak_bytes)
-    if highest.peak_bytes > steady.peak_bytes:
-        when = "before the first step" if highest is found.initialisation else f"in {highest.phase} of an earlier step"
-        text += f" Higher {when}: {unit.size(highest.peak_bytes)}."
-    return text
+    others = [(one.peak_bytes, f"in {one.phase}") for one in found.phases]
+    others += [(step.peak.peak_bytes, f"in {step.peak.phase} of an earlier step") for step in found.steps[:-1]]
+    highest, when = max([*others, (found.initialisation.peak_bytes, "before the first step")], key=lambda one: one[0])
+    return f"{text} Higher {when}: {unit.size(highest)}." if highest > steady.peak_bytes else text
+
+
+def _phases(found: DryRun, table: Table, *, verbose: bool) -> Iterator[str]:
+    """The peak of everything that the script did, and on which line it was; the steps in one row, with their highest peak."""
+    if not found.phases:
+        return
+    yield table.head("Peak of each phase")
+    for at, one in enumerate(found.phases):
+        yield table.row(one.phase, one.peak_bytes, _where(one))
+        yield from (f"    {name}: {table.unit.size(n_bytes)}" for name, n_bytes in _largest(one) if verbose)
+        if not at:
+            step = max((step.peak for step in found.steps), key=lambda phase: phase.peak_bytes)
+            yield table.row(f"training, in {step.phase}", step.peak_bytes)
+
+
+def _where(one: PhaseOfRun) -> str:
+    """The line of a phase's peak, as much of it as there is room for."""
+    room = COLUMNS - _NAME - 16
+    return one.line if len(one.line) <= room else f"…{one.line[1 - room :]}"
+
+
+def _largest(one: PhaseOfRun) -> list[tuple[str, int]]:
+    return sorted(one.kinds.items(), key=lambda kind: -kind[1])
 
 
 def _alive(found: DryRun, table: Table, most: int | None) -> Iterator[str]:
@@ -160,6 +184,22 @@ def _collectives(found: DryRun, table: Table) -> Iterator[str]:
         yield table.row(f"{one.operation} ({one.phase})", one.n_bytes, f"{one.calls} x {one.dtype}, {one.group} ranks")
 
 
+def _operators(found: DryRun) -> Iterator[str]:
+    """What the operators of the last step compute and move."""
+    if (one := found.operators) is None:
+        return
+    again = f", {_teras(one.recomputed_flops)} of them again in the backward" if one.recomputed_flops else ""
+    yield from _filled(
+        f"Operators of the last step: {one.count:,} on {plural(one.streams, 'stream')}. They compute {_teras(one.flops)}{again}; "
+        f"the model's are {_teras(one.model_flops)}. They read {one.read_bytes / 2**30:,.1f} GiB and write "
+        f"{one.written_bytes / 2**30:,.1f} GiB."
+    )
+
+
+def _teras(flops: int) -> str:
+    return f"{flops / 10**12:,.2f} TFLOP" if flops >= 10**10 else f"{flops / 10**6:,.2f} MFLOP"
+
+
 def _savings(found: DryRun, unit: Unit) -> Iterator[str]:
     """What would free how much, as upper bounds."""
     if found.savings:
@@ -202,5 +242,9 @@ def _stood_in(found: DryRun, *, verbose: bool) -> Iterator[str]:
 def _remarks(found: DryRun, *, verbose: bool) -> Iterator[str]:
     if verbose:
         yield from (line for one in found.remarks for line in _filled(f"Note: {one}."))
-    elif found.ended == "script ended":
+    if found.compiler_left_out:
+        yield from _filled("Note: torch.compile was left out; every figure is of the script without it, which keeps more.")
+    if found.ended == "time over":
+        yield from _filled("Note: the script was stopped when its time was over; what would have come later is not known.")
+    elif found.ended == "script ended" and not verbose:
         yield from _filled(f"Note: the script came to its end after {plural(len(found.steps), 'optimizer step')}.")

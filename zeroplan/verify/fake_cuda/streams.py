@@ -3,9 +3,18 @@
 The CPU module of torch remembers which stream was chosen, which is how a watcher tells streams apart.
 """
 
+from collections.abc import Callable
 from typing import Self
 
 import torch
+
+listeners: list[Callable[[str, object, object], None]] = []
+"""Called with every word between streams: what it is, the stream that hears it (None for the current one), and what it is about."""
+
+
+def _say(word: str, stream: object, other: object) -> None:
+    for listener in listeners:
+        listener(word, stream, other)
 
 
 class Stream(torch.cpu.Stream):
@@ -24,7 +33,17 @@ class Stream(torch.cpu.Stream):
 
     def record_event(self, event: "Event | None" = None) -> "Event":  # type: ignore[override]
         """Return the event, which has passed already."""
-        return Event() if event is None else event
+        event = Event() if event is None else event
+        _say("record an event", self, event)
+        return event
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
+        _say("wait for a stream", self, stream)
+
+    def wait_event(self, event: object) -> None:
+        """Nothing to wait for."""
+        _say("wait for an event", self, event)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -50,9 +69,11 @@ class Event(torch.cpu.Event):
 
     def record(self, stream: object = None) -> None:
         """Nothing to record."""
+        _say("record an event", stream, self)
 
     def wait(self, stream: object = None) -> None:
         """Nothing to wait for."""
+        _say("wait for an event", stream, self)
 
     def synchronize(self) -> None:
         """Nothing to wait for."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Beside, Kind, Phase
 
 STILL_HELD = 2**62
 """When a block dies that outlives the recording."""
@@ -65,7 +65,7 @@ class Span(NamedTuple):
     """A part of the run: which step (the first is 0; -1 before it), which phase, and the moment it began."""
 
     step: int
-    phase: Phase
+    phase: Phase | Beside
     start: int
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
-from zeroplan.ledger import Phase
+from zeroplan.ledger import Beside, Phase
 from zeroplan.measurement import SETTINGS, AllocatorMeasured, OnCardMeasured
 from zeroplan.verify.watching.recording import LIFTED, STILL_HELD, Block, Recording
 
@@ -148,7 +148,7 @@ def _events(recording: Recording) -> list[tuple[Block, bool]]:
 
 def _first_multiplications(recording: Recording) -> set[int]:
     """When the forward pass and autograd first multiply matrices."""
-    first: dict[Phase, int] = {}
+    first: dict[Phase | Beside, int] = {}
     for block in recording.blocks:
         if block.operation.startswith(MULTIPLICATIONS):
             first.setdefault(recording.spans[block.span].phase, block.born)

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import accumulate
 
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import OF_A_STEP, Beside, Kind, Phase
 from zeroplan.measurement import CollectiveMeasured, CourseMeasured, PhaseMeasured, StepMeasured
 from zeroplan.verify.watching.collected import summed
 from zeroplan.verify.watching.courses import Asked, Pass, course_of
@@ -24,6 +24,13 @@ class Timeline:
             if block.died != STILL_HELD:
                 changes[block.died] -= block.n_bytes
         self.live = list(accumulate(changes))
+        self._events: list[tuple[Block, int] | None] = [None] * (recording.now + 1)
+        for block in recording.blocks:
+            self._events[block.born] = (block, 1)
+            if block.died != STILL_HELD:
+                self._events[block.died] = (block, -1)
+        self._known: list[Counter[Kind]] = [Counter()]
+        """What is alive by kind after every so many moments: a run of many steps is asked about many."""
 
     def window(self, index: int) -> slice:
         """Return the moments of a span, its beginning included."""
@@ -40,11 +47,20 @@ class Timeline:
 
     def kinds(self, moment: int) -> dict[str, int]:
         """Return what is alive at a moment, by kind."""
-        found: Counter[str] = Counter()
-        for block in self.recording.blocks:
-            if block.born <= moment < block.died:
-                found[self.kind(block).value] += block.n_bytes
-        return dict(found)
+        while len(self._known) <= moment // _OFTEN:
+            last = len(self._known) - 1
+            self._known.append(self._moved(self._known[last], last * _OFTEN, (last + 1) * _OFTEN))
+        found = self._moved(self._known[moment // _OFTEN], moment // _OFTEN * _OFTEN, moment)
+        return {kind.value: n_bytes for kind, n_bytes in found.items() if n_bytes}
+
+    def _moved(self, alive: Counter[Kind], after: int, until: int) -> Counter[Kind]:
+        """What is alive at a moment, from what was alive at an earlier one."""
+        found = alive.copy()
+        for event in self._events[after + 1 : until + 1]:
+            if event is not None:
+                block, sign = event
+                found[self.kind(block)] += sign * block.n_bytes
+        return found
 
     def by_kind(self) -> dict[str, list[int]]:
         """Return what is alive after every request and release, kind by kind. [bytes]"""
@@ -58,7 +74,8 @@ class Timeline:
 
     def at(self, moment: int) -> Block | None:
         """Return the block that was asked for at a moment."""
-        return next((block for block in self.recording.blocks if block.born == moment), None)
+        event = self._events[moment]
+        return None if event is None or event[1] < 0 else event[0]
 
     def kind(self, block: Block) -> Kind:
         """What a block is for; what nobody said is told by where it was asked for."""
@@ -67,12 +84,15 @@ class Timeline:
         phase = self.recording.spans[block.span].phase
         if phase is Phase.STEP:
             return Kind.OPTIMIZER_TEMPORARY
-        if phase in (Phase.FORWARD, Phase.BACKWARD) and is_of_the_loss(block, phase):
+        if phase is Beside.SAVING:
+            return Kind.GATHER if "all_gather" in block.operation else Kind.TEMPORARY
+        passes = Phase.FORWARD if phase in _FORWARDS else phase
+        if passes in (Phase.FORWARD, Phase.BACKWARD) and is_of_the_loss(block, passes):
             return Kind.LOGITS
         return Kind.ACTIVATIONS if phase is Phase.BACKWARD and block.recomputed else Kind.TEMPORARY
 
 
-def is_of_the_loss(block: Block, phase: Phase) -> bool:
+def is_of_the_loss(block: Block, phase: Phase | Beside) -> bool:
     """Whether a block is logits or the loss's own: asked for by the whole module itself, or in forward by its last layer.
 
     What that layer makes in backward is no longer logits, but the gradients of its weight and of its input; and in forward, a
@@ -83,13 +103,18 @@ def is_of_the_loss(block: Block, phase: Phase) -> bool:
     return not block.module
 
 
+_OFTEN = 4096
+"""Moments between two at which what is alive is kept."""
+_FORWARDS = (Beside.EVALUATION, Beside.NO_GRAD)
 _HEAD = "lm_head"
 _OF_ITS_INPUT = ("aten._to_copy.default", "_c10d_functional.all_gather_into_tensor.default", "aten.cat.default")
 
 
 def initialisation(timeline: Timeline) -> PhaseMeasured:
     """Summarise what happened before the first step."""
-    return _phase(timeline, Phase.INIT, [0])
+    spans = timeline.recording.spans
+    first = next(index for index, span in enumerate(spans) if span.phase in OF_A_STEP)
+    return phase_measured(timeline, Phase.INIT, [index for index in range(first) if spans[index].phase is Phase.INIT])
 
 
 def steps_measured(timeline: Timeline) -> tuple[StepMeasured, ...]:
@@ -102,10 +127,12 @@ def steps_measured(timeline: Timeline) -> tuple[StepMeasured, ...]:
 def _step(timeline: Timeline, step: int) -> StepMeasured:
     spans = timeline.recording.spans
     indices = [index for index, span in enumerate(spans) if span.step == step and span.phase is not Phase.INIT]
-    phases = dict.fromkeys(spans[index].phase for index in indices)
+    phases = [phase for phase in dict.fromkeys(spans[index].phase for index in indices) if isinstance(phase, Phase)]
     end, host = timeline.window(indices[-1]).stop - 1, timeline.recording.host
     return StepMeasured(
-        phases=tuple(_phase(timeline, phase, [index for index in indices if spans[index].phase is phase]) for phase in phases),
+        phases=tuple(
+            phase_measured(timeline, phase, [index for index in indices if spans[index].phase is phase]) for phase in phases
+        ),
         held_bytes=timeline.live[end],
         held_kinds=timeline.kinds(end),
         host_held_bytes=None if host is None else host.held[indices[-1]],
@@ -114,7 +141,8 @@ def _step(timeline: Timeline, step: int) -> StepMeasured:
     )
 
 
-def _phase(timeline: Timeline, phase: Phase, indices: list[int]) -> PhaseMeasured:
+def phase_measured(timeline: Timeline, phase: Phase | Beside, indices: list[int]) -> PhaseMeasured:
+    """Summarise some parts of a run as one phase: its highest moment, and what is alive then."""
     most, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
     block, host = timeline.at(moment), timeline.recording.host
     counted = None if timeline.counted is None else max(max(timeline.counted[timeline.window(index)]) for index in indices)
@@ -154,5 +182,5 @@ def collectives(recording: Recording) -> tuple[CollectiveMeasured, ...]:
     """Add up the collectives of the last step."""
     spans = recording.spans
     last = max(span.step for span in spans if span.phase is Phase.STEP)
-    calls = (call for call in recording.calls if spans[call.span].step == last)
+    calls = (call for call in recording.calls if spans[call.span].step == last and spans[call.span].phase in OF_A_STEP)
     return summed(Call(call.operation, call.dtype, call.group, call.n_bytes, spans[call.span].phase.value) for call in calls)

@@ -27,7 +27,7 @@ from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Beside, Kind, Phase
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.watching.collectives import COLLECTIVES, call
 from zeroplan.verify.watching.cycles import collected_when_told
@@ -79,7 +79,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
 
     # --- what the training loop says ------------------------------------------------------------------------------------
 
-    def enter(self, phase: Phase, step: int, *, collect: bool = True) -> None:
+    def enter(self, phase: Phase | Beside, step: int, *, collect: bool = True) -> None:
         """Begin a phase of a step. What nobody can reach is freed before, unless ``collect`` is false."""
         if self._say is not None and phase is not Phase.INIT:
             self._say(f"step {step + 1}: {phase.value}")

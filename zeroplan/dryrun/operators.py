@@ -1,0 +1,179 @@
+"""What every operator of a step computes, reads and writes, on which stream, and what waits for what.
+
+Operations are counted by torch's own formulas (``torch.utils.flop_counter``): matrix multiplications, convolutions and attention;
+all others count none. An operator reads its tensors and writes its results; views and empty tensors move nothing, and a look-up
+(``embedding``, ``gather``) reads as much as it returns. For a collective the bytes are those of its largest buffer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch._C._distributed_c10d import FakeWork, _resolve_process_group
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import flop_registry
+
+from zeroplan.verify.fake_cuda import streams
+from zeroplan.verify.watching.collectives import COLLECTIVES
+from zeroplan.verify.watching.inside import INSIDE
+
+_MOVES_NOTHING = {
+    "detach", "alias", "lift_fresh", "_local_scalar_dense", "is_pinned", "equal", "empty_like", "new_empty", "new_empty_strided",
+    "_unsafe_view", "_reshape_alias", "record_stream", "set_",
+}  # fmt: skip
+_LOOKS_UP = {"embedding", "gather", "index", "index_select", "_unsafe_index", "nll_loss_forward"}
+_ONLY_WRITTEN = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "_foreach_zero_", "_foreach_copy_"}
+WAIT = "_c10d_functional.wait_tensor.default"
+
+
+class Operator(NamedTuple):
+    """One operator, collective, or word between streams. [operations], [bytes]
+
+    ``other`` is the group of a collective, the event or the stream that is waited for; 0 for none.
+    """
+
+    name: str
+    module: str
+    line: str
+    moment: int
+    span: int
+    stream: int
+    flops: int
+    read_bytes: int
+    written_bytes: int
+    recomputed: bool
+    other: int = 0
+
+
+class _Known(NamedTuple):
+    """What is known of an operator before it runs."""
+
+    name: str
+    flops: Callable[..., int] | None
+    moves_nothing: bool
+    looks_up: bool
+    only_written: bool
+    mutated: tuple[int, ...]
+    out: tuple[str, ...]
+    collective: bool
+
+
+@cache
+def known(func: OpOverload) -> _Known:
+    """Read off an operator's schema what it does with its arguments."""
+    name, schema = func._opname, func._schema
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
+    return _Known(
+        name=str(func),
+        flops=flop_registry.get(func._overloadpacket),
+        moves_nothing=func.namespace == "prim" or func.is_view or name in _MOVES_NOTHING or name.startswith("empty")
+        or func in INSIDE,
+        looks_up=name in _LOOKS_UP,
+        only_written=name in _ONLY_WRITTEN,
+        mutated=tuple(at for at, one in enumerate(written) if one and not schema.arguments[at].kwarg_only),
+        out=tuple(argument.name for argument, one in zip(schema.arguments, written, strict=True) if one and argument.kwarg_only),
+        collective=func in COLLECTIVES,
+    )  # fmt: skip
+
+
+def moved(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> tuple[int, int]:
+    """The bytes that an operator reads and writes."""
+    what = known(func)
+    out = [tensor for name in what.out for tensor in _tensors(kwargs.get(name))]
+    mutated = [tensor for at in what.mutated if at < len(args) for tensor in _tensors(args[at])]
+    given = [
+        tensor for at, one in enumerate(args) for tensor in _tensors(one) if not (what.only_written and at in what.mutated)
+    ]
+    given += [tensor for name, one in kwargs.items() if name not in what.out for tensor in _tensors(one)]
+    written = _bytes(mutated) + _bytes(out) if mutated or out else _bytes(_tensors(result))
+    if what.looks_up:
+        return written + _bytes(given[1:]), written
+    return _bytes(given), written
+
+
+def _tensors(one: object) -> Iterator[torch.Tensor]:
+    """The tensors on the GPU in an argument or a result."""
+    if isinstance(one, torch.Tensor):
+        if (one.fake_device if isinstance(one, FakeTensor) else one.device).type == "cuda":
+            yield one
+    elif isinstance(one, list | tuple):
+        for inside in one:
+            yield from _tensors(inside)
+
+
+def _bytes(tensors: "Iterator[torch.Tensor] | Sequence[torch.Tensor]") -> int:
+    """Of tensors; of one that is expanded, what is there once."""
+    return sum(min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensor in tensors)
+
+
+class Operators:
+    """Notes what runs, of the last two steps: the last may be one that never ends."""
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[int, ...], int] = {}
+        self._by_step: dict[int, list[Operator]] = {}
+        self._events: dict[int, int] = {}
+
+    def of_step(self, step: int) -> list[Operator]:
+        """What ran in a step; empty where that is not kept."""
+        return self._by_step.get(step, [])
+
+    def note(self, step: int, operator: Operator) -> None:
+        """Note one of a step."""
+        rows = self._by_step.get(step)
+        if rows is None:
+            self._by_step = {number: kept for number, kept in self._by_step.items() if number == step - 1}
+            rows = self._by_step[step] = []
+        rows.append(operator)
+
+    def group(self, args: Sequence[object]) -> int:
+        """The number of a collective's group, from 1 on in the order in which they are met; 0 where there is none."""
+        found = next((ranks for ranks in map(_ranks, args) if ranks), None)
+        return 0 if found is None else self.groups.setdefault(found, len(self.groups) + 1)
+
+    def event(self, event: object, *, recorded: bool) -> int:
+        """The number of an event, a new one each time that it is recorded."""
+        if recorded:
+            self._events[id(event)] = len(self._events) + 1 if id(event) not in self._events else max(self._events.values()) + 1
+        return self._events.get(id(event), 0)
+
+    def listen(self, heard: Callable[[str, object, object], None]) -> None:
+        """Hear what streams and handles of collectives are told: the word, the stream or handle, and what it is about."""
+        streams.listeners.append(heard)
+        wait = FakeWork.wait
+
+        def waited(work: FakeWork, *args: object) -> object:
+            heard("wait for a collective", None, None)
+            return wait(work, *args)  # type: ignore[arg-type]
+
+        FakeWork.wait = waited  # type: ignore[method-assign,assignment]
+
+
+@cache
+def _ranks_of(name: str) -> tuple[int, ...]:
+    return tuple(torch.distributed.get_process_group_ranks(_resolve_process_group(name)))  # type: ignore[arg-type]
+
+
+def _ranks(argument: object) -> tuple[int, ...]:
+    """The ranks of a group that is an argument; empty for anything else."""
+    if isinstance(argument, str):
+        try:
+            return _ranks_of(argument)
+        except (RuntimeError, ValueError, KeyError):  # another text: how to reduce
+            return ()
+    if isinstance(argument, torch.ScriptObject):
+        try:
+            return tuple(torch.distributed.get_process_group_ranks(torch.distributed.ProcessGroup.unbox(argument)))
+        except RuntimeError:  # a reduce operation
+            return ()
+    if isinstance(argument, torch.distributed.ProcessGroup):
+        return tuple(torch.distributed.get_process_group_ranks(argument))
+    return ()
+
+
+def flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
+    """The operations of an operator by torch's formula; 0 where it has none."""
+    formula = known(func).flops
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
