@@ -95,7 +95,8 @@ class Saving(Spec):
 class DryRun(Spec):
     """One script as one rank of N: every step, what is alive at the highest moment of the last, and what was made up.
 
-    ``phases`` are what the script did beside its steps. With ``compiler_left_out`` it calls ``torch.compile``, and its code ran as it is.
+    ``phases`` are what the script did beside its steps. With ``compiler_left_out`` it calls ``torch.compile``, and its code ran
+    as it is.
     ``steps`` are as a record of ``zeroplan verify`` has them; the first makes the optimizer's state. ``allocator`` is a model of
     CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the
     library code that something else replaced. [bytes]

@@ -72,6 +72,7 @@ def test_kernels_launched_on_nothing_are_named_and_eager_says_that_it_left_the_c
     assert replaced == {"torch.compile's own kernels": "inductor plans their buffers, and launching them does nothing"}
     left_out = {one["what"]: one["by"] for one in eager.answer["stood_in"]}
     assert left_out == {"torch.compile": "left out, the code runs as it is (--eager)"}
+    assert (run.answer["compiler_left_out"], eager.answer["compiler_left_out"]) == (False, True)
 
 
 def test_what_a_graph_keeps_has_the_module_and_the_line_of_the_users_code(run: Run):

@@ -40,6 +40,7 @@ def test_a_script_runs_to_its_end_and_its_saving_gathers_the_whole_model(whole: 
     assert phases["saving"]["line"] == _line("validates.py", "= get_model_state_dict")
     assert (phases["saving"]["after_step"], phases["evaluation"]["after_step"]) == (4, 1)
     assert whole.answer["steps"][-1]["held_kinds"]["optimizer state"] == pytest.approx(_BLOCKS, rel=0.001)
+    assert whole.answer["steps"][-1]["held_bytes"] == pytest.approx(3 * _BLOCKS // 2, rel=0.01)
     sent = {one["phase"] for one in whole.answer["collectives"]}
     assert sent <= {"forward", "backward", "optimizer step"}
 

@@ -202,3 +202,56 @@ def test_signs_that_move_a_terminal_are_spelled_out(data: Data, tmp_path: Path):
     shown = dry_run("--show", "run.json", folder=tmp_path, flags=())
     assert r"train\x1b[2J\x9b.py" in shown.output.replace("\n", " ")
     assert "\x1b" not in shown.output
+
+
+def test_a_saved_run_is_drawn_and_shown_on_the_page(run: Run, folder: Path, capsys: pytest.CaptureFixture[str]):
+    from zeroplan.cli.app import main
+    from zeroplan.explore.saved_run import run_page
+    from zeroplan.report.series.run import phases
+    from zeroplan.report.series.run import run as series_of
+
+    saved = read_saved(folder / "run.gz")
+    last, whole = series_of(saved), series_of(saved, whole=True)
+    assert int(last.n_bytes.sum(axis=0)[last.peak]) == run.peak_bytes
+    assert int(whole.n_bytes.sum(axis=0).max()) == saved.run.peak_bytes
+    assert [one.name for one in last.stretches] == ["forward", "backward", "optimizer step"]
+    assert whole.stretches[0].name == "loading"
+    assert {instant.name for instant in phases(saved).instants} >= {"loading", "forward", "backward", "optimizer step"}
+    with pytest.raises(SystemExit):
+        main(["plot", "timeline", "--run", str(folder / "run.gz"), "--text"])
+    assert "loading" in capsys.readouterr().out
+    page = run_page(saved).decode()
+    assert page.count("data:image/png;base64,") == 2
+    assert "Peak of each phase" in page
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("plot", "timeline", "run.gz", "--text"), "zeroplan plot timeline --run FILE"),
+        (("compare", "run.gz"), "zeroplan dryrun --show FILE"),
+        (("plot", "timeline", "--run", "run.gz", "--model", "gpt2", "--text"), "has a job of its own"),
+        (("plot", "timeline", "--whole", "--text"), "add --run FILE"),
+        (("plot", "timeline", "--run", "gone.gz", "--text"), "does not exist"),
+        (("explore", "gone.gz", "--no-browser"), "does not exist"),
+    ],
+)
+def test_a_run_in_the_wrong_place_names_the_right_command(
+    run: Run,
+    folder: Path,
+    words: tuple[str, ...],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from zeroplan.cli.app import main
+
+    assert run.code == 0
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert says in said[0]

@@ -11,6 +11,11 @@ from zeroplan.units import MIB
 #: No config.json comes near it; whatever is larger is something else.
 LARGEST_FILE_BYTES = 16 * MIB
 _SHOWN = 60
+_SAVED_RUN = b'{"content":"zeroplan dryrun"'
+_NOT_THIS = (
+    "is compressed or a saved dry run; of that, `zeroplan dryrun --show FILE` prints the answer, `--against FILE` compares, "
+    "`zeroplan plot timeline --run FILE` draws, and `zeroplan explore FILE` shows it"
+)
 
 Key = TypeVar("Key")
 
@@ -22,7 +27,10 @@ def read_text(path: Path, *, what: str) -> str:
         if fault:
             raise SpecError(f"{what} {str(path)!r} {fault}")
         with path.open("rb") as file:
-            return file.read(LARGEST_FILE_BYTES).decode("utf-8-sig")
+            content = file.read(LARGEST_FILE_BYTES)
+        if content.startswith((b"\x1f\x8b", _SAVED_RUN)):
+            raise SpecError(f"{what} {str(path)!r} {_NOT_THIS}")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpecError(f"{what} {str(path)!r} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
     except OSError as error:

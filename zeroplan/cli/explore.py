@@ -16,6 +16,9 @@ HOST, PORT = "127.0.0.1", 8642
 
 
 def explore_command(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run that `zeroplan dryrun --save` wrote: its own page comes first.")
+    ] = None,
     *,
     port: Annotated[
         str, typer.Option("--port", metavar="N", help="Where to listen; 0 takes a free one.", show_default=True)
@@ -25,14 +28,25 @@ def explore_command(
     """Serve a page on this machine: move a job's numbers and see its memory stage by stage, moment by moment."""
     if lacking := not_installed("fastapi", "uvicorn", by="the page"):
         raise MeasurementError(lacking)
+    page = None if run is None else _page_of(run)
     listening = _listening(_port(port))
-    address = f"http://{HOST}:{listening.getsockname()[1]}/"
+    address = f"http://{HOST}:{listening.getsockname()[1]}/{'' if page is None else 'run'}"
     say(f"{address} (Ctrl-C ends it)")
     if browser:
         import webbrowser  # noqa: PLC0415  start-up is part of every command's time
 
         webbrowser.open(address)
-    _serve(listening)
+    _serve(listening, page)
+
+
+def _page_of(run: str) -> bytes:
+    """The page of a saved run, made once, before anything is served."""
+    from pathlib import Path  # noqa: PLC0415  start-up is part of every command's time
+
+    from zeroplan.explore.saved_run import run_page  # noqa: PLC0415
+    from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415
+
+    return run_page(read_saved(Path(run)))
 
 
 def _port(text: str) -> int:
@@ -57,7 +71,7 @@ def _listening(port: int) -> "socket.socket":
     return listening
 
 
-def _serve(listening: "socket.socket") -> None:
+def _serve(listening: "socket.socket", run: bytes | None) -> None:
     import uvicorn  # noqa: PLC0415  only this command needs it
 
     from zeroplan.explore.connection import Impatient  # noqa: PLC0415
@@ -65,7 +79,7 @@ def _serve(listening: "socket.socket") -> None:
 
     # Of the two readers of HTTP that uvicorn knows, this one bounds what it reads before it answers.
     config = uvicorn.Config(
-        explore_app(), log_level="warning", lifespan="off", access_log=False, server_header=False, timeout_keep_alive=5,
+        explore_app(run), log_level="warning", lifespan="off", access_log=False, server_header=False, timeout_keep_alive=5,
         limit_concurrency=256, http=Impatient, h11_max_incomplete_event_size=4 * LONGEST_QUERY,
     )  # fmt: skip
     uvicorn.Server(config).run(sockets=[listening])

@@ -159,10 +159,20 @@ _Record = Annotated[
 ]  # fmt: skip
 
 
+_Run = Annotated[
+    str | None,
+    typer.Option("--run", metavar="FILE", help="A run that `zeroplan dryrun --save` wrote: its last step, block by block.",
+                 show_default=False),
+]  # fmt: skip
+_Whole = Annotated[bool, typer.Option("--whole", help="Of a saved run everything from its start, not the last step alone.")]
+
+
 def _timeline(
     *,
     resolved: Resolved | None,
     record: _Record = None,
+    run: _Run = None,
+    whole: _Whole = False,
     out: _Out = None,
     theme: _Theme = "light",
     text: _Text = False,
@@ -173,6 +183,9 @@ def _timeline(
     from zeroplan.report.series.timeline import timeline  # noqa: PLC0415
 
     where = _where(out, theme, text=text, force=force)
+    if run is not None or whole:
+        _draw_run(run, where, whole=whole, other=resolved is not None or record is not None)
+        return
     measured = None if record is None else read_record(Path(record))
     if resolved is not None:
         made = timeline(resolved.job, measured, where=f"record {record!r}")
@@ -182,6 +195,23 @@ def _timeline(
     else:
         raise SpecError("a timeline is of a job, of a record, or of both; give flags as --model NAME, or --record FILE")
     _drawn("timeline", made, where)
+
+
+def _draw_run(run: str | None, where: _Where, *, whole: bool, other: bool) -> None:
+    """Draw a saved dry run."""
+    from zeroplan.report.series.run import phases  # noqa: PLC0415  only this kind needs them
+    from zeroplan.report.series.run import run as series_of  # noqa: PLC0415
+    from zeroplan.saved_runs.files import read_saved  # noqa: PLC0415
+
+    if run is None:
+        raise SpecError("--whole is of a saved run; add --run FILE")
+    if other:
+        raise SpecError(f"--run {run!r} has a job of its own; leave out --record and the flags of a job")
+    saved = read_saved(Path(run))
+    if where.text:
+        _drawn("timeline", phases(saved), where)
+        return
+    _drawn("run", series_of(saved, whole=whole), where)
 
 
 kinds_app.command("timeline", cls=QuickCommand)(takes_a_job(_timeline, or_none=True))

@@ -42,11 +42,14 @@ _HEADERS = {
 }  # fmt: skip
 
 
-def explore_app() -> _App:
-    """The application, with its guards around it."""
+def explore_app(run: bytes | None = None) -> _App:
+    """The application, with its guards around it; ``run`` is the page of a saved dry run, served as ``/run``."""
     app = FastAPI(title="zeroplan", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     for path, (name, media_type) in _PAGE.items():
         app.add_api_route(path, _file(name, media_type), methods=["GET"], include_in_schema=False)
+    if run is not None:
+        page = Response(run, media_type="text/html")
+        app.add_api_route("/run", lambda: page, methods=["GET"], include_in_schema=False)
     app.add_api_route("/api/controls", _controls, methods=["GET"], responses=_GUARDED)
     plan = Planning(planned_payload).__call__  # a method: that an object is awaited when called, older releases do not see
     questions: dict[str, _Question] = {"answer": _answer, "changes": _changes, "plan": plan}

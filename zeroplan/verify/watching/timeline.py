@@ -128,6 +128,8 @@ def _step(timeline: Timeline, step: int) -> StepMeasured:
     spans = timeline.recording.spans
     indices = [index for index, span in enumerate(spans) if span.step == step and span.phase is not Phase.INIT]
     phases = [phase for phase in dict.fromkeys(spans[index].phase for index in indices) if isinstance(phase, Phase)]
+    if not any(span.step > step and span.phase is Phase.STEP for span in spans):  # after the last nothing is held for another
+        indices = indices[: 1 + max(at for at, index in enumerate(indices) if spans[index].phase in OF_A_STEP)]
     end, host = timeline.window(indices[-1]).stop - 1, timeline.recording.host
     return StepMeasured(
         phases=tuple(

@@ -1,0 +1,77 @@
+"""A saved dry run from left to right: bands of memory by kind, the phases above, the peak marked."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+from zeroplan.report.palette import LOOKS, Theme, on
+from zeroplan.report.plots.frame import SMALL, framed, kind_entries, legend
+from zeroplan.report.series.run import RunSeries
+from zeroplan.units import GIB, MIB
+
+_NEAR = 1.6
+"""A capacity of more than so many times the peak is left out: the bands would be squeezed below it."""
+_WIDTH, _HEIGHT = 11.0, 4.6
+"""[inches]"""
+_NARROW = 12
+"""Where a phase has less than such a part of the axis the names stand on two levels."""
+
+
+def draw_run(figure: Figure, series: RunSeries, theme: Theme) -> None:
+    """Draw the run into the figure."""
+    framed(figure, series.caption, width=_WIDTH, height=_HEIGHT)
+    axes = figure.subplots()
+    highest = int(series.n_bytes.sum(axis=0).max())
+    unit, name = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
+    columns = np.arange(series.n_bytes.shape[1])
+    near = series.capacity_bytes <= _NEAR * highest
+    top = max(1.22 * highest, 1.1 * series.capacity_bytes if near else 0) / unit
+    axes.set(xlim=(0, max(len(columns) - 1, 1)), ylim=(0, top), ylabel=f"{name} per GPU")
+    axes.set_xticks([])
+    _bands(axes, series, theme, unit)
+    _phases(axes, series, theme)
+    _peak(axes, series, theme, unit, name)
+    entries = kind_entries(series.kinds, theme)
+    if near:
+        line = axes.axhline(series.capacity_bytes / unit, color=theme.warn, linewidth=1.4, linestyle="--", zorder=4)
+        entries.insert(0, ((line,), f"the GPU: {series.capacity_bytes / unit:,.1f} {name}"))
+    legend(axes, entries)
+
+
+def _bands(axes: Axes, series: RunSeries, theme: Theme, unit: int) -> None:
+    bottoms = np.zeros(series.n_bytes.shape[1])
+    columns = np.arange(series.n_bytes.shape[1])
+    for kind, row in zip(series.kinds, series.n_bytes, strict=True):
+        tops, look = bottoms + row / unit, LOOKS[kind]
+        axes.fill_between(columns, bottoms, tops, step="post", facecolor=look.colour, edgecolor=theme.paper, linewidth=0.1)
+        if look.hatch:
+            axes.fill_between(
+                columns, bottoms, tops, step="post", facecolor="none", edgecolor=on(look.colour), linewidth=0, hatch=look.hatch
+            )
+        bottoms = tops
+
+
+def _phases(axes: Axes, series: RunSeries, theme: Theme) -> None:
+    """Name the phases above, with a line where one begins; the names of short ones on two levels."""
+    whole = max(series.n_bytes.shape[1] - 1, 1)
+    levels = 2 if any(one.last - one.first < whole / _NARROW for one in series.stretches) else 1
+    for at, one in enumerate(series.stretches):
+        lifted = 11 * (at % levels)
+        axes.annotate(
+            one.name, ((one.first + one.last) / 2, 1.0), (0, 3 + lifted), xycoords=("data", "axes fraction"),
+            textcoords="offset points", ha="center", fontsize=SMALL, color=theme.ink, annotation_clip=False,
+        )  # fmt: skip
+        if one.first:
+            axes.axvline(one.first, color=theme.faint, linewidth=0.8, linestyle=":", zorder=3)
+
+
+def _peak(axes: Axes, series: RunSeries, theme: Theme, unit: int, name: str) -> None:
+    """An arrow to the highest column from its size and place."""
+    whole, height = max(series.n_bytes.shape[1] - 1, 1), int(series.n_bytes[:, series.peak].sum()) / unit
+    side = "left" if series.peak < whole / 3 else "right" if series.peak > whole * 2 / 3 else "center"
+    axes.annotate(
+        f"peak {height:,.2f} {name}: {series.where}", (series.peak, height), (series.peak, 0.965 * axes.get_ylim()[1]), ha=side,
+        va="top", fontsize=SMALL + 0.5, fontweight="bold", zorder=7, path_effects=[withStroke(linewidth=3, foreground=theme.paper)],
+        arrowprops={"arrowstyle": "-|>", "color": theme.ink, "shrinkA": 1, "shrinkB": 0},
+    )  # fmt: skip
