@@ -41,6 +41,7 @@ PARTS: dict[str, Callable[..., str]] = {
     "job-flags": commands.job_flags,
     "truth": records.truth,
     "scripts": scripts.table_of_programs,
+    "asked": scripts.table_of_answers,
     "reserved": allocator.reserved,
     "pressed": allocator.pressed,
     "layers": layers.table_of_layers,

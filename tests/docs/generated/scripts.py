@@ -1,8 +1,9 @@
-"""The table of programs that a dry run goes through, from what the survey keeps."""
+"""Tables of dry runs: the programs that run, and answers from one run beside other runs; from what their commands keep."""
 
 from __future__ import annotations
 
 from tests.docs.generated.markdown import table
+from tests.dryrun import asked
 from tests.dryrun.survey import kept, programs
 
 
@@ -21,3 +22,18 @@ def _row(row: dict[str, object]) -> tuple[str, ...]:
     return (
         str(row["name"]), packages, f"{row['gpus']}", *sizes, f"{row['seconds']:.0f}", f"{int(row['host_bytes']) / 2**30:.1f}",  # type: ignore[call-overload]
     )  # fmt: skip
+
+
+def table_of_answers() -> str:
+    """What an answer from a run says of another run, and what a dry run of that one has."""
+    head = ("script", "run", "settings asked about", "asked [MiB]:", "measured [MiB]:", "difference:")
+    return table(head, [_answer(row) for row in asked.kept()])
+
+
+def _answer(row: asked.Asked) -> tuple[str, ...]:
+    settings = (
+        f"{gpus} GPUs, {batch} x {length:,}" for gpus, (batch, length) in zip(row.gpus, (row.run, row.other), strict=True)
+    )
+    sizes = (f"{n_bytes / 2**20:,.2f}" for n_bytes in (row.asked_bytes, row.measured_bytes))
+    more = row.asked_bytes - row.measured_bytes
+    return (row.name, *settings, *sizes, f"{more:+,} bytes, {more / row.measured_bytes:+.2%}")

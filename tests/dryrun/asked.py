@@ -1,0 +1,101 @@
+"""Answers from a saved run, held against dry runs of the same script with other settings: ``python -m tests.dryrun.asked``.
+
+What is kept is our own output, a snapshot, which the page of dry runs shows.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.dryrun.running import SCRIPTS, dry_run
+from tests.dryrun.survey import lacking
+from zeroplan.from_run import FromRun
+from zeroplan.resolve import Request
+from zeroplan.saved_runs.files import read_saved
+
+PAIRS, KEPT = Path(__file__).with_name("asked.toml"), Path(__file__).with_name("asked.jsonl")
+
+
+class Pair(NamedTuple):
+    """A script, and two runs of it: ``gpus``, and batch and length of each; ``said`` is how the script takes those."""
+
+    name: str
+    command: str
+    gpus: list[int]
+    run: list[int]
+    other: list[int]
+    said: str
+    needs: tuple[str, ...] = ()
+    repository: str = ""
+
+    def words(self, batch: list[int], folder: Path) -> list[str]:
+        """What is typed for a run of a micro-batch and a sequence length."""
+        defaults = tomllib.loads(PAIRS.read_text(encoding="utf-8"))["defaults"]
+        command = self.command.format(**defaults).format(folder=folder, scripts=SCRIPTS)
+        said = self.said.format(micro_batch=batch[0], seq_len=batch[1])
+        script, *rest = shlex.split(f"{command} {said}")
+        return [str(SCRIPTS / script), *rest]
+
+
+class Asked(NamedTuple):
+    """A row of the page: what the answer from the one run says, and what the other run has."""
+
+    name: str
+    gpus: list[int]
+    run: list[int]
+    other: list[int]
+    asked_bytes: int
+    measured_bytes: int
+
+
+def pairs() -> list[Pair]:
+    """All of the file."""
+    return [Pair(**row) for row in tomllib.loads(PAIRS.read_text(encoding="utf-8"))["pair"]]
+
+
+def asked(pair: Pair, folder: Path) -> Asked:
+    """Run both, and ask the first for what the second is."""
+    (folder / "fsdp2.json").write_text(json.dumps({"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}))
+    _saved(folder, "run.json", "--profile", "own", gpus=pair.gpus[0], words=pair.words(pair.run, folder))
+    _saved(folder, "other.json", gpus=pair.gpus[1], words=pair.words(pair.other, folder))
+    request = Request(gpus=pair.gpus[1], micro_batch=pair.other[0], seq_len=pair.other[1])
+    found = FromRun(read_saved(folder / "run.json"), "run.json")
+    peak = found.held_against(read_saved(folder / "other.json").run, request).peak
+    return Asked(pair.name, pair.gpus, pair.run, pair.other, int(peak.predicted), int(peak.measured))
+
+
+def _saved(folder: Path, name: str, *flags: str, gpus: int, words: list[str]) -> None:
+    run = dry_run(*flags, "--", *words, folder=folder, flags=("--gpus", str(gpus), "-q", "--save", name))
+    if run.code:
+        raise SystemExit(f"{shlex.join(words)}: {run.errors[-1000:]}")
+
+
+def kept() -> list[Asked]:
+    """Those of the file."""
+    return [Asked(**json.loads(line)) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+
+
+def main(wanted: list[str]) -> None:
+    """Run the pairs whose names hold one of the words, or all, and keep what came of them beside the others'."""
+    found: dict[str, Any] = {row.name: row for row in kept()} if KEPT.exists() else {}
+    for pair in pairs():
+        if wanted and not any(word in pair.name for word in wanted):
+            continue
+        if missing := lacking(pair):
+            print(f"{pair.name}: left out, {', '.join(missing)} not installed")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            found[pair.name] = asked(pair, Path(folder))
+        print(found[pair.name])
+    rows = [found[pair.name]._asdict() for pair in pairs() if pair.name in found]
+    KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
