@@ -36,4 +36,4 @@ def _answer(row: asked.Asked) -> tuple[str, ...]:
     )
     sizes = (f"{n_bytes / 2**20:,.2f}" for n_bytes in (row.asked_bytes, row.measured_bytes))
     more = row.asked_bytes - row.measured_bytes
-    return (row.name, *settings, *sizes, f"{more:+,} bytes, {more / row.measured_bytes:+.2%}")
+    return (row.name, *settings, *sizes, f"{more:+,} bytes, {abs(more) / row.measured_bytes:.2%}")
