@@ -1,12 +1,14 @@
 """Dry runs of others' programs: ``python -m tests.dryrun.survey`` runs all that can be run here and keeps what came of it.
 
 What is kept is our own output, a snapshot: the tests hold a few of the programs against it to the byte, and the page shows it.
+``python -m tests.dryrun.survey published`` runs those whose peak others measured on GPUs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -20,13 +22,38 @@ from tests.dryrun.running import SCRIPTS, Run, dry_run
 
 PROGRAMS = Path(__file__).parent / "programs.toml"
 KEPT = Path(__file__).parent / "survey.jsonl"
+PUBLISHED = Path(__file__).parent / "published.toml"
+PUBLISHED_KEPT = Path(__file__).parent / "published.jsonl"
 REPOSITORIES = Path(os.environ.get("PROGRAMS_FOLDER", "/nonexistent"))
+
+
+class Figure(NamedTuple):
+    """What others measured: ``unit`` is in bytes, ``reads`` says where the dry run's figure is (see ``published.toml``)."""
+
+    counter: str
+    measured: str
+    unit: float
+    reads: str
+
+    def of(self, found: Run) -> float:
+        """The same counter in a dry run, in its unit."""
+        if self.reads == "allocated":
+            return found.answer["allocator"][0]["allocated_bytes"] / self.unit
+        printed = re.search(self.reads, found.errors)
+        assert printed, found.errors
+        return float(printed[1]) / self.unit
+
+    def printed(self, value: float) -> str:
+        """A value with as many digits as the source printed; where it printed none after the point, rounded down as they were."""
+        digits = len(self.measured.partition(".")[2])
+        return f"{value:.{digits}f}" if digits else str(int(value))
 
 
 class Program(NamedTuple):
     """A command as a user types it, on how many GPUs, and the packages that it needs.
 
-    One of a public repository needs a checkout of it in the folder that ``PROGRAMS_FOLDER`` names.
+    One of a public repository needs a checkout of it in the folder that ``PROGRAMS_FOLDER`` names. A ``figure`` was measured by
+    its ``source``; what runs is ``ran_with`` in place of what the source ran, and ``why`` explains a difference.
     """
 
     name: str
@@ -36,11 +63,23 @@ class Program(NamedTuple):
     large: bool = False
     repository: str = ""
     environment: dict[str, str] = {}  # noqa: RUF012  nobody changes it
+    gpu: str = "h100-sxm-80gb"
+    assets: tuple[str, ...] = ()
+    figure: Figure | None = None
+    source: str = ""
+    ran_with: str = ""
+    why: str = ""
 
 
-def programs() -> list[Program]:
-    rows = tomllib.loads(PROGRAMS.read_text(encoding="utf-8"))["program"]
-    return [Program(**{**row, "needs": tuple(row.get("needs", ()))}) for row in rows]
+def programs(path: Path = PROGRAMS) -> list[Program]:
+    rows = tomllib.loads(path.read_text(encoding="utf-8"))["program"]
+    return [_program(row) for row in rows]
+
+
+def _program(row: dict[str, Any]) -> Program:
+    lists = {name: tuple(row.get(name, ())) for name in ("needs", "assets")}
+    figure = Figure(**row["figure"]) if "figure" in row else None
+    return Program(**{**row, **lists, "figure": figure})
 
 
 def lacking(program: Program) -> list[str]:
@@ -63,12 +102,16 @@ def run(program: Program, folder: Path) -> Run:
         _checkpoint(folder / "checkpoint")
     if "torchtitan" in program.command:
         _assets(folder)
+    for name in program.assets:
+        ASSETS[name](folder)
     filled = program.command.format(**{key: text.format(**places) for key, text in defaults.items()}, **places)
     words = [
         str(SCRIPTS / word) if (SCRIPTS / word).suffix == ".py" and "/" not in word else word for word in shlex.split(filled)
     ]
     environment = {name: text.format(**places) for name, text in program.environment.items()}
-    return dry_run("--gpus", str(program.gpus), "--", *words, folder=folder, environment=environment)
+    flags = ("--json",) if program.figure else ("--json", "-q")
+    asked = ("--gpus", str(program.gpus), "--gpu", program.gpu)
+    return dry_run(*asked, "--", *words, folder=folder, environment=environment, flags=flags)
 
 
 def _checkpoint(folder: Path) -> None:
@@ -94,9 +137,37 @@ def _assets(folder: Path) -> None:
     (assets / "c4_test" / "data.json").write_text("\n".join(json.dumps({"text": "one two " * 200}) for _ in range(200)))
 
 
+def _wikitext(folder: Path) -> None:
+    """As many different words as WikiText-2 has, where Lightning's demo looks for it."""
+    (folder / "data").mkdir()
+    words = [f"w{number}" for number in range(33_277)]  # and one for the end of a line
+    lines = (" ".join(words[at : at + 50]) for at in range(0, len(words), 50))
+    (folder / "data" / "wikitext-2.txt").write_text("\n".join(lines))
+
+
+def _alpaca(folder: Path) -> None:
+    """A tokenizer with as many words as Llama 2's, and texts."""
+    import sentencepiece
+    from datasets import Dataset
+
+    words = [f"w{number:05d}" for number in range(40_000)]
+    (folder / "words.txt").write_text("\n".join(" ".join(words[at : at + 20]) for at in range(0, len(words), 20)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(folder / "words.txt"), model_prefix=str(folder / "tokenizer"), vocab_size=32_000, model_type="word"
+    )
+    texts = [" ".join(words[at : at + 3000]) for at in range(0, 30_000, 300)]
+    Dataset.from_dict({"text": texts}).save_to_disk(str(folder / "alpaca"))
+
+
+ASSETS = {"wikitext-2": _wikitext, "alpaca": _alpaca}
+
+
 def summary(program: Program, found: Run) -> dict[str, Any]:
     """What is kept of a run."""
     packages = {name: _version(name) for name in ("torch", "transformers", *program.needs)}
+    if program.figure and not found.code:
+        shown = round(program.figure.of(found), 3)
+        return {"name": program.name, "source": program.source, "counter": program.figure.counter, "found": shown}
     if found.code:
         return {"name": program.name, "gpus": program.gpus, "packages": packages, "said": found.last_line}
     answer = found.answer
@@ -115,14 +186,16 @@ def _version(name: str) -> str:
         return ""
 
 
-def kept() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+def kept(path: Path = KEPT) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def main(wanted: list[str]) -> None:
     """Run the programs whose names hold one of the words, or all, and keep what came of them beside the others'."""
-    found = {row["name"]: row for row in kept()} if KEPT.exists() else {}
-    for program in programs():
+    listed, keep = (PUBLISHED, PUBLISHED_KEPT) if wanted[:1] == ["published"] else (PROGRAMS, KEPT)
+    wanted = wanted[1:] if listed is PUBLISHED else wanted
+    found = {row["name"]: row for row in kept(keep)}
+    for program in programs(listed):
         if wanted and not any(word in program.name for word in wanted):
             continue
         if missing := lacking(program):
@@ -131,8 +204,8 @@ def main(wanted: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             found[program.name] = summary(program, run(program, Path(folder)))
         print(found[program.name])
-    rows = [found[program.name] for program in programs() if program.name in found]
-    KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rows = [found[program.name] for program in programs(listed) if program.name in found]
+    keep.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

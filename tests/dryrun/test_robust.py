@@ -137,7 +137,11 @@ def main(rank, ranks, word):
     torch.cuda.set_device(rank)
     print(word, rank, "of", ranks)
     train(nn.parallel.DistributedDataParallel(model().to(rank), device_ids=[rank]))
+def alone(rank, ranks):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1234")
+    dist.init_process_group("nccl", rank=rank, world_size=ranks)
 if __name__ == "__main__":
+    mp.spawn(alone, args=(torch.cuda.device_count(),), nprocs=torch.cuda.device_count())  # its group goes with its processes
     mp.spawn(main, args=(torch.cuda.device_count(), "rank"), nprocs=torch.cuda.device_count())
 """
 NOTEBOOK = """

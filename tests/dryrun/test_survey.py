@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.combined import BY_NIGHT
 from tests.dryrun import survey
 from tests.dryrun.running import Run
 
@@ -51,3 +52,22 @@ def test_wrappers_have_no_name_and_the_head_is_known_behind_them():
     logits = 2 * 512 * 32000
     assert kinds["logits and loss"] == pytest.approx(3 * 4 * logits, rel=0.05)  # fp32 logits, their gradient, the loss's own
     assert not any(part["name"].startswith(("base_model", "module")) for part in answer["modules"])
+
+
+def test_what_others_measured_comes_out_of_their_own_scripts_or_the_page_says_why_not():
+    kept = {row["name"]: row for row in survey.kept(survey.PUBLISHED_KEPT)}
+    listed = survey.programs(survey.PUBLISHED)
+    assert set(kept) == {program.name for program in listed}
+    for program in listed:
+        assert program.figure is not None
+        agrees = program.figure.printed(kept[program.name]["found"]) == program.figure.measured
+        assert agrees == (not program.why), program.name
+
+
+@BY_NIGHT
+@pytest.mark.parametrize("program", survey.programs(survey.PUBLISHED), ids=lambda program: program.name)
+def test_a_published_script_takes_what_it_took(program: survey.Program, tmp_path: Path):
+    if missing := survey.lacking(program):
+        pytest.skip(f"not installed: {', '.join(missing)}")
+    before = next(row for row in survey.kept(survey.PUBLISHED_KEPT) if row["name"] == program.name)
+    assert survey.summary(program, survey.run(program, tmp_path)) == before

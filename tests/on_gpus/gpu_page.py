@@ -8,8 +8,10 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from tests.dryrun.survey import PUBLISHED as PUBLISHED_SCRIPTS
+from tests.dryrun.survey import PUBLISHED_KEPT, Program, kept, programs
 from tests.on_gpus.gpu_records import EVERY, FOLDER, MEDIAN, RECORDS, Seen, Where, seen
 from zeroplan.units import GIB
 
@@ -29,7 +31,7 @@ def write() -> None:
 
 def page(found: list[Seen]) -> str:
     """The page, in Markdown."""
-    return "\n".join([*_top(found), *_cases(found), *_published(), *_yours()])
+    return "\n".join([*_top(found), *_cases(found), *_published(), *_own_scripts(), *_yours()])
 
 
 def _top(found: list[Seen]) -> Iterator[str]:
@@ -150,6 +152,31 @@ def _published_row(row: dict[str, str]) -> Row:
     counter = row["counter"] + (f" (reserved {row['reserved']} %)" if row["reserved"] else "")
     facts = (row[key] or _NOTHING for key in ("gpu", "torch", "date"))
     return (row["what"], *facts, counter, measured, predicted, row["how"], row["source"])
+
+
+def _own_scripts() -> Iterator[str]:
+    found = {row["name"]: row for row in kept(PUBLISHED_KEPT)}
+    yield "## The source's own script under `zeroplan dryrun`\n"
+    yield (
+        "What the authors ran is run again without a GPU ([how](dryrun.md)): the script of the repository at the named commit, or\n"
+        "the code of the page with its strategy put in. torchtitan's imports a name that torch has changed since;\n"
+        "`tests/dryrun/scripts/with_earlier_torch.py` gives it back. `python -m tests.dryrun.survey published` runs all of them\n"
+        "again, and `tests/dryrun/published.toml` has the commands.\n"
+    )
+    head = ("script", "counter", "measured", "dry run", "difference", "ran with", "why it differs", "source")
+    rows = [_own_script(program, found[program.name]) for program in programs(PUBLISHED_SCRIPTS) if program.name in found]
+    yield _table(head, rows, text=(0, 1, 5, 6, 7))
+
+
+def _own_script(program: Program, row: dict[str, Any]) -> Row:
+    assert program.figure is not None
+    measured, shown = program.figure.measured, program.figure.printed(row["found"])
+    off = 100 * (float(shown) / float(measured) - 1)
+    same = shown == measured
+    return (
+        program.name, program.figure.counter, _digits(measured), _digits(shown), "none" if same else f"{off:+.1f} %",
+        program.ran_with, program.why, program.source,
+    )  # fmt: skip
 
 
 def _digits(text: str) -> str:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable
 
+import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.launcher import api
 
@@ -31,7 +32,10 @@ def run_ranks_here(task: DryRunTask) -> None:
         *_: object, **__: object,
     ) -> _Ended | None:  # fmt: skip
         note("torch.multiprocessing.spawn", _HERE)
+        before = dist.is_initialized()
         fn(min(task.local_rank, nprocs - 1), *args)
+        if dist.is_initialized() and not before:
+            dist.destroy_process_group()  # it would have gone with its process, and the script may spawn again
         return None if join else _Ended()
 
     def launch(launcher: "api.elastic_launch", *args: object) -> dict[int, object]:
