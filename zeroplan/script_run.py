@@ -99,7 +99,8 @@ class DryRun(Spec):
     as it is.
     ``steps`` are as a record of ``zeroplan verify`` has them; the first makes the optimizer's state. ``allocator`` is a model of
     CUDA's caching allocator, which followed every request from the start of the script. ``stood_in`` names the
-    library code that something else replaced. [bytes]
+    library code that something else replaced. ``imbalance`` is how many times the even share of tokens the rank's
+    experts are assumed to receive, where sizes may depend on choices among scores; otherwise None. [bytes]
     """
 
     schema_version: Annotated[int, Range(1, SCHEMA_VERSION)] = SCHEMA_VERSION
@@ -122,6 +123,7 @@ class DryRun(Spec):
     phases: tuple[PhaseOfRun, ...] = ()
     operators: OperatorsOfStep | None = None
     compiler_left_out: bool = False
+    imbalance: Annotated[float, Range(1, 1e6)] | None = None
     host_bytes: CountOrZero | None = None
     seconds: Annotated[float, Range(0, 1e9)] = 0.0
 

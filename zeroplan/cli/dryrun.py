@@ -55,6 +55,9 @@ def dryrun_command(
         ),
     ] = False,
     eager: Annotated[bool, _switch("--eager", "Leave torch.compile out.", panel=_RUN)] = False,
+    imbalance: Annotated[
+        str, _flag("--imbalance", "X", "This rank's experts receive X times the even share of tokens.", shown=True)
+    ] = "1",
     timeout: Annotated[str, _flag("--timeout", "SECONDS", "How long the script may run.", shown=True)] = "600",
     verbose: Annotated[bool, _switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False,
     quiet: Annotated[bool, _switch("--quiet", "Leave out what the script prints.", short="-q")] = False,
@@ -101,7 +104,7 @@ def dryrun_command(
     else:
         task = _task(read_command(command or []), gpus, gpu, per_node, rank, steps or "2")
         task = replace(task, traced=bool(wanted.named or before), eager=eager)
-        task = replace(task, profiled=profile)  # type: ignore[arg-type]  # it is one of two
+        task = replace(task, imbalance=_times(imbalance), profiled=profile)  # type: ignore[arg-type]  # it is one of two
         task = replace(task, until_end=int(_seconds(timeout)) if until_end else 0)
         found = _run(task, _seconds(timeout), quiet=quiet)
     wanted.write(found)
@@ -168,6 +171,16 @@ def _number(text: str, what: str, low: int, high: int) -> int:
     if not text.strip().isdecimal() or not low <= int(text) <= high:
         raise SpecError(f"{what} {text!r} is not a whole number from {low:,} to {high:,}")
     return int(text)
+
+
+def _times(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 1e6:
+        raise SpecError(f"--imbalance {text!r} is not a factor from 1 on; write 1.5")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -69,6 +69,7 @@ def answer(
         phases=tuple(_beside_steps(timeline, tracker)),
         operators=operators_summed(rows),
         compiler_left_out=any(what == COMPILER for what, _ in stood_in.counts),
+        imbalance=task.imbalance if stand_ins.sizes_of_choices else None,
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         seconds=time.perf_counter() - began,
     )

@@ -99,7 +99,7 @@ class _Run:
         )
         self.observer = Observer() if task.profiled else None
         self.loop = Loop(self.tracker, task.steps, self.observer, ends_at=began + task.until_end if task.until_end else None)
-        self._fakes = HalfFakes(self.stand_ins)
+        self._fakes = HalfFakes(self.stand_ins, imbalance=task.imbalance)
         self._patch(task)
 
     def _install(self, task: DryRunTask, memory: "object") -> None:

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zeroplan.dryrun.stood_in import noting
 from zeroplan.errors import SpecError
+from zeroplan.verify.fake_cuda.exchanged import knowing_the_sum
 from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.replaced import put
 from zeroplan.verify.training.ddp import reduced_at_once
@@ -31,7 +32,7 @@ def make_groups_fake() -> None:
         "get_backend": always("nccl"), "is_nccl_available": always(True), "all_gather_object": _fill,
         "gather_object": _fill_at_one, "scatter_object_list": _scatter, "broadcast_object_list": always(None),
         "barrier": always(None), "monitored_barrier": always(None), "send_object_list": always(None), "recv_object_list": _unknown,
-        "_set_pg_timeout": always(None),
+        "_set_pg_timeout": always(None), "all_reduce": knowing_the_sum(c10d.all_reduce),
     }  # fmt: skip
     for owner in _WHERE:
         put(owner, **answers)

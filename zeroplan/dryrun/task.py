@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from zeroplan.spec.base import Count, CountOrZero, Spec
+from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,7 @@ class DryRunTask(Spec):
     catalogue, ``answer`` the file that the result is written to, with every block of memory where ``traced``, and with a profile of
     the script's model where ``profiled`` says of which ways of executing it. ``eager`` leaves ``torch.compile`` out. With
     ``until_end`` the script runs to its own end, or until so many seconds have passed.
+    The rank's experts receive ``imbalance`` times the even share of tokens.
     """
 
     target: str
@@ -30,6 +31,7 @@ class DryRunTask(Spec):
     profiled: Literal["own", "all"] | None = None
     eager: bool = False
     until_end: CountOrZero = 0
+    imbalance: Annotated[float, Range(1, 1e6)] = 1.0
 
     @property
     def without_compiler(self) -> str:

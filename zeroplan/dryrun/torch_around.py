@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from zeroplan.dryrun.stood_in import note, noting
-from zeroplan.verify.fake_cuda.half_fake import keep, known
+from zeroplan.verify.fake_cuda.known_values import how_sure, keep, known
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
 from zeroplan.verify.fake_cuda.streams import Captured
 from zeroplan.verify.fake_cuda.torch_cuda import always
@@ -137,11 +137,12 @@ def _beside(tensor: torch.Tensor) -> dict[str, object]:
 
 def _let_values_be_read(stand_ins: StandIns) -> None:
     """``tolist`` and ``numpy``: the values that are known, else ones."""
-    to_list, numpy = torch.Tensor.tolist, torch.Tensor.numpy
+    to_list, one_by_one, numpy = torch.Tensor.tolist, FakeTensor.tolist, torch.Tensor.numpy
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         values = known(tensor)
         if values is not None:
+            stand_ins.note_choice(how_sure(tensor), sized=True)
             return values
         stand_ins.note("values", "ones")
         with unset_fake_temporarily():
@@ -162,6 +163,7 @@ def _let_values_be_read(stand_ins: StandIns) -> None:
 
     put(torch, tensor=read_first(torch.tensor), as_tensor=read_first(torch.as_tensor))
     put(torch.Tensor, tolist=lambda tensor: to_list(real(tensor)), numpy=lambda tensor, *a, **k: numpy(real(tensor), *a, **k))
+    put(FakeTensor, tolist=lambda tensor: one_by_one(tensor) if known(tensor) is None else to_list(real(tensor)))
 
 
 def _load_in_this_process() -> None:
@@ -254,7 +256,34 @@ def _flex_attention(
         comptime(_note_flex_attention)  # once, when the graph is traced
     else:
         _note_flex_attention()
-    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=scale)
+    out = _kept_by_flex(query, key, value, scale)
     if return_aux is not None:
         return out[0], flex.AuxOutput(lse=out[1], max_scores=None)
     return (out[0], out[1]) if return_lse else out[0]
+
+
+def _kept_by_flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, ...]:
+    if query.size(-1) == value.size(-1):
+        found: tuple[torch.Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, False, scale=scale
+        )
+        return found
+    result: tuple[torch.Tensor, ...] = _OtherValues.apply(query, key, value)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _OtherValues(torch.autograd.Function):
+    """Attention whose values have another size than its keys, which flash attention refuses and flex attention takes."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+        out = query.new_empty((*query.shape[:-1], value.size(-1)))
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, rows)
+        ctx.mark_non_differentiable(rows)
+        return out, rows
+
+    @staticmethod
+    def backward(ctx: Any, _grad: torch.Tensor, _rows: object) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -75,14 +75,24 @@ def verdict(found: DryRun, unit: Unit) -> str:
     """One sentence: whether it fits, what it needs, what the card has."""
     gpu = gpu_named(found.gpu)
     has, needs = int(gpu.memory_bytes.value), needed_bytes(found)
+    routed = routing(found)
     if fits(found):
-        return f"Fits: needs {unit.size(needs)} of the {unit.size(has)} of an {gpu.full_name}."
+        return f"Fits: needs {unit.size(needs)} of the {unit.size(has)} of an {gpu.full_name}{routed}."
     if needs <= has:
         return (
-            f"Does not fit: needs {unit.size(needs)} of the {unit.size(has)} of an {gpu.full_name}, but the allocator cannot place "
-            f"it; try PYTORCH_ALLOC_CONF=expandable_segments:True."
+            f"Does not fit: needs {unit.size(needs)} of the {unit.size(has)} of an {gpu.full_name}{routed}, but the "
+            f"allocator cannot place it; try PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
-    return f"Does not fit: needs {unit.size(needs)}, and an {gpu.full_name} has {unit.size(has)}."
+    return f"Does not fit: needs {unit.size(needs)}, and an {gpu.full_name} has {unit.size(has)}{routed}."
+
+
+def routing(found: DryRun) -> str:
+    """What sizes depend on beside the script: choices among scores, which were assumed. Empty where they do not."""
+    if found.imbalance is None:
+        return ""
+    if found.imbalance == 1:
+        return ", if every expert is chosen as often as any other"
+    return f", if this rank's experts receive {found.imbalance:g} times the even share of tokens"
 
 
 def _filled(text: str) -> list[str]:
@@ -99,7 +109,7 @@ def _peak(found: DryRun, unit: Unit) -> str:
     steady = found.steps[-1].peak
     at = f", in {steady.module}" if steady.module else ""
     operation = f" ({steady.operation.removesuffix('.default')})" if steady.operation else ""
-    text = f"Peak allocated: {unit.size(steady.peak_bytes)} in {steady.phase}{at}{operation}."
+    text = f"Peak allocated: {unit.size(steady.peak_bytes)} in {steady.phase}{at}{operation}{routing(found)}."
     others = [(one.peak_bytes, f"in {one.phase}") for one in found.phases]
     others += [(step.peak.peak_bytes, f"in {step.peak.phase} of an earlier step") for step in found.steps[:-1]]
     highest, when = max([*others, (found.initialisation.peak_bytes, "before the first step")], key=lambda one: one[0])

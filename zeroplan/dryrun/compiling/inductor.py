@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroplan.dryrun.stood_in import note
 from zeroplan.dryrun.watcher import ScriptTracker
-from zeroplan.verify.fake_cuda.half_fake import forget
+from zeroplan.verify.fake_cuda.known_values import forget
 from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.replaced import put
 

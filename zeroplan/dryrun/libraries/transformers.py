@@ -11,7 +11,8 @@ from zeroplan.verify.replaced import put
 def _no_tensor_is_fake(module: ModuleType) -> None:
     """Else a causal mask is built, and attention runs in another kernel (``utils/import_utils.py``, ``is_fake_tensor``, 5.23)."""
     put(module, is_fake_tensor=always(False))
-    put(module, _package_distribution_mapping=_with_doubles(module._package_distribution_mapping))
+    if hasattr(module, "_package_distribution_mapping"):  # since 5
+        put(module, _package_distribution_mapping=_with_doubles(module._package_distribution_mapping))
 
 
 def _with_doubles(distributions: Callable[[], dict[str, list[str]]]) -> Callable[[], dict[str, list[str]]]:

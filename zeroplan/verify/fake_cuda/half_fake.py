@@ -6,25 +6,30 @@ fake. Whole numbers and truths there keep a real copy beside the fake tensor, as
 what a script reads of them is exact.
 
 Where a value is not known, a healthy one is said and noted (:mod:`zeroplan.verify.fake_cuda.stand_ins`): 1 for a number, true for
-what asks whether all is well (``isfinite``, ``all``), else false, and of a mask that everything is chosen.
+what asks whether all is well (``isfinite``, ``all``), else false, and of a mask that everything is chosen. A choice among scores is
+an even one (:mod:`zeroplan.verify.fake_cuda.choices`), and what ranks send each other is what this one sends
+(:mod:`zeroplan.verify.fake_cuda.exchanged`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zeroplan.verify.fake_cuda.choices import BY_VALUES, ON_THE_HOST, choice, counts
+from zeroplan.verify.fake_cuda.exchanged import NAMESPACES, exchange
+from zeroplan.verify.fake_cuda.known_values import Sure, forget, how_sure, keep, known
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
 from zeroplan.verify.pretended.fake_mode import QuickFakes
 
 _aten = torch.ops.aten
 _NUMBER = _aten._local_scalar_dense.default
 _HOST = torch.device("cpu")
-_MOST_ELEMENTS = 1 << 22
-"""Larger tensors are not computed along: their values would cost more than they tell."""
+_MOST_ELEMENTS, _MOST_OF_CHOICES = 1 << 22, 1 << 25
+"""Larger tensors are not computed along: their values would cost more than they tell. Choices of experts decide sizes."""
 _WHOLE_BY_DEFAULT = {"randint", "randint_like", "randperm", "tril_indices", "triu_indices"}
 _WHOLE_FOR_WHOLE = {"arange", "full", "scalar_tensor"}
 #: What they ask is true of a healthy step.
@@ -48,39 +53,15 @@ _LOOKS_FOR_INFINITY = {
     _aten._amp_foreach_non_finite_check_and_unscale_.default, _aten._amp_foreach_non_finite_check_and_unscale.default,
 }  # fmt: skip
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
+#: What fills a tensor that is like another, or where among the arguments that is, counted from behind.
+_FILLED = {
+    _aten.zeros_like.default: 0, _aten.new_zeros.default: 0, _aten.ones_like.default: 1, _aten.new_ones.default: 1,
+    _aten.full_like.default: -1, _aten.new_full.default: -1,
+}  # fmt: skip
 _NOT_COMPUTED_ALONG = {"one_hot", "embedding"}
 
 Options = dict[str, object]
 Worst = Callable[..., torch.Tensor]
-
-
-def known(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The real values of a tensor where they are known; a real tensor's are its own."""
-    if not isinstance(tensor, FakeTensor):
-        return tensor
-    values = cast("torch.Tensor | None", getattr(tensor, "known", None))
-    return None if values is None or values.untyped_storage().data_ptr() in _STALE else values
-
-
-def keep(tensor: FakeTensor, values: torch.Tensor | None) -> None:
-    """Set the real values beside a fake tensor; of floating-point numbers none are kept."""
-    keeps = values is not None and not values.is_floating_point() and not values.is_complex()
-    tensor.known = values if keeps else None  # type: ignore[attr-defined]
-    if keeps and values is not None and values._base is None:
-        _STALE.discard(values.untyped_storage().data_ptr())
-
-
-def forget(tensor: torch.Tensor) -> None:
-    """The values of a tensor, and of all that shares its memory, are not known any more."""
-    values = getattr(tensor, "known", None)
-    if values is not None:
-        _STALE.add(values.untyped_storage().data_ptr())
-        tensor.known = None  # type: ignore[attr-defined]
-    vars(tensor).pop("healthy", None)
-
-
-_STALE: set[int] = set()
-"""Addresses of values into which something unknown was written."""
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
@@ -88,12 +69,20 @@ def device_of(tensor: torch.Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
+class _Values(NamedTuple):
+    """An operator's arguments with values in place of fake tensors, and how sure those are."""
+
+    args: Sequence[object]
+    options: Options
+    sure: Sure
+
+
 class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """The mode of a script's process: fake on the GPU, half fake on the host."""
 
-    def __init__(self, stand_ins: StandIns) -> None:
+    def __init__(self, stand_ins: StandIns, *, imbalance: float = 1.0) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._stand_ins = stand_ins
+        self._stand_ins, self._imbalance = stand_ins, imbalance
 
     @property
     def avoid_device_init(self) -> bool:
@@ -119,10 +108,17 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
             return func(*args, **options)
         if not tensors and device is not None and device.type == "cuda" and _is_whole(func, args, options):
             return self._made_on_the_gpu(func, types, args, options)
+        if func.namespace in NAMESPACES:
+            return self._exchanged(func, types, args, options)
         if "generator" in options and (fake or not _is_host(device)):
             options["generator"] = None
+        return self._with_fakes(func, types, args, options, tensors)
+
+    def _with_fakes(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options, tensors: list[torch.Tensor]
+    ) -> object:  # fmt: skip
         values = _values(func, args, options, tensors) if tensors else None
-        if values is None:
+        if values is None or (values.sure and _is_a_guess(func, tensors)):
             return self._unknown(func, types, args, options)
         return self._computed_along(func, types, args, options, values)
 
@@ -135,66 +131,115 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         """Whole numbers made on the GPU have the values that the host would give them."""
         result = self._plain(func, types, args, {**options, "generator": None} if "generator" in options else options)
         if isinstance(result, FakeTensor) and result.numel() <= _MOST_ELEMENTS and not func._opname.startswith("empty"):
-            keep(result, func(*args, **{**options, "device": _HOST}))
+            keep(result, func(*args, **{**options, "device": _HOST}), Sure.EXACT)
         return result
 
     def _computed_along(
         self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options,
-        values: tuple[Sequence[object], Options],
+        values: "_Values",
     ) -> object:  # fmt: skip
         """Run an operator on shapes, and on the values beside them."""
+        sure = values.sure
         device = _device_in(options)
         if func is _aten._to_copy.default and device is not None and device.type == "cpu":
-            return func(*values[0], **values[1])  # back on the host it is real again
+            self._stand_ins.note_choice(sure, sized=cast("torch.Tensor", args[0]).numel() > 1)
+            return func(*values.args, **values.options)  # back on the host it is real again
         if _is_floating(options.get("dtype")):
             return self._plain(func, types, args, options)
-        if func in _WORST:
+        if func in BY_VALUES:
+            self._stand_ins.note_choice(sure, sized=True)
             like = next(one for one in tree_leaves(args) if isinstance(one, FakeTensor))
-            made = func(*values[0], **values[1])
-            return tree_map_only(torch.Tensor, lambda one: self._beside(one, like.fake_device), made)
+            made = func(*values.args, **values.options)
+            return tree_map_only(torch.Tensor, lambda one: self._beside(one, like.fake_device, sure), made)
         args = self._places(args) if func in _INDEXED and len(args) > 1 else args
         result = self._plain(func, types, args, options)
-        if isinstance(result, FakeTensor) and (result.numel() > _MOST_ELEMENTS or result.is_floating_point()):
+        if isinstance(result, FakeTensor) and (result.numel() > _most(sure) or result.is_floating_point()):
             return result
         try:
-            made = func(*values[0], **values[1])
+            run: Callable[..., object] = ON_THE_HOST.get(func, func)
+            made = run(*values.args, **values.options)
         except RuntimeError:  # the host has no kernel for it: the shapes are there, the values are not
             return result
         for out, real in zip(tree_leaves(result), tree_leaves(made), strict=False):
             if isinstance(out, FakeTensor) and isinstance(real, torch.Tensor):
-                keep(out, real)
+                keep(out, real, sure)
         return result
 
-    def _beside(self, real: torch.Tensor, device: torch.device) -> object:
+    def _beside(self, real: torch.Tensor, device: torch.device, sure: Sure) -> FakeTensor:
         """A fake tensor like a real one, which it keeps as its values."""
-        out = self._plain(_aten.empty.memory_format, (), (list(real.shape),), {"dtype": real.dtype, "device": device})
-        keep(cast("FakeTensor", out), real)
+        out = cast(
+            "FakeTensor",
+            self._plain(_aten.empty.memory_format, (), (list(real.shape),), {"dtype": real.dtype, "device": device}),
+        )
+        keep(out, real, sure)
         return out
+
+    def _exchanged(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
+        """Run a collective on shapes, and set the whole numbers that it fills."""
+        result = self._plain(func, types, args, options)
+        if exchange(func, args, result, self._imbalance):
+            self._stand_ins.note_choice(Sure.EXCHANGED, sized=True)
+        return result
 
     # --- values that are not --------------------------------------------------------------------------------------------
 
     def _unknown(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
         """Run an operator on shapes alone; where its result's shape depends on values, as if everything were chosen."""
-        if func._schema.is_mutable and "c10d" not in func.namespace:  # a collective keeps values: all ranks say the same
+        if func._schema.is_mutable:
             for one in tree_leaves(args[:1]):
                 if isinstance(one, FakeTensor):
                     forget(one)
-        if func in _INDEXED and len(args) > 1:
-            args = self._places(args)
-        if (worst := _WORST.get(func)) is not None:
-            self._stand_ins.note(func._opname, "everything is chosen")
-            return worst(*args, **options)
-        result = self._plain(func, types, args, options)
-        if isinstance(result, FakeTensor) and (truth := _truth(func, args, result)) is not None:
-            result.healthy = truth  # type: ignore[attr-defined]
+        if (made := self._made_up(func, args, options)) is not None:
+            return made
+        result = self._plain(func, types, self._places(args) if func in _INDEXED and len(args) > 1 else args, options)
+        self._set_what_is_known(func, args, options, result)
         if func in _LOOKS_FOR_INFINITY:
             cast("FakeTensor", args[1]).healthy = False  # type: ignore[attr-defined]
         return result
+
+    def _made_up(self, func: OpOverload, args: Sequence[object], options: Options) -> torch.Tensor | None:
+        """The result of an operator that needs values, where one can be made up."""
+        if func is _aten._to_copy.default and _to_the_host(args, options):
+            return self._on_the_host(cast("FakeTensor", args[0]), options)
+        if (worst := BY_VALUES.get(func)) is not None:
+            return self._largest(func, worst, args, options)
+        if func is _aten.bincount.default and (even := counts(args, options)) is not None:
+            self._stand_ins.note_choice(Sure.ASSUMED, sized=True)
+            return self._beside(even, cast("FakeTensor", args[0]).fake_device, Sure.ASSUMED)
+        return None
+
+    def _set_what_is_known(self, func: OpOverload, args: Sequence[object], options: Options, result: object) -> None:
+        """What a result's values are though those that it is made of are not known: a filling, a choice, a truth."""
+        if isinstance(result, FakeTensor) and (number := _filled_with(func, args, result)) is not None:
+            keep(result, torch.full(result.shape, number, dtype=result.dtype), Sure.EXACT)
+            return
+        found = choice(func, args, options, result)
+        if found is not None and found[0].numel() <= _MOST_OF_CHOICES:
+            keep(found[0], found[1](), Sure.ASSUMED)
+        if isinstance(result, FakeTensor) and (truth := _truth(func, args, result)) is not None:
+            result.healthy = truth  # type: ignore[attr-defined]
+
+    def _on_the_host(self, tensor: FakeTensor, options: Options) -> torch.Tensor:
+        """Whole numbers and truths that nobody knows, on the host, where those are real: each is what one would be read as."""
+        dtype = cast("torch.dtype", options.get("dtype") or tensor.dtype)
+        said = getattr(tensor, "healthy", dtype is not torch.bool)
+        self._stand_ins.note(str(dtype).removeprefix("torch."), str(said if dtype is torch.bool else int(said)))
+        return torch.full(tensor.shape, said, dtype=dtype)
+
+    def _largest(self, func: OpOverload, worst: Worst, args: Sequence[object], options: Options) -> torch.Tensor:
+        """The largest result that an operator can have; with a mask that is known, the result that it has."""
+        masks = [one for one in args[1:2] if isinstance(one, torch.Tensor) and known(one) is not None]
+        if masks:
+            self._stand_ins.note_choice(how_sure(masks[0]), sized=True)
+        else:
+            self._stand_ins.note(func._opname, "everything is chosen")
+        return worst(*args, **options)
 
     def number(self, tensor: torch.Tensor) -> object:
         """What a script reads of a tensor of one element."""
         values = known(tensor)
         if values is not None:
+            self._stand_ins.note_choice(how_sure(tensor), sized=False)
             return values.item()
         if isinstance(tensor, FakeTensor) and tensor.constant is not None:
             return tensor.constant.item()
@@ -222,6 +267,8 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
             values = known(one)
             if values is None:
                 self._stand_ins.note("a mask as an index", "everything is chosen")
+            else:
+                self._stand_ins.note_choice(how_sure(one), sized=True)
             count = one.numel() if values is None else int(values.count_nonzero())
             device = device_of(one)
             found.extend(
@@ -235,6 +282,22 @@ def _truth(func: OpOverload, args: Sequence[object], result: FakeTensor) -> bool
     if func._opname in _SAY_THE_SAME and (truth := getattr(args[0], "healthy", None)) is not None:
         return bool(truth)
     return func._opname in _TRUE if result.dtype is torch.bool else None
+
+
+def _to_the_host(args: Sequence[object], options: Options) -> bool:
+    """Whether whole numbers or truths that are on the GPU are copied to the host."""
+    tensor, device = args[0], _device_in(options)
+    if not isinstance(tensor, FakeTensor) or tensor.fake_device.type == "cpu" or device is None or device.type != "cpu":
+        return False
+    return not _is_floating(options.get("dtype") or tensor.dtype)
+
+
+def _filled_with(func: OpOverload, args: Sequence[object], result: FakeTensor) -> float | None:
+    """The number that a new tensor like another is filled with; None for any other operator, and for floating-point numbers."""
+    place = _FILLED.get(func)
+    if place is None or result.is_floating_point() or result.is_complex() or result.numel() > _MOST_ELEMENTS:
+        return None
+    return cast("float", args[place]) if place < 0 else place
 
 
 def _cleaned(given: Mapping[str, object]) -> Options:
@@ -275,25 +338,27 @@ def _is_whole(func: OpOverload, args: Sequence[object], options: Options) -> boo
 
 def _values(
     func: OpOverload, args: Sequence[object], options: Options, tensors: list[torch.Tensor]
-) -> tuple[Sequence[object], Options] | None:  # fmt: skip
+) -> "_Values | None":  # fmt: skip
     """The arguments with values in place of fake tensors; None where one is not known, or nobody may want the result."""
     if func.namespace != "aten" or "rand" in func._opname or func._opname in _NOT_COMPUTED_ALONG:
         return None
     for one in tensors:
         values = known(one)
-        if values is None or values.numel() > _MOST_ELEMENTS or values.is_floating_point() or values.is_complex():
+        if values is None or values.numel() > _most(how_sure(one)) or values.is_floating_point() or values.is_complex():
             return None
     given: tuple[Sequence[object], Options] = tree_map_only(torch.Tensor, known, (args, options))
-    return given[0], ({**given[1], "device": _HOST} if "device" in given[1] else given[1])
+    there = {**given[1], "device": _HOST} if "device" in given[1] else given[1]
+    return _Values(given[0], there, max(map(how_sure, tensors)))
 
 
-def _nonzero(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.new_empty((tensor.numel(), max(tensor.dim(), 1)), dtype=torch.int64)
+def _most(sure: Sure) -> int:
+    return _MOST_OF_CHOICES if sure else _MOST_ELEMENTS
 
 
-def _masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    together: Sequence[torch.Tensor] = torch.broadcast_tensors(tensor, mask)  # type: ignore[no-untyped-call]
-    return tensor.new_empty((together[0].numel(),))
+def _is_a_guess(func: OpOverload, tensors: list[torch.Tensor]) -> bool:
+    """Whether choices are compared with what they should be, one by one: of tokens with labels nobody knows that."""
+    alike = len(tensors) == 2 and tensors[0].shape == tensors[1].shape
+    return alike and func._opname in ("eq", "ne") and any(how_sure(one) is Sure.EXACT for one in tensors)
 
 
 #: Operators that return no tensor; C++ asks of what it has pinned whether it is.
@@ -302,5 +367,3 @@ _READ: dict[OpOverload, Callable[..., object]] = {
     _aten.equal.default: HalfFakes.equal,
     _aten.is_pinned.default: lambda _, tensor, *__: device_of(tensor).type == "cpu",
 }
-#: Operators whose result's shape depends on values, and the largest that it can be.
-_WORST: dict[OpOverload, Worst] = {_aten.nonzero.default: _nonzero, _aten.masked_select.default: _masked_select}

@@ -25,10 +25,18 @@ class StandIns:
 
     def __init__(self) -> None:
         self.counts: Counter[StandIn] = Counter()
+        self.sizes_of_choices = False
+        """Whether sizes may depend on choices among scores, which were assumed."""
 
     def note(self, read: str, said: str) -> None:
         """Note that somebody reads what is not there."""
         self.counts[StandIn(read, said, line_of(whose_line(sys._getframe(1))))] += 1
+
+    def note_choice(self, assumed: int, *, sized: bool) -> None:
+        """Note that somebody reads what follows from an assumed choice among scores; ``sized`` says that it may decide sizes."""
+        if assumed:
+            self.note("a choice among scores", "every candidate is chosen as often as any other")
+            self.sizes_of_choices |= sized
 
 
 def whose_line(frame: FrameType | None) -> FrameType | None:

@@ -12,6 +12,12 @@ from torch import nn
 
 from zeroplan.dryrun.stood_in import note
 
+from .kernels import _flash_attn_backward, _flash_attn_forward, _flash_attn_varlen_backward, _flash_attn_varlen_forward
+
+__all__ = [
+    "_flash_attn_backward", "_flash_attn_forward", "_flash_attn_varlen_backward", "_flash_attn_varlen_forward", "flash_attn_func",
+    "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
+]  # fmt: skip
 _MULTIPLE = 8
 """Heads are filled up to a multiple of so many numbers."""
 Windows = tuple[int, int]
