@@ -1,4 +1,4 @@
-"""Lion and Muon, which are run as they are published, take what is estimated; and no step takes more than the steady one."""
+"""Lion, Muon and 8-bit AdamW, run as they are published, take what is estimated; and no step takes more than the steady one."""
 
 from __future__ import annotations
 
@@ -35,6 +35,26 @@ def test_the_step_takes_what_is_estimated(engine: str, optimizer: str):
     assert abs(found.peak.difference) < 1024
     assert all(abs(row.difference) < 1024 for row in found.phases)
     assert abs(found.held.difference) < 1024
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_8_bit_adamw_is_bitsandbytes_own_and_takes_what_is_estimated(stage: int):
+    from tests.simulated import simulate
+
+    pytest.importorskip("bitsandbytes")
+    recipe = RecipeSpec(engine="ddp", zero_stage=stage, optimizer="adamw-8bit")  # type: ignore[arg-type]
+    found = compare_with_estimate(simulate(small(recipe)))
+    assert abs(found.peak.difference) < 1024
+    assert all(abs(row.difference) < 1024 for row in (*found.phases, found.held))
+    assert {row.what: abs(row.difference) < 1024 for row in found.kinds}["optimizer state"]
+
+
+def test_8_bit_adamw_without_bitsandbytes_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    from zeroplan.verify.training import optimizers
+
+    monkeypatch.setattr(optimizers, "find_spec", lambda _: None)
+    with pytest.raises(MeasurementError, match="which is not installed; install bitsandbytes"):
+        optimizers.make_optimizer(iter(()), RecipeSpec(engine="ddp", zero_stage=0, optimizer="adamw-8bit"))
 
 
 @pytest.mark.parametrize(

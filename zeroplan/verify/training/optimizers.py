@@ -1,6 +1,7 @@
 """Optimizers, as a recipe asks for them: torch's, and those that are published elsewhere."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.verify.failures import NotHereError
 from zeroplan.verify.training.published_optimizers import Lion, MuonAndAdamW
 
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
@@ -21,7 +23,7 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] 
     "adafactor": (torch.optim.Adafactor, {"lr": 1e-3}),
     "lion": (Lion, {"lr": 1e-4}),
 }
-_MUON = "muon"
+_MUON, _EIGHT_BITS = "muon", "adamw-8bit"
 
 
 def trained(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -47,10 +49,20 @@ def zero_redundancy(parameters: Iterator[nn.Parameter], recipe: RecipeSpec) -> t
 
 
 def _optimizer_class(recipe: RecipeSpec) -> tuple[type[torch.optim.Optimizer], Mapping[str, float]]:
+    if recipe.optimizer == _EIGHT_BITS:
+        return _eight_bits(), {"lr": 1e-3}
     if recipe.optimizer not in _OPTIMIZERS:
-        measured = ", ".join((*_OPTIMIZERS, f"{_MUON} under fsdp2 and ddp at stage 0"))
+        measured = ", ".join((*_OPTIMIZERS, _EIGHT_BITS, f"{_MUON} under fsdp2 and ddp at stage 0"))
         raise MeasurementError(f"optimizer {recipe.optimizer!r} cannot be run here; measured are {measured}")
     return _OPTIMIZERS[recipe.optimizer]
+
+
+def _eight_bits() -> type[torch.optim.Optimizer]:
+    if find_spec("bitsandbytes") is None:
+        raise NotHereError("8-bit AdamW is bitsandbytes', which is not installed; install bitsandbytes 0.50 or later")
+    from zeroplan.verify.training.eight_bits import AdamW8bit  # noqa: PLC0415  it imports bitsandbytes
+
+    return AdamW8bit
 
 
 def _implementation(recipe: RecipeSpec) -> dict[str, bool]:
@@ -58,5 +70,7 @@ def _implementation(recipe: RecipeSpec) -> dict[str, bool]:
     if recipe.optimizer == "lion":
         if chosen == "fused":
             raise MeasurementError("DeepSpeed's FusedLion is a kernel for GPUs; run Lion with --optimizer-impl forloop")
+        return {}
+    if recipe.optimizer == _EIGHT_BITS:
         return {}
     return {"fused": True} if chosen == "fused" else {"foreach": chosen == "foreach"}
