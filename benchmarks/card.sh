@@ -3,8 +3,8 @@
 #
 #   benchmarks/card.sh FOLDER [SECONDS]
 #
-# In this order: what the machine is, a smoke of every engine, a snapshot and what it says, the matrix of one card (with both edges of
-# this card's own capacity), the tests for GPUs, and what follows from the records. Ends within SECONDS (570); called again with the
+# In this order: what the machine is, a smoke of every engine, a snapshot and what it says, scripts beside their dry runs, the matrix of
+# one card (with both edges of this card's own capacity), the tests for GPUs, and what follows from the records. Ends within SECONDS (570); called again with the
 # same FOLDER it goes on. Uses the machine's own torch and transformers. Packages it lacks may lie as wheels in a folder named
 # by WHEELS; PYTHON names another interpreter than python3, BACKEND=cpu or simulate tries the script where there is no GPU, and MATRIX
 # another matrix than one-140gb.
@@ -54,6 +54,10 @@ if [[ $backend == cuda && -z $(ls "$folder"/*.snapshot.pickle 2>/dev/null) ]]; t
     job=(--model gpt2 --gpus 8 --stage 3 --seq-len 512)
     step "snapshot" 60 "${zeroplan[@]}" verify "${job[@]}" --backend cuda --as-rank 0 --snapshot "$folder" --record-dir "$folder"
     compgen -G "$folder/*.snapshot.pickle" >/dev/null && step "diagnose" 60 "${zeroplan[@]}" diagnose "$folder"/*.snapshot.pickle "${job[@]}"
+fi
+if [[ $backend == cuda ]]; then
+    cd "$root" || exit 4
+    step "scripts" 240 "$python" -m tests.on_gpus.card_scripts "$folder/scripts"
 fi
 step "matrix" 3600 "${zeroplan[@]}" verify --matrix "$matrix" --backend "$backend" --record-dir "$folder"
 if [[ $backend == cuda ]] && "$python" -c 'import pytest' >/dev/null 2>&1; then

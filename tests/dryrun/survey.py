@@ -88,7 +88,7 @@ def lacking(program: Program) -> list[str]:
     return [name for name in program.needs if find_spec(name) is None] + checkout
 
 
-def run(program: Program, folder: Path) -> Run:
+def run(program: Program, folder: Path, *, on_card: tuple[str, ...] = ()) -> Run:
     """Run a program in a folder of its own, with the files that it reads."""
     defaults = tomllib.loads(PROGRAMS.read_text(encoding="utf-8"))["defaults"]
     for number in (1, 2):
@@ -109,9 +109,10 @@ def run(program: Program, folder: Path) -> Run:
         str(SCRIPTS / word) if (SCRIPTS / word).suffix == ".py" and "/" not in word else word for word in shlex.split(filled)
     ]
     environment = {name: text.format(**places) for name, text in program.environment.items()}
-    flags = ("--json",) if program.figure else ("--json", "-q")
-    asked = ("--gpus", str(program.gpus), "--gpu", program.gpu)
-    return dry_run(*asked, "--", *words, folder=folder, environment=environment, flags=flags)
+    said = ("--json",) if program.figure else ("--json", "-q")
+    kind = () if on_card else ("--gpu", program.gpu)
+    asked = ("--gpus", str(program.gpus), *kind, "--", *words)
+    return dry_run(*asked, folder=folder, environment=environment, flags=on_card or said)
 
 
 def _checkpoint(folder: Path) -> None:

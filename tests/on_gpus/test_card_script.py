@@ -1,5 +1,6 @@
 """The script for a card at hand, with an interpreter that only says what it is asked: order, time, the worst exit code."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.dryrun.running import Run
+from tests.dryrun.survey import Program
+from tests.on_gpus import card_scripts
 from zeroplan.verify.cases.matrix import read_matrix
 
 ROOT = Path(__file__).parents[2]
@@ -38,8 +42,8 @@ def steps(done: "subprocess.CompletedProcess[str]") -> list[str]:
 def test_all_there_is_is_run_in_order_whatever_fails_and_the_worst_is_told(tmp_path: Path):
     done = called(tmp_path)
     assert steps(done) == [
-        "== machine: exit 0", "== smoke: exit 0", "== snapshot: exit 0", "== diagnose: exit 0", "== matrix: exit 3",
-        "== tests: exit 0", "== complete: exit 0", "== figures: exit 2",
+        "== machine: exit 0", "== smoke: exit 0", "== snapshot: exit 0", "== diagnose: exit 0", "== scripts: exit 0",
+        "== matrix: exit 3", "== tests: exit 0", "== complete: exit 0", "== figures: exit 2",
     ]  # fmt: skip
     assert done.returncode == 3, done.stderr
     assert (tmp_path / "kept" / "log.txt").read_text() == done.stdout
@@ -53,7 +57,7 @@ def test_called_again_it_takes_no_second_snapshot(tmp_path: Path):
 
 def test_it_ends_in_time_and_says_what_it_left_out(tmp_path: Path):
     done = called(tmp_path, "10")
-    left_out = ("machine", "smoke", "snapshot", "matrix", "tests", "complete", "figures")
+    left_out = ("machine", "smoke", "snapshot", "scripts", "matrix", "tests", "complete", "figures")
     assert steps(done) == [f"== {name}: no time left" for name in left_out]
     assert done.returncode == 5
 
@@ -72,3 +76,24 @@ def test_the_smoke_is_every_engine_and_stage_small():
     }  # fmt: skip
     assert all(job.model.num_hidden_layers <= 2 for job in jobs)
     assert tomllib.loads(path.read_text())["defaults"]["gpus"] == 2
+
+
+def test_scripts_on_the_card_are_programs_of_the_survey_and_what_is_kept_of_them_names_no_path(tmp_path: Path, monkeypatch):
+    seen = []
+
+    def run(program: Program, _: Path, *, on_card: tuple[str, ...]) -> Run:
+        seen.append((program.name, on_card[:2]))
+        code = 3 if program.gpus == 8 else 0
+        figures = dict.fromkeys(("gpu", "gpus", "rank", "environment", "allocator", "stood_in", "command", "lines"), "/home/me")
+        return Run(code, json.dumps({"agrees": not code, "predicted": {**figures, "gpu": "h200"}}), "")
+
+    monkeypatch.setattr(card_scripts, "run", run)
+    monkeypatch.setattr(card_scripts, "lacking", lambda program: [] if program.name == card_scripts.NAMES[0] else ["deepspeed"])
+    assert len(card_scripts.wanted()) == len(card_scripts.NAMES)
+    assert card_scripts.main(tmp_path / "scripts") == 3
+    assert card_scripts.main(tmp_path / "scripts") == 0, "it goes on where it was"
+    assert seen == [(card_scripts.NAMES[0], ("--backend", "cuda"))]
+    (path,) = (tmp_path / "scripts").iterdir()
+    found = json.loads(path.read_text())
+    assert (path.name, found["agrees"], found["command"]) == ("fsdp2-a-plain-loop.json", False, "fsdp2.py 4 512 512")
+    assert set(found["predicted"]).isdisjoint(("command", "lines"))

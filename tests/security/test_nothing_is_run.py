@@ -45,7 +45,7 @@ def faults(text: str) -> list[str]:
 
 
 #: A dry run runs the script that the user names, which is what the command is for.
-ON_PURPOSE = {"dryrun/child.py": ["runpy.run_module", "runpy.run_path"]}
+ON_PURPOSE = {"dryrun/script.py": ["runpy.run_module", "runpy.run_path"]}
 
 
 def test_nothing_in_the_package_runs_what_it_is_given():

@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroplan.cli import NO, json_text, say
+from zeroplan.cli import NO, json_text
+from zeroplan.cli.compare import TOLERANCE, parse_tolerance
 from zeroplan.cli.dryrun_files import Wanted, printable, saved_at, show_saved
-from zeroplan.dryrun.command import Command, read_command
-from zeroplan.dryrun.task import DryRunTask
-from zeroplan.errors import MeasurementError, SpecError
-from zeroplan.installation import not_installed
-from zeroplan.units import Unit, parse_count, unit_named
+from zeroplan.cli.dryrun_on_card import Asked, Limits, on_card, refuse_beside
+from zeroplan.cli.dryrun_task import ANY_GPU, Ranks, dry_run_of
+from zeroplan.dryrun.command import read_command
+from zeroplan.errors import SpecError
+from zeroplan.units import Unit, unit_named
 
 if TYPE_CHECKING:
     from zeroplan.script_run import DryRun
     from zeroplan.script_trace import SavedRun
 
-_MOST_GPUS = 1_000_000
 _RUN, _OUTPUT = "The run", "Output"
 
 
@@ -44,9 +44,11 @@ def dryrun_command(
         ),
     ] = None,
     gpus: Annotated[str | None, _flag("--gpus", "N", "Ranks in all. (default: what the launcher says, else 1)")] = None,
-    gpu: Annotated[str, _flag("--gpu", "NAME", "The GPU, from the catalogue (`zeroplan gpus`).", shown=True)] = "h100-sxm-80gb",
+    gpu: Annotated[
+        str | None, _flag("--gpu", "NAME", f"The GPU, from the catalogue (`zeroplan gpus`). (default: {ANY_GPU})")
+    ] = None,
     per_node: Annotated[str | None, _flag("--gpus-per-node", "N", "Ranks on a node. (default: the GPU's usual server)")] = None,
-    rank: Annotated[str, _flag("--as-rank", "R", "Which rank to be.", shown=True, short="--rank")] = "0",
+    rank: Annotated[str | None, _flag("--as-rank", "R", "Which rank to be. (default: 0)", short="--rank")] = None,
     steps: Annotated[str | None, _flag("--steps", "N", "Optimizer steps; then the script is stopped. (default: 2)")] = None,
     until_end: Annotated[
         bool,
@@ -59,6 +61,18 @@ def dryrun_command(
         str, _flag("--imbalance", "X", "This rank's experts receive X times the even share of tokens.", shown=True)
     ] = "1",
     timeout: Annotated[str, _flag("--timeout", "SECONDS", "How long the script may run.", shown=True)] = "600",
+    backend: Annotated[
+        str,
+        _flag(
+            "--backend",
+            "fake|cuda",
+            "cuda: run the script on this machine's GPUs too, and compare the dry run with what they count.",
+            shown=True,
+        ),
+    ] = "fake",
+    tolerance: Annotated[
+        str, _flag("--tolerance", "FRACTION", "With --backend cuda: how far the two may be apart; 3 beyond it.", shown=True)
+    ] = TOLERANCE,
     verbose: Annotated[bool, _switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False,
     quiet: Annotated[bool, _switch("--quiet", "Leave out what the script prints.", short="-q")] = False,
     show: Annotated[str | None, _flag("--show", "FILE", "Show a saved run again, and run nothing.", panel=_OUTPUT)] = None,
@@ -76,7 +90,13 @@ def dryrun_command(
         ),
     ] = None,
     against: Annotated[
-        str | None, _flag("--against", "FILE", "Say what changed since a saved run, in place of the answer.", panel=_OUTPUT)
+        str | None,
+        _flag(
+            "--against",
+            "FILE",
+            "Say what changed since a saved run, in place of the answer. With --backend cuda: the dry run to compare with.",
+            panel=_OUTPUT,
+        ),
     ] = None,
     snapshot: Annotated[
         str | None, _flag("--snapshot", "FILE", "A memory snapshot, for pytorch.org/memory_viz.", panel=_OUTPUT)
@@ -98,15 +118,21 @@ def dryrun_command(
     _refuse_profile(profile, save)
     if until_end and (steps or profile):
         raise SpecError(f"--until-end and {'--steps' if steps else '--profile'} exclude each other; leave one of them out")
-    before = None if against is None else saved_at(against)
+    before, how = None if against is None else saved_at(against), Ranks(gpus, gpu, per_node, rank, steps or "2")
+    if backend != "fake":
+        limits = Limits(backend, parse_tolerance(tolerance), _seconds(timeout))
+        refuse_beside(
+            limits, {"--show": show, "--profile": profile, "--check": check, "--until-end": until_end}, wanted, against
+        )
+        asked = Asked(read_command(command or []), how, limits, imbalance=_times(imbalance), eager=eager, quiet=quiet)
+        return on_card(asked, wanted, None if before is None else (str(against), before), sizes, as_json=as_json)
     if show is not None:
         found = show_saved(show, command)
     else:
-        task = _task(read_command(command or []), gpus, gpu, per_node, rank, steps or "2")
-        task = replace(task, traced=bool(wanted.named or before), eager=eager)
+        task = replace(how.task(read_command(command or [])), traced=bool(wanted.named or before), eager=eager)
         task = replace(task, imbalance=_times(imbalance), profiled=profile)  # type: ignore[arg-type]  # it is one of two
         task = replace(task, until_end=int(_seconds(timeout)) if until_end else 0)
-        found = _run(task, _seconds(timeout), quiet=quiet)
+        found = dry_run_of(task, _seconds(timeout), quiet=quiet)
     wanted.write(found)
     if before is not None:
         typer.echo(_changed(before, found, str(against), sizes, as_json=as_json))
@@ -137,40 +163,6 @@ def _changed(before: "SavedRun", after: "SavedRun", where: str, sizes: Unit, *, 
         return printable(changes_text(before, after, where=where, unit=sizes))
     rows = [row._asdict() | {"change_bytes": row.change_bytes} for row in changes(before, after)]
     return json_text({"schema_version": 1, "against": where, "changes": rows, "run": asdict(after.run)})
-
-
-def _run(task: DryRunTask, seconds: float, *, quiet: bool) -> "SavedRun":
-    if lacking := not_installed("torch", by="a dry run"):
-        raise MeasurementError(lacking)
-    from zeroplan.dryrun.launch import dry_run  # noqa: PLC0415  as above
-
-    if not quiet:
-        until = "to its own end" if task.until_end else f"to {task.steps} optimizer steps"
-        say(f"running {task.target} as rank {task.rank} of {task.gpus:,}, {until}")
-    return dry_run(task, timeout_s=seconds, quiet=quiet)
-
-
-def _task(found: Command, gpus: str | None, gpu: str, per_node: str | None, rank: str, steps: str) -> DryRunTask:
-    from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415  as above
-
-    kind = gpu_named(gpu)
-    if kind.vendor != "nvidia":
-        raise SpecError(f"--gpu {gpu!r} is no NVIDIA GPU; a dry run knows CUDA alone")
-    per_node = per_node or str(found.gpus_per_node or kind.gpus_per_node)
-    ranks = parse_count(gpus, what="--gpus") if gpus is not None else found.gpus or 1
-    if not 1 <= ranks <= _MOST_GPUS:
-        raise SpecError(f"--gpus {gpus!r} is not a number of ranks from 1 to {_MOST_GPUS:,}")
-    return DryRunTask(
-        target=found.target, module=found.module, arguments=found.arguments, gpus=ranks, gpu=kind.name, answer="answer.json",
-        gpus_per_node=_number(per_node, "--gpus-per-node", 1, 1024), rank=_number(rank, "--as-rank", 0, ranks - 1),
-        steps=_number(steps, "--steps", 1, 1000),
-    )  # fmt: skip
-
-
-def _number(text: str, what: str, low: int, high: int) -> int:
-    if not text.strip().isdecimal() or not low <= int(text) <= high:
-        raise SpecError(f"{what} {text!r} is not a whole number from {low:,} to {high:,}")
-    return int(text)
 
 
 def _times(text: str) -> float:

@@ -8,14 +8,14 @@ logits of an evaluation, a gathered state dict.
 import torch
 from torch import nn
 
-from zeroplan.dryrun.watcher import ScriptTracker
+from zeroplan.dryrun.listener import Listener
 from zeroplan.ledger import Beside, Phase
 
 
 class BesideSteps:
     """Knows the trained models, and which part of the run a call begins."""
 
-    def __init__(self, tracker: ScriptTracker) -> None:
+    def __init__(self, tracker: Listener) -> None:
         self._tracker = tracker
         self._parts: set[int] = set()
         self._in_training_mode: set[int] = set()

@@ -6,16 +6,15 @@ names; what the script prints goes where its output goes.
 
 import json
 import os
-import runpy
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
+from zeroplan.dryrun.script import run_script
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.errors import ZeroplanError
 from zeroplan.script_trace import SavedRun, as_data
@@ -197,19 +196,8 @@ def _expandable() -> bool:
 
 
 def _run_script(task: DryRunTask) -> None:
-    from zeroplan.verify.fake_cuda.stand_ins import count_as_user  # noqa: PLC0415
-
-    sys.argv = [task.target, *task.arguments]
     sys.path.append(str(Path(__file__).parent / "doubles"))
-    if not task.module:
-        sys.path.insert(0, str(Path(task.target).absolute().parent))
-        runpy.run_path(task.target, run_name="__main__")
-        return
-    sys.path.insert(0, str(Path.cwd()))
-    spec = find_spec(task.target.partition(".")[0])
-    if spec is not None and spec.origin is not None:
-        count_as_user(str(Path(spec.origin).parent))
-    runpy.run_module(task.target, run_name="__main__", alter_sys=True)
+    run_script(task, task.arguments)
 
 
 if __name__ == "__main__":

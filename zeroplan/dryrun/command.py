@@ -1,7 +1,8 @@
-"""The command after ``--`` as a person would type it: a script, a module, or one of the launchers around them. Needs no torch.
+r"""The command after ``--`` as a person would type it: a script, a module, or one of the launchers around them. Needs no torch.
 
 >>> read_command(["torchrun", "--nproc_per_node", "8", "--nnodes=2", "-m", "torchtitan.train", "--steps", "9"])
-Command(target='torchtitan.train', module=True, arguments=('--steps', '9'), gpus=16, gpus_per_node=8)
+Command(target='torchtitan.train', module=True, arguments=('--steps', '9'), gpus=16, gpus_per_node=8, \
+launcher=('torchrun', '--nproc_per_node', '8', '--nnodes=2'))
 """
 
 import os
@@ -22,19 +23,22 @@ _SWITCHES = {
     },
     "deepspeed": {"--module", "--no_python", "--no_local_rank", "--force_multi", "--save_pid", "--no_ssh"},
 }  # fmt: skip
+_OF_THE_SCRIPT = {"-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path"}
+"""Switches that say what the script is."""
 _PER_NODE = ("nproc-per-node", "num-gpus")
 _NODES = ("nnodes", "num-nodes", "num-machines")
 _IN_ALL = ("num-processes",)
 
 
 class Command(NamedTuple):
-    """What is to be run, and on how many GPUs where a launcher says so."""
+    """What is to be run, and on how many GPUs where a launcher says so; ``launcher`` has its words as far as the script."""
 
     target: str
     module: bool
     arguments: tuple[str, ...]
     gpus: int | None = None
     gpus_per_node: int | None = None
+    launcher: tuple[str, ...] = ()
 
 
 def read_command(words: Sequence[str]) -> Command:
@@ -76,22 +80,24 @@ def _python(words: Sequence[str]) -> Command:
 def _launched(launcher: str, words: Sequence[str]) -> Command:
     """A launcher's own flags, then the script and its arguments."""
     said: dict[str, str] = {}
-    rest, module = list(words), False
+    rest, kept, module = list(words), [launcher], False
     while rest and rest[0].startswith("-"):
         flag, separate, value = rest.pop(0).partition("=")
         if flag in _SWITCHES[launcher]:
             module = module or flag in ("-m", "--module")
+            kept += [] if flag in _OF_THE_SCRIPT else [flag]
             continue
         if not separate:
             if not rest:
                 raise SpecError(f"{launcher} {flag} wants a value; write it behind the flag")
             value = rest.pop(0)
         said[flag.lstrip("-").replace("_", "-")] = value
+        kept += [f"{flag}={value}"] if separate else [flag, value]
     if not rest:
         raise SpecError(f"`{launcher} {' '.join(words)}` names no script; write it behind the launcher's flags")
     target = rest[0] if module else _script(rest[0])
     gpus, per_node = _gpus(said)
-    return Command(target, module, tuple(rest[1:]), gpus, per_node)
+    return Command(target, module, tuple(rest[1:]), gpus, per_node, tuple(kept))
 
 
 def _gpus(said: dict[str, str]) -> tuple[int | None, int | None]:

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from zeroplan.dryrun.task import DryRunTask, Failed, environment
 from zeroplan.errors import MeasurementError, SpecError
@@ -24,6 +26,14 @@ _MARK = "ZEROPLAN_DRY_RUN"
 """A variable of the environment by which a run's processes are found again."""
 
 
+class Process(NamedTuple):
+    """A process to start: its command, what its environment has beside ours, and a text that marks all that it starts."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    mark: str
+
+
 def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> SavedRun:
     """Run a script as one rank and return what was found, with its trace where the task wants one.
 
@@ -32,32 +42,46 @@ def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> Saved
     """
     with scratch() as folder:
         task = replace(task, answer=str(folder / "answer.json"))
-        order, printed = folder / ORDER, folder / "printed"
+        order = folder / ORDER
         order.write_text(json.dumps(asdict(task)), encoding="utf-8")
-        with printed.open("wb") as sink:
-            process = _started(task, order, sink.fileno() if quiet else _standard_error(sink.fileno()))
-            try:
-                code = process.wait(timeout_s + (_TO_ANSWER_S if task.until_end else 0))
-            except subprocess.TimeoutExpired:
-                raise FailedError(_late(task, timeout_s)) from None
-            finally:
-                end_session(process)
-                _end_marked(task)
-        if quiet and not _worked(task):
-            _show(printed)
+        child = Process((sys.executable, "-m", "zeroplan.dryrun.child", str(order)), environment(task), task.answer)
+        with shown(folder / "printed", quiet=quiet, worked=lambda: _worked(task)) as output:
+            longest = timeout_s + (_TO_ANSWER_S if task.until_end else 0)
+            code = ended(child, output, timeout_s=longest, late=_late(task, timeout_s))
         return _answer(task, code)
 
 
-def _started(task: DryRunTask, order: Path, output: int) -> "subprocess.Popen[str]":
+def ended(child: Process, output: int, *, timeout_s: float, late: str) -> int:
+    """Run a process to its end and return its exit code; nothing that it started is left. Raises FailedError where it is late."""
+    process = _started(child, output)
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        raise FailedError(late) from None
+    finally:
+        end_session(process)
+        _end_marked(child.mark)
+
+
+@contextmanager
+def shown(printed: Path, *, quiet: bool, worked: Callable[[], bool]) -> Iterator[int]:
+    """Where a script prints to: standard error, or with ``quiet`` a file, whose end is shown where the script did not work."""
+    with printed.open("wb") as sink:
+        yield sink.fileno() if quiet else _standard_error(sink.fileno())
+    if quiet and not worked():
+        _show(printed)
+
+
+def _started(child: Process, output: int) -> "subprocess.Popen[str]":
     try:
         return subprocess.Popen(  # noqa: S603  our own interpreter and module, which runs what the user has named
-            [sys.executable, "-m", "zeroplan.dryrun.child", str(order)],
+            child.command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             text=True,
             start_new_session=True,
-            env={**os.environ, **environment(task), "PYTHONUNBUFFERED": "1", _MARK: task.answer},
+            env={**os.environ, **child.environment, "PYTHONUNBUFFERED": "1", _MARK: child.mark},
         )
     except OSError as error:
         raise NotHereError(f"no process can be started here: {error.strerror}") from None
@@ -71,9 +95,9 @@ def _standard_error(otherwise: int) -> int:
         return otherwise
 
 
-def _end_marked(task: DryRunTask) -> None:
+def _end_marked(text: str) -> None:
     """End what the script has started in sessions of their own: its environment has our mark."""
-    mark = f"{_MARK}={task.answer}".encode()
+    mark = f"{_MARK}={text}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # another user's, or gone by now
             if mark in environ.read_bytes():
@@ -101,7 +125,12 @@ def _answer(task: DryRunTask, code: int) -> SavedRun:
     if not path.is_file():
         raise FailedError(f"the script's process ended without an answer: {how_ended(code)}; what it printed may say why")
     found = json.loads(path.read_text(encoding="utf-8"))
+    refuse(found)
+    return read(SavedRun, found, where="answer")
+
+
+def refuse(found: dict[str, object]) -> None:
+    """Raise what a process wrote in place of its answer: SpecError for the script's own mistake, else MeasurementError."""
     if "whose" in found:
         failed = read(Failed, found, where="answer")
         raise (SpecError if failed.whose == "script" else MeasurementError)(failed.text)
-    return read(SavedRun, found, where="answer")

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zeroplan.dryrun.beside import BesideSteps
+from zeroplan.dryrun.listener import Listener
 from zeroplan.dryrun.profiled.observer import Observer
-from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.ledger import Beside, Kind, Phase
 from zeroplan.script_run import Ended
 from zeroplan.verify.nested import tensors_in
@@ -39,10 +39,10 @@ class StepsDone(BaseException):
 
 
 class Loop:
-    """Tells a tracker the phases of a training loop that says nothing."""
+    """Tells a listener the phases of a training loop that says nothing."""
 
     def __init__(
-        self, tracker: ScriptTracker, steps: int, observer: Observer | None = None, *, ends_at: float | None = None
+        self, tracker: Listener, steps: int, observer: Observer | None = None, *, ends_at: float | None = None
     ) -> None:
         self._tracker, self._steps, self._observer, self._ends_at = tracker, steps, observer, ends_at
         self._beside = BesideSteps(tracker)

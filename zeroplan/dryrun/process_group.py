@@ -27,8 +27,15 @@ _WHERE = (dist, c10d, device_mesh)
 
 def make_groups_fake() -> None:
     """Have every group be a fake one that calls itself NCCL."""
+    say_nccl("fake")
+    _reduce_buckets_at_once()
+    _coalesce()
+
+
+def say_nccl(backend: str) -> None:
+    """Have every group that a script makes be one of this backend, in which nobody else is, and call itself NCCL."""
     answers: dict[str, object] = {
-        "init_process_group": _init(c10d.init_process_group), "new_group": _new_group(c10d.new_group),
+        "init_process_group": _init(c10d.init_process_group, backend), "new_group": _new_group(c10d.new_group),
         "get_backend": always("nccl"), "is_nccl_available": always(True), "all_gather_object": _fill,
         "gather_object": _fill_at_one, "scatter_object_list": _scatter, "broadcast_object_list": always(None),
         "barrier": always(None), "monitored_barrier": always(None), "send_object_list": always(None), "recv_object_list": _unknown,
@@ -38,8 +45,6 @@ def make_groups_fake() -> None:
         put(owner, **answers)
     if not hasattr(dist, "set_timeout"):  # torchtitan 0.3 calls it, and torch 2.13 has none yet: a timeout takes no memory
         dist.set_timeout = always(None)  # type: ignore[attr-defined]
-    _reduce_buckets_at_once()
-    _coalesce()
 
 
 _LIBRARIES: list[torch.library.Library] = []
@@ -56,14 +61,14 @@ def _coalesce() -> None:
     _LIBRARIES.append(library)
 
 
-def _init(start: Callable[..., None]) -> Callable[..., None]:
+def _init(start: Callable[..., None], name: str) -> Callable[..., None]:
     def init_process_group(
         backend: str | None = None, init_method: str | None = None, timeout: object = None, world_size: int | None = -1,  # noqa: ARG001
         rank: int | None = -1, store: object = None, group_name: str = "", *_: object, **__: object,  # noqa: ARG001
     ) -> None:  # fmt: skip
         ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size in (-1, None) else world_size
         mine = int(os.environ.get("RANK", "0")) if rank in (-1, None) else rank
-        start("fake", rank=mine, world_size=ranks, store=FakeStore())
+        start(name, rank=mine, world_size=ranks, store=FakeStore())
 
     return init_process_group
 

@@ -64,13 +64,22 @@ def environment(task: DryRunTask) -> dict[str, str]:
     >>> environment(task)["LOCAL_RANK"], environment(task)["GROUP_RANK"]
     ('1', '1')
     """
+    return launched(task) | _QUIET | (without_compiler() if task.without_compiler else _compiled(task))
+
+
+def launched(task: DryRunTask) -> dict[str, str]:
+    """What torchrun sets for a rank; nothing where there is one rank alone."""
     ranks = {
         "RANK": task.rank, "WORLD_SIZE": task.gpus, "LOCAL_RANK": task.local_rank, "LOCAL_WORLD_SIZE": task.local_world_size,
         "GROUP_RANK": task.rank // task.gpus_per_node, "GROUP_WORLD_SIZE": -(-task.gpus // task.gpus_per_node),
         "ROLE_RANK": task.rank, "ROLE_WORLD_SIZE": task.gpus,
     }  # fmt: skip
-    torchrun = _TORCHRUN | {name: str(number) for name, number in ranks.items()} if task.gpus > 1 else {}
-    return torchrun | _QUIET | (_NOT_COMPILED if task.without_compiler else _compiled(task))
+    return _TORCHRUN | {name: str(number) for name, number in ranks.items()} if task.gpus > 1 else {}
+
+
+def without_compiler() -> dict[str, str]:
+    """What has torch compile nothing."""
+    return {"TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def _compiled(task: DryRunTask) -> dict[str, str]:
@@ -85,7 +94,6 @@ _TORCHRUN = {
     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_MAX_RESTARTS": "0", "ROLE_NAME": "default",
 }  # fmt: skip
-_NOT_COMPILED = {"TORCH_COMPILE_DISABLE": "1", "TORCHDYNAMO_DISABLE": "1"}
 _QUIET = {
     "DS_ACCELERATOR": "cuda", "TOKENIZERS_PARALLELISM": "false",
     "CUDA_VISIBLE_DEVICES": "", "CUDA_HOME": "/nonexistent", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1",

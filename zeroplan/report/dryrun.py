@@ -50,10 +50,10 @@ def small_unit(found: DryRun, unit: Unit) -> Unit:
 
 def needed_bytes(found: DryRun) -> int:
     """What the card must have: the peak as the allocator counts it, and what lies outside the allocator. [bytes]"""
-    return _counted(found) + int(total_band(_outside(found)).expected_bytes)
+    return _counted(found) + int(total_band(outside(found)).expected_bytes)
 
 
-def _outside(found: DryRun) -> tuple[Outside, ...]:
+def outside(found: DryRun) -> tuple[Outside, ...]:
     """The context, and a communicator for each size of group that the last step sent in; groups of one size count once. [bytes]"""
     sizes = {one.group for one in found.collectives if one.group > 1}
     return outside_beside(max(len(sizes), int(found.gpus > 1)), gpu_named(found.gpu).name)
@@ -145,7 +145,7 @@ def _alive(found: DryRun, table: Table, most: int | None) -> Iterator[str]:
     kinds = sorted(found.steps[-1].peak.kinds.items(), key=lambda one: -one[1])
     yield from _rows(kinds, table, most)
     yield table.total("peak allocated", found.steps[-1].peak.peak_bytes)
-    for part in _outside(found):
+    for part in outside(found):
         yield table.band_row(part.what, part.band)
     yield table.row("reserved by the allocator", found.allocator[0].reserved_bytes, "default settings")
     yield table.row("held between steps", found.steps[-1].held_bytes)

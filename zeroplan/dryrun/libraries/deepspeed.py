@@ -30,10 +30,8 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
         _OPEN.enter_context(answers(DeepSpeedOptions()))
         nn.Module.to = move  # type: ignore[method-assign]  # here fake modules can be moved
         _adams(deepspeed)
-        engine = deepspeed.runtime.engine.DeepSpeedEngine
-        engine.__init__ = loop.beside(engine.__init__)  # it may take a step, for the states
-        engine.step = loop.within_engine(engine.step, counts=lambda one: one.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
-        _label(tracker, engine)
+        _tell_steps(loop, deepspeed)
+        _label(tracker, deepspeed.runtime.engine.DeepSpeedEngine)
 
     return {
         "deepspeed": patch,
@@ -53,6 +51,19 @@ def _toolkit(module: ModuleType) -> None:
             return tuple(int(part) for part in str(torch.version.cuda).split("."))
 
     put(module, installed_cuda_version=version)
+
+
+def on_a_card(loop: Loop) -> dict[str, Patch]:
+    """The same where its kernels run: its steps are told, and all else is DeepSpeed's own."""
+    return {
+        "deepspeed": lambda deepspeed: _tell_steps(loop, deepspeed), "deepspeed.runtime.pipe.engine": _later_stages,
+    }  # fmt: skip
+
+
+def _tell_steps(loop: Loop, deepspeed: ModuleType) -> None:
+    engine = deepspeed.runtime.engine.DeepSpeedEngine
+    engine.__init__ = loop.beside(engine.__init__)  # it may take a step, for the states
+    engine.step = loop.within_engine(engine.step, counts=lambda one: one.is_gradient_accumulation_boundary())  # type: ignore[attr-defined]
 
 
 def _adams(deepspeed: ModuleType) -> None:

@@ -26,7 +26,7 @@ _LEAVES_S = 5.0
 """How long the memory of a process that has just ended may still be held. [s]"""
 _OTHERWISE = "use --backend simulate, which needs none"
 
-_WITHOUT_CUDA = f"this torch ({torch.__version__}) is built without CUDA; install one that has it, or {_OTHERWISE}"
+_WITHOUT_CUDA = f"this torch ({torch.__version__}) is built without CUDA; install one that has it"
 
 
 class Memory(NamedTuple):
@@ -50,7 +50,7 @@ def ready(task: Task) -> tuple[str, int]:
     Raises :class:`~zeroplan.verify.failures.NotHereError` in one line: a torch without CUDA, a driver that is missing or
     too old, no GPU, fewer than the ranks of this node, or one that others hold so much of that the job would not fit.
     """
-    _refuse_without_gpus(1 if task.transport == "fake" else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    refuse_without_gpus(1 if task.transport == "fake" else int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     index = int(os.environ.get("LOCAL_RANK", "0")) if task.transport != "fake" else 0
     memory = _refuse_busy(index, needed=estimate(task.job).least_bytes)
     return name_of(index), memory.total
@@ -59,19 +59,20 @@ def ready(task: Task) -> tuple[str, int]:
 def why_not() -> str:
     """Why no rank can run on a GPU here, in a line; empty where one can."""
     try:
-        _refuse_without_gpus(1)
+        refuse_without_gpus(1)
     except NotHereError as refusal:
         return str(refusal)
     return ""
 
 
-def _refuse_without_gpus(ranks: int) -> None:
+def refuse_without_gpus(ranks: int, *, otherwise: str = _OTHERWISE) -> None:
+    """Raise NotHereError, in one line, where fewer GPUs are to be had than ranks; ``otherwise`` is what to do instead."""
     if not built_for_gpus():
-        raise NotHereError(_WITHOUT_CUDA)
-    _refuse_too_few(ranks)
+        raise NotHereError(f"{_WITHOUT_CUDA}, or {otherwise}")
+    _refuse_too_few(ranks, otherwise)
 
 
-def _refuse_too_few(ranks: int) -> None:
+def _refuse_too_few(ranks: int, otherwise: str) -> None:
     found = count()
     if found >= ranks:
         return
@@ -80,7 +81,7 @@ def _refuse_too_few(ranks: int) -> None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     only = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     if not found:
-        raise NotHereError(f"no GPU is to be had here{only}{': ' + said if said else ''}; {_OTHERWISE}")
+        raise NotHereError(f"no GPU is to be had here{only}{': ' + said if said else ''}; {otherwise}")
     raise NotHereError(
         f"{ranks} ranks on this node need {ranks} GPUs, and it has {found}{only}; start fewer, or be one of them with --as-rank"
     )

@@ -1,0 +1,113 @@
+"""`zeroplan dryrun --backend cuda`: the script on this machine's GPUs, and how far its dry run is from what they count."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import typer
+
+from zeroplan.cli import DISAGREES, json_text, say
+from zeroplan.cli.dryrun_files import Wanted, printable
+from zeroplan.cli.dryrun_task import Ranks, dry_run_of
+from zeroplan.dryrun.command import Command
+from zeroplan.dryrun.task import DryRunTask
+from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.installation import not_installed
+from zeroplan.units import Unit
+
+if TYPE_CHECKING:
+    from zeroplan.dryrun.on_card.task import CardHere
+    from zeroplan.script_trace import SavedRun
+
+_BACKEND = "cuda"
+
+
+class Limits(NamedTuple):
+    """Where to run, how far the two may be apart, and how long each may take. [s]"""
+
+    backend: str
+    tolerance: float
+    seconds: float
+
+
+class Asked(NamedTuple):
+    """A script, as which rank to run it, and how."""
+
+    command: Command
+    how: Ranks
+    limits: Limits
+    imbalance: float
+    eager: bool
+    quiet: bool
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process is to stand for all ranks: where no launcher starts them, or one rank is named."""
+        return not self.command.launcher or self.how.rank is not None
+
+
+def refuse_beside(limits: Limits, flags: Mapping[str, object], wanted: Wanted, against: str | None) -> None:
+    """Refuse another backend, and flags that say nothing beside it; SpecError."""
+    if limits.backend != _BACKEND:
+        raise SpecError(f"--backend {limits.backend!r} is none of fake, cuda")
+    if given := [flag for flag, value in flags.items() if value]:
+        raise SpecError(f"{given[0]} does not go with --backend {_BACKEND}; leave one of them out")
+    if against is not None and wanted.named:
+        raise SpecError(
+            f"--against {against!r} has the dry run, so there is none to write; leave out {' and '.join(wanted.named)}"
+        )
+
+
+def on_card(
+    asked: Asked, wanted: Wanted, before: "tuple[str, SavedRun] | None", sizes: Unit, *, as_json: bool
+) -> int:  # fmt: skip
+    """Run a script on GPUs, compare it with its dry run and print that; the exit code is 3 where they disagree.
+
+    The dry run is made first, or is one that was saved: its path and what it holds. Raises MeasurementError, in one line, where
+    there is no GPU.
+    """
+    if lacking := not_installed("torch", by="--backend cuda"):
+        raise MeasurementError(lacking)
+    from zeroplan.dryrun.on_card.launch import card_here, on_card  # noqa: PLC0415  start-up is part of every command's time
+    from zeroplan.report.dryrun_on_card import CardComparison, on_card_payload, on_card_text  # noqa: PLC0415
+
+    task = asked.how.task(asked.command)
+    task = replace(_for_card(task, asked, card_here(task)), eager=asked.eager, traced=bool(wanted.named))
+    task = replace(task, imbalance=asked.imbalance)
+    if before is not None:
+        _require_same(before, task, alone=asked.alone)
+        predicted = before[1]
+        task = replace(task, steps=len(predicted.run.steps))
+    else:
+        predicted = dry_run_of(task, asked.limits.seconds, quiet=asked.quiet)
+        wanted.write(predicted)
+    if not asked.quiet:
+        say(f"running {task.target} on {'one GPU' if asked.alone else 'the GPUs of its launcher'}")
+    ranks = on_card(task, asked.command, alone=asked.alone, timeout_s=asked.limits.seconds, quiet=asked.quiet)
+    found = CardComparison(ranks, predicted.run, asked.limits.tolerance)
+    typer.echo(json_text(on_card_payload(found)) if as_json else printable(on_card_text(found, unit=sizes)))
+    return 0 if found.agrees else DISAGREES
+
+
+def _for_card(task: DryRunTask, asked: Asked, card: "CardHere") -> DryRunTask:
+    """The task for the GPUs at hand, where none is named, and for as many where the launcher takes those that are there."""
+    from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415  see on_card
+
+    if not asked.alone and asked.how.gpus is None and asked.command.gpus is None:
+        task = replace(task, gpus=card.count, gpus_per_node=card.count)
+    if asked.how.gpu is not None:
+        return task
+    try:
+        return replace(task, gpu=gpu_named(card.name).name)
+    except SpecError:
+        raise SpecError(
+            f"this GPU calls itself {card.name!r}, which the catalogue does not have; name one that is like it with --gpu"
+        ) from None
+
+
+def _require_same(before: "tuple[str, SavedRun]", task: DryRunTask, *, alone: bool) -> None:
+    from zeroplan.saved_runs.on_card import require_same  # noqa: PLC0415  see on_card
+
+    where, saved = before
+    rank = task.rank if alone else None
+    require_same(saved.run, command=(task.target, *task.arguments), gpus=task.gpus, rank=rank, where=where)

@@ -1,0 +1,68 @@
+"""The peaks of CUDA's caching allocator since two moments: when a phase began, and when the script last forgot its own.
+
+torch keeps one peak, which has to be forgotten when a phase begins. The script's own questions are answered as if nobody did.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from zeroplan.measurement import BlocksMeasured
+from zeroplan.verify.replaced import put
+
+_COUNTS = ("allocated", "requested", "active", "reserved")
+_NOTHING = BlocksMeasured(allocated_bytes=0, requested_bytes=0, active_bytes=0, reserved_bytes=0)
+
+
+class Peaks:
+    """Counts the process's current GPU. Nothing here makes a context on one: that is the script's to do."""
+
+    def __init__(self) -> None:
+        self._stats: Callable[..., dict[str, int]] = torch.cuda.memory_stats
+        self._forget: Callable[..., None] = torch.cuda.reset_peak_memory_stats
+        self._of_phase = self._of_script = _NOTHING
+
+    def seen(self) -> tuple[BlocksMeasured, int]:
+        """The peaks of the phase so far, and what is allocated now; torch's own peaks begin anew. [bytes]"""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return self._of_phase, 0
+        stats = self._stats()
+        blocks = BlocksMeasured(**{f"{name}_bytes": int(stats[_peak(name)]) for name in _COUNTS})
+        self._forget()
+        self._of_phase, self._of_script = _higher(self._of_phase, blocks), _higher(self._of_script, blocks)
+        return self._of_phase, int(stats["allocated_bytes.all.current"])
+
+    def next_phase(self) -> None:
+        """Begin a phase."""
+        self._of_phase = _NOTHING
+
+    def answer_the_script(self) -> None:
+        """Have ``torch.cuda`` answer for the script's own peaks, to the end of the process."""
+
+        def memory_stats(*args: object, **kwargs: object) -> dict[str, int]:
+            found = dict(self._stats(*args, **kwargs))
+            for name in _COUNTS:
+                if _peak(name) in found:
+                    found[_peak(name)] = max(found[_peak(name)], getattr(self._of_script, f"{name}_bytes"))
+            return found
+
+        def most(name: str) -> Callable[..., int]:
+            return lambda *args, **kwargs: memory_stats(*args, **kwargs).get(_peak(name), 0)
+
+        def forget(*_: object, **__: object) -> None:
+            self.seen()
+            self._of_script = _NOTHING
+
+        for owner in (torch.cuda, torch.cuda.memory, torch.accelerator):
+            put(
+                owner, memory_stats=memory_stats, max_memory_allocated=most("allocated"), max_memory_reserved=most("reserved"),
+                reset_peak_memory_stats=forget,
+            )  # fmt: skip
+
+
+def _peak(name: str) -> str:
+    return f"{name}_bytes.all.peak"
+
+
+def _higher(one: BlocksMeasured, other: BlocksMeasured) -> BlocksMeasured:
+    return BlocksMeasured(**{f"{name}_bytes": max(getattr(each, f"{name}_bytes") for each in (one, other)) for name in _COUNTS})

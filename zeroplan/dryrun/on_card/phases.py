@@ -1,0 +1,83 @@
+"""Hears from the loop which phase begins, and notes what the allocator counted in each."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from zeroplan.dryrun.on_card.peaks import Peaks
+from zeroplan.ledger import Beside, Kind, Phase
+from zeroplan.measurement import BlocksMeasured, PhaseMeasured, StepMeasured
+from zeroplan.verify.watching.recording import Block, Call, Span
+
+
+class PhasesOnCard:
+    """Counts every part of the run; whose tensors are whose, and single blocks and collectives, are not to be seen from outside."""
+
+    blocks: tuple[Block, ...] = ()
+    calls: tuple[Call, ...] = ()
+
+    def __init__(self, peaks: Peaks) -> None:
+        self._peaks = peaks
+        self.spans = [Span(-1, Phase.INIT, 0)]
+        self._counted: list[tuple[BlocksMeasured, int]] = []
+        """Of every span that is over: its peaks, and what was allocated when it ended. [bytes]"""
+
+    def enter(self, phase: Phase | Beside, step: int, *, collect: bool = True) -> None:  # noqa: ARG002  Python collects by itself
+        """End a part of the run and begin another."""
+        self._counted.append(self._peaks.seen())
+        self._peaks.next_phase()
+        self.spans.append(Span(step, phase, len(self.spans)))
+
+    def learn_modules(self, root: nn.Module) -> None:
+        """Nothing is known by module."""
+
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing is known by kind."""
+
+    def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None], *, over: bool = True) -> None:
+        """Nothing is known by kind."""
+
+    def gradients_are(self, kind: Kind) -> None:
+        """Nothing is known by kind."""
+
+    @property
+    def initialisation(self) -> PhaseMeasured:
+        """What was counted before the first step."""
+        return _phase(Phase.INIT, [blocks for span, (blocks, _) in self._over if span.phase is Phase.INIT])
+
+    @property
+    def steps(self) -> tuple[StepMeasured, ...]:
+        """Every step, its last one perhaps cut short where the card was full."""
+        numbers = sorted({span.step for span, _ in self._of_steps})
+        return tuple(self._step(number) for number in numbers)
+
+    @property
+    def _over(self) -> list[tuple[Span, tuple[BlocksMeasured, int]]]:
+        return list(zip(self.spans, self._counted, strict=False))
+
+    @property
+    def _of_steps(self) -> list[tuple[Span, tuple[BlocksMeasured, int]]]:
+        return [one for one in self._over if isinstance(one[0].phase, Phase) and one[0].phase is not Phase.INIT]
+
+    def _step(self, number: int) -> StepMeasured:
+        mine = [(span.phase, counted) for span, counted in self._of_steps if span.step == number]
+        phases = dict.fromkeys(phase for phase, _ in mine)
+        return StepMeasured(
+            phases=tuple(_phase(one, [blocks for phase, (blocks, _) in mine if phase is one]) for one in phases),
+            held_bytes=mine[-1][1][1],
+            held_kinds={},
+        )
+
+
+def _phase(phase: Phase | Beside, seen: list[BlocksMeasured]) -> PhaseMeasured:
+    """A phase over all micro-batches of a step: the highest of each count."""
+    blocks = BlocksMeasured(
+        allocated_bytes=max((one.allocated_bytes for one in seen), default=0),
+        requested_bytes=max((one.requested_bytes for one in seen), default=0),
+        active_bytes=max((one.active_bytes for one in seen), default=0),
+        reserved_bytes=max((one.reserved_bytes for one in seen), default=0),
+    )
+    return PhaseMeasured(
+        phase=phase.value, peak_bytes=blocks.allocated_bytes, kinds={}, counted_bytes=blocks.allocated_bytes, blocks=blocks
+    )

@@ -1,0 +1,25 @@
+"""Runs a user's script in this process as Python would run it."""
+
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from zeroplan.dryrun.task import DryRunTask
+
+
+def run_script(task: DryRunTask, arguments: Sequence[str]) -> None:
+    """Run the file or module of a task with arguments."""
+    from zeroplan.verify.fake_cuda.stand_ins import count_as_user  # noqa: PLC0415  it imports torch, which has its order
+
+    sys.argv = [task.target, *arguments]
+    if not task.module:
+        sys.path.insert(0, str(Path(task.target).absolute().parent))
+        runpy.run_path(task.target, run_name="__main__")
+        return
+    sys.path.insert(0, str(Path.cwd()))
+    spec = find_spec(task.target.partition(".")[0])
+    if spec is not None and spec.origin is not None:
+        count_as_user(str(Path(spec.origin).parent))
+    runpy.run_module(task.target, run_name="__main__", alter_sys=True)
