@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.dryrun.running import SCRIPTS, Run, dry_run
+from zeroplan.dryrun.task import DryRunTask, environment
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
@@ -133,3 +138,29 @@ def test_the_compilers_own_error_names_the_way_out():
     assert said.whose == "script"
     assert said.text.endswith("graph break in fullgraph; add --eager to leave torch.compile out")
     assert "--eager" not in failure(RuntimeError("shapes differ")).text
+
+
+FORCED = """
+import sys, torch, torch._dynamo
+from zeroplan.dryrun.compiling import tracing
+tracing.TorchDispatchMode = object  # as in a release whose modes know nothing of a compiler
+from zeroplan.dryrun import child
+sys.argv = ["child", sys.argv[1]]
+child.main()
+"""
+
+
+def test_a_release_whose_compiler_cannot_be_followed_runs_the_script_as_it_is(eager: Run, folder: Path):
+    task = DryRunTask(
+        target=str(SCRIPTS / "compiled.py"), arguments=(str(folder / "other.json"),), gpus=1, gpus_per_node=8, steps=4,
+        gpu="h100-sxm-80gb", answer=str(folder / "answer.json"),
+    )  # fmt: skip
+    (folder / "task.json").write_text(json.dumps(asdict(task)))
+    said = {**os.environ, **environment(task)}
+    command = [sys.executable, "-c", FORCED, str(folder / "task.json")]
+    subprocess.run(command, cwd=folder, env=said, capture_output=True, check=True, timeout=300)
+    found = json.loads((folder / "answer.json").read_text())["run"]
+    ((what, by),) = {(one["what"], one["by"]) for one in found["stood_in"]}
+    why = f"torch {torch.__version__} compiles nothing while a mode watches"
+    assert (what, by) == ("torch.compile", f"left out, the code runs as it is ({why})")
+    assert max(phase["peak_bytes"] for phase in found["steps"][-1]["phases"]) == eager.peak_bytes
