@@ -70,7 +70,7 @@ def test_it_closes_connections_that_nobody_uses(monkeypatch: pytest.MonkeyPatch)
     served: list[uvicorn.Config] = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda self, **_: served.append(self.config))
     with explore._listening(0) as listening:
-        explore._serve(listening)
+        explore._serve(listening, None)
     assert [config.http for config in served] == [Impatient]
 
 
