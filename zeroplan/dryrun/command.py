@@ -1,8 +1,10 @@
-r"""The command after ``--`` as a person would type it: a script, a module, or one of the launchers around them. Needs no torch.
+"""The command after ``--`` as a person would type it: a script, a module, or one of the launchers around them. Needs no torch.
 
->>> read_command(["torchrun", "--nproc_per_node", "8", "--nnodes=2", "-m", "torchtitan.train", "--steps", "9"])
-Command(target='torchtitan.train', module=True, arguments=('--steps', '9'), gpus=16, gpus_per_node=8, \
-launcher=('torchrun', '--nproc_per_node', '8', '--nnodes=2'))
+>>> found = read_command(["torchrun", "--nproc_per_node", "8", "--nnodes=2", "-m", "torchtitan.train", "--steps", "9"])
+>>> found.target, found.module, found.arguments, found.gpus, found.gpus_per_node
+('torchtitan.train', True, ('--steps', '9'), 16, 8)
+>>> found.launcher
+('torchrun', '--nproc_per_node', '8', '--nnodes=2')
 """
 
 import os
