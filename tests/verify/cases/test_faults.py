@@ -233,7 +233,8 @@ def test_only_what_nobody_holds_is_removed_and_only_what_a_run_made(tmp_path: Pa
 
 # The clock
 
-#: By the clock of the system, and why: torch's profiler goes by it; files have its times; ranks on several nodes share no other; a date.
+#: By the clock of the system, and why: torch's profiler goes by it, and so do files' times; ranks on several nodes share no other;
+#: a date.
 BY_THE_SYSTEMS_CLOCK = {"dryrun/saving.py", "verify/watching/log.py", "verify/processes/slurm.py", "verify/environment.py"}
 
 
