@@ -1,4 +1,4 @@
-"""Two checkouts are asked the same, and what differs is said with its size."""
+"""The comparison of two checkouts: it asks both the same questions, and prints what differs and by how much."""
 
 from __future__ import annotations
 

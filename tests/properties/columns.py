@@ -1,4 +1,4 @@
-"""Layouts of one structure as columns of ranks and batches, which one pass over the formulas answers."""
+"""Several layouts of one structure in one evaluation: their ranks and batches as NumPy columns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether one process is to stand for all ranks: where no launcher starts them, or one rank is named."""
+        """Whether a single process runs, as one rank of N: no launcher was given, or --as-rank names a rank."""
         return not self.command.launcher or self.how.rank is not None
 
 
