@@ -53,11 +53,6 @@ def whose_line(frame: FrameType | None) -> FrameType | None:
     return library
 
 
-def is_users(frame: FrameType) -> bool:
-    """Whether a frame is of the user's own code."""
-    return _kind(frame.f_code.co_filename) == "user"
-
-
 def line_of(frame: FrameType | None) -> str:
     """A frame as a person writes it: ``train.py:31``; of a library's module ``trl.trainer.sft_trainer:412``."""
     if frame is None:

@@ -1,0 +1,131 @@
+"""Files that a script believes it has saved, and files from before the run: both are moved, copied and deleted by name alone.
+
+A script often saves to a temporary name and then moves that file to its place (``os.replace``). A dry run has written no such
+file. Its name moves, and whatever the script had there before the run stays.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from zeroplan.dryrun.stood_in import note
+from zeroplan.verify.replaced import put
+
+
+class Unwritten:
+    """The names of files that were saved without being written, and of older files that the script believes to be gone.
+
+    ``saves_now`` returns whether the script is saving: only then do older files stay where they are.
+    """
+
+    def __init__(self, saves_now: Callable[[], bool]) -> None:
+        self._saves_now, self._began = saves_now, time.time()
+        self._saved: set[str] = set()
+        self._kept: set[str] = set()
+
+    def watch(self) -> None:
+        """Replace the functions that move, copy and delete files, to the end of the process."""
+        put(os, remove=self._deletes(os.remove), unlink=self._deletes(os.unlink))
+        put(shutil, rmtree=self._deletes(shutil.rmtree))
+        put(os, rename=self._moves(os.rename), replace=self._moves(os.replace))
+        put(os, link=self._copies(os.link), symlink=self._makes(os.symlink, 1), mkdir=self._makes(os.mkdir, 0))
+        put(shutil, copyfile=self._copies(shutil.copyfile), copy=self._copies(shutil.copy), copy2=self._copies(shutil.copy2))
+
+    def saves(self, save: Callable[..., object], *, at: int = 1, name: str = "f") -> Callable[..., object]:
+        """Return a function that saves nothing; its target, an argument by place or name, counts as saved where it is a path."""
+
+        @wraps(save)
+        def saved(*args: object, **kwargs: object) -> object:
+            target = args[at] if len(args) > at else kwargs.get(name)
+            if (path := _whole(target)) is not None:
+                self._saved.add(path)
+            return save(*args, **kwargs)
+
+        return saved
+
+    def _deletes(self, delete: Callable[..., None]) -> Callable[..., None]:
+        @wraps(delete)
+        def deleted(path: object, *args: object, **kwargs: object) -> None:
+            whole = _whole(path, **kwargs)
+            if whole is None:
+                delete(path, *args, **kwargs)
+            elif self._is_unwritten(whole):
+                self._saved.discard(whole)
+            elif self._stays(whole):
+                self._kept.add(whole)
+            else:
+                self._saved -= set(self._within(whole))
+                delete(path, *args, **kwargs)
+
+        return deleted
+
+    def _moves(self, move: Callable[..., None]) -> Callable[..., None]:
+        @wraps(move)
+        def moved(source: object, target: object, **kwargs: object) -> None:
+            here, there = _whole(source, **kwargs), _whole(target, **kwargs)
+            if here is None or there is None:
+                move(source, target, **kwargs)
+            elif self._is_unwritten(here) or self._stays(here) or there in self._kept:
+                self._saved = self._saved - {here} | {there}
+                note("moving of saved files", "their names move, and files from before this run stay")
+            else:
+                move(source, target, **kwargs)
+                inside = set(self._within(here))
+                self._saved = self._saved - inside | {there + path[len(here) :] for path in inside}
+
+        return moved
+
+    def _copies(self, copy: Callable[..., object]) -> Callable[..., object]:
+        @wraps(copy)
+        def copied(source: object, target: object, *args: object, **kwargs: object) -> object:
+            here, there = _whole(source, **kwargs), _whole(target, **kwargs)
+            if here is None or there is None or not self._is_unwritten(here):
+                return copy(source, target, *args, **kwargs)
+            into_folder = Path(there).is_dir()
+            self._saved.add(str(Path(there, Path(here).name)) if into_folder else there)
+            note("copying of saved files", "nothing is written")
+            return target
+
+        return copied
+
+    def _makes(self, make: Callable[..., None], at: int) -> Callable[..., None]:
+        """A folder or link is made anew where one from before the run stays."""
+
+        @wraps(make)
+        def made(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            target = _whole(args[at], **kwargs) if len(args) > at else None
+            if target is None or target not in self._kept:
+                make(*args, **kwargs)
+
+        return made
+
+    def _stays(self, path: str) -> bool:
+        """Whether a path from before the run, or one that holds a file from then, stays because the script saves now."""
+        if not self._saves_now() or not self._is_older(path):
+            return False
+        note("deleting of older checkpoints", "files from before this run stay")
+        return True
+
+    def _is_unwritten(self, path: str) -> bool:
+        """Whether a path was saved, and not written since by the script itself."""
+        return path in self._saved and (not Path(path).is_file() or self._is_older(path))
+
+    def _is_older(self, path: str) -> bool:
+        whole = Path(path)
+        files = [whole, *whole.rglob("*")] if whole.is_dir() else [whole]
+        return any(file.is_file() and file.stat().st_mtime < self._began for file in files)
+
+    def _within(self, folder: str) -> list[str]:
+        return [path for path in self._saved if path.startswith(folder + os.sep)]
+
+
+def _whole(path: object, **options: object) -> str | None:
+    """An absolute path; None for an open file, or a name that is relative to a folder's descriptor."""
+    relative = any(value is not None for name, value in options.items() if name.endswith("dir_fd"))
+    if relative or not isinstance(path, str | bytes | os.PathLike):
+        return None
+    return str(Path(os.fsdecode(path)).absolute())
