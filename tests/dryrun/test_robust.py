@@ -255,3 +255,31 @@ def test_a_checkpoint_made_before_is_read_without_its_bytes(tmp_path: Path):
     assert seen["epoch"] == 3
     assert seen["held"] >= 3 * 4 * 2048 * 2048
     assert {one["what"] for one in run.answer["stood_in"]} == {"torch.load", "distributed checkpoints"}
+
+
+MOVED_BY_DATA = """
+class Looks(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+    @staticmethod
+    def backward(context, gradient):
+        raise ValueError(f"{places.device} {places[0, 5].item()} {network.scale.device} {held}")
+network = nn.Linear(8, 1024)
+network.scale = nn.Parameter(torch.tensor([1.0, 2.0] * 512))
+places = torch.arange(1024).expand(1, -1)
+for one in (*network.parameters(), places):  # as FSDP1 moves a module
+    one.data = one.data.to("cuda")
+held = torch.cuda.memory_allocated()
+embedded = nn.functional.embedding(places, network.weight.t().repeat(128, 1))
+(Looks.apply(embedded) * network.scale).sum().backward()
+"""
+
+
+def test_what_is_moved_by_its_data_is_on_the_gpu_and_an_error_in_the_backward_is_the_scripts(tmp_path: Path):
+    """An error unwinds through autograd's guards, which ended the process; a whole number's tensor was on no device."""
+    (tmp_path / "script.py").write_text(TRAIN + MOVED_BY_DATA)
+    run = dry_run("--", "script.py", folder=tmp_path)
+    held = 4 * (8 * 1024 + 1024 + 1024) + 8 * 1024
+    said = f"zeroplan: the script raised ValueError at script.py:21: cuda:0 5 cuda:0 {held}"
+    assert (run.code, run.last_line) == (2, said)

@@ -58,6 +58,21 @@ def _let_tensors_move() -> None:
     FakeTensor.data = property(data.__get__, put_data)  # type: ignore[assignment]  # a tensor's data is a property of C's
     swap: Callable[..., None] = torch.utils.swap_tensors
 
+    def put_data_of_host(mine: torch.Tensor, other: torch.Tensor) -> None:
+        """A tensor of the host that gets a fake one's data becomes a fake one, and keeps what hangs on it."""
+        if not isinstance(other, FakeTensor) or type(mine) not in (torch.Tensor, nn.Parameter):
+            data.__set__(mine, other)
+            return
+        beside, wants = dict(vars(mine)), mine.requires_grad
+        with torch.no_grad():
+            made = nn.Parameter(other, wants) if isinstance(mine, nn.Parameter) else other.detach().requires_grad_(wants)
+        for name in ("__class__", "__dict__"):
+            setattr(mine, name, getattr(made, name))
+        torch._C._swap_tensor_impl(mine, made)  # swap_tensors refuses a tensor of which a fake copy was made before
+        vars(mine).update(beside)
+
+    torch.Tensor.data = property(data.__get__, put_data_of_host)  # type: ignore[assignment]
+
     def swap_tensors(mine: torch.Tensor, other: torch.Tensor) -> None:
         """A module that moves keeps its parameters' objects, as it does where tensors have bytes."""
         both = isinstance(mine, FakeTensor) and isinstance(other, FakeTensor)

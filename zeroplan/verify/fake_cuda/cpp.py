@@ -3,7 +3,9 @@
 A CPU build of torch refuses ``device="cuda"`` in two places. Both can be changed from Python without a compiler:
 
 1. ``c10::impl::device_guard_impl_registry`` is an exported array of one device guard per device type, empty for CUDA. torch has a
-   guard that is written in Python (``torch._C._acc``), for a backend of one's own; it is put in CUDA's place.
+   guard that changes no device (``torch._C._acc``), for a backend written in Python; it is put in CUDA's place. It calls Python for
+   the kind of its devices and streams, also while an error of the script unwinds through C++, which ends the process. So its
+   table is copied, and what names a device or a stream is made to name CUDA's first without Python.
 2. ``at::detail::getCUDAHooks()`` is exported and returns an object whose virtual functions say whether CUDA was built and is
    available. Its table is copied, and three entries are made to say yes. Then CUDA is the accelerator, on which autograd insists.
 
@@ -16,11 +18,13 @@ the Itanium C++ ABI: Linux, x86-64 and ARM.
 """
 
 import ctypes
+import mmap
+import os
 import platform
 import re
 import sys
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,22 +37,29 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _GET_HOOKS = "_ZN2at6detail12getCUDAHooksEv"
 _IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT = 2, 3, 4
 """Entries in the table of ``AcceleratorHooksInterface``, behind two destructors."""
-_FIRST_FUNCTIONS = ["isBuilt", "isAvailable", "hasPrimaryContext"]
+_GUARDS_FUNCTIONS = [
+    "type", "exchangeDevice", "getDevice", "setDevice", "uncheckedSetDevice", "getStream", "getDefaultStream",
+    "getStreamFromGlobalPool", "getNewStream", "exchangeStream",
+]  # fmt: skip
+"""The first entries in the table of ``DeviceGuardImplInterface``, whose destructors come last."""
+_NAME_A_DEVICE = tuple(at for at, name in enumerate(_GUARDS_FUNCTIONS) if name not in ("setDevice", "uncheckedSetDevice"))
+_FIRST_FUNCTIONS = {
+    "ATen/detail/AcceleratorHooksInterface.h": ["isBuilt", "isAvailable", "hasPrimaryContext"],
+    "c10/core/impl/DeviceGuardImplInterface.h": _GUARDS_FUNCTIONS,
+}
+_ONE_AND_ZERO = {
+    "x86_64": "b80100000031d2c3",  # mov eax, 1; xor edx, edx; ret
+    "aarch64": "200080d2010080d2c0035fd6",  # mov x0, 1; mov x1, 0; ret
+}
+"""A function that returns 1, and 0 in the second register: true, ``DeviceType`` CUDA, ``Device`` cuda:0, and its ``Stream`` 0."""
 _ENTRIES = 96
-"""As many entries of the table are copied; ``CUDAHooksInterface`` has fewer."""
+"""As many entries of a table are copied; both have fewer."""
 _BEFORE_TABLE = 2
 """Entries in front of the table that belong to it: the offset to the top, and the type's information."""
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 _KEPT: list[object] = []
 """What C++ holds addresses of: it stays for as long as the process."""
-
-
-class _Guard(torch._C._acc.DeviceGuard):
-    """A guard that changes no device, and says that it is CUDA's."""
-
-    def type_(self) -> Any:  # noqa: ANN401  an enum of C++'s
-        return torch._C._autograd.DeviceType.CUDA
 
 
 def make_cuda_known() -> None:
@@ -67,18 +78,19 @@ def make_cuda_known() -> None:
 
 def _require_platform() -> None:
     here = f"{sys.platform} on {platform.machine()}"
-    if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
+    if not sys.platform.startswith("linux") or platform.machine() not in _ONE_AND_ZERO:
         raise NotHereError(f"a fake GPU needs Linux on x86-64 or ARM, and this is {here}; use a container or a virtual machine")
 
 
 def _require_order() -> None:
-    """Torch ships its headers: the functions must stand in the table as they are known to."""
-    header = Path(torch.__file__).parent / "include/ATen/detail/AcceleratorHooksInterface.h"
-    if not header.is_file():
-        return
-    functions = re.findall(r"virtual \w+ (\w+)\(", header.read_text(encoding="utf-8"))
-    if functions[: len(_FIRST_FUNCTIONS)] != _FIRST_FUNCTIONS:
-        raise _unknown("orders its accelerator's functions otherwise")
+    """Torch ships its headers: the functions must stand in the tables as they are known to."""
+    for name, known in _FIRST_FUNCTIONS.items():
+        header = Path(torch.__file__).parent / "include" / name
+        if not header.is_file():
+            continue
+        functions = re.findall(r"virtual \w+ (\w+)\(", header.read_text(encoding="utf-8"))
+        if functions[: len(known)] != known:
+            raise _unknown(f"orders the functions of its {header.stem} otherwise")
 
 
 def _library(name: str) -> ctypes.CDLL:
@@ -96,30 +108,50 @@ def _put_guard(c10: ctypes.CDLL) -> None:
         register = torch._C._acc.register_python_privateuseone_device_guard
     except (ValueError, AttributeError) as error:
         raise _unknown(f"has no registry of device guards ({error})") from None
-    before, guard = registry[_PRIVATE_USE_1], _Guard()
+    before, guard = registry[_PRIVATE_USE_1], torch._C._acc.DeviceGuard()
     register(guard)
     if registry[_PRIVATE_USE_1] == before:
         raise _unknown("keeps its device guards elsewhere")
     registry[_CUDA], registry[_PRIVATE_USE_1] = registry[_PRIVATE_USE_1], before
     _KEPT.append(guard)
+    _answer_one(registry[_CUDA] or 0, _NAME_A_DEVICE)
 
 
 def _say_available(aten: ctypes.CDLL) -> None:
-    """Replace three functions of CUDA's hooks by one that always says 1."""
+    """Have CUDA's hooks say that CUDA was built and is there."""
     try:
         hooks_of = aten[_GET_HOOKS]
     except AttributeError:
         raise _unknown("has no CUDA hooks") from None
     hooks_of.restype = ctypes.c_void_p
-    hooks = hooks_of()
-    table = ctypes.c_void_p.from_address(hooks).value or 0
+    _answer_one(hooks_of(), (_IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT))
+
+
+def _answer_one(instance: int, functions: tuple[int, ...]) -> None:
+    """Have virtual functions of an object of C++ return 1, and 0 behind it."""
+    table = ctypes.c_void_p.from_address(instance).value or 0
     start = table - _BEFORE_TABLE * _POINTER
     entries = (ctypes.c_void_p * _ENTRIES)(*(ctypes.c_void_p * _ENTRIES).from_address(start))
-    yes = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
-    for entry in (_IS_BUILT, _IS_AVAILABLE, _HAS_PRIMARY_CONTEXT):
-        entries[_BEFORE_TABLE + entry] = yes
-    ctypes.c_void_p.from_address(hooks).value = ctypes.addressof(entries) + _BEFORE_TABLE * _POINTER
+    for entry in functions:
+        entries[_BEFORE_TABLE + entry] = _one_and_zero()
+    ctypes.c_void_p.from_address(instance).value = ctypes.addressof(entries) + _BEFORE_TABLE * _POINTER
     _KEPT.append(entries)
+
+
+@cache
+def _one_and_zero() -> int:
+    """Return the address of the function, in a page of its own: written first, and executable from then on."""
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    page.write(bytes.fromhex(_ONE_AND_ZERO[platform.machine()]))
+    start = ctypes.c_char.from_buffer(page)
+    _KEPT.append(start)
+    address = ctypes.addressof(start)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_EXEC):
+        raise NotHereError(
+            f"this system lets no program make a function: {os.strerror(ctypes.get_errno())}; use another machine"
+        )
+    return address
 
 
 def _check() -> None:
