@@ -2,6 +2,7 @@
 
 ZeroplanError            anything below: one line, the value and the way out
 ├── SpecError            a description of something that could not run (also a ValueError)
+│   └── NoFormulasError  a model that runs, and that zeroplan has no formulas for
 ├── UnknownNameError     a name no catalogue knows, with the nearest ones (also a LookupError)
 └── MeasurementError     a verification that could not be carried out or read
 """
@@ -15,6 +16,10 @@ class ZeroplanError(Exception):
 
 class SpecError(ZeroplanError, ValueError):
     """A description of something that could not run."""
+
+
+class NoFormulasError(SpecError):
+    """A configuration that transformers may well build a model of, and that zeroplan has no formulas for."""
 
 
 class UnknownNameError(ZeroplanError, LookupError):

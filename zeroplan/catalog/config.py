@@ -23,7 +23,7 @@ from zeroplan.catalog.config_keys import (
 from zeroplan.catalog.config_parts import text_part
 from zeroplan.catalog.config_rest import activation_of, listed, quantised, the_rest, unknown_keys
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
-from zeroplan.errors import SpecError, unknown_name
+from zeroplan.errors import NoFormulasError, SpecError, unknown_name
 from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, MlaSpec, ModelSpec, MoeSpec
 
 Config: TypeAlias = Mapping[str, object]
@@ -187,7 +187,7 @@ def _family(config: Config, treat_as: str | None) -> str:
         raise SpecError(f"model_type={shown(model_type)} in config.json is not a name; write one like 'llama'")
     family = SAME_AS.get(model_type, model_type)
     if family not in FAMILIES:
-        raise SpecError(
+        raise NoFormulasError(
             f"model_type {shown(model_type)} has no formulas (there are some for {', '.join(FAMILIES)}); "
             f"`zeroplan profile --config` traces it, --treat-as llama counts a Llama of its sizes{_ignored(config)}"
         )
@@ -210,16 +210,18 @@ def _refuse_other_architectures(source: _Source) -> None:
     config, family = source
     for key, only in FIXED[family].items():
         if config.get(key) is not None and config[key] != only:
-            raise SpecError(f"{key}={shown(config[key])} in config.json has no formula: {family} always has {key}={only}")
+            raise NoFormulasError(f"{key}={shown(config[key])} in config.json has no formula: {family} always has {key}={only}")
     if family not in MOE_FAMILIES:
         for key in ("num_experts", "num_local_experts", "n_routed_experts"):
             if config.get(key) not in (None, 0, 1):
-                raise SpecError(f"{key}={shown(config[key])} in config.json: {family} has no experts; {_moe_way_out()}")
+                raise NoFormulasError(f"{key}={shown(config[key])} in config.json: {family} has no experts; {_moe_way_out()}")
     if family != "deepseek_v3" and config.get("kv_lora_rank") is not None:
-        raise SpecError(f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only deepseek_v3 has latent attention")
+        raise NoFormulasError(
+            f"kv_lora_rank={shown(config['kv_lora_rank'])} in config.json: only deepseek_v3 has latent attention"
+        )
     width = config.get("word_embed_proj_dim")
     if width is not None and width != config.get("hidden_size"):
-        raise SpecError(f"word_embed_proj_dim={shown(width)} in config.json has no formula; it must equal hidden_size")
+        raise NoFormulasError(f"word_embed_proj_dim={shown(width)} in config.json has no formula; it must equal hidden_size")
 
 
 def _moe_way_out() -> str:
@@ -242,7 +244,7 @@ def _spec(source: _Source, name: str) -> ModelSpec:
     try:
         return ModelSpec(name=name, family=source.family, **_shape(source))  # type: ignore[arg-type]  # it checks itself
     except SpecError as error:
-        raise SpecError(f"config.json: {error}") from None
+        raise type(error)(f"config.json: {error}") from None
 
 
 def _shape(source: _Source) -> dict[str, object]:
@@ -274,7 +276,7 @@ def _intermediate_size(source: _Source, hidden: int) -> int:
         return source.integer("intermediate_size")
     width = source.integer("intermediate_size", 4 * hidden)
     if source.family == "bloom" and width != 4 * hidden:
-        raise SpecError(f"n_inner={width} in config.json has no formula: bloom always has 4·hidden_size = {4 * hidden}")
+        raise NoFormulasError(f"n_inner={width} in config.json has no formula: bloom always has 4·hidden_size = {4 * hidden}")
     return width
 
 
@@ -282,7 +284,7 @@ def _key_value_heads(source: _Source, heads: int) -> int:
     key_value_heads = source.integer("num_key_value_heads", heads)
     origin = "in config.json" if source.states("num_key_value_heads") else "(the default, config.json states none)"
     if source.family in (*PLAIN_HEADS, "deepseek_v3") and key_value_heads != heads:
-        raise SpecError(
+        raise NoFormulasError(
             f"num_key_value_heads={key_value_heads} {origin} has no formula: "
             f"{source.family} has as many as attention heads, {heads}"
         )
@@ -360,7 +362,9 @@ def _dense_layers(source: _Source) -> int:
     if layers is None:
         return 0
     if not isinstance(layers, list | tuple) or list(layers) != list(range(len(layers))):
-        raise SpecError(f"mlp_only_layers={shown(layers)} in config.json has no formula; dense layers must come first: [0, 1]")
+        raise NoFormulasError(
+            f"mlp_only_layers={shown(layers)} in config.json has no formula; dense layers must come first: [0, 1]"
+        )
     return len(layers)
 
 

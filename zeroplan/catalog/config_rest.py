@@ -20,7 +20,7 @@ from zeroplan.catalog.config_rest_keys import (
     WINDOW_PATTERN,
 )
 from zeroplan.catalog.text import shown
-from zeroplan.errors import SpecError
+from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.model import FREE_ACTIVATION, MOE_FAMILIES, SAVES_ITS_INPUT, USUAL_ACTIVATION, Activation
 
 Config = Mapping[str, object]
@@ -64,7 +64,9 @@ def activation_of(config: Config, family: str) -> Activation | None:
         return None
     known = get_args(Activation) if family in FREE_ACTIVATION else SAVES_ITS_INPUT
     if said not in known:
-        raise SpecError(f"{key}={shown(said)} in config.json has no formula: {family} may have {', '.join(known)}; {_WAY_OUT}")
+        raise NoFormulasError(
+            f"{key}={shown(said)} in config.json has no formula: {family} may have {', '.join(known)}; {_WAY_OUT}"
+        )
     return said  # type: ignore[return-value]  # one of Activation
 
 
@@ -108,12 +110,14 @@ def _refuse_values(config: Config, family: str) -> None:
         for value in _values(config, key):
             if value is not None and value not in allowed:
                 counted = f"only {key}={allowed[0]} has" if allowed else "leave it out"
-                raise SpecError(
+                raise NoFormulasError(
                     f"{key}={shown(value)} in config.json of a {family} model has no formula, {counted}; {_WAY_OUT}"
                 )
     for key in NOT_NULL.get(family, ()):
         if key in config and not config[key]:
-            raise SpecError(f"{key}={shown(config[key])} in config.json has no formula: {family} always has one; {_WAY_OUT}")
+            raise NoFormulasError(
+                f"{key}={shown(config[key])} in config.json has no formula: {family} always has one; {_WAY_OUT}"
+            )
 
 
 def _values(config: Config, key: str) -> Iterator[object]:
@@ -136,7 +140,7 @@ def _refuse_layer_types(config: Config, family: str) -> None:
     for layer, kind in enumerate(said, start=1):
         local = every is not None and layer % every
         if kind != ("sliding_attention" if local else "full_attention") and not _windowed(config, family, layer):
-            raise SpecError(
+            raise NoFormulasError(
                 f"layer_types in config.json makes layer {layer} {shown(kind)}, which has no formula in a {family}; {_WAY_OUT}"
             )
 

@@ -102,18 +102,19 @@ FLAGS = (
 
 
 def takes_a_job(
-    command: Callable[..., int | None], *, or_none: bool = False, gpus_as: str = ""
-) -> Callable[..., int | None]:  # fmt: skip
+    command: Callable[..., int | None], *, or_none: bool = False, gpus_as: str = "", traces: bool = True
+) -> Callable[..., int | None]:
     """Give a command ``f(resolved, **own)`` the job's flags beside its own, and hand it the resolved job.
 
     ``or_none`` hands it None where nothing is said of a job. Arguments of its own without a default come before the job file.
-    ``gpus_as`` is a flag of the command's own that says how many GPUs, too.
+    ``gpus_as`` is a flag of the command's own that says how many GPUs, too. ``traces`` says whether a model without formulas is
+    traced.
     """
 
     def resolved(given: dict[str, object], mine: dict[str, object]) -> Resolved | None:
         said = any(given[name] is not None for name in given if name != "catalog")
         given = _with_gpus(given, gpus_as, mine.get(gpus_as))
-        return _resolved(given) if said or not or_none else None
+        return _resolved(given, traces=traces) if said or not or_none else None
 
     return _with_flags(command, "resolved", resolved)
 
@@ -126,7 +127,7 @@ def takes_a_request(command: Callable[..., int | None], *, read_file: _ReadFile 
 
     ``read_file`` reads its argument where that may be something else than a job file.
     """
-    return _with_flags(command, "asked", lambda given, _: _asked(given, read_file))
+    return _with_flags(command, "asked", lambda given, _: _traced(_asked(given, read_file), every=True))
 
 
 _Read = Callable[[dict[str, object], dict[str, object]], object]
@@ -202,18 +203,31 @@ class Asked(NamedTuple):
     run: "FromRun | None" = None
     said: Request = Request()
     """The flags alone."""
+    notes: tuple[str, ...] = ()
+    """What was done to answer, which the answer must say."""
 
     def to_search(self, looked_for: Collection[str]) -> Request:
         """The request for a plan, which decides what of a run's settings no flag says, and looks for some."""
         return self.request if self.run is None else self.run.to_search(self.said, looked_for)
 
     def how_sure(self, job: "JobSpec") -> tuple[str, ...]:
-        """What must be known of an answer that comes from a run; empty where none does."""
-        return () if self.run is None else self.run.how_sure(job)
+        """What must be known of an answer that comes from a run, or from a trace of the model; empty where neither does."""
+        return self.notes if self.run is None else self.run.how_sure(job)
 
 
-def _resolved(given: dict[str, object]) -> Resolved:
+def _traced(asked: Asked, *, every: bool) -> Asked:
+    """What was said, with the profile of a model that has no formulas; for ``every`` engine and recomputation, or for its own."""
+    if asked.request.config is None and asked.request.fetched is None:
+        return asked
+    from zeroplan.auto_profile import with_own_profile  # noqa: PLC0415  few models need it
+
+    request, notes = with_own_profile(asked.request, say=say, chosen=asked.chosen, every=every)
+    return asked._replace(request=request, notes=notes)
+
+
+def _resolved(given: dict[str, object], *, traces: bool) -> Resolved:
     asked = _asked(given)
+    asked = _traced(asked, every=False) if traces else asked
     found = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
     return found._replace(notes=(*asked.how_sure(found.job), *found.notes))
 

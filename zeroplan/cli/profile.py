@@ -50,6 +50,10 @@ _SeqLen = Annotated[
     str | None,
     _flag("--seq-len", "TOKENS", "For sequences this long and longer only, where a module computes short ones otherwise."),
 ]
+_FallbackSeqLen = Annotated[
+    str | None,
+    _flag("--fallback-seq-len", "TOKENS", "As --seq-len, but only where one profile for all lengths is not possible."),
+]
 _Out = Annotated[str, _flag("--out", "FILE", "Where to write the profile.", shown=True)]
 _Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
 
@@ -63,6 +67,7 @@ def profile_command(
     precision: _Precision = None,
     recompute: _Recompute = None,
     seq_len: _SeqLen = None,
+    fallback_seq_len: _FallbackSeqLen = None,
     out: _Out = "profile.json",
     force: _Force = False,
 ) -> None:
@@ -76,8 +81,10 @@ def profile_command(
     refuse_target(Path(out), "--out", force=force, new_folder=True)
     if lacking := not_installed("torch", "transformers", by="tracing"):
         raise MeasurementError(lacking)
-    shortest = None if seq_len is None else parse_tokens(seq_len, what="--seq-len")
-    found = _traced(workload, config, *said, shortest=shortest)
+    lengths = (_tokens("--seq-len", seq_len), _tokens("--fallback-seq-len", fallback_seq_len))
+    if None not in lengths:
+        raise SpecError("--seq-len is of that length anyhow, and --fallback-seq-len is for where none is said; leave one out")
+    found = _traced(workload, config, *said, lengths=lengths)
     _write(found, Path(out), force=force)
     _summarise(found, out)
 
@@ -88,11 +95,15 @@ def _one_of(flag: str, chosen: str | None, there: tuple[str, ...]) -> tuple[str,
     return there if chosen is None else (chosen,)
 
 
+def _tokens(flag: str, said: str | None) -> int | None:
+    return None if said is None else parse_tokens(said, what=flag)
+
+
 def _traced(
     workload: str | None, config: str | None, engines: tuple[str, ...], precisions: tuple[str, ...], recompute: tuple[str, ...],
-    attention: tuple[str, ...], shortest: int | None,
+    attention: tuple[str, ...], lengths: tuple[int | None, int | None],
 ) -> "Profile":  # fmt: skip
-    """Trace, and tell what a workload raises from what goes wrong here."""
+    """Trace, and tell what a workload raises from what goes wrong here. ``lengths``: for this one and longer; the fallback."""
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")  # torch is to believe in GPUs that are not there
     import warnings  # noqa: PLC0415  only a trace pays for these
 
@@ -100,7 +111,7 @@ def _traced(
     from zeroplan.verify.profiling.profile import Wanted, profile  # noqa: PLC0415
     from zeroplan.verify.profiling.subject import of_config, of_workload  # noqa: PLC0415
 
-    wanted = Wanted(engines, precisions, recompute, shortest)  # type: ignore[arg-type]  # each is one of those above
+    wanted = Wanted(engines, precisions, recompute, *lengths)  # type: ignore[arg-type]  # each is one of those above
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

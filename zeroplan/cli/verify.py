@@ -220,7 +220,7 @@ def _refuse_without(flag: str, others: "Mapping[str, object]") -> None:
         raise SpecError(f"{given} goes with --{flag}; leave it out, or say --{flag}")
 
 
-verify_command = takes_a_job(_verify, or_none=True, gpus_as="of")
+verify_command = takes_a_job(_verify, or_none=True, gpus_as="of", traces=False)
 
 
 class _Keeper:

@@ -37,6 +37,7 @@ __all__ = [
     "job",
     "mesh_of",
     "own_folder",
+    "recipe_of",
     "request_of",
     "resolve",
     "with_fetched",
@@ -135,6 +136,16 @@ def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[
     from zeroplan.resolve.deepspeed import config_beside  # noqa: PLC0415  only this flag pays for it
 
     return config_beside(found, model, chosen)
+
+
+def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
+    """The recipe of a request, its set-up and DeepSpeed configuration read, whatever its model is.
+
+    Sizes that DeepSpeed's ``auto`` takes from the model are those of some other model. Raises what :func:`resolve` raises.
+    """
+    any_model = find_model("llama-2-7b")
+    found, _ = _with_deepspeed_config(with_setup(request, chosen), any_model, chosen)
+    return _recipe(found, _default_stage(found.engine, found.gpus or 1) if found.stage is None else found.stage)
 
 
 # The model

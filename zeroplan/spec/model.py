@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol, get_args
 
-from zeroplan.errors import SpecError
+from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
 from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
@@ -206,7 +206,7 @@ class ModelSpec(Spec):
                 f"family={self.family!r} adds learned positions: positions=0 leaves it without; say how many there are"
             )
         if self.sliding_window is not None and self.family not in WINDOWED_FAMILIES:
-            raise SpecError(
+            raise NoFormulasError(
                 f"a sliding window of a {self.family} model (sliding_window={self.sliding_window:,}) has no formula; leave it out "
                 "where sequences are shorter, else `zeroplan profile --config` traces the model"
             )

@@ -39,6 +39,8 @@ class Wanted(NamedTuple):
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     shortest: int | None = None
     """For sequences of so many tokens and more, where shorter ones are computed otherwise; where every length is, of that alone."""
+    fallback: int | None = None
+    """The same, where sequences of all lengths are not computed alike."""
 
 
 def manners(wanted: Wanted) -> tuple[Manner, ...]:
@@ -58,7 +60,12 @@ def profile(subject: Subject, wanted: Wanted, *, say: Callable[[str], None]) -> 
     Raises :class:`~zeroplan.errors.MeasurementError` for modules that one block of each kind cannot stand for.
     """
     with collected_when_told():  # once for all passes, each of which is followed by a collection
-        return _profile(subject, wanted, say)
+        try:
+            return _profile(subject, wanted, say)
+        except OtherProgramError:
+            if wanted.fallback is None:
+                raise
+            return _profile(subject, wanted._replace(shortest=wanted.fallback), say)
 
 
 def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Profile:

@@ -1,0 +1,176 @@
+"""A model that no formula covers, traced without being asked: the profile of its ``config.json``, made once and kept.
+
+The trace runs in a process of its own (``zeroplan profile``), because torch is to believe in a GPU that is not there. Needs torch
+and transformers; without them the answer stays that there are no formulas, and what to install.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from zeroplan.catalog.config import named_after, read_config
+from zeroplan.catalog.profile import read_profile
+from zeroplan.current_folder import environment
+from zeroplan.errors import MeasurementError, NoFormulasError, SpecError
+from zeroplan.installation import PACKAGES, installed, not_installed
+from zeroplan.resolve import Request, recipe_of
+from zeroplan.spec.profile import SCHEMA_VERSION
+from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.transformer.profiled import profile_of
+from zeroplan.whole import write_whole
+
+#: Engines whose estimate takes a profile.
+_ENGINES = ("ddp", "fsdp2", "deepspeed")
+#: Where sequences of every length are not computed alike, and no length is said. [tokens]
+_USUAL_SEQ_LEN = 4096
+#: The exit code with which the trace refuses what it was given.
+_REFUSED = 2
+
+
+class Traced(NamedTuple):
+    """A request whose model is a profile where it has to be, and what the user must know of that; empty where it is not."""
+
+    request: Request
+    notes: tuple[str, ...] = ()
+
+
+def with_own_profile(
+    request: Request, *, say: Callable[[str], None], chosen: tuple[str, ...] = (), every: bool = False
+) -> Traced:
+    """Return the request with the profile of its ``config.json``, if zeroplan has no formulas for that.
+
+    The profile is of the manner of execution that the request's recipe needs. ``every`` asks for each engine and recomputation,
+    for a search among them. ``say`` is given a line when a trace begins, which takes 10 s to some minutes.
+
+    Raises NoFormulasError with what to install where torch or transformers are not, MeasurementError where the model cannot be
+    traced, and SpecError for what is no configuration.
+    """
+    source = request.config or request.fetched
+    if not source or request.treat_as is not None:
+        return Traced(request)
+    try:
+        read_config(Path(source))
+    except NoFormulasError as unknown:
+        return _profiled(request, unknown, say, chosen, every=every)
+    except SpecError:  # said again, with all that is to be said, where the request is resolved
+        pass
+    return Traced(request)
+
+
+def _profiled(
+    request: Request, unknown: NoFormulasError, say: Callable[[str], None], chosen: tuple[str, ...], *, every: bool
+) -> Traced:  # fmt: skip
+    recipe = recipe_of(request, chosen=chosen)
+    if recipe.engine not in _ENGINES:
+        return Traced(request)
+    if lacking := not_installed("torch", "transformers", by="tracing the model itself"):
+        raise NoFormulasError(f"{unknown}; {lacking}") from None
+    wanted = _Wanted.of(request, recipe, every=every)
+    kept = next((one for one in wanted.kept() if _is_readable(one)), None)
+    file = kept or _made(wanted, unknown, say)
+    profile = profile_of(read_profile(str(file)))
+    releases = " and ".join(f"{name} {release}" for name, release in profile.packages.items())
+    note = f"no formulas for {profile.name}: the model's own code was traced, with {releases} ({file})"
+    if kept:
+        say(f"note: {note}")
+    return Traced(replace(request, config=None, model=None, fetched=None, profile=str(file)), (note,))
+
+
+class _Wanted(NamedTuple):
+    """Which profile is asked for: of which file, under which name, in which manner."""
+
+    file: Path
+    name: str
+    flags: tuple[str, ...]
+    seq_len: int
+
+    @classmethod
+    def of(cls, request: Request, recipe: RecipeSpec, *, every: bool) -> "_Wanted":
+        """What a request needs."""
+        said = Path(request.config or str(request.fetched))
+        file = said / "config.json" if said.is_dir() else said
+        precision = "bf16-mixed" if recipe.precision == "fp16-mixed" else recipe.precision  # as many bytes
+        attention = "eager" if recipe.attention == "eager" else "sdpa"
+        flags = ["--precision", precision, "--attention", attention]
+        if not every:
+            flags += ["--engine", recipe.engine, "--recompute", recipe.recompute]
+        name = str(request.model) if request.fetched else named_after(said, file)
+        return cls(file, name, tuple(flags), request.seq_len or _USUAL_SEQ_LEN)
+
+    def kept(self) -> Iterator[Path]:
+        """Where such a profile is kept: one of every length, or one of this length."""
+        made_of = (SCHEMA_VERSION, _releases(), _own_code(), self.name, self.flags, self.file.read_text(encoding="utf-8"))
+        key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:16]
+        stem = "".join(sign if sign.isalnum() or sign in "-._" else "-" for sign in self.name).strip(".-")
+        yield cache_folder() / f"{stem}-{key}.json"
+        yield cache_folder() / f"{stem}-{key}-{self.seq_len}.json"
+
+
+def cache_folder() -> Path:
+    """Where profiles are kept that were made without being asked for: ``zeroplan/profiles`` in the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "zeroplan" / "profiles"
+
+
+def _releases() -> dict[str, str | None]:
+    return {package.name: installed(package) for package in PACKAGES if package.name in ("torch", "transformers")}
+
+
+def _own_code() -> str:
+    """A digest of the code that traces: what an older one counted is not read again."""
+    digest = hashlib.sha256()
+    for file in sorted((Path(__file__).parent / "verify").rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_readable(file: Path) -> bool:
+    """Whether a profile is kept there; one that was damaged is made again."""
+    try:
+        read_profile(str(file))
+    except SpecError:
+        return False
+    return True
+
+
+def _made(wanted: _Wanted, unknown: NoFormulasError, say: Callable[[str], None]) -> Path:
+    """Trace the model, keep its profile and return where it is; in a folder for this run alone where nothing can be kept."""
+    say(f"no formulas for {wanted.name}: tracing the model's own code, once (10 s to some minutes)")
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "profile.json"
+        _trace(wanted, made, unknown)
+        text = made.read_text(encoding="utf-8")
+    data = json.loads(text)
+    data["name"] = wanted.name
+    of_all_lengths, of_one = wanted.kept()
+    one_length = data.get("seq_len") is not None or data.get("shortest", 1) > 1
+    return _keep(of_one if one_length else of_all_lengths, json.dumps(data, indent=1, ensure_ascii=False) + "\n", say)
+
+
+def _trace(wanted: _Wanted, out: Path, unknown: NoFormulasError) -> None:
+    command = [sys.executable, "-m", "zeroplan", "profile", "--config", str(wanted.file.absolute()), *wanted.flags,
+               "--fallback-seq-len", str(wanted.seq_len), "--out", str(out)]  # fmt: skip
+    ended = subprocess.run(  # noqa: S603  our own program
+        command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, env=environment()
+    )
+    if ended.returncode:
+        last = (ended.stderr.strip().splitlines() or [f"it ended with code {ended.returncode}"])[-1].removeprefix("zeroplan: ")
+        kind = NoFormulasError if ended.returncode == _REFUSED else MeasurementError
+        raise kind(f"{unknown}; tracing its own code failed: {last}") from None
+
+
+def _keep(path: Path, text: str, say: Callable[[str], None]) -> Path:
+    try:
+        write_whole(path, text, force=True)
+    except OSError as error:
+        path = Path(tempfile.mkdtemp(prefix="zeroplan-")) / path.name
+        write_whole(path, text, force=True)
+        say(f"note: the profile is not kept for the next time: {cache_folder()} cannot be written to ({error.strerror})")
+    return path
