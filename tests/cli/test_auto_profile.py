@@ -11,7 +11,7 @@ from zeroplan import auto_profile
 
 GRANITE = {
     "model_type": "granite", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 128, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 JOB = ("--gpus", "4", "--seq-len", "256")
@@ -40,6 +40,7 @@ def test_it_is_traced_once_and_every_answer_says_so(folder: Path, run: Run, monk
     assert code == 0, err
     assert err.count("no formulas for my-granite: tracing") == 1
     answer = json.loads(out)
+    assert any("beyond the 128 positions" in note for note in answer["notes"])
     assert any(note.startswith("no formulas for my-granite: the model's own code was traced") for note in answer["notes"])
     monkeypatch.setattr(auto_profile.subprocess, "run", None)  # from here on nothing is traced
     (kept,) = auto_profile.cache_folder().iterdir()

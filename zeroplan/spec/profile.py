@@ -187,7 +187,8 @@ class Profile(Profiled):
     ``source`` says what was traced; ``embeddings`` are the parameters outside the blocks whose gradients come last, ``tail`` the
     others, ``tied_head`` names one of the embeddings that is the head, too; ``order`` has both as the module registers them, and
     an empty name where the blocks are; ``kinds`` are the parameters of one block of each kind. ``seq_len`` is set where
-    sequences cannot be made longer or shorter, ``shortest`` where shorter ones were not looked at.
+    sequences cannot be made longer or shorter, ``shortest`` where shorter ones were not looked at. ``longest`` is how long the
+    module's configuration says sequences may be.
     """
 
     schema_version: Literal[2] = 2
@@ -205,6 +206,7 @@ class Profile(Profiled):
     buffer_bytes: CountOrZero = 0
     seq_len: Count | None = None
     shortest: Count = 1
+    longest: Count | None = None
     variants: tuple[Variant, ...]
 
     def __hash__(self) -> int:
@@ -260,6 +262,6 @@ def model_of(profile: Profile) -> ModelSpec:
         num_key_value_heads=1,
         head_dim=1,
         vocab_size=1,
-        max_position_embeddings=profile.seq_len or 10**15,
+        max_position_embeddings=profile.seq_len or profile.longest or 10**15,
         profile=profile,
     )

@@ -93,6 +93,7 @@ def _profile(subject: Subject, wanted: Wanted, say: Callable[[str], None]) -> Pr
         tied_head=whole.tied,
         buffer_bytes=whole.buffer_bytes,
         seq_len=tracer.fixed_length,
+        longest=subject.longest if tracer.fixed_length is None else None,
         shortest=1 if tracer.fixed_length is not None else tracer.shortest,
         variants=variants,
     )
