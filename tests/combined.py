@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import random
+import tomllib
 from itertools import combinations, product
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
 T = TypeVar("T")
+CASES_BY_DAY: dict[str, dict[str, list[str]]] = tomllib.loads(
+    (Path(__file__).parent / "by_day.toml").read_text(encoding="utf-8")
+)
+"""By file and test, the cases that stand for the others by day."""
 Row = tuple[int, ...]
 """Which choice of each factor, by number."""
 
@@ -29,9 +35,25 @@ BY_NIGHT = pytest.mark.skipif(not every_case(), reason="run at night, with EVERY
 """The mark of a case whose like runs by day."""
 
 
-def by_day(names: Iterable[str], at_night: Collection[str]) -> list[str]:
-    """Return the names without those of the night, or all of them at night."""
-    return [name for name in names if every_case() or name not in at_night]
+def leave_to_the_night(items: Iterable[pytest.Item]) -> None:
+    """Mark the cases that others stand for by day."""
+    for item in items:
+        file, _, test = item.nodeid.partition("::")
+        name, _, case = test.partition("[")
+        cases = CASES_BY_DAY.get(file, {}).get(name)
+        if cases is not None and case.removesuffix("]") not in cases:
+            item.add_marker(BY_NIGHT)
+
+
+def without_a_test(items: Iterable[pytest.Item]) -> list[str]:
+    """Return the cases of the day that no test has, of these, which are all that the installed packages allow."""
+    there = {item.nodeid for item in items}
+    files = {one.partition("::")[0] for one in there}
+    named = [
+        f"{file}::{name}[{case}]"
+        for file in files & CASES_BY_DAY.keys() for name, cases in CASES_BY_DAY[file].items() for case in cases
+    ]  # fmt: skip
+    return [one for one in named if one not in there]
 
 
 def combined(*factors: Collection[T], together: int = 2) -> list[tuple[T, ...]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.combined import leave_to_the_night, without_a_test
 from zeroplan.verify.watching.cycles import collected_when_told
 
 
@@ -20,6 +21,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("the same cases", derandomize=True)  # others are drawn by tests/properties/nightly.py
         settings.load_profile("the same cases")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave to the night what others stand for by day; a whole collection has all of those."""
+    leave_to_the_night(items)
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and (gone := without_a_test(items)):
+        raise pytest.UsageError(f"tests/by_day.toml names cases that no test has: {', '.join(gone)}")
 
 
 @pytest.fixture(scope="module", autouse=True)

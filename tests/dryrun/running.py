@@ -6,8 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.combined import every_case
+from tests.dryrun import forked
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -36,10 +40,26 @@ class Run(NamedTuple):
         return max(phase["peak_bytes"] for phase in self.answer["steps"][-1]["phases"])
 
 
+def forked_run(
+    *arguments: str, folder: Path, environment: dict[str, str] | None = None, replaced: dict[str, str | None] | None = None
+) -> Run:
+    """Run `zeroplan dryrun` in a fork of a process with torch (:mod:`tests.dryrun.forked`)."""
+    with tempfile.TemporaryDirectory() as beside:
+        output, errors = Path(beside) / "output", Path(beside) / "errors"
+        order = forked.Order(("dryrun", *arguments), str(folder), str(output), str(errors), environment or {}, replaced or {})
+        return Run(forked.run(order), output.read_text(encoding="utf-8"), errors.read_text(encoding="utf-8"))
+
+
 def dry_run(
     *typed: str, folder: Path, flags: tuple[str, ...] = ("--json", "-q"), environment: dict[str, str] | None = None
 ) -> Run:
-    """Run `zeroplan dryrun` with flags, then the command, in a folder."""
+    """Run `zeroplan dryrun` with flags, then the command, in a folder.
+
+    By day in a fork of a process with torch, unless the environment is another or the compiler is switched off, which torch reads
+    when it is imported.
+    """
+    if environment is None and "--eager" not in flags and not every_case():
+        return forked_run(*flags, *typed, folder=folder)
     command = [sys.executable, "-m", "zeroplan", "dryrun", *flags, *typed]
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=300, check=False, env={**os.environ, **(environment or {})}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dryrun.running import SCRIPTS, dry_run
+from tests.dryrun.running import SCRIPTS, dry_run, forked_run
 from zeroplan.cli.app import main
 from zeroplan.dryrun.command import read_command
 from zeroplan.dryrun.on_card.launch import _command
@@ -41,21 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("card")
 
 
-@pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, folder: Path) -> pytest.MonkeyPatch:
-    """A machine with a card, as the command's children see it."""
-    monkeypatch.setattr("zeroplan.dryrun.on_card.launch._CHILD", "tests.dryrun.fake_card")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.chdir(folder)
-    return monkeypatch
+#: The command's children see a machine with a card.
+CARD: dict[str, str | None] = {"zeroplan.dryrun.on_card.launch._CHILD": "tests.dryrun.fake_card"}
 
 
-def on_card(capfd: pytest.CaptureFixture[str], *typed: str) -> tuple[int, str, list[str]]:
-    """The exit code, the answer, and what was said beside it."""
-    with pytest.raises(SystemExit) as ended:
-        main(["dryrun", "--backend", "cuda", *typed])
-    out, err = capfd.readouterr()
-    return int(ended.value.code or 0), out, err.strip().splitlines()
+def on_card(folder: Path, *typed: str, fake: str = "", replaced: dict[str, str | None] = CARD) -> tuple[int, str, list[str]]:
+    """The exit code, the answer, and what was said beside it. ``fake`` says how the card is not as it should be."""
+    found = {"FAKE_CARD": fake, "PYTHONPATH": str(ROOT)}
+    run = forked_run("--backend", "cuda", *typed, folder=folder, environment=found, replaced=replaced)
+    return run.code, run.output, run.errors.strip().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +60,9 @@ def saved(folder: Path) -> str:
     return str(folder / "fsdp2.gz")
 
 
-@pytest.mark.usefixtures("card")
-def test_one_rank_of_eight_on_one_card_agrees_with_a_dry_run_that_was_saved(saved: str, capfd):
+def test_one_rank_of_eight_on_one_card_agrees_with_a_dry_run_that_was_saved(saved: str, folder: Path):
     """To the byte: the stand-in has the allocator of the dry run, and takes cuBLAS's workspaces."""
-    code, out, said = on_card(capfd, "--gpus", "8", "-q", "--json", "--against", saved, "--", *FSDP2)
+    code, out, said = on_card(folder, "--gpus", "8", "-q", "--json", "--against", saved, "--", *FSDP2)
     assert code == 0, said
     found = json.loads(out)
     (rank,) = found["measured"]
@@ -82,9 +75,8 @@ def test_one_rank_of_eight_on_one_card_agrees_with_a_dry_run_that_was_saved(save
     assert abs(found["judged"][2]["difference_bytes"]) < 2**16  # of what is held, a dry run counts tensors and not blocks
 
 
-def test_a_script_that_takes_more_than_its_dry_run_exits_with_3_and_the_rows_say_where(card, saved: str, capfd):
-    card.setenv("FAKE_CARD", "more")
-    code, out, said = on_card(capfd, "--gpus", "8", "-q", "--against", saved, "--", *FSDP2)
+def test_a_script_that_takes_more_than_its_dry_run_exits_with_3_and_the_rows_say_where(saved: str, folder: Path):
+    code, out, said = on_card(folder, "--gpus", "8", "-q", "--against", saved, "--", *FSDP2, fake="more")
     assert code == 3, said
     first = out.splitlines()[0]
     assert first.startswith("DISAGREES: beyond 2.0%, dry run against GPU: peak of step 1 -")
@@ -92,9 +84,8 @@ def test_a_script_that_takes_more_than_its_dry_run_exits_with_3_and_the_rows_say
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_card_that_is_full_is_a_result_which_is_compared_too(card, saved: str, capfd):
-    card.setenv("FAKE_CARD", "full")
-    code, out, said = on_card(capfd, "--gpus", "8", "-q", "--against", saved, "--", *FSDP2)
+def test_a_card_that_is_full_is_a_result_which_is_compared_too(saved: str, folder: Path):
+    code, out, said = on_card(folder, "--gpus", "8", "-q", "--against", saved, "--", *FSDP2, fake="full")
     assert code == 3, said
     told = " ".join(out.split())
     assert told.startswith("DISAGREES: the script ran out of memory on the GPU. The dry run: Fits: needs ")
@@ -103,31 +94,28 @@ def test_a_card_that_is_full_is_a_result_which_is_compared_too(card, saved: str,
     assert "held after" not in out
 
 
-@pytest.mark.usefixtures("card")
-def test_under_torchrun_each_rank_runs(capfd):
+def test_under_torchrun_each_rank_runs(folder: Path):
     """Two processes of torchrun's; the dry run is made, too."""
-    code, out, said = on_card(capfd, "-q", "--json", "--", "torchrun", "--nproc-per-node", "2", *FSDP2)
+    code, out, said = on_card(folder, "-q", "--json", "--", "torchrun", "--nproc-per-node", "2", *FSDP2)
     assert code == 0, said
     found = json.loads(out)
     assert sorted((rank["rank"], rank["gpus"], rank["alone"]) for rank in found["measured"]) == [(0, 2, False), (1, 2, False)]
 
 
-@pytest.mark.usefixtures("card")
-def test_a_saved_dry_run_of_something_else_is_refused_and_nothing_runs(saved: str, capfd):
+def test_a_saved_dry_run_of_something_else_is_refused_and_nothing_runs(saved: str, folder: Path):
     for typed, says in (
         (("--gpus", "4", "--", *FSDP2), "is of another number of GPUs: 8 there, 4 here"),
         (("--gpus", "8", "--as-rank", "1", "--", "torchrun", *FSDP2), "is of another rank: 0 there, 1 here"),
         (("--gpus", "8", "--", *FSDP2[:-1], "64"), "is of another script: fsdp2.py 2 128 128 there, fsdp2.py 2 128 64 here"),
     ):
-        code, out, said = on_card(capfd, "-q", "--against", saved, *typed)
+        code, out, said = on_card(folder, "-q", "--against", saved, *typed)
         assert (code, out, len(said)) == (2, "", 1)
         assert says in said[0]
 
 
-@pytest.mark.usefixtures("card")
-def test_the_script_sees_its_own_peaks_though_each_phase_forgets_them(folder: Path, capfd):
+def test_the_script_sees_its_own_peaks_though_each_phase_forgets_them(folder: Path):
     (folder / "peaks.py").write_text(PEAKS)
-    _, _, said = on_card(capfd, "--", "peaks.py")
+    _, _, said = on_card(folder, "--", "peaks.py")
     peaks = [line.split()[1:] for line in said if line.startswith("peak")]
     assert peaks == [["80", "80"], ["64", "64"]] * 2  # in the dry run and on the card: cuBLAS keeps its workspaces
 
@@ -140,12 +128,10 @@ def test_the_script_sees_its_own_peaks_though_each_phase_forgets_them(folder: Pa
         ("import os; os._exit(7)", 4, "the script's process ended without an answer: exit code 7"),
     ],
 )
-def test_a_script_that_fails_on_the_card_ends_in_one_line(
-    card, saved: str, folder: Path, capfd, code: str, exits: int, says: str
-):
+def test_a_script_that_fails_on_the_card_ends_in_one_line(saved: str, folder: Path, code: str, exits: int, says: str):
     (folder / "script.py").write_text(code)
-    card.setattr("zeroplan.cli.dryrun_on_card._require_same", lambda *_, **__: None)
-    found = on_card(capfd, "-q", "--gpus", "8", "--against", saved, "--", "script.py")
+    replaced = CARD | {"zeroplan.cli.dryrun_on_card._require_same": None}
+    found = on_card(folder, "-q", "--gpus", "8", "--against", saved, "--", "script.py", replaced=replaced)
     assert found[:2] == (exits, "")
     assert says in found[2][-1]
 

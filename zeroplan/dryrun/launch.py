@@ -22,7 +22,7 @@ from zeroplan.verify.processes.scratch import ORDER, scratch
 _TAIL_LINES = 15
 _TO_ANSWER_S = 60
 """A script that may run to its end is stopped in its process when its time is over, and the answer takes its own time. [s]"""
-_MARK = "ZEROPLAN_DRY_RUN"
+MARK = "ZEROPLAN_DRY_RUN"
 """A variable of the environment by which a run's processes are found again."""
 
 
@@ -81,7 +81,7 @@ def _started(child: Process, output: int) -> "subprocess.Popen[str]":
             stderr=output,
             text=True,
             start_new_session=True,
-            env={**os.environ, **child.environment, "PYTHONUNBUFFERED": "1", _MARK: child.mark},
+            env={**os.environ, **child.environment, "PYTHONUNBUFFERED": "1", MARK: child.mark},
         )
     except OSError as error:
         raise NotHereError(f"no process can be started here: {error.strerror}") from None
@@ -97,7 +97,7 @@ def _standard_error(otherwise: int) -> int:
 
 def _end_marked(text: str) -> None:
     """End what the script has started in sessions of their own: its environment has our mark."""
-    mark = f"{_MARK}={text}".encode()
+    mark = f"{MARK}={text}".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # another user's, or gone by now
             if mark in environ.read_bytes():

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.combined import by_day
 from tests.measured.errors import different_kinds
 from tests.transformer.tiny_configs import tiny_config
 from tests.verify.watching.test_tracker import DDP, FSDP2, HALF, TWICE, WEIGHTS, job
@@ -73,24 +72,6 @@ LARGE = {
     "llama 7B on 8, DDP and ZeroRedundancyOptimizer": replace(SEVEN_B, recipe=RecipeSpec(engine="ddp", zero_stage=1)),
     "mixtral on 64, DDP in bf16": replace(MIXTRAL, recipe=RecipeSpec(engine="ddp", zero_stage=0, precision="bf16")),
 }
-#: Their options are those of others; run with EVERY_CASE=1.
-AT_NIGHT = {
-    "llama 8B on 8 in fp32, grouped heads",
-    "llama 7B on 8 in fp32",
-    "llama 7B on 8, offloaded",
-    "llama 7B on 8, DDP",
-    "llama",
-    "llama, no sync",
-    "qwen3 with experts, dense first",
-    "gemma3, every sixth layer without a window",
-    "gpt-oss",
-    "llama 7B, 2 replicas of 8, offloaded",
-    "llama 3.2 1B on 8, bf16",
-    "mixtral on 64, DDP in bf16",
-    "llama, one tensor after the other",
-    "llama, replicas, accumulation",
-    "gpt2",
-}
 
 
 def steps(made: JobSpec) -> int:
@@ -98,7 +79,7 @@ def steps(made: JobSpec) -> int:
     return 3 if made.recipe.engine == "ddp" else 2
 
 
-@pytest.mark.parametrize("name", by_day(LARGE, AT_NIGHT))
+@pytest.mark.parametrize("name", LARGE)
 def test_a_large_job_takes_what_is_estimated(name: str):
     from tests.simulated import simulate
 
@@ -212,7 +193,7 @@ def figures(measured: Measurement) -> object:
     return steps, measured.initialisation.peak_bytes, measured.allocator, sorted(map(str, measured.collectives))
 
 
-@pytest.mark.parametrize("name", by_day(MANY_LAYERS, AT_NIGHT))
+@pytest.mark.parametrize("name", MANY_LAYERS)
 def test_few_layers_extended_are_all_layers_to_the_byte(name: str):
     from tests.simulated import simulate
 

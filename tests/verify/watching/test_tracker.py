@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from tests.causal_models import tiny_spec
-from tests.combined import by_day
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
@@ -76,14 +75,7 @@ DDP = {
 }
 
 
-#: Their options are those of others; run with EVERY_CASE=1.
-AT_NIGHT = {
-    "llama, weights dominate", "llama, fp32", "llama, sgd", "llama, replicas", "qwen3", "gpt2, recomputed", "mixtral",
-    "ddp, weights dominate", "ddp, accumulation", "zero-1",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", by_day([*FSDP2, *DDP], AT_NIGHT))
+@pytest.mark.parametrize("name", [*FSDP2, *DDP])
 def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_same(name: str):
     """And every collective of the real run is in the fake one."""
     from tests.verify.watching.unwatched import tracked_peaks, unwatched_peaks, watched

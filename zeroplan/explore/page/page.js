@@ -106,6 +106,7 @@ function build(told) {
 /** Ask soon. The first move after a control was left begins a new entry of the browser's history, for Back to return from. */
 function moved() {
   busy(true);
+  state.asked++; // an answer that is still on its way is to what stood there before
   if (state.settled) Object.assign(state, { settled: false, pushing: true });
   clearTimeout(state.timer);
   state.timer = setTimeout(ask, WAIT_MS);
