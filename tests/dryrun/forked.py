@@ -71,8 +71,14 @@ def _server() -> subprocess.Popen[str]:
     started = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | read_at_import
     )
-    atexit.register(started.kill)  # it also ends when its input does
+    atexit.register(_end, started)
     return started
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    """End the process, which waits for a line."""
+    with server:
+        server.kill()
 
 
 # In the process
