@@ -40,7 +40,7 @@ class Ranks(NamedTuple):
         return DryRunTask(
             target=found.target, module=found.module, arguments=found.arguments, gpus=ranks, gpu=kind.name, answer="answer.json",
             gpus_per_node=_number(per_node, "--gpus-per-node", 1, 1024), rank=_number(self.rank or "0", "--as-rank", 0, ranks - 1),
-            steps=_number(self.steps, "--steps", 1, 1000),
+            steps=_number(self.steps, "--steps", 1, 1000), launcher=found.launcher,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.errors import SpecError
 
 _PYTHON = re.compile(r"python[0-9.]*")
@@ -25,6 +26,7 @@ _SWITCHES = {
     },
     "deepspeed": {"--module", "--no_python", "--no_local_rank", "--force_multi", "--save_pid", "--no_ssh"},
 }  # fmt: skip
+_SWITCHES["torch.distributed.launch"] = _SWITCHES["torchrun"] | {"--use_env", "--use-env"}
 _OF_THE_SCRIPT = {"-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path"}
 """Switches that say what the script is."""
 _PER_NODE = ("nproc-per-node", "num-gpus")
@@ -69,8 +71,10 @@ def _python(words: Sequence[str]) -> Command:
     while rest and rest[0] in ("-u", "-B", "-O", "-E", "-s", "-I"):
         rest.pop(0)
     if rest[:1] == ["-m"] and len(rest) > 1:
-        if rest[1] in ("torch.distributed.run", "torch.distributed.launch"):
+        if rest[1] == "torch.distributed.run":
             return _launched("torchrun", rest[2:])
+        if rest[1] == "torch.distributed.launch":
+            return _launched(rest[1], rest[2:])
         if rest[1] == "accelerate.commands.launch":
             return _launched("accelerate", rest[2:])
         return Command(rest[1], module=True, arguments=tuple(rest[2:]))
@@ -98,8 +102,19 @@ def _launched(launcher: str, words: Sequence[str]) -> Command:
     if not rest:
         raise SpecError(f"`{launcher} {' '.join(words)}` names no script; write it behind the launcher's flags")
     target = rest[0] if module else _script(rest[0])
-    gpus, per_node = _gpus(said)
+    gpus, per_node = _gpus(_configured(said) | said)
     return Command(target, module, tuple(rest[1:]), gpus, per_node, tuple(kept))
+
+
+def _configured(said: dict[str, str]) -> dict[str, str]:
+    """What accelerate's file says of the number of GPUs; flags count before it."""
+    name = said.get("config-file")
+    if name is None:
+        return {}
+    if not _is_file(name):
+        raise SpecError(f"accelerate's --config_file {name!r} is not there; check the path, seen from {Path.cwd()}")
+    found = parsed(Path(name).read_text(encoding="utf-8"), Path(name), name)
+    return {key.replace("_", "-"): str(found[key]) for key in ("num_processes", "num_machines") if key in found}
 
 
 def _gpus(said: dict[str, str]) -> tuple[int | None, int | None]:

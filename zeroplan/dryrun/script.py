@@ -1,19 +1,22 @@
 """Runs a user's script in this process as Python would run it."""
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from zeroplan.dryrun import from_launcher
 from zeroplan.dryrun.task import DryRunTask
 
 
 def run_script(task: DryRunTask, arguments: Sequence[str]) -> None:
-    """Run the file or module of a task with arguments."""
+    """Run the file or module of a task with arguments, and with what its launcher gives it."""
     from zeroplan.verify.fake_cuda.stand_ins import count_as_user  # noqa: PLC0415  it imports torch, which has its order
 
-    sys.argv = [task.target, *arguments]
+    os.environ.update(from_launcher.environment(task))
+    sys.argv = [task.target, *from_launcher.arguments(task), *arguments]
     if not task.module:
         sys.path.insert(0, str(Path(task.target).absolute().parent))
         runpy.run_path(task.target, run_name="__main__")

@@ -15,7 +15,8 @@ class DryRunTask(Spec):
     catalogue, ``answer`` the file that the result is written to, with every block of memory where ``traced``, and with a profile of
     the script's model where ``profiled`` says of which ways of executing it. ``eager`` leaves ``torch.compile`` out. With
     ``until_end`` the script runs to its own end, or until so many seconds have passed.
-    The rank's experts receive ``imbalance`` times the even share of tokens.
+    The rank's experts receive ``imbalance`` times the even share of tokens. ``launcher`` has the words of the launcher, as far as
+    the script.
     """
 
     target: str
@@ -32,6 +33,7 @@ class DryRunTask(Spec):
     eager: bool = False
     until_end: CountOrZero = 0
     imbalance: Annotated[float, Range(1, 1e6)] = 1.0
+    launcher: tuple[str, ...] = ()
 
     @property
     def without_compiler(self) -> str:

@@ -3,7 +3,7 @@
 import json
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from zeroplan.dryrun.command import Command
@@ -22,7 +22,7 @@ _CHILD = "zeroplan.dryrun.on_card.child"
 _LOOKING_S = 120.0
 _MODULES = {
     "torchrun": ("torch.distributed.run", "-m"), "accelerate": ("accelerate.commands.launch", "-m"),
-    "deepspeed": ("deepspeed.launcher.runner", "--module"),
+    "deepspeed": ("deepspeed.launcher.runner", "--module"), "torch.distributed.launch": ("torch.distributed.launch", "-m"),
 }  # fmt: skip
 """Launchers as modules of this interpreter, and the flag behind which each takes a module."""
 
@@ -42,7 +42,7 @@ def on_card(run: DryRunTask, command: Command, *, alone: bool, timeout_s: float,
     SpecError where the script itself fails, MeasurementError where there is no GPU or no step is taken in time.
     """
     with scratch() as folder:
-        task = CardTask(run=run, folder=str(folder), alone=alone)
+        task = CardTask(run=run if alone else replace(run, launcher=()), folder=str(folder), alone=alone)
         launcher = () if alone else command.launcher
         found, code = _answers(task, launcher, folder, timeout_s=timeout_s, quiet=quiet)
         if not found:
