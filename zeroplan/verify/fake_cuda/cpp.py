@@ -60,6 +60,7 @@ _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 _KEPT: list[object] = []
 """What C++ holds addresses of: it stays for as long as the process."""
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_KEPT))  # Python clears modules as it ends, and C++ goes on after it
 
 
 def make_cuda_known() -> None:
