@@ -127,7 +127,7 @@ class _Run:
         torch_around.change_torch(self.stand_ins)
         self._compile(task)
         AfterImport(
-            checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.PATCHES | pipelining.PATCHES
+            checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.patches(self.loop) | pipelining.PATCHES
             | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker) | fsdp1.patches(self.tracker)
             | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop), saving.watch(self.loop)
         ).install()  # fmt: skip

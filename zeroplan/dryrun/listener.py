@@ -41,6 +41,10 @@ class Listener(Protocol):
         """Say what these tensors are for."""
         ...
 
+    def updated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Learn what an optimizer has updated: parameters, or copies of them that belong to the optimizer."""
+        ...
+
     def gradients_are(self, kind: Kind) -> None:
         """Say what the gradients are that autograd hands to parameters."""
         ...

@@ -11,7 +11,7 @@ generation, saving) is a part of the run of its own.
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
@@ -75,7 +75,7 @@ class Loop:
         register_optimizer_step_pre_hook(self._step_begins)
         register_optimizer_step_post_hook(self._step_ends)
         put(nn.Module, eval=self._at_evaluation(nn.Module.eval))
-        torch.autograd.backward = self._in_backward(torch.autograd.backward)
+        torch.autograd.backward = self.in_backward(torch.autograd.backward)
 
     def finish(self, *, collect: bool = False) -> None:
         """Say that the run is over: what is recorded from here on is no part of a step.
@@ -229,7 +229,9 @@ class Loop:
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
-    def _in_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+    def in_backward(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that runs autograd's backward, and is the backward of the step."""
+
         def begins(*args: object, **kwargs: object) -> None:
             if self.deaf:
                 backward(*args, **kwargs)
@@ -287,7 +289,9 @@ class Loop:
         return closed
 
     def _step_ends(self, optimizer: Optimizer, *_: object) -> None:
-        self._tracker.claim(Kind.OPTIMIZER_STATE, _states(optimizer), over=False)
+        self._tracker.claim(Kind.OPTIMIZER_STATE, _held(optimizer.state), over=False)
+        self._tracker.updated(_held([group.get("params") for group in optimizer.param_groups]))
+        self._tracker.claim(Kind.OPTIMIZER_STATE, _held(_own_attributes(optimizer)), over=False)
         self._optimizers -= 1
         if not self._engines and not self._optimizers:
             self._stepped = True
@@ -351,7 +355,15 @@ def _reduces_elsewhere(root: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in root.modules())
 
 
-def _states(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors that an optimizer holds."""
-    held: Iterable[object] = (one for state in optimizer.state.values() if isinstance(state, dict) for one in state.values())
-    return (one for one in held if isinstance(one, torch.Tensor))
+def _own_attributes(optimizer: Optimizer) -> list[object]:
+    """What an optimizer holds beside its states and groups: the master copies of a class that keeps them itself."""
+    return [value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "defaults")]
+
+
+def _held(value: object) -> Iterator[torch.Tensor]:
+    """The tensors within lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple | set):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _held(one)

@@ -44,6 +44,8 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._multiplied: set[bool] = set()
         """Whether autograd's thread has multiplied (True), and the script's (False)."""
         self._chunks: dict[Block, Chunk] = {}
+        self._with_gradients: set[Block] = set()
+        """Blocks of tensors to which autograd has given a gradient."""
         self._numbers: list[int] = []
         self._made_by: list[str] = []
         self._origins = Origins()
@@ -120,6 +122,19 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
             block = self._block_of(tensor)
             if block is not None and block.kind in (None, Kind.WEIGHT_CASTS):
                 block.kind = Kind.PARAMETERS
+
+    def updated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Label what an optimizer has updated: a parameter where autograd gave it a gradient, else an optimizer's own copy."""
+        for tensor in tensors:
+            block = self._block_of(tensor)
+            if block is not None and block.kind is None:
+                block.kind = Kind.PARAMETERS if block in self._with_gradients else Kind.OPTIMIZER_STATE
+
+    def _note_gradient(self, args: tuple[object, ...]) -> None:
+        super()._note_gradient(args)
+        variable = getattr(torch._C._current_autograd_node(), "variable", None)
+        if isinstance(variable, torch.Tensor) and (block := self._block_of(variable)) is not None:
+            self._with_gradients.add(block)
 
     def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
         block = super()._request(watch, n_bytes, func)

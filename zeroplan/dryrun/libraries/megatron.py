@@ -1,7 +1,11 @@
-"""Megatron-LM: it looks for nvcc, and would compile, before it trains (``megatron/legacy/fused_kernels``, 0.16)."""
+"""Megatron-LM: it looks for nvcc, and would compile, before it trains, and it calls autograd's engine itself.
+
+Source: ``megatron/legacy/fused_kernels`` and ``megatron/core/pipeline_parallel/schedules.py`` (``custom_backward``), 0.16.
+"""
 
 from types import ModuleType
 
+from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
 from zeroplan.dryrun.stood_in import noting
 from zeroplan.verify.fake_cuda.torch_cuda import always
@@ -12,4 +16,13 @@ def _compile_nothing(module: ModuleType) -> None:
     put(module, load=noting("Megatron-LM's compiled kernels", "none is compiled; what uses one ends the run", always(None)))
 
 
-PATCHES: dict[str, Patch] = {"megatron.legacy.fused_kernels": _compile_nothing}
+def patches(loop: Loop) -> dict[str, Patch]:
+    """What is put in place once Megatron-LM is imported."""
+
+    def tell_backward(module: ModuleType) -> None:
+        put(module, custom_backward=loop.in_backward(module.custom_backward))
+
+    return {
+        "megatron.legacy.fused_kernels": _compile_nothing,
+        "megatron.core.pipeline_parallel.schedules": tell_backward,
+    }

@@ -38,6 +38,9 @@ class PhasesOnCard:
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None], *, over: bool = True) -> None:
         """Nothing is known by kind."""
 
+    def updated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing is known by kind."""
+
     def gradients_are(self, kind: Kind) -> None:
         """Nothing is known by kind."""
 
