@@ -148,10 +148,10 @@ def test_where_there_is_no_gpu_one_line_says_so_before_anything_runs(tmp_path: P
     ("flags", "says"),
     [
         (("--backend", "tpu"), "--backend 'tpu' is none of fake, cuda"),
-        (("--backend", "cuda", "--check"), "--check does not go with --backend cuda"),
-        (("--backend", "cuda", "--profile", "own", "--save", "a.gz"), "--profile does not go with --backend cuda"),
+        (("--backend", "cuda", "--check"), "--check has no effect beside --backend cuda"),
+        (("--backend", "cuda", "--profile", "own", "--save", "a.gz"), "--profile has no effect beside --backend cuda"),
         (("--backend", "cuda", "--tolerance", "2"), "--tolerance '2' is not a fraction"),
-        (("--backend", "cuda", "--against", "fsdp2.gz", "--save", "b.gz"), "so there is none to write; leave out --save"),
+        (("--backend", "cuda", "--against", "fsdp2.gz", "--save", "b.gz"), "--save has no effect beside --against, whose file"),
     ],
 )
 def test_flags_that_say_nothing_beside_a_card_are_refused(saved: str, folder: Path, capsys, monkeypatch, flags, says: str):

@@ -114,5 +114,3 @@ def test_a_script_without_an_end_is_answered_when_its_time_is_over(tmp_path: Pat
     run = dry_run("--", "train.py", folder=tmp_path, flags=flags)
     assert run.code == 0, run.errors
     assert "stopped when its time was over" in run.output
-    both = dry_run("--steps", "3", "--until-end", "--", "train.py", folder=tmp_path, flags=())
-    assert (both.code, "exclude each other" in both.last_line) == (2, True)

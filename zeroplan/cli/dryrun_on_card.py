@@ -1,6 +1,5 @@
 """`zeroplan dryrun --backend cuda`: the script on this machine's GPUs, and how far its dry run is from what they count."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,13 +18,10 @@ if TYPE_CHECKING:
     from zeroplan.dryrun.on_card.task import CardHere
     from zeroplan.script_trace import SavedRun
 
-_BACKEND = "cuda"
-
 
 class Limits(NamedTuple):
-    """Where to run, how far the two may be apart, and how long each may take. [s]"""
+    """How far the dry run and the GPU may be apart, and how long each may take. [s]"""
 
-    backend: str
     tolerance: float
     seconds: float
 
@@ -44,18 +40,6 @@ class Asked(NamedTuple):
     def alone(self) -> bool:
         """Whether a single process runs, as one rank of N: no launcher was given, or --as-rank names a rank."""
         return not self.command.launcher or self.how.rank is not None
-
-
-def refuse_beside(limits: Limits, flags: Mapping[str, object], wanted: Wanted, against: str | None) -> None:
-    """Refuse another backend, and flags that say nothing beside it; SpecError."""
-    if limits.backend != _BACKEND:
-        raise SpecError(f"--backend {limits.backend!r} is none of fake, cuda")
-    if given := [flag for flag, value in flags.items() if value]:
-        raise SpecError(f"{given[0]} does not go with --backend {_BACKEND}; leave one of them out")
-    if against is not None and wanted.named:
-        raise SpecError(
-            f"--against {against!r} has the dry run, so there is none to write; leave out {' and '.join(wanted.named)}"
-        )
 
 
 def on_card(

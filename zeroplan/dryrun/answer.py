@@ -4,11 +4,13 @@ import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.dryrun import stood_in
 from zeroplan.dryrun.loop import Loop
+from zeroplan.dryrun.operators import Operator
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.dryrun.torch_around import COMPILER
 from zeroplan.dryrun.traced import operators_recorded, operators_summed, trace_of
@@ -18,7 +20,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.ledger import OF_A_STEP, Beside, Phase
 from zeroplan.saved_runs.savings import savings
 from zeroplan.script_run import DryRun, MadeUp, Part, PhaseOfRun, StoodIn
-from zeroplan.script_trace import SavedRun
+from zeroplan.script_trace import SavedRun, Trace
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.environment import environment
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
@@ -37,43 +39,74 @@ def answer(
         raise MeasurementError(
             "the script ended without an optimizer step; let it take at least one (more data, fewer accumulation steps)"
         )
-    gpu, recording = gpu_named(task.gpu), tracker.recording
-    workspace_bytes = workspace_asked_for(os.environ, gpu)
-    replays = Replays.of(recording, workspace_bytes=workspace_bytes)
-    timeline = Timeline(recording, counted=replays.default.allocated)
-    room = allocator_room(MeshSpec(dp_shard=task.gpus), gpu)
-    alive = _alive_at_peak(timeline)
-    rows = tracker.operators.of_step(max(span.step for span in recording.spans if span.phase is Phase.STEP))
-    trace = trace_of(
-        timeline, tracker.lines, target=target, operators=operators_recorded(rows, tracker.operators.groups)
-    )  # fmt: skip
+    seen = _Seen.of(task, tracker, target)
     run = DryRun(
-        command=(task.target, *task.arguments),
-        gpus=task.gpus,
-        rank=task.rank,
-        gpu=gpu.name,
-        environment=environment(),
-        ended=loop.ended,
-        initialisation=initialisation(timeline),
-        steps=steps_measured(timeline),
-        modules=_parts(timeline, alive, lambda block: block.module),
-        lines=_parts(timeline, alive, lambda block: tracker.lines.get(block, "")),
-        collectives=collectives(recording),
-        allocator=replays.measured(recording, workspace_bytes=workspace_bytes, room_bytes=room),
-        made_up=tuple(
-            MadeUp(read=one.read, said=one.said, line=one.line, count=n) for one, n in stand_ins.counts.most_common()
-        ),
-        stood_in=tuple(StoodIn(what=what, by=by, count=n) for (what, by), n in stood_in.counts.items()),
-        remarks=_REMARKS,
-        savings=savings(trace),
-        phases=tuple(_beside_steps(timeline, tracker)),
-        operators=operators_summed(rows),
-        compiler_left_out=any(what == COMPILER for what, _ in stood_in.counts),
-        imbalance=task.imbalance if stand_ins.sizes_of_choices else None,
+        **_what_ran(task, loop),
+        **_by_kind_and_place(seen, tracker),
+        **_of_the_allocator(seen, task),
+        **_assumed(task, stand_ins),
+        savings=savings(seen.trace),
+        operators=operators_summed(seen.rows),
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         seconds=time.perf_counter() - began,
     )
-    return SavedRun(run=run, trace=trace if task.traced else None)
+    return SavedRun(run=run, trace=seen.trace if task.traced else None)
+
+
+class _Seen(NamedTuple):
+    """A run's blocks in order, replayed through the allocator, and the operators of its last step."""
+
+    timeline: Timeline
+    replays: Replays
+    workspace_bytes: int
+    rows: Sequence[Operator]
+    trace: Trace
+
+    @classmethod
+    def of(cls, task: DryRunTask, tracker: ScriptTracker, target: str) -> "_Seen":
+        recording, workspace_bytes = tracker.recording, workspace_asked_for(os.environ, gpu_named(task.gpu))
+        replays = Replays.of(recording, workspace_bytes=workspace_bytes)
+        timeline = Timeline(recording, counted=replays.default.allocated)
+        rows = tracker.operators.of_step(_last_step(timeline))
+        operators = operators_recorded(rows, tracker.operators.groups)
+        return cls(
+            timeline, replays, workspace_bytes, rows, trace_of(timeline, tracker.lines, target=target, operators=operators)
+        )
+
+
+def _what_ran(task: DryRunTask, loop: Loop) -> dict[str, Any]:
+    return {
+        "command": (task.target, *task.arguments), "gpus": task.gpus, "rank": task.rank, "gpu": gpu_named(task.gpu).name,
+        "environment": environment(), "ended": loop.ended,
+    }  # fmt: skip
+
+
+def _by_kind_and_place(seen: _Seen, tracker: ScriptTracker) -> dict[str, Any]:
+    timeline, alive = seen.timeline, _alive_at_peak(seen.timeline)
+    return {
+        "initialisation": initialisation(timeline), "steps": steps_measured(timeline),
+        "phases": tuple(_beside_steps(timeline, tracker)), "collectives": collectives(timeline.recording),
+        "modules": _parts(timeline, alive, lambda block: block.module),
+        "lines": _parts(timeline, alive, lambda block: tracker.lines.get(block, "")),
+    }  # fmt: skip
+
+
+def _of_the_allocator(seen: _Seen, task: DryRunTask) -> dict[str, Any]:
+    room = allocator_room(MeshSpec(dp_shard=task.gpus), gpu_named(task.gpu))
+    measured = seen.replays.measured(seen.timeline.recording, workspace_bytes=seen.workspace_bytes, room_bytes=room)
+    return {"allocator": measured}
+
+
+def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
+    """What the answer rests on: values that were made up, and library code that something else replaced."""
+    made_up = stand_ins.counts.most_common()
+    return {
+        "made_up": tuple(MadeUp(read=one.read, said=one.said, line=one.line, count=count) for one, count in made_up),
+        "stood_in": tuple(StoodIn(what=what, by=by, count=count) for (what, by), count in stood_in.counts.items()),
+        "remarks": _REMARKS,
+        "compiler_left_out": any(what == COMPILER for what, _ in stood_in.counts),
+        "imbalance": task.imbalance if stand_ins.sizes_of_choices else None,
+    }  # fmt: skip
 
 
 def _beside_steps(timeline: Timeline, tracker: ScriptTracker) -> Iterator[PhaseOfRun]:
@@ -104,17 +137,20 @@ def _beside_step(
     )  # fmt: skip
 
 
+def _last_step(timeline: Timeline) -> int:
+    return max(span.step for span in timeline.recording.spans if span.phase is Phase.STEP)
+
+
 def _alive_at_peak(timeline: Timeline) -> list[Block]:
     """The blocks alive at the highest moment of the last step."""
-    spans = timeline.recording.spans
-    last = max(span.step for span in spans if span.phase is Phase.STEP)
+    spans, last = timeline.recording.spans, _last_step(timeline)
     indices = [index for index, span in enumerate(spans) if span.step == last and span.phase in OF_A_STEP]
     _, moment = max((timeline.peak(index) for index in indices), key=lambda peak: peak[0])
     return [block for block in timeline.recording.blocks if block.born <= moment < block.died]
 
 
-def _parts(timeline: Timeline, alive: "list[Block]", name_of: "object") -> tuple[Part, ...]:
+def _parts(timeline: Timeline, alive: list[Block], name_of: Callable[[Block], str]) -> tuple[Part, ...]:
     found: Counter[tuple[str, str]] = Counter()
     for block in alive:
-        found[name_of(block), timeline.kind(block).value] += block.n_bytes  # type: ignore[operator]
+        found[name_of(block), timeline.kind(block).value] += block.n_bytes
     return tuple(Part(name=name, kind=kind, n_bytes=n_bytes) for (name, kind), n_bytes in found.most_common())

@@ -1,0 +1,230 @@
+"""The flags of `zeroplan dryrun`, and which of them exclude each other. Each flag stands once, as a field of ``Flags``."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, NamedTuple, get_type_hints
+
+import typer
+
+from zeroplan.cli.compare import TOLERANCE
+from zeroplan.cli.dryrun_files import Wanted
+from zeroplan.cli.dryrun_task import ANY_GPU, Ranks
+from zeroplan.errors import SpecError
+
+_RUN, _OUTPUT = "The run", "Output"
+CUDA = "cuda"
+
+
+def _flag(name: str, value: str, text: str, *, panel: str = _RUN, short: str = "") -> typer.models.OptionInfo:
+    names = (name, short) if short else (name,)
+    option: typer.models.OptionInfo = typer.Option(*names, metavar=value, help=text, rich_help_panel=panel, show_default=False)
+    return option
+
+
+def _switch(name: str, text: str, *, short: str = "", panel: str = _OUTPUT) -> typer.models.OptionInfo:
+    names = (name, short) if short else (name,)
+    option: typer.models.OptionInfo = typer.Option(*names, help=text, rich_help_panel=panel)
+    return option
+
+
+class Flags(NamedTuple):
+    """What was typed: None for a flag that was not. A field is named like its flag; only ``--json`` is ``as_json``."""
+
+    gpus: Annotated[str | None, _flag("--gpus", "N", "Ranks in all. (default: what the launcher says, else 1)")] = None
+    gpu: Annotated[
+        str | None, _flag("--gpu", "NAME", f"The GPU, from the catalogue (`zeroplan gpus`). (default: {ANY_GPU})")
+    ] = None
+    gpus_per_node: Annotated[
+        str | None, _flag("--gpus-per-node", "N", "Ranks on a node. (default: the GPU's usual server)")
+    ] = None
+    as_rank: Annotated[str | None, _flag("--as-rank", "R", "Which rank to be. (default: 0)", short="--rank")] = None
+    steps: Annotated[str | None, _flag("--steps", "N", "Optimizer steps; then the script is stopped. (default: 2)")] = None
+    until_end: Annotated[
+        bool,
+        _switch(
+            "--until-end", "Do not stop: run to the script's own end or to --timeout, evaluation and saving too.", panel=_RUN
+        ),
+    ] = False
+    eager: Annotated[bool, _switch("--eager", "Leave torch.compile out.", panel=_RUN)] = False
+    imbalance: Annotated[
+        str | None,
+        _flag("--imbalance", "X", "This rank's experts receive X times the even share of tokens. (default: 1)"),
+    ] = None
+    timeout: Annotated[str | None, _flag("--timeout", "SECONDS", "How long the script may run. (default: 600)")] = None
+    backend: Annotated[
+        str | None,
+        _flag(
+            "--backend",
+            "fake|cuda",
+            "cuda: run the script on this machine's GPUs too, and compare the dry run with what they count. (default: fake)",
+        ),
+    ] = None
+    tolerance: Annotated[
+        str | None,
+        _flag(
+            "--tolerance",
+            "FRACTION",
+            f"With --backend cuda: how far the two may be apart; 3 beyond it. (default: {TOLERANCE})",
+        ),
+    ] = None
+    verbose: Annotated[bool, _switch("--verbose", "Every module, line, step, collective and note.", short="-v")] = False
+    quiet: Annotated[bool, _switch("--quiet", "Leave out what the script prints.", short="-q")] = False
+    show: Annotated[str | None, _flag("--show", "FILE", "Show a saved run again, and run nothing.", panel=_OUTPUT)] = None
+    save: Annotated[
+        str | None, _flag("--save", "FILE", "Keep the run with every block of memory; .gz compresses it.", panel=_OUTPUT)
+    ] = None
+    profile: Annotated[
+        str | None,
+        _flag(
+            "--profile",
+            "own|all",
+            "Save a profile of the model, too, for --from-run of estimate, advise and plan: as the script "
+            "executes it, or for other engines and recomputation as well.",
+            panel=_OUTPUT,
+        ),
+    ] = None
+    against: Annotated[
+        str | None,
+        _flag(
+            "--against",
+            "FILE",
+            "Say what changed since a saved run, in place of the answer. With --backend cuda: the dry run to compare with.",
+            panel=_OUTPUT,
+        ),
+    ] = None
+    snapshot: Annotated[
+        str | None, _flag("--snapshot", "FILE", "A memory snapshot, for pytorch.org/memory_viz.", panel=_OUTPUT)
+    ] = None
+    trace: Annotated[
+        str | None, _flag("--trace", "FILE", "Memory by kind, phases and collectives, for ui.perfetto.dev.", panel=_OUTPUT)
+    ] = None
+    force: Annotated[bool, _switch("--force", "Write over files that are there.")] = False
+    unit: Annotated[str | None, _flag("--unit", "gib|gb", "Unit of sizes as text. (default: gib)", panel=_OUTPUT)] = None
+    as_json: Annotated[bool, _switch("--json", "Versioned JSON.")] = False
+    check: Annotated[bool, _switch("--check", "Exit with 1 if the script does not fit its GPU.")] = False
+
+    @property
+    def ranks(self) -> Ranks:
+        """The flags that say which rank of how many the script is."""
+        return Ranks(self.gpus, self.gpu, self.gpus_per_node, self.as_rank, self.steps or "2")
+
+    @property
+    def wanted(self) -> Wanted:
+        """The files to write."""
+        return Wanted(self.save, self.snapshot, self.trace, self.force)
+
+    @property
+    def on_card(self) -> bool:
+        """Whether the script runs on real GPUs, too."""
+        return self.backend == CUDA
+
+    @property
+    def times(self) -> float:
+        """By how much the rank's experts receive more than their even share."""
+        return _number(self.imbalance or "1", "--imbalance", "a factor from 1 on; write 1.5")
+
+    @property
+    def seconds(self) -> float:
+        """How long the script may run. [s]"""
+        return _number(self.timeout or "600", "--timeout", "a number of seconds from 1 on; write 600")
+
+    def refuse(self) -> None:
+        """Refuse, before anything runs, what cannot be written, and flags that would be ignored beside others; SpecError."""
+        self.wanted.refuse()
+        if self.backend not in (None, "fake", CUDA):
+            raise SpecError(f"--backend {self.backend!r} is none of fake, cuda")
+        self._refuse_profile()
+        self._refuse_beside()
+        if self.tolerance is not None and not self.on_card:
+            raise SpecError(
+                f"--tolerance {self.tolerance} is for the comparison with a GPU; add --backend cuda, or leave it out"
+            )
+        if self.force and not self.wanted.named:
+            raise SpecError("--force writes over a file, and no file is to be written; add --save FILE, or leave --force out")
+
+    def _refuse_profile(self) -> None:
+        if self.profile not in (None, "own", "all"):
+            raise SpecError(f"--profile {self.profile!r} is none of own, all")
+        if self.profile is not None and self.save is None:
+            raise SpecError(f"--profile {self.profile} goes into the file of a saved run; add --save FILE")
+
+    def _refuse_beside(self) -> None:
+        """Refuse a flag that another one leaves without effect."""
+        typed = [name for name, value in self._asdict().items() if value not in (None, False)]
+        given = ["--" + name.replace("_", "-") for name in typed]
+        for rule in self._rules():
+            if ignored := next((flag for flag in rule.without_effect if flag in given), None):
+                raise SpecError(f"{ignored} has no effect beside {rule.flag}, {rule.why}; leave one of them out")
+
+    def _rules(self) -> tuple["_Rule", ...]:
+        """The rules of the flags that were typed."""
+        rules = (
+            (self.on_card, _ON_CARD),
+            (self.on_card and self.against is not None, _ON_CARD_AGAINST),
+            (self.show is not None, _SHOW),
+            (self.until_end, _UNTIL_END),
+            (self.against is not None, _AGAINST),
+        )
+        return tuple(rule for holds, rule in rules if holds)
+
+
+class _Rule(NamedTuple):
+    """Flags that have no effect beside another one, and why."""
+
+    flag: str
+    without_effect: tuple[str, ...]
+    why: str
+
+
+_ON_CARD = _Rule(
+    "--backend cuda", ("--show", "--profile", "--check", "--until-end", "--verbose"), "which compares a dry run with a GPU"
+)
+_ON_CARD_AGAINST = _Rule(
+    "--against", ("--save", "--snapshot", "--trace", "--steps", "--imbalance"), "whose file has the dry run already"
+)
+_SHOW = _Rule(
+    "--show",
+    (
+        "--gpus", "--gpu", "--gpus-per-node", "--as-rank", "--steps", "--until-end", "--eager", "--imbalance", "--timeout",
+        "--backend", "--quiet", "--profile",
+    ),
+    "which runs nothing",
+)  # fmt: skip
+_UNTIL_END = _Rule("--until-end", ("--steps", "--profile"), "which does not stop the script after its steps")
+_AGAINST = _Rule("--against", ("--verbose",), "which shows what changed in place of the answer")
+
+
+def takes_flags(command: Callable[[list[str] | None, Flags], int]) -> Callable[..., int]:
+    """Give a command ``f(words, flags)`` the flags as its signature, which is what typer reads."""
+
+    @wraps(command)
+    def run(*, words: list[str] | None, **given: object) -> int:
+        return command(words, Flags(**given))  # type: ignore[arg-type]  # typer has read each by its type
+
+    hints = {"words": _WORDS, **get_type_hints(Flags, include_extras=True)}
+    defaults = {"words": None, **Flags._field_defaults}
+    run.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=defaults[name])
+        for name, hint in hints.items()
+    ])  # fmt: skip
+    run.__annotations__ = hints
+    return run
+
+
+_WORDS = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="-- COMMAND", help="The script and its arguments, -m module, torchrun …, accelerate launch …, deepspeed …"
+    ),
+]
+
+
+def _number(text: str, flag: str, otherwise: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 1 <= value <= 1e6:
+        raise SpecError(f"{flag} {text!r} is not {otherwise}")
+    return value
