@@ -141,9 +141,13 @@ def _least() -> dict[str, str]:
     return dict(sorted(said, key=lambda one: _parts(one[1]), reverse=True))
 
 
-def abilities(gpus: Callable[[], str]) -> tuple[Ability, ...]:
-    """What works here. ``gpus`` says why there is no GPU to run on, and is asked only where torch is installed."""
+def abilities(gpus: Callable[[], str], dry_runs: Callable[[], str]) -> tuple[Ability, ...]:
+    """What works here. Both functions return why something does not, and run only where torch is installed.
+
+    ``gpus`` is about a real GPU, ``dry_runs`` about a process in which torch believes in one.
+    """
     found = [Ability(what, absent(*modules)) for what, modules in _ABILITIES]
+    found.append(Ability("dryrun", absent("torch") or dry_runs()))
     without = absent("torch", "transformers")
     found.append(Ability("verify --backend cpu", without or _no_gloo()))
     found.append(Ability("verify --backend cuda", without or gpus()))

@@ -15,6 +15,7 @@ def test_what_works_here_is_said(run):
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
     assert "works  estimate, plan, advise, compare, diagnose, report, plot --text, models, gpus" in out
+    assert "  dryrun" in out
     assert f"python        {sys.version.split()[0]}" in out
 
 
@@ -27,10 +28,14 @@ def test_the_same_as_data(run):
         assert one["works"] == (one["missing"] is None), one
 
 
+def _no_torch() -> str:
+    return pytest.fail("asked a torch that is not there")
+
+
 def test_what_is_missing_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch):
     there = installation.find_spec
     monkeypatch.setattr(installation, "find_spec", lambda name: None if name in ("torch", "matplotlib") else there(name))
-    told = {one.what: one for one in abilities(lambda: pytest.fail("asked a torch that is not there"))}
+    told = {one.what: one for one in abilities(_no_torch, _no_torch)}
     assert told["estimate, plan, advise, compare, diagnose, report, plot --text, models, gpus"].works
     assert (
         told["plot into a file or a window"].missing
@@ -67,7 +72,7 @@ def test_several_are_named_together():
 
 
 def test_a_gpu_that_is_missing_is_the_driver_s_word():
-    told = {one.what: one for one in abilities(lambda: "no GPU is to be had here")}
+    told = {one.what: one for one in abilities(lambda: "no GPU is to be had here", lambda: "")}
     assert told["verify --backend cuda"].missing.endswith(
         ("no GPU is to be had here", 'pip install ".[verify]" in a clone of zeroplan')
     )

@@ -67,7 +67,7 @@ def make_cuda_known() -> None:
     """Have torch's C++ take CUDA for a device that is there. Raises NotHereError where that cannot be done, in one line."""
     if torch.cuda.is_available():
         raise NotHereError("this process sees a real GPU; hide it with CUDA_VISIBLE_DEVICES='' before torch is imported")
-    _require_platform()
+    require_platform()
     if _KEPT:
         return
     _require_order()
@@ -77,7 +77,8 @@ def make_cuda_known() -> None:
     _check()
 
 
-def _require_platform() -> None:
+def require_platform() -> None:
+    """Raise NotHereError, in one line, where torch's C++ is laid out in a way that is not known here."""
     here = f"{sys.platform} on {platform.machine()}"
     if not sys.platform.startswith("linux") or platform.machine() not in _ONE_AND_ZERO:
         raise NotHereError(f"a fake GPU needs Linux on x86-64 or ARM, and this is {here}; use a container or a virtual machine")
