@@ -18,6 +18,7 @@ NAMES = (
     "torch._C._distributed_c10d.Work", "torch._C._distributed_c10d._create_work_from_future",
     "torch._C._distributed_c10d._resolve_process_group", "torch._C._dynamo.guards", "torch._C._profiler._EventType.Allocation",
     "torch._C._profiler._ExtraFields_Allocation", "torch._C._profiler._ProfilerEvent", "torch._C._storage_Use_Count",
+    "torch._C._swap_tensor_impl",
     "torch._dynamo.comptime.comptime", "torch._dynamo.config.suppress_errors", "torch._dynamo.convert_frame._compile",
     "torch._dynamo.exc.RestartAnalysis", "torch._dynamo.exc.SkipFrame", "torch._dynamo.exc.Unsupported",
     "torch._dynamo.trace_rules.add", "torch._dynamo.trace_rules.clear_lru_cache",
