@@ -1,0 +1,84 @@
+"""A plain loop over a transformers model, as the JSON file says: model, engine, precision, recomputation, optimizer, batch."""
+
+import json
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+job = json.loads(Path(sys.argv[1]).read_text())
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+torch.cuda.set_device(device)
+DTYPES = {"bf16": torch.bfloat16, "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "fp32": torch.float32}
+mixed = DTYPES[job["precision"]] if job["precision"].endswith("mixed") else None
+stored = torch.float32 if mixed and job["engine"] != "deepspeed" else DTYPES[job["precision"]]
+
+
+def model(where: str) -> torch.nn.Module:
+    config = AutoConfig.for_model(**job["config"])
+    with torch.device(where):
+        made = AutoModelForCausalLM.from_config(config, dtype=stored, attn_implementation="sdpa")
+    if job["recompute"] == "full":
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False})
+    return made.train()
+
+
+def optimizer(parameters) -> torch.optim.Optimizer:
+    return getattr(torch.optim, job["optimizer"])(parameters, **job["arguments"])
+
+
+def sharded() -> torch.nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    made = model("meta")
+    policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=torch.float32) if mixed else MixedPrecisionPolicy()
+    blocks = made.transformer.h if job["config"]["model_type"] == "gpt2" else made.model.layers
+    for block in blocks:
+        fully_shard(block, mp_policy=policy, reshard_after_forward=job["stage"] == 3)
+    fully_shard(made, mp_policy=policy, reshard_after_forward=False)
+    made.to_empty(device=device)
+    return made
+
+
+def loss_of(trained: torch.nn.Module) -> torch.Tensor:
+    output = trained(input_ids=batch, labels=batch)
+    return output.loss
+
+
+def with_torch() -> None:
+    several = "WORLD_SIZE" in os.environ
+    if several:
+        dist.init_process_group("nccl", device_id=device)
+    trained = sharded() if job["engine"] == "fsdp2" else model("cuda")
+    if several and job["engine"] == "ddp":
+        trained = torch.nn.parallel.DistributedDataParallel(trained, device_ids=[device.index])
+    steps = optimizer(trained.parameters())
+    cast = torch.autocast("cuda", dtype=mixed) if mixed and job["engine"] == "ddp" else nullcontext()
+    for _ in range(9):
+        for _ in range(job["accumulate"]):
+            with cast:
+                loss = loss_of(trained)
+            loss.backward()
+            del loss  # or it is alive, with its four bytes, until the next one
+        steps.step()
+        steps.zero_grad()
+
+
+def with_deepspeed() -> None:
+    import deepspeed
+
+    made = model("cuda")
+    engine, *_ = deepspeed.initialize(model=made, optimizer=optimizer(made.parameters()), config=job["deepspeed"])
+    while True:
+        loss = loss_of(engine)
+        engine.backward(loss)
+        del loss
+        engine.step()
+
+
+batch = torch.randint(0, job["config"]["vocab_size"], (job["micro_batch"], job["seq_len"]), device=device)
+with_deepspeed() if job["engine"] == "deepspeed" else with_torch()
