@@ -1,7 +1,7 @@
 """What does a saved dry run of a script say of other runs of it, and how far off is it at the run's own settings?"""
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 
 from zeroplan.comparison import Comparison, compare_with_estimate
@@ -35,27 +35,8 @@ class FromRun:
     @property
     def request(self) -> Request:
         """The run's own settings, every one of which flags may override."""
-        settings = self._settings
-        return Request(
-            model=model_of(self._profile),
-            gpus=self._run.gpus,
-            gpu=self._run.gpu,
-            replicas=settings.replicas,
-            engine=settings.engine,
-            stage=settings.stage,
-            precision=settings.precision,
-            optimizer=settings.optimizer,
-            optimizer_impl=settings.optimizer_impl,
-            recompute=settings.recompute,
-            micro_batch=settings.micro_batch,
-            seq_len=settings.seq_len,
-            grad_accum=settings.grad_accum,
-            sync_every_micro_batch=settings.sync_every_micro_batch,
-            keep_logits=settings.keep_logits,
-            ddp=settings.ddp,
-            fsdp2=settings.fsdp2,
-            deepspeed=settings.deepspeed,
-        )
+        settings = {one.name: getattr(self._settings, one.name) for one in fields(Settings) if one.name != "remarks"}
+        return Request(model=model_of(self._profile), gpus=self._run.gpus, gpu=self._run.gpu, **settings)
 
     def overridden_by(self, said: Request) -> Request:
         """The run's settings with what is said beside them: another engine or stage takes its own stage, engine and step."""

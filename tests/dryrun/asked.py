@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import tempfile
 import tomllib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from tests.dryrun.kept_rows import rows, run_again
 from tests.dryrun.running import SCRIPTS, dry_run
 from tests.dryrun.survey import lacking
 from zeroplan.from_run import FromRun
@@ -78,23 +78,12 @@ def _saved(folder: Path, name: str, *flags: str, gpus: int, words: list[str]) ->
 
 def kept() -> list[Asked]:
     """Those of the file."""
-    return [Asked(**json.loads(line)) for line in KEPT.read_text(encoding="utf-8").splitlines()]
+    return [Asked(**row) for row in rows(KEPT)]
 
 
 def main(wanted: list[str]) -> None:
     """Run the pairs whose names hold one of the words, or all, and keep what came of them beside the others'."""
-    found: dict[str, Any] = {row.name: row for row in kept()} if KEPT.exists() else {}
-    for pair in pairs():
-        if wanted and not any(word in pair.name for word in wanted):
-            continue
-        if missing := lacking(pair):
-            print(f"{pair.name}: left out, {', '.join(missing)} not installed")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            found[pair.name] = asked(pair, Path(folder))
-        print(found[pair.name])
-    rows = [found[pair.name]._asdict() for pair in pairs() if pair.name in found]
-    KEPT.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run_again(KEPT, pairs(), wanted, lacking, lambda pair, folder: asked(pair, folder)._asdict())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Stands in for a machine with GPUs: the process of `--backend cuda`, in which torch believes in a card that is not there.
+"""The process of `--backend cuda` on a fake GPU, for machines without a real one.
 
-What it counts is the model of CUDA's allocator that follows a dry run. ``FAKE_CARD`` says what goes otherwise: with
-``more`` the script takes more than in its dry run, with ``full`` the card is full in the second step.
+The model of CUDA's allocator counts the memory, as in a dry run. The environment variable ``FAKE_CARD`` makes the two differ:
+``more`` allocates a further 16 MiB, ``full`` runs out of memory in the second step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zeroplan.verify.fake_cuda.stand_ins import StandIns
 
 
 class OnFakeCard(child._Run):
-    """Runs the script on tensors without bytes, in place of a card's."""
+    """Runs the script on fake tensors."""
 
     def __init__(self, task: child.CardTask) -> None:
         stand_ins = StandIns()
@@ -58,7 +58,7 @@ class OnFakeCard(child._Run):
 
 
 class PhasesOnFakeCard(PhasesOnCard):
-    """Lets cycles go where a dry run does."""
+    """Runs the garbage collector at the beginning of each phase, as a dry run does."""
 
     def enter(self, phase: Phase, step: int, *, collect: bool = True) -> None:
         gc.collect()

@@ -11,13 +11,13 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 import tomllib
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.dryrun.kept_rows import rows, run_again
 from tests.dryrun.running import SCRIPTS, Run, dry_run
 
 PROGRAMS = Path(__file__).parent / "programs.toml"
@@ -188,25 +188,15 @@ def _version(name: str) -> str:
 
 
 def kept(path: Path = KEPT) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return rows(path)
 
 
 def main(wanted: list[str]) -> None:
     """Run the programs whose names hold one of the words, or all, and keep what came of them beside the others'."""
-    listed, keep = (PUBLISHED, PUBLISHED_KEPT) if wanted[:1] == ["published"] else (PROGRAMS, KEPT)
-    wanted = wanted[1:] if listed is PUBLISHED else wanted
-    found = {row["name"]: row for row in kept(keep)}
-    for program in programs(listed):
-        if wanted and not any(word in program.name for word in wanted):
-            continue
-        if missing := lacking(program):
-            print(f"{program.name}: left out, {', '.join(missing)} not installed")
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            found[program.name] = summary(program, run(program, Path(folder)))
-        print(found[program.name])
-    rows = [found[program.name] for program in programs(listed) if program.name in found]
-    keep.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if wanted[:1] == ["published"]:
+        run_again(PUBLISHED_KEPT, programs(PUBLISHED), wanted[1:], lacking, lambda one, folder: summary(one, run(one, folder)))
+    else:
+        run_again(KEPT, programs(), wanted, lacking, lambda one, folder: summary(one, run(one, folder)))
 
 
 if __name__ == "__main__":

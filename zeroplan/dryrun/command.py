@@ -1,4 +1,4 @@
-"""The command after ``--`` as a person would type it: a script, a module, or one of the launchers around them. Needs no torch.
+"""Parses the command after ``--``: a script, a module, or a launcher with one of them. Does not import torch.
 
 >>> found = read_command(["torchrun", "--nproc_per_node", "8", "--nnodes=2", "-m", "torchtitan.train", "--steps", "9"])
 >>> found.target, found.module, found.arguments, found.gpus, found.gpus_per_node
@@ -28,14 +28,14 @@ _SWITCHES = {
 }  # fmt: skip
 _SWITCHES["torch.distributed.launch"] = _SWITCHES["torchrun"] | {"--use_env", "--use-env"}
 _OF_THE_SCRIPT = {"-m", "--module", "--no-python", "--no_python", "--run-path", "--run_path"}
-"""Switches that say what the script is."""
+"""Switches that say how to read the script's name."""
 _PER_NODE = ("nproc-per-node", "num-gpus")
 _NODES = ("nnodes", "num-nodes", "num-machines")
 _IN_ALL = ("num-processes",)
 
 
 class Command(NamedTuple):
-    """What is to be run, and on how many GPUs where a launcher says so; ``launcher`` has its words as far as the script."""
+    """What to run, and on how many GPUs if a launcher says so. ``launcher`` holds the launcher and its flags."""
 
     target: str
     module: bool
@@ -46,7 +46,7 @@ class Command(NamedTuple):
 
 
 def read_command(words: Sequence[str]) -> Command:
-    """Read a command. Raises SpecError where nothing, or nothing that is Python, is named."""
+    """Parse a command. Raises SpecError if it names no script, or one that is not Python."""
     if not words:
         raise SpecError("no script is named; write it behind `--`: zeroplan dryrun --gpus 8 -- train.py")
     launcher = Path(words[0]).name
@@ -66,7 +66,7 @@ def _after(words: Sequence[str], verb: str) -> Sequence[str]:
 
 
 def _python(words: Sequence[str]) -> Command:
-    """What follows ``python``: flags of the interpreter, which are left out, then a file or ``-m`` and a module."""
+    """Parse what follows ``python``: the interpreter's flags, which are dropped, then a file or ``-m`` and a module."""
     rest = list(words)
     while rest and rest[0] in ("-u", "-B", "-O", "-E", "-s", "-I"):
         rest.pop(0)
@@ -84,7 +84,7 @@ def _python(words: Sequence[str]) -> Command:
 
 
 def _launched(launcher: str, words: Sequence[str]) -> Command:
-    """A launcher's own flags, then the script and its arguments."""
+    """Parse a launcher's flags, then the script and its arguments."""
     said: dict[str, str] = {}
     rest, kept, module = list(words), [launcher], False
     while rest and rest[0].startswith("-"):
@@ -118,7 +118,7 @@ def _configured(said: dict[str, str]) -> dict[str, str]:
 
 
 def _gpus(said: dict[str, str]) -> tuple[int | None, int | None]:
-    """How many GPUs a launcher was asked for, in all and per node; None where it takes those that are there."""
+    """The number of GPUs in a launcher's flags, in all and per node; None if it takes the GPUs that it finds."""
     nodes = _first(said, _NODES, default=1)
     if (in_all := _first(said, _IN_ALL)) is not None:
         return in_all, in_all // nodes if nodes else None

@@ -1,4 +1,4 @@
-"""Who is told where a script is and whose tensors are whose: a tracker of fake tensors, or what counts on a real GPU."""
+"""What the loop of a dry run reports to: the tracker of fake tensors, or the counter of a real GPU."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -11,13 +11,13 @@ from zeroplan.verify.watching.recording import Block, Call, Span
 
 
 class Listener(Protocol):
-    """Takes what the loop says, as far as it can use it. ``blocks`` and ``calls`` are empty where single ones are not seen."""
+    """Hears which phase begins and what tensors are for. A real GPU's counter sees no single blocks: its lists stay empty."""
 
     spans: list[Span]
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """What was asked for so far."""
+        """The blocks of memory that were allocated so far."""
         ...
 
     @property
@@ -26,25 +26,25 @@ class Listener(Protocol):
         ...
 
     def enter(self, phase: Phase | Beside, step: int, *, collect: bool = True) -> None:
-        """Begin a part of the run."""
+        """Begin a phase. With ``collect``, Python's garbage collector runs first."""
         ...
 
     def learn_modules(self, root: nn.Module) -> None:
-        """Learn the names of a model's parts."""
+        """Remember the names of a model's modules."""
         ...
 
     def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Say that these are a model's own."""
+        """Label the parameters and buffers of a model."""
         ...
 
     def claim(self, kind: Kind, tensors: Iterable[torch.Tensor | None], *, over: bool = True) -> None:
-        """Say what these tensors are for."""
+        """Label tensors; with ``over=False`` only those that have no label yet."""
         ...
 
     def updated(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Learn what an optimizer has updated: parameters, or copies of them that belong to the optimizer."""
+        """Label the tensors that an optimizer updates: parameters, or its own copies of them."""
         ...
 
     def gradients_are(self, kind: Kind) -> None:
-        """Say what the gradients are that autograd hands to parameters."""
+        """Set the label of the gradients that autograd gives to parameters from now on."""
         ...
