@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from zeroplan.measurement import Measurement
 
+SAVED_RUN = Path(__file__).with_name("run.gz")
+"""`zeroplan dryrun --gpus 8 --save run.gz -- train.py 4 512 512`; the script is ``tests/dryrun/scripts/fsdp2.py``."""
 FIGURES, PAGE = ROOT / "docs" / "figures", ROOT / "docs" / "plot.md"
 
 
@@ -27,7 +30,8 @@ def _records() -> tuple[Measurement, ...]:
 
 
 def place_records(folder: Path) -> None:
-    """The records that the page's commands name."""
+    """The records and the saved run that the page's commands name."""
+    shutil.copy(SAVED_RUN, folder)
     for record in _records():
         write_record(record, folder / "records")
 
