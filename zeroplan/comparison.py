@@ -6,15 +6,11 @@ from typing import NamedTuple
 
 from zeroplan.engines.precisions import compute_of
 from zeroplan.estimator import Estimate, estimate
-from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
+from zeroplan.ledger import Band, Kind, Line, Moment, OffGpu, Phase, bytes_by_kind, total_bytes
 from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, Measurement, OnCardMeasured, StepMeasured, Tensors
 from zeroplan.spec.recipe import Kernels, Loss
 from zeroplan.timeline import reserved
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.attention import FLASH_SCRATCH
-from zeroplan.transformer.families.norms import STATISTICS
-from zeroplan.transformer.families.tape import FP32_ON_CUDA
-from zeroplan.transformer.families.written_out import ON_CUDA, TWICE_ON_CPU
 
 #: Library workspaces come with CUDA's kernels; a run on other tensors has none.
 _ONLY_ON_CUDA = (Kind.WORKSPACE,)
@@ -195,10 +191,10 @@ class _AsRun(NamedTuple):
         return line._replace(n_bytes=self._bytes(line))
 
     def _bytes(self, line: Line) -> int:
-        if line.kind in _ONLY_ON_CUDA or line.reason.endswith("(CUDA)") or line.reason == FLASH_SCRATCH:
+        if line.kind in _ONLY_ON_CUDA or line.tag.off_gpu is OffGpu.NO_TENSOR:
             return 0
         n_bytes = int(line.n_bytes) + self._of_blocks(line.formula)
-        return n_bytes if self.kernels == "cuda" else self._on_cpu(line.reason, n_bytes)
+        return n_bytes if self.kernels == "cuda" else self._on_cpu(line.tag.off_gpu, n_bytes)
 
     def _of_blocks(self, formula: str) -> int:
         """What the blocks that a formula counts, as ``5·S_dense + 2·S_moe``, keep more than it says."""
@@ -208,15 +204,15 @@ class _AsRun(NamedTuple):
         terms = (term.partition("·") for term in formula.split(" + "))
         return sum(int(count) * more.get(symbol, 0) for count, _, symbol in terms if symbol in more)
 
-    def _on_cpu(self, reason: str, n_bytes: int) -> int:
-        """What a CPU's kernels take in place of this."""
-        if reason.endswith(ON_CUDA):
+    def _on_cpu(self, instead: OffGpu, n_bytes: int) -> int:
+        """What a CPU's kernels take in place of so much on a GPU."""
+        if instead is OffGpu.NOTHING:
             return 0
-        if reason.endswith(TWICE_ON_CPU):
+        if instead is OffGpu.TWICE:
             return n_bytes if self.selective else 2 * n_bytes
-        if FP32_ON_CUDA in reason:
+        if instead is OffGpu.HALF:
             return n_bytes // 2
-        if reason.endswith(STATISTICS) and not self.compute.autocast:
+        if instead is OffGpu.COMPUTE_DTYPE and not self.compute.autocast:
             return n_bytes * self.compute.element_bytes // 4
         return n_bytes
 

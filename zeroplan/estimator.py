@@ -5,13 +5,13 @@ from functools import cached_property
 from importlib import import_module
 from typing import Literal, NamedTuple, Protocol, cast
 
-from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Symbol
+from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.device import Outside, allocator_room, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.outside import outside as outside_blocks
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Band, Kind, Line, Moment, Phase, bytes_by_kind, total_bytes
+from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
 from zeroplan.measurement import AllocatorSettings
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
@@ -162,7 +162,7 @@ class Estimate:
         """
         last = [moment.lines for moment in self.engine_moments if moment.phase is Phase.STEP][-1]
         until = [moment.lines for moment in self.engine_moments if moment.phase not in (Phase.INIT, Phase.STEP)]
-        left = tuple(line for line in last if line.reason == UNTIL_NEXT_STEP)
+        left = tuple(line for line in last if line.tag.role is Role.UNTIL_NEXT_STEP)
         return (*(line for line in until[0] if line in last and all(line in lines for lines in until)), *left)
 
     @property

@@ -78,6 +78,79 @@ class Beside(StrEnum):
     """What follows once the script has let go of its model or optimizer."""
 
 
+class Role(StrEnum):
+    """What a tensor is in the model's pass, where an engine has to know; most lines have no role."""
+
+    NONE = ""
+    BLOCK_INPUT = "block input"
+    """The hidden states that a block reads, or the very same tensor under its first norm's name."""
+    INCOMING = "incoming gradient"
+    """The gradient that comes in at the end of a block."""
+    OPERAND = "operand"
+    """What a matrix product read and keeps for the gradient of its weight."""
+    NORMALISED = "normalised input"
+    """What a norm multiplied with its weight and keeps for that weight's gradient."""
+    OUTPUT = "output"
+    """What a linear layer returned."""
+    NAMED = "held by name"
+    """Held by a name in the model's forward alone, and gone when that is over."""
+    BATCH = "batch"
+    """Token ids and positions."""
+    LABELS = "labels"
+    """Labels as the loss makes them ready."""
+    UNTIL_NEXT_STEP = "until the next step"
+    """It outlives the optimizer's step, and goes when the next step begins, before any moment of it."""
+
+
+class Module(StrEnum):
+    """The module that a tensor or an operator belongs to, where an engine has to know; by the names that Llama gives them."""
+
+    NONE = ""
+    Q = "self_attn.q_proj"
+    K = "self_attn.k_proj"
+    V = "self_attn.v_proj"
+    O = "self_attn.o_proj"  # noqa: E741  as the layer is called
+    GATE = "mlp.gate_proj"
+    UP = "mlp.up_proj"
+    DOWN = "mlp.down_proj"
+    ACTIVATION = "mlp.act_fn"
+    EXPERTS = "mlp.experts"
+    ATTENTION_NORM = "input_layernorm"
+    MLP_NORM = "post_attention_layernorm"
+    Q_NORM = "self_attn.q_norm"
+    K_NORM = "self_attn.k_norm"
+    FINAL_NORM = "norm"
+    HEAD = "lm_head"
+
+
+class OffGpu(StrEnum):
+    """What a run without a GPU takes in the place of a tensor on one."""
+
+    SAME = ""
+    NO_TENSOR = "no tensor"
+    """Nothing on fake tensors either: a CUDA kernel takes it inside itself."""
+    NOTHING = "nothing"
+    """Nothing where a CPU's kernels run; so for the others."""
+    TWICE = "twice"
+    """A copy more, but where a selective checkpoint keeps what the kernel returned."""
+    HALF = "half"
+    """16 bits, where CUDA's autocast has 32."""
+    COMPUTE_DTYPE = "compute dtype"
+    """The compute dtype, where CUDA has 32 bits."""
+
+
+class Tag(NamedTuple):
+    """What code may know of a tensor beyond its kind; the words of a line are for people alone."""
+
+    role: Role = Role.NONE
+    module: Module = Module.NONE
+    off_gpu: OffGpu = OffGpu.SAME
+
+
+#: The tag of most tensors.
+PLAIN = Tag()
+
+
 class Line(NamedTuple):
     """A number of bytes and why they are there."""
 
@@ -91,6 +164,8 @@ class Line(NamedTuple):
     """The arithmetic, in the symbols of the estimate's legend (``4·P/N``); a test evaluates it and demands ``n_bytes``."""
     source: str = ""
     """The paper and equation, or the file and symbol of the engine."""
+    tag: Tag = PLAIN
+    """What code may know of it."""
 
 
 class Band(NamedTuple):

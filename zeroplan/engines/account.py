@@ -5,9 +5,6 @@ from typing import NamedTuple
 from zeroplan.ledger import Collective, Line, Moment
 from zeroplan.numeric import Int
 
-#: The reason of a line that outlives the optimizer's step and goes when the next step begins, before any moment of it.
-UNTIL_NEXT_STEP = "gradients of inputs, on what was received, until the next step begins"
-
 
 class Symbol(NamedTuple):
     """A symbol that the formulas of an account use: what it stands for, and its number in this job."""

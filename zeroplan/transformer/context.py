@@ -2,14 +2,12 @@
 
 from typing import NamedTuple
 
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Role
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.transformer.blocks import HeadPass
 
 BUFFERS = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, context_parallel"
-_MADE_OF_LABELS = ("labels, shifted", "labels, padded")
-_OF_THE_BATCH = ("input ids, int64", "position ids, int64")
 
 
 class LocalBatch(NamedTuple):
@@ -42,7 +40,7 @@ def with_shared_sequences(head: HeadPass, batch: Batch, ranks: int) -> HeadPass:
     ``context_parallel`` cuts the batch in place, which gives no memory back, and has copies of all of it to restore; it holds the
     shares by name, the last of them twice. The loss takes labels that are shifted already.
     """
-    others = [line for line in head.shared if line.reason not in _OF_THE_BATCH]
+    others = [line for line in head.shared if line.tag.role is not Role.BATCH]
     whole = whole_sequences(batch, ranks, "copies of them, to be restored")
     n_bytes = 8 * batch.seq_len * (3 * batch.micro_batch_size + 2)
     shares = Line(Kind.ACTIVATIONS, n_bytes, "this rank's shares of them", "8·s·(3·b+2)", BUFFERS)
@@ -56,4 +54,4 @@ def with_shared_sequences(head: HeadPass, batch: Batch, ranks: int) -> HeadPass:
 
 
 def _without_labels(lines: tuple[Line, ...]) -> tuple[Line, ...]:
-    return tuple(line for line in lines if line.reason not in _MADE_OF_LABELS)
+    return tuple(line for line in lines if line.tag.role is not Role.LABELS)

@@ -1,6 +1,6 @@
 """What do the parts outside the blocks cost in one pass: embedding, position tables, final norm, head and loss?"""
 
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -39,6 +39,8 @@ NEOX = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXRotaryEm
 GPT_OSS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssRotaryEmbedding.forward"
 GEMMA3 = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3TextModel.forward"
 LOGITS = Kind.LOGITS
+#: Ids and positions, which context-parallel ranks share out.
+OF_THE_BATCH = Tag(Role.BATCH)
 
 #: Families that bend the logits through ``tanh`` before the loss.
 CAPPED = ("gemma2",)
@@ -123,14 +125,14 @@ def _wide(x: Widths, vocab: int) -> tuple[Line, ...]:
 
 
 def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
-    ids = Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD)
+    ids = Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD, OF_THE_BATCH)
     if model.family == "bloom":
         return ids, *_embedding_norm(x), Line(SAVED, x.residual * x.seq_len * x.heads * x.micro_batch, "ALiBi", "r·a·T", BLOOM)
     if model.family == "opt":
         held = Line(SAVED, 12 * x.tokens, "position ids and a mask of ones, held by name", "12·T", OPT)
         return ids, Line(SAVED, 8 * x.tokens, "position ids with their offset, int64", "8·T", OPT), held
     if model.positions:
-        return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2)
+        return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2, OF_THE_BATCH)
     return (ids,)
 
 

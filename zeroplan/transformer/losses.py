@@ -7,7 +7,7 @@ cross-entropy, which makes the gradients in the forward pass and never holds mor
 
 from typing import NamedTuple
 
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Module, Role, Tag
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, next_power_of_2
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import BackwardPoint
@@ -21,8 +21,10 @@ CHUNKED = "torchtitan, 2026-08, components/loss.py, ChunkedLossWrapper"
 FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cross_entropy_forward"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
-HEAD_INPUT = "input of the head"
-"""How the line is named that the head's product saves, and lets go of before its gradient is handed on."""
+HEAD_INPUT = Tag(Role.OPERAND, Module.HEAD)
+"""What the head's product saves, and lets go of before its gradient is handed on."""
+HEAD_INPUT_NAMED = Tag(Role.NAMED, Module.HEAD)
+LABELS = Tag(Role.LABELS)
 CHUNKS = 8
 """torchtitan 2026-08, ChunkedLossWrapper.Config.num_chunks."""
 
@@ -44,7 +46,7 @@ class LossPass(NamedTuple):
 
 def full_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
     """All logits at once: upcast to fp32, labels shifted by padding."""
-    saved = (Line(SAVED, x.element * x.tokens * x.hidden, HEAD_INPUT, "e·T·h", HEAD),)
+    saved = (Line(SAVED, x.element * x.tokens * x.hidden, "input of the head", "e·T·h", HEAD, HEAD_INPUT),)
     output = Line(LOGITS, x.element * x.tokens * vocab, "logits", "e·T·V", HEAD)
     kept = _kept_by_full(x, vocab)
     gradients = Line(LOGITS, 8 * x.tokens * vocab, "gradients of log-softmax and of the fp32 logits", "8·T·V", FULL)
@@ -73,9 +75,9 @@ def frozen_head(way: LossPass, *, keeps_input: bool) -> LossPass:
     points = tuple([point._replace(gradients=0, current_gradient=0) for point in way.points])
     if keeps_input:
         return way._replace(points=points)
-    named = tuple(line._replace(kind=TEMPORARY, reason="input of the head, held by name") for line in way.saved)
-    read = {line.reason for line in way.saved}
-    without = tuple([point._replace(lines=tuple(one for one in point.lines if one.reason not in read)) for point in points])
+    reason = "input of the head, held by name"
+    named = tuple(line._replace(kind=TEMPORARY, reason=reason, tag=HEAD_INPUT_NAMED) for line in way.saved)
+    without = tuple([point._replace(lines=tuple(one for one in point.lines if one.tag != HEAD_INPUT)) for point in points])
     return way._replace(saved=(), forward=(*way.forward, *named), points=without)
 
 
@@ -85,8 +87,8 @@ def head_in_32_bits(way: LossPass, x: Widths, vocab: int, norm_saved: tuple[Line
     Autocast keeps no copy of a frozen weight for the next use, but the product saves it for the gradient of what it reads.
     """
     copy = Line(Kind.WEIGHT_CASTS, x.element * x.hidden * vocab, "16-bit copy of the frozen head", "e·h·V", HEAD)
-    wide = Line(TEMPORARY, 4 * x.tokens * x.hidden, "input of the head in fp32, held by name", "4·T·h", HEAD)
-    forward = tuple(line for line in way.forward if "input of the head" not in line.reason)
+    wide = Line(TEMPORARY, 4 * x.tokens * x.hidden, "input of the head in fp32, held by name", "4·T·h", HEAD, HEAD_INPUT_NAMED)
+    forward = tuple(line for line in way.forward if line.tag != HEAD_INPUT_NAMED)
     points = tuple([point._replace(lines=(*point.lines, copy)) for point in way.points])
     through = Line(
         GRADIENT, (4 + x.element) * x.tokens * x.hidden, "gradient of the head's input, and in fp32", "(4+e)·T·h", HEAD
@@ -99,7 +101,7 @@ def _kept_by_full(x: Widths, vocab: int) -> tuple[Line, Line]:
     return (
         Line(LOGITS, 4 * x.tokens * vocab, "log-softmax of the logits, fp32", "4·T·V", FULL),
         # With one sequence the shifted labels are a view of the padded ones, which are one longer.
-        Line(LOGITS, 8 * x.tokens + 8 * maximum(0, 2 - x.micro_batch), "labels, shifted", "8·T + 8·max(0, 2-b)", FULL),
+        Line(LOGITS, 8 * x.tokens + 8 * maximum(0, 2 - x.micro_batch), "labels, shifted", "8·T + 8·max(0, 2-b)", FULL, LABELS),
     )
 
 
@@ -111,7 +113,7 @@ def _full_temporaries(x: Widths, vocab: int) -> tuple[Line, ...]:
         wide = Line(TEMPORARY, 4 * x.tokens * x.hidden, "final norm's output in fp32, held by name", "4·T·h", HEAD)
         lines = (*lines, wide)
     padded = 8 * (x.tokens + x.micro_batch) - 8 * (x.tokens + 1) * maximum(0, 2 - x.micro_batch)
-    return (*lines, Line(LOGITS, padded, "labels, padded", "8·(T+b) - 8·(T+1)·max(0, 2-b)", FULL))
+    return (*lines, Line(LOGITS, padded, "labels, padded", "8·(T+b) - 8·(T+1)·max(0, 2-b)", FULL, LABELS))
 
 
 def _full_points(
@@ -141,7 +143,7 @@ def chunked_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPas
     """
     chunk = ceil_div(x.tokens, CHUNKS)
     matrix = x.hidden * vocab
-    saved = (Line(SAVED, x.element * x.tokens * x.hidden, HEAD_INPUT, "e·T·h", CHUNKED),)
+    saved = (Line(SAVED, x.element * x.tokens * x.hidden, "input of the head", "e·T·h", CHUNKED, HEAD_INPUT),)
     labels = Line(LOGITS, 8 * x.tokens, "labels", "8·T", CHUNKED)
     buffer = Line(GRADIENT, 4 * x.tokens * x.hidden, "gradients of the head's input, fp32 buffer", "4·T·h", CHUNKED)
     size = x.element + (0 if x.element == 4 else 4)
@@ -180,7 +182,7 @@ def fused_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
     )
     forward = (
         *kept,
-        Line(TEMPORARY, x.residual * x.tokens * x.hidden, "input of the head, held by name", "r·T·h", HEAD),
+        Line(TEMPORARY, x.residual * x.tokens * x.hidden, "input of the head, held by name", "r·T·h", HEAD, HEAD_INPUT_NAMED),
         Line(LOGITS, x.element * chunk * vocab, "logits of a chunk", "e·V·min(T, pow2(ceil(T/ceil(V/h))))", FUSED),
         Line(LOGITS, 12 * x.tokens, "loss of each token, and labels", "12·T", FUSED),
     )

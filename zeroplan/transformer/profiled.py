@@ -12,7 +12,8 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.profile import Amount, Flash, Handed, Part, Point, Profile, ProfiledPass, Tensor, Variant
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HandedOn, HeadPass
-from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH
+from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
+from zeroplan.transformer.families.parts import BLOCK_INPUT
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, operator_of
 
 TRACE = "a trace of the module, in its profile"
@@ -66,7 +67,10 @@ def profiled_block(profile: Profile, kind: str, compute: Compute, batch: Batch) 
     """What one block of this kind costs, as traced in this manner of execution."""
     one = _pass(profile, compute, batch)
     scale, block = _Scale(one, batch), one.blocks[kind]
-    kept, block_input = scale.parts(block.kept), (scale.line(Kind.ACTIVATIONS, block.input, "block input"),)
+    kept, block_input = (
+        scale.parts(block.kept),
+        (scale.line(Kind.ACTIVATIONS, block.input, "block input")._replace(tag=BLOCK_INPUT),),
+    )
     recompute = compute.recompute
     forward = scale.most(Kind.TEMPORARY, block.forward, "temporaries at the highest point of the forward")
     return BlockPass(
@@ -269,7 +273,8 @@ class _Scale:
         rows: Int = ceil_div(self._length, 128) * 128 * self._sequences
         n_bytes: Int = row * rows + repeated * self._sequences * self._length
         formula = f"{row}·b·128·ceil(s/128) + {repeated}·T"
-        return Line(Kind.TEMPORARY, n_bytes, FLASH_SCRATCH, formula if self._has_formulas else "", FLASH_BACKWARD)
+        formula = formula if self._has_formulas else ""
+        return Line(Kind.TEMPORARY, n_bytes, FLASH_SCRATCH, formula, FLASH_BACKWARD, SCRATCH)
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ The embedding and the head are split by the vocabulary, the loss is made where t
 norm reads a share of the sequence.
 """
 
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Module, Role, Tag
 from zeroplan.numeric import Int, maximum, minimum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -12,13 +12,13 @@ from zeroplan.transformer.blocks import AtEmbedding, BackwardPoint, Compute, Hea
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY
 from zeroplan.transformer.families.split import GATHER, SCATTER, split_norm
 from zeroplan.transformer.families.widths import Widths, widths
-from zeroplan.transformer.head import MODEL, ROTARY
-from zeroplan.transformer.losses import FULL, HEAD, HEAD_INPUT
+from zeroplan.transformer.head import MODEL, OF_THE_BATCH, ROTARY
+from zeroplan.transformer.losses import FULL, HEAD, HEAD_INPUT, LABELS
 
 LOGITS = Kind.LOGITS
 LOSS = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 #: What the model's forward holds by name until it is over.
-HELD_NORM = "final norm's output, held by name"
+HELD_NORM = Tag(Role.NAMED, Module.FINAL_NORM)
 EMBEDDING = "torch 2.13, torch/distributed/tensor/_ops/_embedding_ops.py, embedding_dense_backward_strategy"
 
 
@@ -31,11 +31,13 @@ def split_head(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: 
     x, p = widths(model, compute, batch), compute.tp
     norm, share = split_norm(model, x, p), x.element * (x.tokens // p) * x.hidden
     logits, matrix = x.tokens * (model.vocab_size // p), x.hidden * (model.vocab_size // p)
-    read = Line(SAVED, x.element * x.tokens * x.hidden, f"{HEAD_INPUT}, gathered along the sequence", "e·T·h", GATHER)
+    read = Line(
+        SAVED, x.element * x.tokens * x.hidden, "input of the head, gathered along the sequence", "e·T·h", GATHER, HEAD_INPUT
+    )
     kept = (Line(LOGITS, 4 * logits, "log-softmax of the logits, fp32", "4·T·V/p", LOSS), _labels(x))
     output = Line(LOGITS, x.element * logits, "logits", "e·T·V/p", HEAD)
     wide = Line(LOGITS, 4 * logits, "logits in fp32", "4·T·V/p", FULL)
-    named = Line(TEMPORARY, share, HELD_NORM, "e·T/p·h", HEAD)
+    named = Line(TEMPORARY, share, "final norm's output, held by name", "e·T/p·h", HEAD, HELD_NORM)
     forward = (output, *(() if x.element == 4 else (wide,)), *kept, *_made_by_the_loss(x, logits=logits), named)
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     saved = (*norm.saved, read)
@@ -43,8 +45,8 @@ def split_head(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: 
     embedded = Line(TEMPORARY, share, "token embeddings, a share of the sequence, held by name", "e·T/p·h", MODEL)
     return HeadPass(
         (
-            Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD),
-            Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", HEAD),
+            Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD, OF_THE_BATCH),
+            Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", HEAD, OF_THE_BATCH),
             table,
         ),
         saved,
@@ -63,13 +65,13 @@ def split_head(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: 
 def _labels(x: Widths) -> Line:
     """With one sequence the shifted labels are a view of the padded ones, which are one longer."""
     n_bytes = 8 * x.tokens + 8 * maximum(0, 2 - x.micro_batch)
-    return Line(LOGITS, n_bytes, "labels, shifted", "8·T + 8·max(0, 2-b)", FULL)
+    return Line(LOGITS, n_bytes, "labels, shifted", "8·T + 8·max(0, 2-b)", FULL, LABELS)
 
 
 def _made_by_the_loss(x: Widths, *, logits: Int) -> tuple[Line, ...]:
     padded = 8 * (x.tokens + x.micro_batch) - 8 * (x.tokens + 1) * maximum(0, 2 - x.micro_batch)
     return (
-        Line(LOGITS, padded, "labels, padded", "8·(T+b) - 8·(T+1)·max(0, 2-b)", FULL),
+        Line(LOGITS, padded, "labels, padded", "8·(T+b) - 8·(T+1)·max(0, 2-b)", FULL, LABELS),
         Line(LOGITS, 4 * logits, "logits less the largest of their row, fp32", "4·T·V/p", LOSS),
         Line(LOGITS, 12 * x.tokens, "largest logit, sum and logarithm of each row, fp32", "12·T", LOSS),
     )

@@ -379,7 +379,8 @@ def _twice(formula: str, beside: int) -> str:
 def _times(lines: Lines, layers: int, symbol: str) -> Lines:
     """Lines of that many blocks; with a formula where one symbol counts them."""
     return tuple(
-        Line(line.kind, layers * line.n_bytes, line.reason, _product(symbol, line.formula), line.source) for line in lines
+        Line(line.kind, layers * line.n_bytes, line.reason, _product(symbol, line.formula), line.source, line.tag)
+        for line in lines
     )
 
 

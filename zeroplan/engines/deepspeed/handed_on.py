@@ -4,13 +4,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.sources import FLOWING
-from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.ledger import Kind, Line, Role, total_bytes
 from zeroplan.numeric import Int
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 
 _TEMPORARY, _WORKSPACE = Kind.TEMPORARY, Kind.WORKSPACE
-#: How the lines of a block name what a product reads and autograd has saved.
-_OPERAND = "input of the"
 
 
 class Running(NamedTuple):
@@ -61,12 +59,12 @@ def settled_lines(block: BlockPass, index: int, flow: Line) -> list[Line]:
     if not point.current_gradient or index + 1 == len(block.points):
         return lines
     after = block.points[index + 1]
-    stay = {line.reason for line in after.lines}
-    lines = [line for line in lines if line.reason in stay or _OPERAND not in line.reason]
+    stay = {id(line) for line in after.lines}  # a tensor that is there at several points is one line
+    lines = [line for line in lines if id(line) in stay or line.tag.role is not Role.OPERAND]
     if not after.name.startswith("norm"):
         return lines
-    stay |= {line.reason for line in block.saved}
-    return [*(line for line in lines if line.reason in stay), flow]
+    stay |= {id(line) for line in block.saved}
+    return [*(line for line in lines if id(line) in stay), flow]
 
 
 def flow_of(head: HeadPass) -> Line:

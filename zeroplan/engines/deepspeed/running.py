@@ -7,13 +7,12 @@ from zeroplan.engines.deepspeed.handed_on import Running, flow_of, flowing_lines
 from zeroplan.engines.deepspeed.passes import Passes, RunPass, checkpoint_beside
 from zeroplan.engines.formulas import total_formula
 from zeroplan.engines.sources import FLOWING
-from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.ledger import Kind, Line, Role, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.losses import HEAD_INPUT
 
 _FLOW = "r·T·h"
-_NORMALISED = "normalised input"
 
 
 def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
@@ -73,10 +72,9 @@ def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
     The head's input is gone, and then what the norm multiplied with its weight. A LayerNorm is one operator, which leaves nothing.
     """
     saved = these.head.saved
-    if with_norm and not any(line.reason.endswith(_NORMALISED) for line in saved):
+    if with_norm and not any(line.tag.role is Role.NORMALISED for line in saved):
         return ()
-    gone = (HEAD_INPUT, _NORMALISED) if with_norm else (HEAD_INPUT,)
-    return tuple([line for line in saved if not line.reason.endswith(gone)])
+    return tuple([line for line in saved if line.tag != HEAD_INPUT and not (with_norm and line.tag.role is Role.NORMALISED)])
 
 
 GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]

@@ -10,7 +10,7 @@ what a block keeps between the halves, and refused elsewhere.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from zeroplan.engines.account import UNTIL_NEXT_STEP, Account, PipelineRank, Symbol
+from zeroplan.engines.account import Account, PipelineRank, Symbol
 from zeroplan.engines.formulas import product, several
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.optimizers import step_temporary_lines
@@ -22,7 +22,7 @@ from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import Place, State, gathers, states
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import SpecError
-from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.ledger import Kind, Line, Moment, Phase, Role, Tag
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -174,7 +174,8 @@ def _until_next(place: Place, hidden_bytes: Int) -> tuple[Line, ...]:
         return ()
     count = left_over(place)
     formula = several((count, hidden_bytes))
-    return (Line(Kind.ACTIVATION_GRADIENTS, count * hidden_bytes, UNTIL_NEXT_STEP, formula, SPLIT_BACKWARD),)
+    reason, tag = "gradients of inputs, on what was received, until the next step begins", Tag(Role.UNTIL_NEXT_STEP)
+    return (Line(Kind.ACTIVATION_GRADIENTS, count * hidden_bytes, reason, formula, SPLIT_BACKWARD, tag),)
 
 
 def _shown(rank: int, stages: tuple[StagePlan, ...], moments: tuple[Moment, ...]) -> PipelineRank:

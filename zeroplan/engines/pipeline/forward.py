@@ -14,12 +14,12 @@ from zeroplan.engines.pipeline.lines import (
     plus,
     unsharded_parameters,
 )
-from zeroplan.engines.pipeline.stage import POSITIONS, StagePlan
+from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.tensor import after_the_forward, at_the_split_head
 from zeroplan.engines.pipeline.waiting import Rank, waiting_lines
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Kind, Line, Moment, Phase
+from zeroplan.ledger import Kind, Line, Module, Moment, Phase, Role, Tag
 from zeroplan.numeric import Int, maximum
 
 
@@ -89,11 +89,12 @@ def _inside(stage: StagePlan, position: Position) -> tuple[Line, ...]:
     recomputed = plan.recipe.recompute
     lines = (*one.kept(recomputed), *one.forward_recompute) if plan.recomputed else (*one.saved, *one.forward)
     if recomputed == "selective" and not stage.split:
-        lines = tuple(line for line in lines if line.reason != _MADE_LATER)
+        lines = tuple(line for line in lines if line.tag != _MADE_LATER)
     return lines if position.layer else stage.at_its_beginning(lines)
 
 
-_MADE_LATER = "output of the down projection"
+#: What is not there yet at the highest point of a forward.
+_MADE_LATER = Tag(Role.OUTPUT, Module.DOWN)
 
 
 def _entering(
@@ -125,7 +126,7 @@ def _head_and_loss(stage: StagePlan, state: State, common: tuple[Line, ...]) -> 
     unsharded = unsharded_parameters(plan, layers, "this stage's parameters, unsharded")
     alive = (*common, unsharded, *kept_of_all(stage), *plan.head.saved)
     parked = parked_line(plan, plan.blocks[-1], "the last block's, parked until the stage's forward ends")
-    positions = tuple(line for line in plan.head.forward if line.reason == POSITIONS)
+    positions = tuple(line for line in plan.head.forward if line.tag.role is Role.BATCH)
     inside = (*alive, *positions, *(() if state.whole[state.chunk] else (parked,)))
     if stage.by_rank is not None:
         yield from at_the_split_head(plan, stage.by_rank, inside)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.positions import Position
 from zeroplan.engines.precisions import compute_of
-from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.ledger import Kind, Line, Role, Tag, total_bytes
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -26,8 +26,6 @@ from zeroplan.transformer.params import layout
 from zeroplan.transformer.params_split import split_layout
 
 CHECKPOINT = "torch 2.13, torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator"
-#: What a stage's forward is given beside its input, and lets go of in its end.
-POSITIONS = "position ids, int64, held by name"
 FORWARD = "torchtitan, experiments/transformers_modeling_backend/model.py, HFTransformerModel.forward"
 
 
@@ -79,21 +77,17 @@ class StagePlan(NamedTuple):
 
     def at_its_beginning(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         """Lines of a stage's first block, whose input stands in a receive buffer."""
-        return lines if self.stage.is_first else _without(lines, self.hidden_bytes, _INPUTS)
+        return lines if self.stage.is_first else _without(lines, self.hidden_bytes, Role.BLOCK_INPUT)
 
     def at_its_end(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         """Lines of a stage's last block until the incoming gradient has been added to, which stands in a receive buffer."""
-        return lines if self.stage.is_last else _without(lines, self.hidden_bytes, _INCOMING)
+        return lines if self.stage.is_last else _without(lines, self.hidden_bytes, Role.INCOMING)
 
 
-_INPUTS = ("block input", "norm before attention: its input", "norm before attention: its input in fp32")
-_INCOMING = ("gradient of the residual stream",)
-
-
-def _without(lines: tuple[Line, ...], n_bytes: Int, reasons: tuple[str, ...]) -> tuple[Line, ...]:
-    """Leave out the line that is the tensor in the buffer: one of these, as large as that."""
+def _without(lines: tuple[Line, ...], n_bytes: Int, role: Role) -> tuple[Line, ...]:
+    """Leave out the line that is the tensor in the buffer: the one of this role, as large as that."""
     for at, line in enumerate(lines):
-        if line.reason in reasons and bool(_same(line.n_bytes, n_bytes)):
+        if line.tag.role is role and bool(_same(line.n_bytes, n_bytes)):
             return (*lines[:at], *lines[at + 1 :])
     return lines
 
@@ -126,7 +120,7 @@ def _stage_plan(
     head, at_embedding = plan.head, plan.at_embedding
     of_all = mesh.cp != 1  # positions, which are made once
     positions = Line(SAVED, 8 * batch.seq_len, "position ids, int64, held by checkpoints", "8·s", CHECKPOINT)
-    named = Line(Kind.TEMPORARY, 8 * batch.seq_len, POSITIONS, "8·s", FORWARD)
+    named = Line(Kind.TEMPORARY, 8 * batch.seq_len, "position ids, int64, held by name", "8·s", FORWARD, Tag(Role.BATCH))
     plan = plan._replace(
         head=head._replace(
             shared=(*head.with_blocks, *((positions,) if plan.recomputed and not of_all else ())),

@@ -47,11 +47,11 @@ def taking_its_share(plan: Plan, alive: tuple[Line, ...]) -> Moment:
 
 def at_the_split_head(plan: Plan, by_rank: Line, alive: tuple[Line, ...]) -> Iterator[Moment]:
     """The final norm's output is gathered along the sequence, then makes this rank's logits; its share of it has a name."""
-    named = tuple(line for line in plan.head.loss_forward if line.reason == HELD_NORM)
+    named = tuple(line for line in plan.head.loss_forward if line.tag == HELD_NORM)
     yield Moment("head, forward: gathering", Phase.FORWARD, (*alive, *named, by_rank))
     yield Moment("head, forward", Phase.FORWARD, (*alive, *named, *plan.head.output))
 
 
 def after_the_forward(lines: tuple[Line, ...]) -> tuple[Line, ...]:
     """What a loss takes that is made when the stage's forward is over, whose names are gone."""
-    return tuple(line for line in lines if line.reason != HELD_NORM)
+    return tuple(line for line in lines if line.tag != HELD_NORM)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Store, Tape, Value
-from zeroplan.transformer.families.written_out import ON_CUDA
+from zeroplan.transformer.families.written_out import CUDA_ALONE
 
 ACTIVATIONS = "transformers 5.23, activations.py"
 #: One operator that saves its result, since its derivative is a function of that.
@@ -67,7 +67,8 @@ def _wide_product(tape: Tape, narrow: Value, wide: Value, reason: str) -> Value:
         if tape.is_wide(narrow.dtype) == tape.is_wide(wide.dtype):
             return [*arriving, (narrow, op.gradient(tape, narrow, "gradient of a factor of gelu", ACTIVATIONS))]
         tape.temporary("gradient of a factor of gelu, not yet cast", wide.dtype * wide.shape, ACTIVATIONS)
-        return [*arriving, (narrow, op.gradient(tape, narrow, f"gradient of a factor of gelu, cast, {ON_CUDA}", ACTIVATIONS))]
+        reason = "gradient of a factor of gelu, cast, on CUDA"
+        return [*arriving, (narrow, op.gradient(tape, narrow, reason, ACTIVATIONS, CUDA_ALONE))]
 
     tape.add("gelu", (made,), (narrow.store, wide.store), backward)
     return made

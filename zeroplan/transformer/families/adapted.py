@@ -23,7 +23,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.mlp import LLAMA as MLP
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import Site
-from zeroplan.transformer.families.parts import LAYER
+from zeroplan.transformer.families.parts import INCOMING, LAYER
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.quantised import quantised_linear
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
@@ -113,7 +113,7 @@ def _plan(structure: Structure) -> traced.Plan:
     tape, given, output = _run(structure, saving=True)
     forward = index.moments(highest(tape.moments, **dtypes))
     saved, casts = index.of(tape.saved), index.elements(tape.casts)
-    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, LAYER)
+    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, LAYER, INCOMING)
     again_first = _again(tape, structure, given.store, arriving) if structure.recompute != "none" else []
     tape.release(output, given)
     tape.run_backward(output, arriving)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from zeroplan.expr import Size, at_most, ceil
-from zeroplan.transformer.families.attention import EAGER, FLASH_BACKWARD, FLASH_SCRATCH, SDPA
+from zeroplan.ledger import PLAIN, OffGpu, Tag
+from zeroplan.transformer.families.attention import EAGER, FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH, SDPA
 from zeroplan.transformer.families.operators import (
     TEMPORARY,
     TENSOR,
@@ -24,7 +25,7 @@ from zeroplan.transformer.families.operators import (
     through,
 )
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value, Width
-from zeroplan.transformer.families.written_out import CHOICE, MATH, ON_CUDA, TWICE_ON_CPU
+from zeroplan.transformer.families.written_out import CHOICE, CUDA_ALONE, MATH
 from zeroplan.transformer.symbols import T, a, b, c, d, e, q, r, s
 
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
@@ -151,6 +152,8 @@ def _product(tape: Tape, operands: "tuple[Operand, Operand]", copies: "Copies", 
     return made
 
 
+#: Of attention's output where a CPU's kernel leaves it in another order than CUDA's, and it is copied.
+_TWICE = Tag(off_gpu=OffGpu.TWICE)
 Scratch = tuple[str, Size, str]
 _SUMS: Scratch = ("row sums of the memory-efficient kernel's backward (CUDA)", 4 * T * a, EFFICIENT_BACKWARD)
 _ACCUMULATOR: Scratch = (
@@ -179,16 +182,18 @@ def _kernel(
 ) -> Value:
     """One kernel: it saves its operands, its output and a log-sum-exp per row, on some kernels in rows of 32."""
     reason = "attention output" if copied else "attention output, input of the output projection"
-    made = tensor(tape, f"{reason}, {TWICE_ON_CPU}" if twice else reason, e, T * c, SDPA)
+    made = tensor(tape, f"{reason}, twice on a CPU" if twice else reason, e, T * c, SDPA, _TWICE if twice else PLAIN)
     sums = [tape.make(TENSOR, "log-sum-exp of the scores, fp32", 4 * T * a, SDPA)]
     if padded:
         sums.append(
-            tape.make(TENSOR, f"rows that fill up log-sum-exp, {ON_CUDA}", 128 * a * b * ceil(s, 32) - 4 * T * a, CHOICE)
+            tape.make(
+                TENSOR, "rows that fill up log-sum-exp, on CUDA", 128 * a * b * ceil(s, 32) - 4 * T * a, CHOICE, CUDA_ALONE
+            )
         )
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving = [(one, gradient(tape, one, "gradients of q, k and v", SDPA)) for one in operands]
-        tape.temporary(*scratch)
+        tape.temporary(*scratch, SCRATCH)
         return arriving
 
     tape.add("attention", (made,), (*(one.store for one in operands), made.store, *sums, *extra), backward)

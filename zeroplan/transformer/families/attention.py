@@ -1,11 +1,11 @@
 """Attention between its norm and the residual addition: projections, rotary positions, and the attention itself."""
 
-from zeroplan.ledger import Line
+from zeroplan.ledger import Line, OffGpu, Tag
 from zeroplan.numeric import ceil_div
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families import written_out
 from zeroplan.transformer.families.norms import HeadNorm, key_norm, query_norm
-from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
+from zeroplan.transformer.families.parts import GRADIENT, OPERAND, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
@@ -13,7 +13,8 @@ SDPA = "transformers 5.23, integrations/sdpa_attention.py, sdpa_attention_forwar
 EAGER = "transformers 5.23, models/llama/modeling_llama.py, eager_attention_forward"
 FLASH_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd"
 
-#: The reason of the scratch that only the CUDA kernel takes; a comparison with a CPU run leaves it out by this name.
+#: What only CUDA's kernels take, inside themselves; a comparison with another run leaves it out by this tag.
+SCRATCH = Tag(off_gpu=OffGpu.NO_TENSOR)
 FLASH_SCRATCH = "scratch of the flash-attention backward kernel (CUDA)"
 
 
@@ -34,7 +35,7 @@ def _projection_inputs(x: Widths) -> tuple[Line, ...]:
     size = x.element * x.tokens * x.hidden
     if x.autocast:
         return (Line(SAVED, 3 * size, "inputs of the q, k and v projections, cast", "3·e·T·h", LLAMA),)
-    return (Line(SAVED, size, "input of the q, k and v projections", "e·T·h", LLAMA),)
+    return (Line(SAVED, size, "input of the q, k and v projections", "e·T·h", LLAMA, OPERAND),)
 
 
 Attended = tuple[tuple[Line, ...], tuple[BackwardPoint, ...]]
@@ -55,7 +56,7 @@ def _sdpa(x: Widths, before: tuple[Line, ...], made: int, casts: int) -> Attende
         Line(SAVED, e * tokens * x.key, "keys", "e·T·k", SDPA),
         Line(SAVED, e * tokens * x.value, "values", "e·T·v", SDPA),
         Line(SAVED, 4 * tokens * x.heads, "log-sum-exp of the scores, fp32", "4·T·a", SDPA),
-        Line(SAVED, e * tokens * x.context, "attention output, input of the output projection", "e·T·c", SDPA),
+        Line(SAVED, e * tokens * x.context, "attention output, input of the output projection", "e·T·c", SDPA, OPERAND),
         *written_out.saved(x),
     )
     alive = (
@@ -74,10 +75,11 @@ def flash_scratch(x: Widths) -> Line:
     columns = ceil_div(x.head_dim, 32) * 32
     accumulator = 4 * rows * (columns + 1)
     if x.key == x.query:
-        return Line(TEMPORARY, accumulator, FLASH_SCRATCH, "512·a·b·ceil(s/128)·(32·ceil(d/32)+1)", FLASH_BACKWARD)
+        formula = "512·a·b·ceil(s/128)·(32·ceil(d/32)+1)"
+        return Line(TEMPORARY, accumulator, FLASH_SCRATCH, formula, FLASH_BACKWARD, SCRATCH)
     repeated = 2 * x.element * x.tokens * x.query
     formula = "512·a·b·ceil(s/128)·(32·ceil(d/32)+1) + 2·e·T·q"
-    return Line(TEMPORARY, accumulator + repeated, FLASH_SCRATCH, formula, FLASH_BACKWARD)
+    return Line(TEMPORARY, accumulator + repeated, FLASH_SCRATCH, formula, FLASH_BACKWARD, SCRATCH)
 
 
 def inputs(x: Widths, *, head_norms: bool) -> tuple[Line, ...]:
@@ -92,7 +94,7 @@ def _query_projection(x: Widths, weights: int, norm: HeadNorm | None) -> tuple[B
     matrix = x.hidden * x.query
     casts = matrix if x.autocast else 0
     summed = Line(GRADIENT, x.residual * x.tokens * x.hidden, "gradient of the norm's output, summed", "r·T·h", LLAMA)
-    kept = Line(SAVED, size, "input of the q projection", "e·T·h", LLAMA)
+    kept = Line(SAVED, size, "input of the q projection", "e·T·h", LLAMA, OPERAND)
     at_norm = () if norm is None else (
         BackwardPoint("norm of the queries", (kept, summed, *norm.alive), weights - matrix, 0, casts),
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Blocks of DeepSeek-V3: latent attention; a gated MLP in the first layers, routed and shared experts in the others."""
 
-from zeroplan.ledger import Line, total_bytes
+from zeroplan.ledger import PLAIN, Line, Role, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import BlockPass
@@ -23,7 +23,7 @@ from zeroplan.transformer.families.mixtral import experts_recompute, routing_tab
 from zeroplan.transformer.families.mlp import gated_mlp, gated_outputs
 from zeroplan.transformer.families.moe import Router, routed_experts
 from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
-from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part, assemble
+from zeroplan.transformer.families.parts import GRADIENT, OPERAND, SAVED, TEMPORARY, Part, assemble
 from zeroplan.transformer.families.widths import Widths
 
 ROUTER = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3TopkRouter.forward"
@@ -53,7 +53,7 @@ def deepseek_moe(model: ModelSpec, x: Widths) -> BlockPass:
     )
     recompute = experts_recompute(x, moe, router)
     logits = Line(SAVED, router.scores * x.tokens * moe.num_experts, "output of the router", _ROUTED[router.scores], SELECTIVE)
-    later = (logits, *_named(gated_outputs(x, moe.num_shared_experts * moe.moe_intermediate_size)))
+    later = (logits, *map(_named, gated_outputs(x, moe.num_shared_experts * moe.moe_intermediate_size)))
     return _block(model, x, mla, experts, forward=(*end, _excess(early - late)), recompute=recompute, later=later)
 
 
@@ -103,23 +103,29 @@ def _router_inputs(x: Widths, moe: MoeSpec) -> tuple[Line, ...]:
     """Outside autocast the router multiplies fp32 copies of its input and of its weight, where those are not fp32."""
     size = x.tokens * x.hidden
     if x.autocast or x.element == 4:
-        return (Line(SAVED, x.element * size, "input of the router", "e·T·h", ROUTER),)
+        return (Line(SAVED, x.element * size, "input of the router", "e·T·h", ROUTER, OPERAND),)
     return (
-        Line(SAVED, 4 * size, "input of the router, cast", "4·T·h", ROUTER),
+        Line(SAVED, 4 * size, "input of the router, cast", "4·T·h", ROUTER, OPERAND),
         Line(SAVED, 4 * moe.num_experts * x.hidden, "router's weight, cast", "4·E·h", ROUTER),
     )
 
 
 def _shared(x: Widths, moe: MoeSpec) -> Part:
-    return gated_mlp(x, moe.num_shared_experts * moe.moe_intermediate_size)
+    """A gated MLP; a tensor that is there at several points stays one line."""
+    part, made = gated_mlp(x, moe.num_shared_experts * moe.moe_intermediate_size), dict[int, Line]()
+
+    def named(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        return tuple(made.setdefault(id(line), _named(line)) for line in lines)
+
+    points = [point._replace(lines=named(point.lines), between=named(point.between)) for point in part.points]
+    return part._replace(saved=named(part.saved), points=tuple(points))
 
 
-def _named(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+def _named(line: Line) -> Line:
     """Say that a line of a gated MLP is of the shared experts, whose width is n·m."""
-    return tuple(
-        line._replace(reason="shared experts: " + line.reason, formula=line.formula.replace("f", "n·m"), source=MOE)
-        for line in lines
-    )
+    tag = PLAIN if line.tag.role is Role.OUTPUT else line.tag
+    reason, formula = f"shared experts: {line.reason}", line.formula.replace("f", "n·m")
+    return line._replace(reason=reason, formula=formula, source=MOE, tag=tag)
 
 
 def _shared_saved(x: Widths, shared: Part) -> tuple[Line, ...]:
@@ -136,9 +142,9 @@ def _experts(x: Widths, moe: MoeSpec, router: Router, shared: Part) -> Part:
     first = [
         point._replace(
             name="shared experts: " + point.name,
-            lines=(*below, *_named(point.lines)),
+            lines=(*below, *point.lines),
             live_casts=point.live_casts + casts,
-            between=(*below, *_named(point.between)) if point.between else (),
+            between=(*below, *point.between) if point.between else (),
         )
         for point in shared.points
     ]
@@ -150,7 +156,7 @@ def _experts(x: Widths, moe: MoeSpec, router: Router, shared: Part) -> Part:
         )
         for point in routed.points
     ]
-    saved = (*routed.saved, *_named(_shared_saved(x, shared)))
+    saved = (*routed.saved, *_shared_saved(x, shared))
     return Part(saved, (*first, *then), routed.weights + shared.weights, routed.casts + shared.casts)
 
 

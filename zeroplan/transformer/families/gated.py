@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from zeroplan.ledger import Module
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
@@ -69,6 +70,6 @@ def gated_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
     up = op.linear(tape, normal, f, Site("up projection", source), bias=bias)
     inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", source))
     tape.release(active, up)
-    made = op.linear(tape, inner, h, Site("down projection", source), reads=f, bias=bias)
+    made = op.linear(tape, inner, h, Site("down projection", source, Module.DOWN), reads=f, bias=bias)
     tape.release(inner)
     return made

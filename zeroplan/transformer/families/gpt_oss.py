@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from zeroplan.expr import Size
+from zeroplan.ledger import Module
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
@@ -84,7 +85,8 @@ def _routed(tape: Tape, normal: Value, *, dispatch: bool) -> tuple[Value, Value]
         tape, chosen, "router: softmax of the top-k logits", Site("router: softmax", ROUTER), saves_result=True
     )
     tape.release(chosen)
-    made = dispatched(tape, normal, scores, _own_experts) if dispatch else _experts(tape, normal, scores, indices)
+    with tape.inside(Module.EXPERTS):
+        made = dispatched(tape, normal, scores, _own_experts) if dispatch else _experts(tape, normal, scores, indices)
     tape.drop(indices)
     tape.release(logits)
     return made, scores

@@ -4,6 +4,7 @@ from functools import lru_cache
 from itertools import chain
 
 from zeroplan.expr import Monomial, Size
+from zeroplan.ledger import OffGpu
 from zeroplan.transformer.families.tape import Alive
 
 #: What is never more than what: a token's numbers are at least as many as its heads, its heads at least one; keys are at most as
@@ -51,7 +52,7 @@ def _first_of_equals(amounts: list[Amounts]) -> list[int]:
 def _amounts(moment: Alive, widths: tuple[int, int], *, scratch_apart: bool) -> Amounts:
     amounts: Amounts = {}
     for store in moment.stores:
-        _count(amounts, store.size, widths, ("S",) if scratch_apart and store.reason.endswith("(CUDA)") else ())
+        _count(amounts, store.size, widths, ("S",) if scratch_apart and store.tag.off_gpu is OffGpu.NO_TENSOR else ())
     for mark, sizes in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
         for size in sizes:
             _count(amounts, size, widths, (mark,))

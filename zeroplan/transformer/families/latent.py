@@ -6,7 +6,7 @@ from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import Int, maximum, round_up
 from zeroplan.spec.model import MlaSpec
 from zeroplan.transformer.blocks import BackwardPoint
-from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
+from zeroplan.transformer.families.parts import GRADIENT, OPERAND, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.families.written_out import CHOICE as EFFICIENT
 from zeroplan.transformer.families.written_out import MATH, ROWS
@@ -93,7 +93,7 @@ def _projected(x: Widths, rank: Ranks) -> tuple[Line, ...]:
     if x.autocast:
         made = Line(SAVED, 2 * size, "inputs of the first projections, cast", "2·e·T·h", LATENT)
     else:
-        made = Line(SAVED, size, "input of the first projections", "e·T·h", LATENT)
+        made = Line(SAVED, size, "input of the first projections", "e·T·h", LATENT, OPERAND)
     return (made, *_query_norm(x, rank), *_latent_norm(x, rank))
 
 
@@ -105,7 +105,7 @@ def _query_norm(x: Widths, rank: Ranks) -> tuple[Line, ...]:
         Line(SAVED, 4 * size, "norm of the compressed queries: its input in fp32", "4·T·u", LATENT),
         Line(SAVED, 4 * x.tokens, "norm of the compressed queries: reciprocal root mean square", "4·T", LATENT),
         Line(SAVED, x.element * size, "norm of the compressed queries: normalised input", "e·T·u", LATENT),
-        Line(SAVED, x.element * size, "compressed queries, input of their second projection", "e·T·u", LATENT),
+        Line(SAVED, x.element * size, "compressed queries, input of their second projection", "e·T·u", LATENT, OPERAND),
     )
 
 
@@ -122,7 +122,7 @@ def _latent_norm(x: Widths, rank: Ranks) -> tuple[Line, ...]:
         wide,
         Line(SAVED, 4 * x.tokens, "norm of the latent: reciprocal root mean square", "4·T", LATENT),
         Line(SAVED, x.element * size, "norm of the latent: normalised input", "e·T·w", LATENT),
-        Line(SAVED, x.element * size, "latent, input of the projection to keys and values", "e·T·w", LATENT),
+        Line(SAVED, x.element * size, "latent, input of the projection to keys and values", "e·T·w", LATENT, OPERAND),
     )
 
 
@@ -159,7 +159,7 @@ def _row_sums(x: Widths) -> Line:
 
 def _output(x: Widths) -> Line:
     size = x.element * x.tokens * x.context
-    return Line(SAVED, size, "attention output, input of the output projection", "e·T·c", LATENT)
+    return Line(SAVED, size, "attention output, input of the output projection", "e·T·c", LATENT, OPERAND)
 
 
 def _efficient(x: Widths, rank: Ranks, before: tuple[Line, ...]) -> _Inside:

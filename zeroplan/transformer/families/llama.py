@@ -1,6 +1,6 @@
 """Blocks of the Llama kind: Llama, Mistral, Qwen2, and Qwen3 with its norms over each head's queries and keys."""
 
-from zeroplan.ledger import Line, total_bytes
+from zeroplan.ledger import Line, Module, Role, Tag, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass
@@ -131,5 +131,6 @@ def _selective(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     products = () if model.attention_bias else query_and_value(x)
     if not model.mlp_bias:
         gate = Line(SAVED, kept * model.intermediate_size, "output of the gate projection", "e·T·f", SELECTIVE)
-        products = (*products, gate, Line(SAVED, kept * x.hidden, "output of the down projection", "e·T·h", SELECTIVE))
+        tag = Tag(Role.OUTPUT, Module.DOWN)
+        products = (*products, gate, Line(SAVED, kept * x.hidden, "output of the down projection", "e·T·h", SELECTIVE, tag))
     return attention_kept(x, *products)

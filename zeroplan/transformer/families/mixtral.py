@@ -16,7 +16,7 @@ from zeroplan.transformer.families.llama import (
     query_and_value,
     written_out_excess,
 )
-from zeroplan.transformer.families.moe import EXPERTS, Router, routed_experts, router_logits, softmax_router
+from zeroplan.transformer.families.moe import BY_EXPERTS, EXPERTS, Router, routed_experts, router_logits, softmax_router
 from zeroplan.transformer.families.norms import BEFORE_ATTENTION, BEFORE_MLP, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, assemble
 from zeroplan.transformer.families.widths import Widths
@@ -54,7 +54,7 @@ def weighted_outputs(x: Widths, moe: MoeSpec, router: Router) -> Line:
     wide = max(x.residual, router.applied)
     size = 2 * wide * x.tokens * moe.num_experts_per_tok * x.hidden
     formula = "8·T·t·h" if wide == 4 else "2·r·T·t·h"
-    return Line(TEMPORARY, size, "weighted expert outputs, sorted and unsorted", formula, EXPERTS)
+    return Line(TEMPORARY, size, "weighted expert outputs, sorted and unsorted", formula, EXPERTS, BY_EXPERTS)
 
 
 def routing_tables(x: Widths, moe: MoeSpec, router: Router) -> Line:
@@ -77,6 +77,7 @@ def experts_recompute(x: Widths, moe: MoeSpec, router: Router) -> tuple[Line, ..
         "experts: input and operands of the gated product, or input, output, weighted outputs and order",
         f"max(r·T·t·h + 4·r·T·t·m, 2·r·T·t·h + {'8' if wide == 4 else '2·r'}·T·t·h + 8·T·t)",
         EXPERTS,
+        BY_EXPERTS,
     )
     logits = router_logits(x, router)
     tables = (28 + 2 * router.applied) * pairs + logits * x.tokens * moe.num_experts + 8 * moe.num_experts

@@ -1,9 +1,9 @@
 """Dense MLPs between their norm and the residual addition."""
 
-from zeroplan.ledger import Line
+from zeroplan.ledger import Line, Module, Role, Tag
 from zeroplan.numeric import Int
 from zeroplan.transformer.blocks import BackwardPoint
-from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
+from zeroplan.transformer.families.parts import GRADIENT, OPERAND, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py, LlamaMLP.forward"
@@ -14,7 +14,7 @@ def gated_mlp(x: Widths, ffn: int, *, bias: bool = False) -> Part:
     if x.autocast:
         return _gated_mlp_autocast(x, ffn, bias=bias)
     size, inner = x.element * x.tokens * x.hidden, x.element * x.tokens * ffn
-    made = Line(SAVED, size, "input of the gate and up projections", "e·T·h", LLAMA)
+    made = Line(SAVED, size, "input of the gate and up projections", "e·T·h", LLAMA, OPERAND)
     kept = (made, *_gate_and_up(inner))
     matrix = x.hidden * ffn
     down, weights = _weights(x, ffn, bias=bias)
@@ -44,7 +44,14 @@ def gated_outputs(x: Widths, ffn: int) -> tuple[Line, Line, Line]:
     return (
         Line(SAVED, inner, "output of the gate projection", "e·T·f", LLAMA),
         Line(SAVED, inner, "output of the up projection", "e·T·f", LLAMA),
-        Line(SAVED, x.element * x.tokens * x.hidden, "output of the down projection", "e·T·h", LLAMA),
+        Line(
+            SAVED,
+            x.element * x.tokens * x.hidden,
+            "output of the down projection",
+            "e·T·h",
+            LLAMA,
+            Tag(Role.OUTPUT, Module.DOWN),
+        ),
     )
 
 
@@ -59,7 +66,7 @@ def _gated_mlp_autocast(x: Widths, ffn: int, *, bias: bool) -> Part:
     through_up = Line(GRADIENT, 4 * hidden, "gradient through the up projection, fp32", "4·T·h", LLAMA)
     output = Line(GRADIENT, e * hidden + inner, "gradients of the output, cast, and of the product", "e·T·(h+f)", LLAMA)
     at_up = (
-        Line(SAVED, e * hidden, "input of the gate projection, cast", "e·T·h", LLAMA),
+        Line(SAVED, e * hidden, "input of the gate projection, cast", "e·T·h", LLAMA, OPERAND),
         gate_and_up[0],
         Line(GRADIENT, inner, "gradient of silu", "e·T·f", LLAMA),
         through_up,
@@ -86,7 +93,7 @@ def _gate_and_up(inner: Int) -> tuple[Line, Line, Line]:
 
 
 def _product(inner: Int) -> Line:
-    return Line(SAVED, inner, "gated product, input of the down projection", "e·T·f", LLAMA)
+    return Line(SAVED, inner, "gated product, input of the down projection", "e·T·f", LLAMA, OPERAND)
 
 
 def _product_gradients(inner: Int) -> Line:

@@ -2,15 +2,18 @@
 
 from typing import NamedTuple
 
-from zeroplan.ledger import Line
+from zeroplan.ledger import Line, Module, Role, Tag
 from zeroplan.numeric import Int
 from zeroplan.spec.model import MoeSpec
 from zeroplan.transformer.blocks import BackwardPoint
-from zeroplan.transformer.families.parts import GRADIENT, SAVED, Part
+from zeroplan.transformer.families.parts import GRADIENT, OPERAND, SAVED, Part
 from zeroplan.transformer.families.widths import Widths
 
 MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
 EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
+
+#: What experts make of the tokens that they are given, and what their products read.
+BY_EXPERTS, READ = Tag(module=Module.EXPERTS), Tag(Role.OPERAND, Module.EXPERTS)
 
 
 class Router(NamedTuple):
@@ -48,13 +51,13 @@ def routed_experts(x: Widths, moe: MoeSpec, router: Router, inputs: tuple[Line, 
     routing = (*made, *_routing(x, moe, router))
     pairs = x.tokens * moe.num_experts_per_tok
     outer, inner = x.residual * pairs * x.hidden, x.residual * pairs * moe.moe_intermediate_size
-    selected = Line(SAVED, outer, "tokens sorted by expert, input of the experts", "r·T·t·h", EXPERTS)
+    selected = Line(SAVED, outer, "tokens sorted by expert, input of the experts", "r·T·t·h", EXPERTS, READ)
     hidden = (
-        Line(SAVED, 2 * inner, "experts: gate and up projections' output", "2·r·T·t·m", EXPERTS),
-        Line(SAVED, inner, "experts: silu of the gate", "r·T·t·m", EXPERTS),
+        Line(SAVED, 2 * inner, "experts: gate and up projections' output", "2·r·T·t·m", EXPERTS, BY_EXPERTS),
+        Line(SAVED, inner, "experts: silu of the gate", "r·T·t·m", EXPERTS, BY_EXPERTS),
     )
-    product = Line(SAVED, inner, "experts: gated product, input of the down projection", "r·T·t·m", EXPERTS)
-    outputs = Line(SAVED, outer, "experts: output before the routing weights", "r·T·t·h", EXPERTS)
+    product = Line(SAVED, inner, "experts: gated product, input of the down projection", "r·T·t·m", EXPERTS, READ)
+    outputs = Line(SAVED, outer, "experts: output before the routing weights", "r·T·t·h", EXPERTS, BY_EXPERTS)
     order = Line(SAVED, 8 * pairs, "order that undoes the sorting, int64", "8·T·t", EXPERTS)
     before = (*routing, selected, *hidden, product)
     expert, weight = moe.num_experts * x.hidden * moe.moe_intermediate_size, moe.num_experts * x.hidden
@@ -70,7 +73,7 @@ def routed_experts(x: Widths, moe: MoeSpec, router: Router, inputs: tuple[Line, 
 
 
 def _router_input(x: Widths, router: Router) -> Line:
-    return Line(SAVED, x.element * x.tokens * x.hidden, "input of the router", "e·T·h", router.source)
+    return Line(SAVED, x.element * x.tokens * x.hidden, "input of the router", "e·T·h", router.source, OPERAND)
 
 
 def _routing(x: Widths, moe: MoeSpec, router: Router) -> tuple[Line, ...]:

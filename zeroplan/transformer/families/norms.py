@@ -2,17 +2,20 @@
 
 from typing import NamedTuple
 
-from zeroplan.ledger import Line
+from zeroplan.ledger import PLAIN, Line, OffGpu, Role, Tag
 from zeroplan.transformer.blocks import BackwardPoint
-from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY, Part
+from zeroplan.transformer.families.parts import BLOCK_INPUT, GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
 
 RMS_NORM = "transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward"
 HEAD_NORM = "transformers 5.23, models/qwen3/modeling_qwen3.py, Qwen3Attention.forward"
 LAYER_NORM = "torch 2.13, aten/src/ATen/native/cuda/layer_norm_kernel.cu, layer_norm_cuda"
 
-#: The end of the reason of LayerNorm statistics: fp32 on CUDA, the compute dtype on a CPU.
-STATISTICS = "mean and reciprocal standard deviation"
+#: Of LayerNorm's statistics: fp32 on CUDA, the compute dtype on a CPU.
+STATISTICS = Tag(off_gpu=OffGpu.COMPUTE_DTYPE)
+
+
+NORMALISED = Tag(Role.NORMALISED)
 
 
 class NormNames(NamedTuple):
@@ -22,6 +25,8 @@ class NormNames(NamedTuple):
     wide: str
     scale: str
     normalised: str
+    read: Tag = PLAIN
+    """Of what it reads, where that is no copy."""
 
 
 class FinalNorm(NamedTuple):
@@ -36,10 +41,10 @@ def _of_rms_norm(name: str) -> NormNames:
 
 
 def _of_layer_norm(name: str) -> NormNames:
-    return NormNames(name, f"{name}: its input", f"{name}: {STATISTICS}", "")
+    return NormNames(name, f"{name}: its input", f"{name}: mean and reciprocal standard deviation", "")
 
 
-BEFORE_ATTENTION = _of_rms_norm("norm before attention")
+BEFORE_ATTENTION = _of_rms_norm("norm before attention")._replace(read=BLOCK_INPUT)
 BEFORE_MLP = _of_rms_norm("norm before the MLP")
 FINAL = _of_rms_norm("final norm")
 LAYER_BEFORE_ATTENTION = _of_layer_norm("norm before attention")
@@ -55,11 +60,12 @@ def rms_norm(x: Widths, names: NormNames) -> Part:
     ``pow(2)``, which makes three temporaries; the direct gradient is a tensor of its own only where the input was a copy.
     """
     elements = x.tokens * x.hidden
-    wide = Line(SAVED, 4 * elements, names.wide, "4·T·h", RMS_NORM)
+    tag = names.read if x.residual == 4 else PLAIN
+    wide = Line(SAVED, 4 * elements, names.wide, "4·T·h", RMS_NORM, tag)
     saved = (
         wide,
         Line(SAVED, 4 * x.tokens, names.scale, "4·T", RMS_NORM),
-        Line(SAVED, x.residual * elements, names.normalised, "r·T·h", RMS_NORM),
+        Line(SAVED, x.residual * elements, names.normalised, "r·T·h", RMS_NORM, NORMALISED),
     )
     square = Line(TEMPORARY, 4 * elements, "gradient of the squared input", "4·T·h", RMS_NORM)
     temporaries = Line(TEMPORARY, 12 * elements, "three temporaries of the derivative of pow", "12·T·h", RMS_NORM)
@@ -108,7 +114,7 @@ def layer_norm(x: Widths, names: NormNames) -> Part:
     elements = x.residual * x.tokens * x.hidden
     saved = (
         Line(SAVED, elements, names.wide, "r·T·h", LAYER_NORM),
-        Line(SAVED, 8 * x.tokens, names.scale, "8·T", LAYER_NORM),
+        Line(SAVED, 8 * x.tokens, names.scale, "8·T", LAYER_NORM, STATISTICS),
     )
     gradients = Line(GRADIENT, 2 * elements, "gradients of the norm's output and input", "2·r·T·h", LAYER_NORM)
     return Part(saved, (BackwardPoint(names.name, (*saved, gradients), 2 * x.hidden, x.hidden, 0),), 2 * x.hidden, 0)

@@ -6,8 +6,8 @@ Tensors keep transformers' names; sizes are those of the eager operators of torc
 from typing import NamedTuple
 
 from zeroplan.expr import NOTHING, Size
-from zeroplan.ledger import Kind
-from zeroplan.transformer.families.norms import NormNames
+from zeroplan.ledger import PLAIN, Kind, Module, Role, Tag
+from zeroplan.transformer.families.norms import NORMALISED, STATISTICS, NormNames
 from zeroplan.transformer.families.tape import Arriving, Backward, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, e, h, r
 
@@ -15,20 +15,21 @@ TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.
 
 
 class Site(NamedTuple):
-    """Where in the module something happens: the name of its moments, and its source."""
+    """Where in the module something happens: the name of its moments, its source, and its module where an engine has to know."""
 
     name: str
     source: str
+    module: Module = Module.NONE
 
 
-def tensor(tape: Tape, reason: str, dtype: Width, shape: Size, source: str) -> Value:
+def tensor(tape: Tape, reason: str, dtype: Width, shape: Size, source: str, tag: Tag = PLAIN) -> Value:
     """Allocate a tensor that gradients flow to."""
-    return Value(tape.make(TENSOR, reason, dtype * shape, source), dtype, shape)
+    return Value(tape.make(TENSOR, reason, dtype * shape, source, tag), dtype, shape)
 
 
-def gradient(tape: Tape, value: Value, reason: str, source: str) -> Store:
+def gradient(tape: Tape, value: Value, reason: str, source: str, tag: Tag = PLAIN) -> Store:
     """Allocate the gradient of a tensor."""
-    return tape.make(GRADIENT, reason, value.dtype * value.shape, source)
+    return tape.make(GRADIENT, reason, value.dtype * value.shape, source, tag)
 
 
 def through(value: Value, passed: Store) -> tuple[Value, Store]:
@@ -53,13 +54,13 @@ def makes(reason: str, source: str, *values: Value, beside: tuple[str, Size] | N
     return backward
 
 
-def cast(tape: Tape, value: Value, dtype: Width, site: Site) -> Value:
+def cast(tape: Tape, value: Value, dtype: Width, site: Site, tag: Tag = PLAIN) -> Value:
     """``Tensor.to``: the same tensor where it has that dtype already, else a copy. The name for ``value`` stays."""
     if tape.is_wide(value.dtype) == tape.is_wide(dtype):
         tape.hold(value.store)
         return value
     suffix = {4: " in fp32", e: ", cast"}.get(dtype, "")
-    made = tensor(tape, f"{site.name}{suffix}", dtype, value.shape, site.source)
+    made = tensor(tape, f"{site.name}{suffix}", dtype, value.shape, site.source, tag)
 
     tape.add(f"{site.name}: cast", (made,), (), makes(f"gradient through the {site.name}", site.source, value))
     return made
@@ -104,7 +105,7 @@ def linear(
         given = cast(tape, value, e, Site(f"input of the {site.name}", site.source))
     if addmm and tape.autocast:
         casts.append(_weight(tape, width, site, tracked=False, of="bias"))
-    made = tensor(tape, f"output of the {site.name}", e, T * width, site.source)
+    made = tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
         tape.product(made.store)
 
@@ -160,7 +161,7 @@ def rms_norm(
         normal = _times(tape, wide, scale, site)
         tape.release(wide, scale)
         if not (kind.one_plus or kind.wide):
-            narrow = cast(tape, normal, value.dtype, Site(f"{name}: normalised input", kind.source))
+            narrow = cast(tape, normal, value.dtype, Site(f"{name}: normalised input", kind.source), NORMALISED)
             tape.release(normal)
     if kind.one_plus or kind.wide:
         plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, kind.source),) if kind.one_plus else ()
@@ -192,7 +193,7 @@ def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
 
 
 def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
-    made = tensor(tape, f"{site.name}: normalised input", 4, wide.shape, site.source)
+    made = tensor(tape, f"{site.name}: normalised input", 4, wide.shape, site.source, NORMALISED)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         direct = gradient(tape, wide, "gradient of the input beside its square, fp32", site.source)
@@ -222,7 +223,7 @@ def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value
     """``torch.nn.LayerNorm``, one operator: it saves its input, and a mean and a deviation per token, fp32 on CUDA."""
     name = names.name
     made = tensor(tape, f"output of the {name}", value.dtype, value.shape, source)
-    kept = tape.make(TENSOR, names.scale, 8 * T, source)
+    kept = tape.make(TENSOR, names.scale, 8 * T, source, STATISTICS)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.weight_gradient(h)

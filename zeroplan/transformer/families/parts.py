@@ -2,13 +2,16 @@
 
 from typing import NamedTuple
 
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass
 from zeroplan.transformer.families.widths import Widths
 
 SAVED = Kind.ACTIVATIONS
 GRADIENT = Kind.ACTIVATION_GRADIENTS
 TEMPORARY = Kind.TEMPORARY
+BLOCK_INPUT, INCOMING = Tag(Role.BLOCK_INPUT), Tag(Role.INCOMING)
+#: What a product read and keeps for the gradient of its weight.
+OPERAND = Tag(Role.OPERAND)
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
 
@@ -36,7 +39,7 @@ def assemble(
     input_is_saved: bool,
 ) -> BlockPass:
     """Build a pre-norm block of two residual branches: norm, attention, norm, MLP."""
-    block_input = Line(SAVED, x.residual * x.tokens * x.hidden, "block input", "r·T·h", LAYER)
+    block_input = Line(SAVED, x.residual * x.tokens * x.hidden, "block input", "r·T·h", LAYER, BLOCK_INPUT)
     saved = parts[0].saved + parts[1].saved + parts[2].saved + parts[3].saved
     return BlockPass(
         saved,
@@ -56,7 +59,8 @@ def _backward_points(x: Widths, parts: tuple[Part, Part, Part, Part]) -> tuple[B
     The gradient of the residual stream is alive throughout: it came in from the block above and goes out below.
     """
     first, attention, second, mlp = parts
-    residual = (Line(GRADIENT, x.residual * x.tokens * x.hidden, "gradient of the residual stream", "r·T·h", LAYER),)
+    size = x.residual * x.tokens * x.hidden
+    residual = (Line(GRADIENT, size, "gradient of the residual stream", "r·T·h", LAYER, INCOMING),)
     below_attention = residual + first.saved
     below_second = below_attention + attention.saved
     below_mlp = below_second + second.saved

@@ -1,5 +1,6 @@
 """Blocks of the Phi-3 kind: Llama's, with one projection for q, k and v and one for gate and up."""
 
+from zeroplan.ledger import Module
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
@@ -38,7 +39,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
     inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", MLP))
     tape.release(active, up)
-    made = op.linear(tape, inner, h, Site("down projection", MLP), reads=f)
+    made = op.linear(tape, inner, h, Site("down projection", MLP, Module.DOWN), reads=f)
     tape.release(inner, gate)
     return made
 

@@ -9,7 +9,7 @@ Source: torch 2.13, ``torch/distributed/tensor/experimental/_context_parallel/_a
 
 from zeroplan.expr import Size
 from zeroplan.transformer.families.attend import Attended, Heads, flash_scratch, in_order_of_tokens
-from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH
+from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR, gradient, tensor
 from zeroplan.transformer.families.tape import Arriving, Store, Tape
 from zeroplan.transformer.symbols import T_2, T, a, c, e, k, q, v
@@ -177,5 +177,5 @@ class _Round:
             self._made("of its values", e * T * v),
         )
         scratch = flash_scratch(grouped=self.heads.grouped)
-        self.tape.drop(self.tape.make(TEMPORARY, FLASH_SCRATCH, scratch, FLASH_BACKWARD))
+        self.tape.drop(self.tape.make(TEMPORARY, FLASH_SCRATCH, scratch, FLASH_BACKWARD, SCRATCH))
         return made

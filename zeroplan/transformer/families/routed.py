@@ -5,6 +5,7 @@ They are used where the formulas of ``mixtral.py`` do not hold: where attention 
 
 from typing import NamedTuple
 
+from zeroplan.ledger import Module
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.dense import attention
 from zeroplan.transformer.families.dispatched import dispatched, gated_experts, own_experts
@@ -42,7 +43,8 @@ def _narrowly_routed(tape: Tape, normal: Value, block: Block) -> Value:
 def _mlp(tape: Tape, normal: Value, *, narrowed: bool, dispatch: bool) -> Value:
     """Router and experts; ``narrowed``: the router returns its weights in the dtype of its logits."""
     routing = _router(tape, normal, narrowed=narrowed)
-    made = dispatched(tape, normal, routing.weights, own_experts) if dispatch else _experts(tape, normal, routing.weights)
+    with tape.inside(Module.EXPERTS):
+        made = dispatched(tape, normal, routing.weights, own_experts) if dispatch else _experts(tape, normal, routing.weights)
     tape.drop(routing.indices)
     tape.release(routing.weights, routing.logits)
     return made

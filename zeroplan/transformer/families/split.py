@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from zeroplan.errors import SpecError
 from zeroplan.expr import Size, at_most, symbols
-from zeroplan.ledger import Kind
+from zeroplan.ledger import Kind, Module
 from zeroplan.numeric import Int
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
@@ -25,7 +25,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.mlp import LLAMA as MLP
 from zeroplan.transformer.families.norms import FinalNorm
 from zeroplan.transformer.families.operators import Site
-from zeroplan.transformer.families.parts import LAYER
+from zeroplan.transformer.families.parts import INCOMING, LAYER
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
@@ -91,7 +91,7 @@ def _plan(structure: Structure) -> traced.Plan:
     forward, saved = index.moments(highest(tape.moments, **dtypes)), index.of(tape.saved)
     whole, until_saved = tape.moments.copy(), tape.until_last_saved(done=False)
     tape.release(output, given)
-    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", e * output.shape, LAYER)
+    arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", e * output.shape, LAYER, INCOMING)
     tape.run_backward(output, arriving)
     if structure.recompute != "none":
         tape.moments[: tape.unsaved] = _not_run_again_yet(tape, given.store, structure.recompute)
@@ -212,7 +212,7 @@ def _mlp(tape: Tape, normal: Value, structure: Structure) -> Value:
     up = op.linear(tape, whole, f, Site("up projection", MLP))
     inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", MLP))
     tape.release(active, up)
-    partial = op.linear(tape, inner, h, Site("down projection", MLP), reads=f)
+    partial = op.linear(tape, inner, h, Site("down projection", MLP, Module.DOWN), reads=f)
     made = scattered(tape, partial, "output of the MLP", split=split)
     tape.release(partial, inner, whole)
     return made

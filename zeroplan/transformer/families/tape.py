@@ -12,14 +12,11 @@ from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
-from zeroplan.ledger import Kind
+from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Tag
 from zeroplan.transformer.symbols import b, e, r
 
 #: A dtype's symbol on the tape alone: fp32 where CUDA's autocast is on, else the compute dtype.
 (CAST_BY_CUDA,) = symbols("F")
-#: The end of the reason of tensors that CUDA's autocast makes fp32 (``pow`` is on its fp32 list) and a CPU's does not.
-FP32_ON_CUDA = "fp32 under CUDA's autocast"
-
 
 #: Bytes per element: fp32's, or a symbol.
 Width: TypeAlias = Size | int
@@ -28,11 +25,11 @@ Width: TypeAlias = Size | int
 class Store:
     """One piece of memory and who needs it: names, operators that saved it, buffers of gradients."""
 
-    __slots__ = ("holds", "kind", "reason", "size", "source", "twin")
+    __slots__ = ("holds", "kind", "reason", "size", "source", "tag", "twin")
 
-    def __init__(self, kind: Kind, reason: str, size: Size, source: str) -> None:
+    def __init__(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> None:
         """Begin with one who holds it: its maker."""
-        self.kind, self.reason, self.size, self.source, self.holds = kind, reason, size, source, 1
+        self.kind, self.reason, self.size, self.source, self.tag, self.holds = kind, reason, size, source, tag, 1
         self.twin: Store | None = None
 
 
@@ -93,6 +90,8 @@ class Tape:
         """Tensors that autograd does not follow."""
         self.summed_anew: set[Value] = set()
         """Tensors whose gradients autograd never adds in place: DTensors, as all subclasses."""
+        self.module = Module.NONE
+        """Whose forward runs, where an engine has to know."""
         self._apart = False
         self._last_saving: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
         """Of the last operator that saved something: the moments before it, itself, and outputs it did not save."""
@@ -121,12 +120,15 @@ class Tape:
         """Whether a dtype's symbol means fp32 here."""
         return dtype == 4 or self.wide or (dtype == r and self.wide_residual) or (dtype == CAST_BY_CUDA and self.autocast)
 
-    def make(self, kind: Kind, reason: str, size: Size, source: str) -> Store:
-        """Allocate, and note the moment."""
+    def make(self, kind: Kind, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
+        """Allocate, and note the moment. CUDA's autocast makes fp32 of some (``pow`` is on its fp32 list), a CPU's does not."""
         if size.has(CAST_BY_CUDA):
             size = size.replacing({CAST_BY_CUDA.text: 4 if self.autocast else e})
-            reason = f"{reason}, {FP32_ON_CUDA}" if self.autocast else reason
-        store = Store(kind, reason, size, source)
+            if self.autocast:
+                reason, tag = f"{reason}, fp32 under CUDA's autocast", tag._replace(off_gpu=OffGpu.HALF)
+        if self.module and not tag.module:
+            tag = tag._replace(module=self.module)
+        store = Store(kind, reason, size, source, tag)
         self.alive[store] = None
         self.note()
         return store
@@ -171,7 +173,7 @@ class Tape:
         """Tell apart the store of a single sequence, which a product may save, and that of several, which only names hold."""
         whole, names = store.size, store.holds
         store.size = whole * at_least(0, 2 - b)
-        store.twin = Store(store.kind, store.reason, whole * at_most(1, b - 1), store.source)
+        store.twin = Store(store.kind, store.reason, whole * at_most(1, b - 1), store.source, store.tag)
         store.twin.holds = names
         self.alive[store.twin] = None
         self.moments = [_with_twin(moment, store) for moment in self.moments]
@@ -203,6 +205,13 @@ class Tape:
             yield
         finally:
             self._apart = before
+
+    @contextmanager
+    def inside(self, module: Module) -> Iterator[None]:
+        """What is made is a module's."""
+        self.module = module
+        yield
+        self.module = Module.NONE
 
     def save_weight(self) -> None:
         """Save a weight, which is nobody's activation, but which a recomputation goes on to."""
@@ -236,9 +245,9 @@ class Tape:
         stores = (*self.products[::2], *self.kernel_outputs)
         return tuple([one for store in stores for one in (store, store.twin) if one is not None])
 
-    def temporary(self, reason: str, size: Size, source: str) -> Store:
+    def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN) -> Store:
         """Allocate what is gone when the operator is done."""
-        store = self.make(Kind.TEMPORARY, reason, size, source)
+        store = self.make(Kind.TEMPORARY, reason, size, source, tag)
         self.scratch.append(store)
         return store
 
@@ -295,7 +304,7 @@ class Tape:
         if first.holds == 1 and value not in self.summed_anew:
             self.drop(gradient)
             return
-        waiting[value] = self.make(first.kind, first.reason, first.size, first.source)
+        waiting[value] = self.make(first.kind, first.reason, first.size, first.source, first.tag)
         self.drop(first, gradient)
 
 

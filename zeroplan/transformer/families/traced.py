@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zeroplan.expr import Size
-from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.ledger import Kind, Line, OffGpu, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
@@ -17,9 +17,11 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families.norms import LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.operators import NormAs
+from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.tape import FP32_ON_CUDA, Alive, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Alive, Store, Tape, Value, Width
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
+from zeroplan.transformer.families.written_out import CUDA_ALONE
 from zeroplan.transformer.symbols import T, h, r
 
 
@@ -179,12 +181,16 @@ def by_mask(is_masked: Bool, one: Callable[[bool], BlockPass]) -> BlockPass:
 
 def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
     """One pass for a column of batches, some of which are of one kind and some of the other: lines of both, those of one nought."""
+    made: dict[int, Line] = {}  # a tensor that is there at several points stays one line
+
+    def where_so(line: Line) -> Line:
+        return made.setdefault(id(line), line._replace(n_bytes=where(condition, line.n_bytes, 0)))
+
+    def where_not(line: Line) -> Line:
+        return made.setdefault(id(line), line._replace(n_bytes=where(condition, 0, line.n_bytes)))
 
     def lines(first: tuple[Line, ...], second: tuple[Line, ...]) -> tuple[Line, ...]:
-        return (
-            *(line._replace(n_bytes=where(condition, line.n_bytes, 0)) for line in first),
-            *(line._replace(n_bytes=where(condition, 0, line.n_bytes)) for line in second),
-        )
+        return (*map(where_so, first), *map(where_not, second))
 
     return BlockPass(
         lines(yes.saved, no.saved),
@@ -246,7 +252,7 @@ def _plan(structure: Block) -> Plan:
     saved, casts = index.of(saving.saved), index.elements(saving.casts)
     output = next(iter(saving.operators[-1].outputs))
     saving.release(output, given)
-    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source)
+    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
     whole, until_saved = saving.moments.copy(), saving.until_last_saved(done=False)
     saving.run_backward(output, incoming)
     points = index.moments(highest(saving.moments, **dtypes, scratch_apart=structure.ring > 1))
@@ -315,7 +321,7 @@ def block_input(tape: Tape, given: Store | None, read: tuple[Width, Size], sourc
     """What a block reads, a dtype and a shape: what another run has had, or a tensor of its own."""
     dtype, shape = read
     if given is None:
-        return Value(tape.make(Kind.ACTIVATIONS, "block input", dtype * shape, source), dtype, shape)
+        return Value(tape.make(Kind.ACTIVATIONS, "block input", dtype * shape, source, BLOCK_INPUT), dtype, shape)
     given.holds = 1
     tape.alive[given] = None
     return Value(given, dtype, shape)
@@ -332,7 +338,8 @@ class Sizes:
                 numbers[store.size] = store.size.value(values)
         self.element = values["e"]
         self._lines = [
-            Line(store.kind, numbers[store.size], store.reason, store.size.text, store.source) for store in plan.stores
+            Line(store.kind, numbers[store.size], store.reason, store.size.text, store.source, store.tag)
+            for store in plan.stores
         ]
         self._weights = [int(size.value(values)) for size in plan.weights]
 
@@ -388,7 +395,7 @@ def _top(sizes: Sizes, plan: Plan, moments: tuple[Placed, ...], kept: Places, *,
             highest = maximum(highest, total_bytes(sizes.lines(moment.stores)) - sizes.element * casts - at_end)
         return highest
 
-    wide = {place for place, store in enumerate(plan.stores) if FP32_ON_CUDA in store.reason}
+    wide = {place for place, store in enumerate(plan.stores) if store.tag.off_gpu is OffGpu.HALF}
     plain = above([moment for moment in earlier if wide.isdisjoint(moment.stores)])
-    beyond = (Line(Kind.TEMPORARY, above(earlier) - plain, CUDA_EXCESS, source=plan.source),) if wide else ()
+    beyond = (Line(Kind.TEMPORARY, above(earlier) - plain, CUDA_EXCESS, source=plan.source, tag=CUDA_ALONE),) if wide else ()
     return (*last, Line(Kind.TEMPORARY, plain, ATTENTION_EXCESS, source=plan.source), *beyond)

@@ -2,14 +2,14 @@
 
 Flash attention needs 16 bits. In 32 the memory-efficient kernel takes over, whose log-sum-exp has rows in multiples of 32; where
 keys are grouped it refuses (torch 2.13; later versions do not), and attention is written out: keys and values repeated, all
-scores kept. A CPU's flash kernel takes 32 bits and grouped heads. Every line here is therefore CUDA's alone, says so at its end,
-and adds to those of the flash kernel.
+scores kept. A CPU's flash kernel takes 32 bits and grouped heads. Every line here is therefore CUDA's alone, and adds to those of
+the flash kernel.
 
 Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`` (``can_use_mem_efficient_attention``) and
 ``attention.cpp`` (``_scaled_dot_product_attention_math``), its operators watched on fake tensors.
 """
 
-from zeroplan.ledger import Line, total_bytes
+from zeroplan.ledger import Line, OffGpu, Tag, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.transformer.blocks import BackwardPoint
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY
@@ -17,10 +17,8 @@ from zeroplan.transformer.families.widths import Widths
 
 CHOICE = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_use_mem_efficient_attention"
 MATH = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math"
-ON_CUDA = "on CUDA"
-"""The end of the reason of every line here; a comparison with a CPU's kernels leaves them out by it."""
-TWICE_ON_CPU = "twice on a CPU"
-"""The end of the reason of attention's output where a CPU's kernel leaves it in another order than CUDA's, and it is copied."""
+CUDA_ALONE = Tag(off_gpu=OffGpu.NOTHING)
+"""Of every line here that a CPU's kernels do not have; a comparison with those leaves it out."""
 EXCESS = "attention written out, beyond the later peak, on CUDA"
 """The reason of lines that say how far its softmax is above the later moment that the other lines describe."""
 ROWS = 32
@@ -43,12 +41,18 @@ def saved(x: Widths) -> tuple[Line, ...]:
         return ()
     if not is_written_out(x):
         padding = 4 * x.heads * x.micro_batch * (ceil_div(x.seq_len, ROWS) * ROWS - x.seq_len)
-        return (Line(SAVED, padding, "rows that fill up log-sum-exp, on CUDA", "4·a·b·(32·ceil(s/32) - s)", CHOICE),)
+        formula = "4·a·b·(32·ceil(s/32) - s)"
+        return (Line(SAVED, padding, "rows that fill up log-sum-exp, on CUDA", formula, CHOICE, CUDA_ALONE),)
     repeated = x.element * x.tokens * (2 * x.query - x.key - x.value)
     return (
-        Line(SAVED, repeated, "keys and values repeated for each query head, on CUDA", "e·T·(2·q - k - v)", MATH),
+        Line(SAVED, repeated, "keys and values repeated for each query head, on CUDA", "e·T·(2·q - k - v)", MATH, CUDA_ALONE),
         Line(
-            SAVED, _scores(x) - 4 * x.tokens * x.heads, "softmax of all scores, for log-sum-exp, on CUDA", "4·a·T·(s - 1)", MATH
+            SAVED,
+            _scores(x) - 4 * x.tokens * x.heads,
+            "softmax of all scores, for log-sum-exp, on CUDA",
+            "4·a·T·(s - 1)",
+            MATH,
+            CUDA_ALONE,
         ),
     )
 
@@ -61,10 +65,10 @@ def softmax_point(x: Widths, before: tuple[Line, ...], made: int, casts: int) ->
     alive = (
         *before,
         Line(SAVED, three, "queries", "e·T·q", MATH),
-        Line(SAVED, three, "keys, repeated, on CUDA", "e·T·q", MATH),
-        Line(GRADIENT, three, "gradient of the values, repeated, on CUDA", "e·T·q", MATH),
-        Line(SAVED, _scores(x), "softmax of all scores, on CUDA", "4·a·T·s", MATH),
-        Line(GRADIENT, 2 * _scores(x), "gradients of the softmax and of the scores, on CUDA", "8·a·T·s", MATH),
+        Line(SAVED, three, "keys, repeated, on CUDA", "e·T·q", MATH, CUDA_ALONE),
+        Line(GRADIENT, three, "gradient of the values, repeated, on CUDA", "e·T·q", MATH, CUDA_ALONE),
+        Line(SAVED, _scores(x), "softmax of all scores, on CUDA", "4·a·T·s", MATH, CUDA_ALONE),
+        Line(GRADIENT, 2 * _scores(x), "gradients of the softmax and of the scores, on CUDA", "8·a·T·s", MATH, CUDA_ALONE),
     )
     return (BackwardPoint("attention: softmax", alive, made, 0, casts),)
 
@@ -74,7 +78,7 @@ def forward_excess(x: Widths, at_end: Int, projections: tuple[Line, ...]) -> tup
     if not is_written_out(x):
         return ()
     named: Int = _in_use(x) + 2 * x.element * x.tokens * x.query + total_bytes(projections)
-    return (Line(TEMPORARY, maximum(0, named - at_end), EXCESS, source=MATH),)
+    return (Line(TEMPORARY, maximum(0, named - at_end), EXCESS, source=MATH, tag=CUDA_ALONE),)
 
 
 def recompute_excess(x: Widths, at_end: Int) -> tuple[Line, ...]:
@@ -82,7 +86,7 @@ def recompute_excess(x: Widths, at_end: Int) -> tuple[Line, ...]:
     if not is_written_out(x):
         return ()
     named = _in_use(x) + x.element * x.tokens * x.hidden
-    return (Line(TEMPORARY, maximum(0, named - at_end), EXCESS, source=MATH),)
+    return (Line(TEMPORARY, maximum(0, named - at_end), EXCESS, source=MATH, tag=CUDA_ALONE),)
 
 
 def _in_use(x: Widths) -> Int:

@@ -13,10 +13,7 @@ from zeroplan.engines.deepspeed.passes import (
     loss_instant,
 )
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line
-from zeroplan.ledger import Moment
-
-#: How the lines begin that experts make forward.
-_MADE_BY_EXPERTS = ("experts: ", "tokens sorted by expert", "weighted expert outputs")
+from zeroplan.ledger import Module, Moment
 
 
 def forward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
@@ -41,7 +38,7 @@ def _experts_first_gathered(job: Job, these: Passes, run: RunPass) -> Iterator[M
     """Return the moments at which experts are gathered for their forward, before they have made anything."""
     for block, held in _highest_forward(job.trace.before_experts, run.first, run.n_blocks):
         at = forward_instant(these, run, block)
-        lines = tuple(line for line in at.lines if not line.reason.startswith(_MADE_BY_EXPERTS))
+        lines = tuple(line for line in at.lines if line.tag.module is not Module.EXPERTS)
         yield Moment("experts gathered for their forward", at.phase, (*lines, gathered_line(job, held)))
 
 
