@@ -3,9 +3,10 @@
 An engine combines these with its own states and buffers; nothing here knows about ranks.
 """
 
+from enum import StrEnum
 from typing import NamedTuple
 
-from zeroplan.ledger import Line
+from zeroplan.ledger import Line, Module
 from zeroplan.numeric import Int
 from zeroplan.spec.recipe import Attention, Kernels, Recompute
 
@@ -34,11 +35,37 @@ class Compute(NamedTuple):
     """Ranks that share a sequence; the batch that is asked about is one rank's (:mod:`zeroplan.transformer.families.ring`)."""
 
 
-#: Begins the name of a point at which a block that was checkpointed is being recomputed, where that may be higher than its
-#: backward; what has just been made follows.
-RECOMPUTED = "recomputed"
-#: The name of such a point where it does not say what has been made.
-RUN_AGAIN = "forward, run again"
+class At(StrEnum):
+    """What runs at a point of a backward, where an engine has to know."""
+
+    ANYWHERE = ""
+    LOSS = "loss"
+    HEAD = "head"
+    FINAL_NORM = "final norm"
+    NORM = "norm"
+    """A norm within a block."""
+    LINEAR = "linear layer"
+    """One without the adapter that it may have."""
+    ADAPTER_A = "adapter, A"
+    ADAPTER_B = "adapter, B"
+    ADAPTED = "layer with an adapter"
+    """What such a layer does beside its linear layers."""
+    MODULE = "module"
+    """Another module, without a weight."""
+    BETWEEN = "between modules"
+    """No module's operator; the place names the linear layer that has gone backward before."""
+    WEIGHTING = "weighting of the experts"
+    """The product of the experts' outputs and routing weights, before any gradient of the experts' weights is made."""
+    RUN_AGAIN = "run again"
+    """A block that was checkpointed is being recomputed, where that may be higher than its backward."""
+
+
+class Place(NamedTuple):
+    """Where in the model a point of a backward is."""
+
+    at: At = At.ANYWHERE
+    module: Module = Module.NONE
+    """Whose operator runs; of a recomputation whose output has just been made."""
 
 
 class BackwardPoint(NamedTuple):
@@ -50,9 +77,11 @@ class BackwardPoint(NamedTuple):
     (the current one included), ``current_gradient`` the elements of those being made at this very moment, which the engine has
     not yet added to others or moved (0 between two), and ``live_casts`` the elements of the block's weights whose autocast
     copy is still alive. Under autocast a weight gradient is made in the compute dtype and then cast to fp32: the short-lived
-    first one is a line, the second counts in ``gradients``. ``handed_on``, where it is known, is what is alive when the gradient
+    first one is a line, the second counts in ``gradients``. ``place`` is what engines may know of the point, whose name is for
+    people alone. ``handed_on``, where it is known, is what is alive when the gradient
     made here is handed on: the operator is done, and what it read and saved is gone. ``between`` is the same for a gradient that
-    is made between this point and the next.
+    is made between this point and the next. ``before`` is what is alive before the operator makes anything, where its module is
+    gathered then: at linear layers that are frozen, and at the weighting of experts.
     """
 
     name: str
@@ -62,6 +91,8 @@ class BackwardPoint(NamedTuple):
     live_casts: int
     handed_on: tuple[Line, ...] = ()
     between: tuple[Line, ...] = ()
+    place: Place = Place()
+    before: tuple[Line, ...] = ()
 
 
 class HandedOn(NamedTuple):

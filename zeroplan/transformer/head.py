@@ -6,7 +6,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
-from zeroplan.transformer.families.norms import FINAL, LAYER_AFTER_EMBEDDING, FinalNorm, layer_norm, rms_norm
+from zeroplan.transformer.families.norms import AT_FINAL_NORM, FINAL, LAYER_AFTER_EMBEDDING, FinalNorm, layer_norm, rms_norm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import (
     GLOBAL_LAYERS,
@@ -117,7 +117,9 @@ def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
 
         return final_norm(model, x)
     norm = rms_norm(x, FINAL)
-    return FinalNorm(norm.saved, (BackwardPoint("final norm", _norm_backward(x, norm), norm.weights, 0, 0),))
+    return FinalNorm(
+        norm.saved, (BackwardPoint("final norm", _norm_backward(x, norm), norm.weights, 0, 0, place=AT_FINAL_NORM),)
+    )
 
 
 def _wide(x: Widths, vocab: int) -> tuple[Line, ...]:

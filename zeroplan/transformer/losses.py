@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zeroplan.ledger import Kind, Line, Module, Role, Tag
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, next_power_of_2
 from zeroplan.spec.recipe import Loss
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.blocks import At, BackwardPoint, Place
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY
 from zeroplan.transformer.families.widths import Widths
 
@@ -25,6 +25,7 @@ HEAD_INPUT = Tag(Role.OPERAND, Module.HEAD)
 """What the head's product saves, and lets go of before its gradient is handed on."""
 HEAD_INPUT_NAMED = Tag(Role.NAMED, Module.HEAD)
 LABELS = Tag(Role.LABELS)
+AT_LOSS, AT_HEAD = Place(At.LOSS), Place(At.HEAD, Module.HEAD)
 CHUNKS = 8
 """torchtitan 2026-08, ChunkedLossWrapper.Config.num_chunks."""
 
@@ -93,7 +94,7 @@ def head_in_32_bits(way: LossPass, x: Widths, vocab: int, norm_saved: tuple[Line
     through = Line(
         GRADIENT, (4 + x.element) * x.tokens * x.hidden, "gradient of the head's input, and in fp32", "(4+e)·T·h", HEAD
     )
-    last = BackwardPoint("head: cast of the gradient", (*norm_saved, through), 0, 0, 0)
+    last = BackwardPoint("head: cast of the gradient", (*norm_saved, through), 0, 0, 0, place=AT_HEAD)
     return way._replace(saved=(copy,), forward=(*forward, wide), points=(*points, last))
 
 
@@ -124,15 +125,15 @@ def _full_points(
     through = Line(GRADIENT, x.element * x.tokens * x.hidden, "gradient of the head's input", "e·T·h", HEAD)
     product = (*saved, logits, through)
     casts = matrix if x.autocast else 0
-    at_loss = BackwardPoint("loss", saved + backward, 0, 0, casts)
+    at_loss = BackwardPoint("loss", saved + backward, 0, 0, casts, place=AT_LOSS)
     if not x.autocast:
-        return at_loss, BackwardPoint("head", product, matrix, matrix, 0)
+        return at_loss, BackwardPoint("head", product, matrix, matrix, 0, place=AT_HEAD)
     uncast = Line(TEMPORARY, x.element * matrix, "gradient of the head's weight before it is cast", "e·h·V", HEAD)
     wide = Line(GRADIENT, 4 * x.tokens * x.hidden, "gradient of the head's input, fp32", "4·T·h", HEAD)
     return (
         at_loss,
-        BackwardPoint("head", (*product, uncast), 0, 0, casts),
-        BackwardPoint("head: cast of the weight gradient", (*saved[:-1], wide, uncast), matrix, matrix, 0),
+        BackwardPoint("head", (*product, uncast), 0, 0, casts, place=AT_HEAD),
+        BackwardPoint("head: cast of the weight gradient", (*saved[:-1], wide, uncast), matrix, matrix, 0, place=AT_HEAD),
     )
 
 
@@ -155,10 +156,10 @@ def chunked_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPas
     named = Line(LOGITS, x.element * chunk * vocab, "logits of a chunk, held by name", "e·ceil(T/8)·V", CHUNKED)
     every = (*norm_saved, *saved, named)
     points = (
-        BackwardPoint("loss", (*every, *backward), matrix, 0, 0),
+        BackwardPoint("loss", (*every, *backward), matrix, 0, 0, place=AT_LOSS),
         BackwardPoint(
             "head", (*every, labels, buffer, _chunk_logits(x, chunk, vocab), through), 2 * matrix, matrix, 0,
-            handed_on=(*every, labels, buffer, through),
+            handed_on=(*every, labels, buffer, through), place=AT_HEAD,
         ),
     )  # fmt: skip
     return LossPass(saved, (labels, buffer), (labels, buffer, logits, softmax), points, ())
@@ -186,5 +187,5 @@ def fused_loss(x: Widths, vocab: int, norm_saved: tuple[Line, ...]) -> LossPass:
         Line(LOGITS, x.element * chunk * vocab, "logits of a chunk", "e·V·min(T, pow2(ceil(T/ceil(V/h))))", FUSED),
         Line(LOGITS, 12 * x.tokens, "loss of each token, and labels", "12·T", FUSED),
     )
-    points = (BackwardPoint("loss", (*norm_saved, kept[0]), matrix, 0, 0),)
+    points = (BackwardPoint("loss", (*norm_saved, kept[0]), matrix, 0, 0, place=AT_LOSS),)
     return LossPass((), kept, forward, points, ())

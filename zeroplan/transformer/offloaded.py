@@ -5,7 +5,7 @@ what the checkpoint itself sees is not saved, and what selective recomputation k
 """
 
 from zeroplan.ledger import Line
-from zeroplan.transformer.blocks import RECOMPUTED, RUN_AGAIN, BackwardPoint, BlockPass
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
 
 #: What is moved, and when it comes back.
 SAVED_ON_CPU = "torch 2.13, torch/autograd/graph.py, save_on_cpu"
@@ -24,4 +24,4 @@ def input_away(block: BlockPass) -> BlockPass:
 
 def _with_input(point: BackwardPoint, back: tuple[Line, ...]) -> BackwardPoint:
     """Have the input beside what the recomputation has made; it is gone at any other point."""
-    return point._replace(lines=(*point.lines, *back)) if point.name.startswith((RECOMPUTED, RUN_AGAIN)) else point
+    return point._replace(lines=(*point.lines, *back)) if point.place.at is At.RUN_AGAIN else point

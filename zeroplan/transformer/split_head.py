@@ -13,7 +13,7 @@ from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY
 from zeroplan.transformer.families.split import GATHER, SCATTER, split_norm
 from zeroplan.transformer.families.widths import Widths, widths
 from zeroplan.transformer.head import MODEL, OF_THE_BATCH, ROTARY
-from zeroplan.transformer.losses import FULL, HEAD, HEAD_INPUT, LABELS
+from zeroplan.transformer.losses import AT_HEAD, AT_LOSS, FULL, HEAD, HEAD_INPUT, LABELS
 
 LOGITS = Kind.LOGITS
 LOSS = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
@@ -93,9 +93,9 @@ def _points(
     cut = Line(TEMPORARY, whole, "gradient of the head's input, cut by ranks", "e·T·h", SCATTER)
     made = Line(GRADIENT, share, "gradient of the final norm's output", "e·T/p·h", SCATTER)
     return (
-        BackwardPoint("loss", of_the_loss, 0, 0, 0),
-        BackwardPoint("head", product, matrix, matrix, 0),
-        BackwardPoint("head: its input's gradient scattered", (*saved[:-1], through, cut, made), matrix, 0, 0),
+        BackwardPoint("loss", of_the_loss, 0, 0, 0, place=AT_LOSS),
+        BackwardPoint("head", product, matrix, matrix, 0, place=AT_HEAD),
+        BackwardPoint("head: its input's gradient scattered", (*saved[:-1], through, cut, made), matrix, 0, 0, place=AT_HEAD),
     )
 
 

@@ -1,35 +1,21 @@
 """Which module goes backward at which point of a block with low-rank adapters, and what is gathered then?
 
 Most modules of such a block make no gradient, so that the number of gradients made does not tell where its backward is; the
-operator's name does.
+point's place does.
 """
 
 from functools import lru_cache
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.notes import Gathered, Note
-from zeroplan.spec.model import Activation
-from zeroplan.transformer.blocks import RECOMPUTED, BackwardPoint
+from zeroplan.engines.deepspeed.notes import RECOMPUTED, Gathered, Note
+from zeroplan.ledger import Module
+from zeroplan.transformer.blocks import At, Place
 
-_LAYERS = {
-    "q projection": "self_attn.q_proj", "k projection": "self_attn.k_proj", "v projection": "self_attn.v_proj",
-    "output projection": "self_attn.o_proj", "gate projection": "mlp.gate_proj", "up projection": "mlp.up_proj",
-    "down projection": "mlp.down_proj",
-}  # fmt: skip
-_PARTS = {", A": ".lora_A.default", ", B": ".lora_B.default", ": scale": ""}
-_OTHERS = {
-    "norm before attention": "input_layernorm", "norm before the MLP": "post_attention_layernorm",
-    "norm of the queries": "self_attn.q_norm", "norm of the keys": "self_attn.k_norm",
-    **dict.fromkeys((*get_args(Activation), "gelu"), "mlp.act_fn"),
-}  # fmt: skip
-#: Operators that are no module's, and the linear layer that has gone backward before them.
-_BETWEEN = {
-    "gated product": "mlp.down_proj", "attention": "self_attn.o_proj", "rotary positions of the queries": "self_attn.o_proj",
-    "rotary positions of the keys": "self_attn.o_proj",
-}  # fmt: skip
+#: What peft calls the parts of a layer's adapter.
+_PARTS = {At.ADAPTER_A: ".lora_A.default", At.ADAPTER_B: ".lora_B.default"}
 
 
-class Place(NamedTuple):
+class Highest(NamedTuple):
     """A block, what is gathered in it at a point, and most while what the point needs was being gathered. [elements]"""
 
     block: int
@@ -38,44 +24,34 @@ class Place(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def highest_places(trace: Gathered, first: int, n_blocks: int, point: str, current: int) -> tuple[Place, ...]:
+def highest_places(trace: Gathered, first: int, n_blocks: int, place: Place, current: int) -> tuple[Highest, ...]:
     """Return the last block, and earlier ones where more is gathered, at a point that makes ``current`` elements of gradients."""
-    chosen: list[Place] = []
+    chosen: list[Highest] = []
     for block in range(first + n_blocks - 1, first - 1, -1):
-        held, gathering = _held(dict(trace.modules[block]), point, current)
+        held, gathering = _held(dict(trace.modules[block]), place, current)
         if not chosen or held > chosen[-1].held or gathering > chosen[-1].gathering:
-            chosen.append(Place(block, held, gathering))
+            chosen.append(Highest(block, held, gathering))
     return tuple(chosen)
 
 
-def _held(notes: dict[str, Note], point: str, current: int) -> tuple[int, int]:
+def _held(notes: dict[str, Note], place: Place, current: int) -> tuple[int, int]:
     """While a module's parameters are gathered, no gradient of it is there: neither its own, nor that of its input."""
-    if point.startswith(RECOMPUTED):
-        return _until(notes, point), 0
-    if before := _BETWEEN.get(point.partition(":")[0]):  # attention that is written out has several points
-        return _linear(notes, before).after, 0
-    layer, _, part = point.partition("'s adapter")
-    if part:
-        note = notes[_LAYERS[layer] + _PARTS[part]]
-    else:
-        note = _linear(notes, _LAYERS[point]) if point in _LAYERS else notes[_OTHERS[point.partition(":")[0]]]
-    return max(note.during, note.gathering - current if current else 0), note.gathering if point in _LAYERS else 0
+    if place.at is At.RUN_AGAIN:
+        return _until(notes, place.module), 0
+    if place.at is At.BETWEEN:
+        return _linear(notes, place.module).after, 0
+    is_linear = place.at is At.LINEAR
+    note = _linear(notes, place.module) if is_linear else notes[place.module + _PARTS.get(place.at, "")]
+    return max(note.during, note.gathering - current if current else 0), note.gathering if is_linear else 0
 
 
-def _until(notes: dict[str, Note], point: str) -> int:
-    """What is gathered when a recomputation has made what the point names; if no layer's output, all that it gathers."""
-    layer = next((_LAYERS[name] for name in _LAYERS if f"output of the {name}" in point), "")
+def _until(notes: dict[str, Note], module: Module) -> int:
+    """What is gathered when a recomputation has made a module's output; of no layer's, all that it gathers."""
     of_layer = [
-        notes[name].gathering for name in (f"{RECOMPUTED}: {layer}", f"{RECOMPUTED}: {layer}.base_layer") if name in notes
+        notes[name].gathering for name in (f"{RECOMPUTED}: {module}", f"{RECOMPUTED}: {module}.base_layer") if name in notes
     ]
     return max(of_layer, default=notes[RECOMPUTED].gathering)
 
 
 def _linear(notes: dict[str, Note], name: str) -> Note:
     return notes.get(f"{name}.base_layer") or notes[name]
-
-
-def before_its_gradient(point: BackwardPoint) -> BackwardPoint:
-    """Return the point of a frozen linear layer before it has made the gradient of its input."""
-    made = f"gradient through the {point.name}"
-    return point._replace(lines=tuple(line for line in point.lines if line.reason != made))

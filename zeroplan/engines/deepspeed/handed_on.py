@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Kind, Line, Role, total_bytes
 from zeroplan.numeric import Int
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, HeadPass
 
 _TEMPORARY, _WORKSPACE = Kind.TEMPORARY, Kind.WORKSPACE
 
@@ -61,7 +61,7 @@ def settled_lines(block: BlockPass, index: int, flow: Line) -> list[Line]:
     after = block.points[index + 1]
     stay = {id(line) for line in after.lines}  # a tensor that is there at several points is one line
     lines = [line for line in lines if id(line) in stay or line.tag.role is not Role.OPERAND]
-    if not after.name.startswith("norm"):
+    if after.place.at is not At.NORM:
         return lines
     stay |= {id(line) for line in block.saved}
     return [*(line for line in lines if id(line) in stay), flow]

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.flat import Sizes
 from zeroplan.engines.deepspeed.order import BACKWARD, Step
-from zeroplan.transformer.blocks import RECOMPUTED
+
+#: The key of the notes on a block's recomputation as a whole; before a module's name, of that when this module is gathered.
+RECOMPUTED = "recomputed"
 
 
 class Note(NamedTuple):

@@ -46,7 +46,7 @@ from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.blocks import At, BackwardPoint
 
 _BUCKETS = f"{STAGE12}, setup_buckets"
 _ADD = f"{STAGE12}, _add_to_grad_partition_buffer"
@@ -161,13 +161,13 @@ def _of_head(job: Job, point: BackwardPoint) -> BackwardPoint:
     vocabulary = embedding_elements(job.whole)
     tied = vocabulary if has_tied_head(job.whole) else 0
     if _sums_by_itself(job, point):
-        received = vocabulary - tied if job.recipe.loss == "fused" or point.name == "head" else 0
+        received = vocabulary - tied if job.recipe.loss == "fused" or point.place.at is At.HEAD else 0
         return point._replace(gradients=received, current_gradient=point.gradients)
     return point._replace(gradients=max(0, point.gradients - tied), current_gradient=0 if tied else point.current_gradient)
 
 
 def _sums_by_itself(job: Job, point: BackwardPoint) -> bool:
-    return job.recipe.loss != "full" and point.name != "final norm"
+    return job.recipe.loss != "full" and point.place.at is not At.FINAL_NORM
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------------

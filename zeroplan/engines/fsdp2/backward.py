@@ -33,7 +33,7 @@ from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import ACCUMULATE, INPUT_BUFFER
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum, where
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.blocks import At, BackwardPoint
 
 IN_VAIN = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.finalize_backward"
 _REPLICAS = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup._all_reduce_state"
@@ -55,11 +55,11 @@ def after_the_loss(plan: Plan) -> Iterator[Moment]:
     )
     ahead = () if plan.reshard is False else (last_gathered(plan, last, "the last block, gathered ahead of its backward"),)
     for point in plan.head.points:
-        by_itself = plan.recipe.loss == "chunked" and point.name != "final norm"
-        early = cast_early(plan, normed=point.name == "final norm")
+        by_itself = plan.recipe.loss == "chunked" and point.place.at is not At.FINAL_NORM
+        early = cast_early(plan, normed=point.place.at is At.FINAL_NORM)
         yield Moment(
             f"backward of the {point.name}",
-            Phase.LOSS if point.name == "loss" else Phase.BACKWARD,
+            Phase.LOSS if point.place.at is At.LOSS else Phase.BACKWARD,
             (*common, *(() if by_itself else ahead), _at_the_head(plan, point), *early, *point.lines),
         )
         if by_itself and point.current_gradient and plan.cast_on_arrival:
@@ -78,7 +78,7 @@ def _at_the_head(plan: Plan, point: BackwardPoint) -> Line:
     Liger's loss has made the head's in its forward; it reaches the parameter when the loss's backward is over.
     """
     waiting = plan.waiting_elements if point.gradients else 0
-    if plan.recipe.loss == "fused" and point.name == "loss":
+    if plan.recipe.loss == "fused" and point.place.at is At.LOSS:
         waiting = point.gradients
     return root_gradients(plan, point.gradients - waiting, 0 if waiting else point.current_gradient, waiting=waiting)
 

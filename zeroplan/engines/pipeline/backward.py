@@ -23,6 +23,7 @@ from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum
+from zeroplan.transformer.blocks import At
 
 
 def backward(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
@@ -152,7 +153,7 @@ def _after_the_loss(stage: StagePlan, plan: Plan, state: State, common: tuple[Li
     alive = (*common, *earlier, unsharded_parameters(plan, layers, "this stage's parameters, unsharded"), *kept_of_all(stage))
     for point in plan.head.points:
         made = root_gradients(plan, point.gradients, point.current_gradient)
-        if point.name == "loss":
+        if point.place.at is At.LOSS:
             yield Moment("backward of the loss", Phase.LOSS, (*alive, made, *point.lines))
         else:
             yield Moment(f"backward of the {point.name}", Phase.BACKWARD, (*alive, *ahead, made, *point.lines))

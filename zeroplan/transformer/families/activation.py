@@ -6,6 +6,8 @@ out in single operators, of which some save their factors.
 
 from collections.abc import Callable
 
+from zeroplan.ledger import Module
+from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Store, Tape, Value
@@ -21,7 +23,8 @@ def activated(tape: Tape, value: Value, name: str, reason: str, source: str) -> 
     written_out = _WRITTEN_OUT.get(name)
     if written_out is not None:
         return written_out(tape, value, reason)
-    return op.pointwise(tape, value, reason, Site(name, source), saves_result=name in _SAVES_RESULT)
+    site = _site(name)._replace(source=source)
+    return op.pointwise(tape, value, reason, site, saves_result=name in _SAVES_RESULT)
 
 
 # --- written out in single operators --------------------------------------------------------------------------------------
@@ -53,7 +56,7 @@ def _small_cube(tape: Tape, value: Value) -> Value:
             tape.temporary(f"gelu: derivative of pow, {factor}", base.dtype * base.shape, ACTIVATIONS)
         return [(base, op.gradient(tape, base, "gradient of the base of pow", ACTIVATIONS))]
 
-    tape.add("gelu: x³", (cube,), (base.store,), power)
+    tape.add("gelu: x³", (cube,), (base.store,), power, place=_site("").place)
     tape.release(base)
     return op.scaled(tape, cube, "gelu: 0.045·x³", _site("gelu: 0.045·x³"))
 
@@ -70,7 +73,7 @@ def _wide_product(tape: Tape, narrow: Value, wide: Value, reason: str) -> Value:
         reason = "gradient of a factor of gelu, cast, on CUDA"
         return [*arriving, (narrow, op.gradient(tape, narrow, reason, ACTIVATIONS, CUDA_ALONE))]
 
-    tape.add("gelu", (made,), (narrow.store, wide.store), backward)
+    tape.add("gelu", (made,), (narrow.store, wide.store), backward, place=_site("").place)
     return made
 
 
@@ -109,7 +112,7 @@ def _times_a_number(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _site(name: str) -> Site:
-    return Site(name, ACTIVATIONS)
+    return Site(name, ACTIVATIONS, Module.ACTIVATION, At.MODULE)
 
 
 _WRITTEN_OUT: dict[str, Callable[[Tape, Value, str], Value]] = {

@@ -8,11 +8,11 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from zeroplan.expr import Size
-from zeroplan.ledger import Kind
+from zeroplan.ledger import Kind, Module, Role, Tag
 from zeroplan.spec.adapter import Quantize
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
-from zeroplan.transformer.blocks import RECOMPUTED, BlockPass, Compute
+from zeroplan.transformer.blocks import At, BlockPass, Compute, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families import traced
 from zeroplan.transformer.families.activation import activated
@@ -21,7 +21,7 @@ from zeroplan.transformer.families.attention import LLAMA as ATTENTION
 from zeroplan.transformer.families.gated import LLAMA_NORM as NORM
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.mlp import LLAMA as MLP
-from zeroplan.transformer.families.norms import FinalNorm
+from zeroplan.transformer.families.norms import AT_FINAL_NORM, FinalNorm
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.parts import INCOMING, LAYER
 from zeroplan.transformer.families.program import Block
@@ -34,8 +34,12 @@ AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
 LORA = "peft 0.21, tuners/lora/layer.py, Linear.forward"
 
 _NAMES = {
-    "q_proj": "q projection", "k_proj": "k projection", "v_proj": "v projection", "o_proj": "output projection",
-    "gate_proj": "gate projection", "up_proj": "up projection", "down_proj": "down projection",
+    Module.Q: "q projection", Module.K: "k projection", Module.V: "v projection", Module.O: "output projection",
+    Module.GATE: "gate projection", Module.UP: "up projection", Module.DOWN: "down projection",
+}  # fmt: skip
+_NORMS = {
+    Module.ATTENTION_NORM: "norm before attention", Module.MLP_NORM: "norm before the MLP",
+    Module.Q_NORM: "norm of the queries", Module.K_NORM: "norm of the keys",
 }  # fmt: skip
 
 
@@ -147,7 +151,8 @@ def _again(tape: Tape, structure: Structure, given: Store, arriving: Store) -> l
     until = tape.moments if structure.recompute == "selective" else tape.until_last_saved(done=structure.keeps_inputs)
     return [
         moment._replace(
-            name=f"{RECOMPUTED}: {moment.stores[-1].reason}",
+            name=f"recomputed: {moment.stores[-1].reason}",
+            place=Place(At.RUN_AGAIN, moment.stores[-1].tag.module),
             stores=(*(one for one in moment.stores if one not in checkpoint), *above),
         )
         for moment in until
@@ -170,7 +175,10 @@ def _run(
 def _final_plan(*, wide: bool, wide_residual: bool) -> traced.Plan:
     tape = Tape(wide=wide, autocast=wide_residual, saving=True)
     return traced.norm_plan(
-        tape, (r, T * h), lambda tape, given: op.rms_norm(tape, given, "final norm", NORM, frozen=True), LAYER
+        tape,
+        (r, T * h),
+        lambda tape, given: op.rms_norm(tape, given, "final norm", NORM, frozen=True, place=AT_FINAL_NORM),
+        LAYER,
     )
 
 
@@ -178,12 +186,12 @@ def _final_plan(*, wide: bool, wide_residual: bool) -> traced.Plan:
 
 
 def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
-    normal = _norm(tape, given, "norm before attention", structure)
+    normal = _norm(tape, given, Module.ATTENTION_NORM, structure)
     attended, weights = _attention(tape, normal, structure)
     tape.release(normal)
     middle = _sum(tape, given, attended, "residual stream between attention and MLP")
     tape.release(attended)
-    normal = _norm(tape, middle, "norm before the MLP", structure)
+    normal = _norm(tape, middle, Module.MLP_NORM, structure)
     branch = _mlp(tape, normal, structure)
     tape.release(normal)
     made = _sum(tape, middle, branch, "block output")
@@ -198,29 +206,30 @@ def _sum(tape: Tape, first: Value, second: Value, reason: str) -> Value:
         return op.add(tape, first, second, reason, Site("residual addition", LAYER))
 
 
-def _norm(tape: Tape, given: Value, name: str, structure: Structure, *, weight: Size = h, rows: Size = T) -> Value:
+def _norm(tape: Tape, given: Value, module: Module, structure: Structure, *, weight: Size = h, rows: Size = T) -> Value:
+    name, place = _NORMS[module], Place(At.NORM, module)
     if structure.trained:
-        return op.rms_norm(tape, given, name, NORM, weight=weight, rows=rows)
+        return op.rms_norm(tape, given, name, NORM, weight=weight, rows=rows, place=place)
     with tape.unless_constant(given):
-        return op.rms_norm(tape, given, name, NORM, weight=weight, rows=rows, frozen=True)
+        return op.rms_norm(tape, given, name, NORM, weight=weight, rows=rows, frozen=True, place=place)
 
 
 def _attention(tape: Tape, normal: Value, structure: Structure) -> Attended:
     bias = structure.block.attention_bias
     query, key, value = (
         _linear(tape, normal, name, structure, width=width, bias=bias)
-        for name, width in (("q_proj", q), ("k_proj", k), ("v_proj", v))
+        for name, width in ((Module.Q, q), (Module.K, k), (Module.V, v))
     )
     if structure.block.head_norms:
         bare = query, key
-        query = _norm(tape, query, "norm of the queries", structure, weight=d, rows=T * a)
-        key = _norm(tape, key, "norm of the keys", structure, weight=d, rows=T * k_d)
+        query = _norm(tape, query, Module.Q_NORM, structure, weight=d, rows=T * a)
+        key = _norm(tape, key, Module.K_NORM, structure, weight=d, rows=T * k_d)
         tape.release(*bare)
     turned = _rotary(tape, query, "queries"), _rotary(tape, key, "keys")
     tape.release(query, key)
     with tape.unless_constant(*turned, value):
         context, weights = structure.block.attend(tape, Heads(*turned, value, structure.block.grouped, structure.block.one_key))
-    made = _linear(tape, context, "o_proj", structure, width=h, reads=c, bias=structure.block.output_bias)
+    made = _linear(tape, context, Module.O, structure, width=h, reads=c, bias=structure.block.output_bias)
     tape.release(value, *turned, context)
     return Attended(made, weights)
 
@@ -232,38 +241,49 @@ def _rotary(tape: Tape, value: Value, name: str) -> Value:
 
 def _mlp(tape: Tape, normal: Value, structure: Structure) -> Value:
     block, bias = structure.block, structure.block.mlp_bias
-    gate = _linear(tape, normal, "gate_proj", structure, width=f, bias=bias)
+    gate = _linear(tape, normal, Module.GATE, structure, width=f, bias=bias)
     with tape.unless_constant(gate):
         active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
     tape.release(gate)
-    up = _linear(tape, normal, "up_proj", structure, width=f, bias=bias)
+    up = _linear(tape, normal, Module.UP, structure, width=f, bias=bias)
     with tape.unless_constant(active, up):
         reason = "gated product, input of the down projection"
         inner = op.product(tape, active, up, reason, Site("gated product", MLP))
     tape.release(active, up)
-    made = _linear(tape, inner, "down_proj", structure, width=h, reads=f, bias=bias)
+    made = _linear(tape, inner, Module.DOWN, structure, width=h, reads=f, bias=bias)
     tape.release(inner)
     return made
 
 
 def _linear(
-    tape: Tape, value: Value, module: str, structure: Structure, *, width: Size, reads: Size = h, bias: bool = False
+    tape: Tape, value: Value, module: Module, structure: Structure, *, width: Size, reads: Size = h, bias: bool = False
 ) -> Value:  # fmt: skip
-    """A frozen linear layer and, where it has one, its adapter; peft adds up, scales and casts in operators of their own."""
-    name = _NAMES[module]
+    """A linear layer, frozen or not, and what is around it."""
+    site = Site(_NAMES[module], LAYER, module, At.LINEAR)
     if structure.trained:
-        return op.linear(tape, value, width, Site(name, LAYER), reads=reads, bias=bias)
+        return op.linear(tape, value, width, site, reads=reads, bias=bias)
     if structure.without is not None and structure.block.autocast:
-        return _copied_linear(tape, value, width, Site(name, LAYER), reads=reads, bias=bias)
+        return _copied_linear(tape, value, width, site, reads=reads, bias=bias)
     if structure.quantize != "none":
         return _quantised(tape, value, module, structure, width=width, reads=reads)
+    with tape.inside(module):
+        return _adapted(tape, value, site, structure, width=width, reads=reads, bias=bias)
+
+
+def _adapted(tape: Tape, value: Value, site: Site, structure: Structure, *, width: Size, reads: Size, bias: bool) -> Value:
+    """A frozen linear layer and, where it has one, its adapter; peft adds up, scales and casts in operators of their own."""
     with tape.unless_constant(value):
-        made = _frozen_linear(tape, value, width, Site(name, LAYER), bias=bias, keeps_input=structure.keeps_inputs)
-    if module not in structure.adapted:
+        made = _frozen_linear(tape, value, width, site, bias=bias, keeps_input=structure.keeps_inputs)
+    if not _has_adapter(site.module, structure):
         return made
     with tape.unless_constant(value):
-        given = op.cast(tape, value, 4 if structure.block.autocast else e, Site(f"input of the {name}'s adapter", LORA))
-    return _plus_adapter(tape, given, made, name, width=width, reads=reads)
+        read = Site(f"input of the {site.name}'s adapter", LORA, site.module, At.ADAPTED)
+        given = op.cast(tape, value, 4 if structure.block.autocast else e, read)
+    return _plus_adapter(tape, given, made, site.module, width=width, reads=reads)
+
+
+def _has_adapter(module: Module, structure: Structure) -> bool:
+    return module.rpartition(".")[2] in structure.adapted
 
 
 def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
@@ -282,32 +302,34 @@ def _copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
     return made
 
 
-def _quantised(tape: Tape, value: Value, module: str, structure: Structure, *, width: Size, reads: Size) -> Value:
+def _quantised(tape: Tape, value: Value, module: Module, structure: Structure, *, width: Size, reads: Size) -> Value:
     """A layer in four bits; peft leaves it to autocast to cast what its adapter reads."""
-    name, adapted = _NAMES[module], module in structure.adapted
-    made = quantised_linear(tape, value, name, structure.quantize, width=width, reads=reads, clone=adapted)
+    adapted = _has_adapter(module, structure)
+    made = quantised_linear(tape, value, _NAMES[module], structure.quantize, width=width, reads=reads, clone=adapted)
     if not adapted:
         return made
     tape.hold(value.store)
-    return _plus_adapter(tape, value, made, name, width=width, reads=reads)
+    return _plus_adapter(tape, value, made, module, width=width, reads=reads)
 
 
-def _plus_adapter(tape: Tape, given: Value, made: Value, name: str, *, width: Size, reads: Size) -> Value:
-    inner = op.linear(tape, given, z, Site(f"{name}'s adapter, A", LORA), reads=reads)
-    outer = op.linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA), reads=z)
+def _plus_adapter(tape: Tape, given: Value, made: Value, module: Module, *, width: Size, reads: Size) -> Value:
+    name = _NAMES[module]
+    inner = op.linear(tape, given, z, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
+    outer = op.linear(tape, inner, width, Site(f"{name}'s adapter, B", LORA, module, At.ADAPTER_B), reads=z)
     tape.release(inner)
-    scaled = op.scaled(tape, outer, f"output of the {name}'s adapter, scaled", Site(f"{name}'s adapter: scale", LORA))
-    total = op.add(tape, made, scaled, f"output of the {name} and its adapter", Site(f"{name} and its adapter", LORA))
+    site = Site(f"{name}'s adapter: scale", LORA, module, At.ADAPTED)
+    scaled = op.scaled(tape, outer, f"output of the {name}'s adapter, scaled", site)
+    total = op.add(tape, made, scaled, f"output of the {name} and its adapter", site._replace(name=f"{name} and its adapter"))
     tape.release(made, scaled, given)
     return total
 
 
 def _frozen_linear(tape: Tape, value: Value, width: Size, site: Site, *, bias: bool, keeps_input: bool) -> Value:
     tape.save_weight()
-    made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source)
+    made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
         tape.product(made.store)
 
     backward = op.makes(f"gradient through the {site.name}", site.source, value)
-    tape.add(site.name, (made,), (value.store,) if keeps_input else (), backward)
+    tape.add(site.name, (made,), (value.store,) if keeps_input else (), backward, place=site.place)
     return made

@@ -2,7 +2,7 @@
 
 from zeroplan.ledger import Line, OffGpu, Tag
 from zeroplan.numeric import ceil_div
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.blocks import At, BackwardPoint, Place
 from zeroplan.transformer.families import written_out
 from zeroplan.transformer.families.norms import HeadNorm, key_norm, query_norm
 from zeroplan.transformer.families.parts import GRADIENT, OPERAND, SAVED, TEMPORARY, Part
@@ -96,7 +96,7 @@ def _query_projection(x: Widths, weights: int, norm: HeadNorm | None) -> tuple[B
     summed = Line(GRADIENT, x.residual * x.tokens * x.hidden, "gradient of the norm's output, summed", "r·T·h", LLAMA)
     kept = Line(SAVED, size, "input of the q projection", "e·T·h", LLAMA, OPERAND)
     at_norm = () if norm is None else (
-        BackwardPoint("norm of the queries", (kept, summed, *norm.alive), weights - matrix, 0, casts),
+        BackwardPoint("norm of the queries", (kept, summed, *norm.alive), weights - matrix, 0, casts, place=Place(At.NORM)),
     )  # fmt: skip
     alive = (
         kept,

@@ -153,6 +153,7 @@ def _experts(x: Widths, moe: MoeSpec, router: Router, shared: Part) -> Part:
             lines=(*point.lines, through),
             gradients=point.gradients + shared.weights,
             handed_on=(*point.handed_on, through) if point.handed_on else (),
+            before=(*point.before, through) if point.before else (),
         )
         for point in routed.points
     ]

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.expr import Size
 from zeroplan.ledger import Module
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
@@ -198,7 +199,8 @@ def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
         tape.temporary("gradient of the routing weights, not yet summed", outputs.dtype * outputs.shape, EXPERTS)
         return [*arriving, (weights, op.gradient(tape, weights, "gradient of the routing weights", EXPERTS))]
 
-    tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward)
+    place = Place(At.WEIGHTING, Module.EXPERTS)
+    tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward, place=place)
     return made
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.numeric import Int, maximum, round_up
 from zeroplan.spec.model import MlaSpec
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.blocks import At, BackwardPoint, Place
 from zeroplan.transformer.families.parts import GRADIENT, OPERAND, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.families.written_out import CHOICE as EFFICIENT
@@ -257,7 +257,7 @@ def _two_query_projections(
     casts = x.hidden * rank.queries if x.autocast else 0
     return (
         *_made(x, "second projection of the queries", second, made, w.queries, casts + w.queries, matrix=(w.queries, "e·u·q")),
-        BackwardPoint("norm of the compressed queries", (given, norm[0], summed, wide), normed, 0, casts),
+        BackwardPoint("norm of the compressed queries", (given, norm[0], summed, wide), normed, 0, casts, place=Place(At.NORM)),
         *_made(x, "first projection of the queries", first, normed, w.first, casts, matrix=(casts, "e·h·u")),
     )
 

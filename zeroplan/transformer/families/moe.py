@@ -5,7 +5,7 @@ from typing import NamedTuple
 from zeroplan.ledger import Line, Module, Role, Tag
 from zeroplan.numeric import Int
 from zeroplan.spec.model import MoeSpec
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.blocks import At, BackwardPoint, Place
 from zeroplan.transformer.families.parts import GRADIENT, OPERAND, SAVED, Part
 from zeroplan.transformer.families.widths import Widths
 
@@ -102,7 +102,8 @@ def _weighting(x: Widths, moe: MoeSpec, router: Router, alive: tuple[Line, ...])
     gradients = Line(GRADIENT, 3 * wide * outer, reason, "12·T·t·h" if wide == 4 else "3·r·T·t·h", EXPERTS)
     weight = moe.num_experts * x.hidden if x.autocast else 0
     last = () if x.recomputed else (_after_weighting(x, router, pairs),)
-    return BackwardPoint("weighting of the expert outputs", (*alive, gradients, *last), 0, 0, weight)
+    name, place = "weighting of the expert outputs", Place(At.WEIGHTING, Module.EXPERTS)
+    return BackwardPoint(name, (*alive, gradients, *last), 0, 0, weight, place=place, before=alive)
 
 
 def _after_weighting(x: Widths, router: Router, pairs: Int) -> Line:

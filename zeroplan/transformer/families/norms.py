@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from zeroplan.ledger import PLAIN, Line, OffGpu, Role, Tag
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.ledger import PLAIN, Line, Module, OffGpu, Role, Tag
+from zeroplan.transformer.blocks import At, BackwardPoint, Place
 from zeroplan.transformer.families.parts import BLOCK_INPUT, GRADIENT, SAVED, TEMPORARY, Part
 from zeroplan.transformer.families.widths import Widths
 
@@ -16,6 +16,7 @@ STATISTICS = Tag(off_gpu=OffGpu.COMPUTE_DTYPE)
 
 
 NORMALISED = Tag(Role.NORMALISED)
+AT_FINAL_NORM = Place(At.FINAL_NORM, Module.FINAL_NORM)
 
 
 class NormNames(NamedTuple):
@@ -27,6 +28,8 @@ class NormNames(NamedTuple):
     normalised: str
     read: Tag = PLAIN
     """Of what it reads, where that is no copy."""
+    place: Place = Place()
+    """Of the moments of its backward."""
 
 
 class FinalNorm(NamedTuple):
@@ -44,13 +47,13 @@ def _of_layer_norm(name: str) -> NormNames:
     return NormNames(name, f"{name}: its input", f"{name}: mean and reciprocal standard deviation", "")
 
 
-BEFORE_ATTENTION = _of_rms_norm("norm before attention")._replace(read=BLOCK_INPUT)
-BEFORE_MLP = _of_rms_norm("norm before the MLP")
-FINAL = _of_rms_norm("final norm")
+BEFORE_ATTENTION = _of_rms_norm("norm before attention")._replace(read=BLOCK_INPUT, place=Place(At.NORM, Module.ATTENTION_NORM))
+BEFORE_MLP = _of_rms_norm("norm before the MLP")._replace(place=Place(At.NORM, Module.MLP_NORM))
+FINAL = _of_rms_norm("final norm")._replace(place=AT_FINAL_NORM)
 LAYER_BEFORE_ATTENTION = _of_layer_norm("norm before attention")
 LAYER_BEFORE_MLP = _of_layer_norm("norm before the MLP")
 LAYER_AFTER_EMBEDDING = _of_layer_norm("norm after the embedding")
-LAYER_FINAL = _of_layer_norm("final norm")
+LAYER_FINAL = _of_layer_norm("final norm")._replace(place=AT_FINAL_NORM)
 
 
 def rms_norm(x: Widths, names: NormNames) -> Part:
@@ -72,7 +75,7 @@ def rms_norm(x: Widths, names: NormNames) -> Part:
     alive: tuple[Line, ...] = (wide, square, temporaries)
     if x.residual != 4:
         alive = (*alive, Line(TEMPORARY, 4 * elements, "gradient of the input beside its square, fp32", "4·T·h", RMS_NORM))
-    return Part(saved, (BackwardPoint(names.name, alive, x.hidden, 0, 0),), x.hidden, 0)
+    return Part(saved, (BackwardPoint(names.name, alive, x.hidden, 0, 0, place=names.place),), x.hidden, 0)
 
 
 class HeadNorm(NamedTuple):
@@ -117,4 +120,5 @@ def layer_norm(x: Widths, names: NormNames) -> Part:
         Line(SAVED, 8 * x.tokens, names.scale, "8·T", LAYER_NORM, STATISTICS),
     )
     gradients = Line(GRADIENT, 2 * elements, "gradients of the norm's output and input", "2·r·T·h", LAYER_NORM)
-    return Part(saved, (BackwardPoint(names.name, (*saved, gradients), 2 * x.hidden, x.hidden, 0),), 2 * x.hidden, 0)
+    point = BackwardPoint(names.name, (*saved, gradients), 2 * x.hidden, x.hidden, 0, place=names.place)
+    return Part(saved, (point,), 2 * x.hidden, 0)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zeroplan.expr import NOTHING, Size
 from zeroplan.ledger import PLAIN, Kind, Module, Role, Tag
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.norms import NORMALISED, STATISTICS, NormNames
 from zeroplan.transformer.families.tape import Arriving, Backward, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, e, h, r
@@ -20,6 +21,12 @@ class Site(NamedTuple):
     name: str
     source: str
     module: Module = Module.NONE
+    at: At = At.ANYWHERE
+
+    @property
+    def place(self) -> Place:
+        """Of its moments."""
+        return Place(self.at, self.module)
 
 
 def tensor(tape: Tape, reason: str, dtype: Width, shape: Size, source: str, tag: Tag = PLAIN) -> Value:
@@ -62,7 +69,9 @@ def cast(tape: Tape, value: Value, dtype: Width, site: Site, tag: Tag = PLAIN) -
     suffix = {4: " in fp32", e: ", cast"}.get(dtype, "")
     made = tensor(tape, f"{site.name}{suffix}", dtype, value.shape, site.source, tag)
 
-    tape.add(f"{site.name}: cast", (made,), (), makes(f"gradient through the {site.name}", site.source, value))
+    tape.add(
+        f"{site.name}: cast", (made,), (), makes(f"gradient through the {site.name}", site.source, value), place=site.place
+    )
     return made
 
 
@@ -74,7 +83,7 @@ def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Val
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
         return [narrowed(tape, value, taken[0], made, site) for value in (first, second)]
 
-    tape.add(site.name, (made,), (), backward)
+    tape.add(site.name, (made,), (), backward, place=site.place)
     return made
 
 
@@ -117,7 +126,7 @@ def linear(
         reason = f"gradient of the {site.name}'s weights, not yet cast"
         return [*arriving, *((one, tape.make(TEMPORARY, reason, e * one.shape, site.source)) for one in casts)]
 
-    tape.add(site.name, (made,), (given.store,), backward, cast=kept if casts else None)
+    tape.add(site.name, (made,), (given.store,), backward, cast=kept if casts else None, place=site.place)
     tape.release(given)
     return made
 
@@ -151,24 +160,33 @@ class NormAs(NamedTuple):
 
 
 def rms_norm(
-    tape: Tape, value: Value, name: str, kind: NormAs, *, weight: Size = h, rows: Size = T, frozen: bool = False
+    tape: Tape,
+    value: Value,
+    name: str,
+    kind: NormAs,
+    *,
+    weight: Size = h,
+    rows: Size = T,
+    frozen: bool = False,
+    place: Place | None = None,
 ) -> Value:
     """RMSNorm from single operators, in fp32; ``weight`` is its weight's elements, which may be ``frozen``."""
-    site = Site(name, kind.source)
+    at, module = place or Place()
+    site = Site(name, kind.source, module, at)
     with tape.unless_constant(value):
-        wide = cast(tape, value, 4, Site(f"{name}: its input", kind.source))
+        wide = cast(tape, value, 4, site._replace(name=f"{name}: its input"))
         scale = _scale(tape, wide, rows, site)
         normal = _times(tape, wide, scale, site)
         tape.release(wide, scale)
         if not (kind.one_plus or kind.wide):
-            narrow = cast(tape, normal, value.dtype, Site(f"{name}: normalised input", kind.source), NORMALISED)
+            narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
             tape.release(normal)
     if kind.one_plus or kind.wide:
         plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, kind.source),) if kind.one_plus else ()
         scaled = _weighted(tape, normal, (normal.store, *plus), weight, site)
         tape.drop(*plus)
         tape.release(normal)
-        made = cast(tape, scaled, value.dtype, Site(f"output of the {name}", kind.source))
+        made = cast(tape, scaled, value.dtype, site._replace(name=f"output of the {name}"))
         tape.release(scaled)
         return made
     made = _weighted(tape, narrow, () if frozen else (narrow.store,), None if frozen else weight, site)
@@ -184,10 +202,10 @@ def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
         tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source)
         return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
 
-    tape.add(site.name, (square,), (wide.store,), power)
+    tape.add(site.name, (square,), (wide.store,), power, place=site.place)
     root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
 
-    tape.add(site.name, (root,), (root.store,), makes("gradient of the squared input", site.source, square))
+    tape.add(site.name, (root,), (root.store,), makes("gradient of the squared input", site.source, square), place=site.place)
     tape.release(square)
     return root
 
@@ -200,7 +218,7 @@ def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
         tape.temporary("gradient of the root mean square, not yet summed", 4 * wide.shape, site.source)
         return [(wide, direct), (root, gradient(tape, root, "gradient of the reciprocal root mean square", site.source))]
 
-    tape.add(site.name, (made,), (wide.store, root.store), backward)
+    tape.add(site.name, (made,), (wide.store, root.store), backward, place=site.place)
     return made
 
 
@@ -215,7 +233,7 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size |
             tape.weight_gradient(weight)
         return arriving
 
-    tape.add(site.name, (made,), saved, backward)
+    tape.add(site.name, (made,), saved, backward, place=site.place)
     return made
 
 
@@ -230,7 +248,7 @@ def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value
         tape.weight_gradient(h)
         return [(value, gradient(tape, value, f"gradient through the {name}", source))]
 
-    tape.add(name, (made,), (value.store, kept), backward)
+    tape.add(name, (made,), (value.store, kept), backward, place=names.place)
     tape.drop(kept)
     return made
 
@@ -279,7 +297,7 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
 
     backward = makes(f"gradient of the input of {site.name}", site.source, value)
-    tape.add(site.name, (made,), (made.store if saves_result else value.store,), backward)
+    tape.add(site.name, (made,), (made.store if saves_result else value.store,), backward, place=site.place)
     return made
 
 
@@ -289,14 +307,15 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
     followed = [value for value in (first, second) if value not in tape.constants]
     saved = (first.store, second.store) if len(followed) == 2 else ((second if followed == [first] else first).store,)
 
-    tape.add(site.name, (made,), saved, makes(f"gradient of a factor of the {site.name}", site.source, *followed))
+    backward = makes(f"gradient of a factor of the {site.name}", site.source, *followed)
+    tape.add(site.name, (made,), saved, backward, place=site.place)
     return made
 
 
 def raised(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Add a number. The name for ``value`` stays; the gradient passes as it is."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
-    tape.add(site.name, (made,), (), passes(value))
+    tape.add(site.name, (made,), (), passes(value), place=site.place)
     return made
 
 
@@ -304,6 +323,6 @@ def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Multiply by a number; the name goes over to the product."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
 
-    tape.add(site.name, (made,), (), makes("gradient of the scores", site.source, value))
+    tape.add(site.name, (made,), (), makes("gradient of the scores", site.source, value), place=site.place)
     tape.release(value)
     return made

@@ -1,6 +1,8 @@
 """Operators on pairs of a token and one of its experts: sorted for grouped matrix multiplication, and put back in order."""
 
 from zeroplan.expr import Size
+from zeroplan.ledger import Module
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
@@ -75,5 +77,6 @@ def weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) ->
             tape.drop(uncast)
         return [(outputs, passed), (weights, op.gradient(tape, weights, "gradient of the routing weights", source))]
 
-    tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward)
+    place = Place(At.WEIGHTING, Module.EXPERTS)
+    tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward, place=place)
     return made

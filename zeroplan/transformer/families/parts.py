@@ -76,14 +76,13 @@ def _backward_points(x: Widths, parts: tuple[Part, Part, Part, Part]) -> tuple[B
 
 def _placed(points: tuple[BackwardPoint, ...], below: tuple[Line, ...], gradients: int, casts: int) -> list[BackwardPoint]:
     return [
-        BackwardPoint(
-            point.name,
-            below + point.lines,
-            gradients + point.gradients,
-            point.current_gradient,
-            casts + point.live_casts,
-            below + point.handed_on if point.handed_on else (),
-            below + point.between if point.between else (),
+        point._replace(
+            lines=below + point.lines,
+            gradients=gradients + point.gradients,
+            live_casts=casts + point.live_casts,
+            handed_on=below + point.handed_on if point.handed_on else (),
+            between=below + point.between if point.between else (),
+            before=below + point.before if point.before else (),
         )
         for point in points
     ]

@@ -14,7 +14,7 @@ from zeroplan.ledger import Kind, Module
 from zeroplan.numeric import Int
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
-from zeroplan.transformer.blocks import BlockPass, Compute
+from zeroplan.transformer.blocks import BlockPass, Compute, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families import traced
 from zeroplan.transformer.families.activation import activated
@@ -23,7 +23,7 @@ from zeroplan.transformer.families.attention import LLAMA as ATTENTION
 from zeroplan.transformer.families.gated import LLAMA_NORM as NORM
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.mlp import LLAMA as MLP
-from zeroplan.transformer.families.norms import FinalNorm
+from zeroplan.transformer.families.norms import AT_FINAL_NORM, FinalNorm
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.parts import INCOMING, LAYER
 from zeroplan.transformer.families.program import Block
@@ -122,7 +122,9 @@ def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[A
 @lru_cache(maxsize=4)
 def _final_plan(*, wide: bool) -> traced.Plan:
     tape = Tape(wide=wide, autocast=False, saving=True)
-    return _of_a_rank(traced.norm_plan(tape, (e, T_p * h), lambda tape, given: _norm(tape, given, "final norm"), LAYER))
+    return _of_a_rank(
+        traced.norm_plan(tape, (e, T_p * h), lambda tape, given: _norm(tape, given, "final norm", place=AT_FINAL_NORM), LAYER)
+    )
 
 
 #: The widths that are split.
@@ -166,14 +168,14 @@ def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
     return made
 
 
-def _norm(tape: Tape, given: Value, name: str, *, split: bool = True) -> Value:
+def _norm(tape: Tape, given: Value, name: str, *, split: bool = True, place: Place | None = None) -> Value:
     """RMSNorm over a share of the sequence, as a DTensor: the gradients of its input add up to a tensor of their own."""
     if not split:
-        return op.rms_norm(tape, given, name, NORM)
+        return op.rms_norm(tape, given, name, NORM, place=place)
     share = Value(tape.hold(given.store), given.dtype, given.shape)
-    tape.add(name, (share,), (), op.passes(given))
+    tape.add(name, (share,), (), op.passes(given), place=place)
     tape.summed_anew.add(share)
-    made = op.rms_norm(tape, share, name, NORM, rows=T_p)
+    made = op.rms_norm(tape, share, name, NORM, rows=T_p, place=place)
     tape.release(share)
     return made
 

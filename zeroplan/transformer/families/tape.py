@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Tag
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.symbols import b, e, r
 
 #: A dtype's symbol on the tape alone: fp32 where CUDA's autocast is on, else the compute dtype.
@@ -56,6 +57,7 @@ class Operator(NamedTuple):
     backward: Backward
     cast: Size | None
     """Elements of a weight whose autocast copy it uses."""
+    place: Place
 
 
 class Alive(NamedTuple):
@@ -68,6 +70,9 @@ class Alive(NamedTuple):
     casts: tuple[Size, ...]
     handed_on: tuple[Store, ...] = ()
     """Where a weight's gradient is made: what is alive when it is handed on, the operator done."""
+    place: Place = Place()
+    before: tuple[Store, ...] = ()
+    """What is alive before the operator makes anything, where engines ask for it."""
 
 
 class Tape:
@@ -114,6 +119,11 @@ class Tape:
         """Of the gradients made those that have not come to their weights yet."""
         self.scratch: list[Store] = []
         self.name = ""
+        self.place = Place()
+        self.before: tuple[Store, ...] = ()
+        """What was alive when the operator began, where engines ask for it."""
+        self._linear = Module.NONE
+        """The linear layer that went backward last."""
         self.fell = True
 
     def is_wide(self, dtype: Width) -> bool:
@@ -135,7 +145,8 @@ class Tape:
 
     def note(self) -> None:
         """Note what is alive now; in place of the last moment where nothing has gone since."""
-        moment = Alive(self.name, tuple(self.alive), tuple(self.gradients), tuple(self.current), tuple(self.casts))
+        made, making = tuple(self.gradients), tuple(self.current)
+        moment = Alive(self.name, tuple(self.alive), made, making, tuple(self.casts), place=self.place, before=self.before)
         if not self.fell:
             self.moments.pop()
         self.moments.append(moment)
@@ -181,7 +192,8 @@ class Tape:
         self._last_saving = before, _with_twin(last, store), outputs
 
     def add(
-        self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *, cast: Size | None = None
+        self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *, cast: Size | None = None,
+        place: Place | None = None,
     ) -> None:  # fmt: skip
         """Put an operator into the graph; what it saves stays until its backward is done."""
         if self._apart:
@@ -194,7 +206,7 @@ class Tape:
         if kept:
             apart = tuple(value for value in outputs if value.store not in kept)
             self._last_saving = len(self.moments) - 1, self.moments[-1], apart
-        self.operators.append(Operator(name, outputs, kept, backward, cast))
+        self.operators.append(Operator(name, outputs, kept, backward, cast, place or Place()))
 
     @contextmanager
     def unless_constant(self, *values: Value) -> Iterator[None]:
@@ -275,7 +287,7 @@ class Tape:
                 self._step(operator, waiting)
 
     def _step(self, operator: Operator, waiting: dict[Value, Store]) -> None:
-        self.name = operator.name
+        self._begin(operator)
         taken = [waiting.pop(value) for value in operator.outputs]
         arriving = operator.backward(self, taken)
         self.note()
@@ -292,6 +304,14 @@ class Tape:
         if made:
             self.moments[at] = self.moments[at]._replace(handed_on=tuple(self.alive))
 
+    def _begin(self, operator: Operator) -> None:
+        self.name, self.place = operator.name, operator.place
+        if self.place.at is At.LINEAR:
+            self._linear = self.place.module
+        elif self.place.at is At.ANYWHERE:
+            self.place = Place(At.BETWEEN, self._linear)
+        self.before = tuple(self.alive) if self.place.at in _ASKED_BEFORE else ()
+
     def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:
         """Add to a gradient that waits already: in place where nobody else has it (torch, csrc/autograd/input_buffer.cpp)."""
         if value in self.constants:
@@ -306,6 +326,10 @@ class Tape:
             return
         waiting[value] = self.make(first.kind, first.reason, first.size, first.source, first.tag)
         self.drop(first, gradient)
+
+
+#: Where engines ask what was alive before an operator made anything.
+_ASKED_BEFORE = (At.LINEAR, At.WEIGHTING)
 
 
 def _with_twin(moment: Alive, store: Store) -> Alive:

@@ -9,13 +9,13 @@ from zeroplan.ledger import Kind, Line, OffGpu, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
-from zeroplan.transformer.blocks import RUN_AGAIN, BackwardPoint, BlockPass
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Place
 from zeroplan.transformer.families import bloom, dense, gemma, gpt2, gpt_neox, gpt_oss, opt, phi3, routed
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.gated import LLAMA_NORM
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
-from zeroplan.transformer.families.norms import LAYER_FINAL, LAYER_NORM, FinalNorm
+from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
 from zeroplan.transformer.families.program import Block
@@ -68,6 +68,8 @@ class Placed(NamedTuple):
     current: Places
     casts: Places
     handed_on: Places
+    place: Place
+    before: Places
 
 
 class Checkpointed(NamedTuple):
@@ -120,7 +122,7 @@ class Index:
     def _placed(self, one: Alive) -> Placed:
         stores, handed_on = self.of(one.stores), self.of(one.handed_on)
         made, making, copied = map(self.elements, (one.gradients, one.current, one.casts))
-        return Placed(one.name, stores, made, making, copied, handed_on)
+        return Placed(one.name, stores, made, making, copied, handed_on, one.place, self.of(one.before))
 
 
 def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False, recompute: Recompute = "none") -> BlockPass:
@@ -199,16 +201,20 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
         lines(yes.forward, no.forward),
         lines(yes.forward_recompute, no.forward_recompute),
         (
-            *(point._replace(lines=lines(point.lines, ()), handed_on=lines(point.handed_on, ())) for point in yes.points),
-            *(
-                point._replace(
-                    lines=lines((), point.lines), handed_on=lines((), point.handed_on), between=lines((), point.between)
-                )
-                for point in no.points
-            ),
+            *(_with_lines(point, lambda some: lines(some, ())) for point in yes.points),
+            *(_with_lines(point, lambda some: lines((), some)) for point in no.points),
         ),
         yes.cast_elements,
         yes.checkpoint_in_backward,
+    )
+
+
+def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tuple[Line, ...]]) -> BackwardPoint:
+    return point._replace(
+        lines=made_of(point.lines),
+        handed_on=made_of(point.handed_on),
+        between=made_of(point.between),
+        before=made_of(point.before),
     )
 
 
@@ -228,7 +234,9 @@ def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
 
 def _final(tape: Tape, given: Value, *, norm: NormAs | None) -> Value:
     """The norm before the head."""
-    return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM) if norm is None else op.rms_norm(tape, given, "final norm", norm)
+    if norm is None:
+        return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
+    return op.rms_norm(tape, given, "final norm", norm, place=AT_FINAL_NORM)
 
 
 def norm_plan(tape: Tape, read: tuple[Width, Size], norm: Callable[[Tape, Value], Value], source: str) -> Plan:
@@ -298,7 +306,8 @@ def run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, 
     """
     beside = [
         one._replace(
-            name=RUN_AGAIN,
+            name="forward, run again",
+            place=Place(At.RUN_AGAIN),
             stores=(*(store for store in one.stores if store is not given or given in tape.saved), *tape.before_saved),
         )
         for one in moments
@@ -357,9 +366,10 @@ class Sizes:
 
     def point(self, moment: Placed) -> BackwardPoint:
         """Write a moment of the backward."""
-        name, stores, gradients, current, casts, handed_on = moment
+        name, stores, gradients, current, casts, handed_on, place, before = moment
         made, making, copied = map(self.elements, (gradients, current, casts))
-        return BackwardPoint(name, self.lines(stores), made, making, copied, self.lines(handed_on))
+        lines, handed_on_lines, before_lines = map(self.lines, (stores, handed_on, before))
+        return BackwardPoint(name, lines, made, making, copied, handed_on_lines, place=place, before=before_lines)
 
 
 def pass_of(plan: Plan, sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> BlockPass:

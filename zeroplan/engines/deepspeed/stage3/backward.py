@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import lru_cache
 
-from zeroplan.engines.deepspeed.adapted import before_its_gradient, highest_places
+from zeroplan.engines.deepspeed.adapted import highest_places
 from zeroplan.engines.deepspeed.buckets import unreduced_elements
 from zeroplan.engines.deepspeed.flat import embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.deepspeed.infinity import swaps_optimizer
@@ -23,15 +23,12 @@ from zeroplan.engines.deepspeed.stage3.reducing import flush_moment, highest_flu
 from zeroplan.engines.deepspeed.stage12_lines import waiting
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Line, Moment, Phase
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.blocks import At, BackwardPoint
 
-#: The point in the backward of experts before any of their gradients is made.
-_BEFORE_GRADIENTS = "weighting of the expert outputs"
-_MADE_FIRST = ("gradients of the weighted outputs", "gradient of the expert outputs", "gradient of the routing weights")
 _GATHERING = -1
 """Stands, in place of the elements being made, for the moment at which the module is gathered (:func:`_held`)."""
 _NOWHERE = BackwardPoint("", (), 0, 0, 0)
-_OF_HEAD = {"loss": 0, "head": 1, "final norm": 2}
+_OF_HEAD = {At.LOSS: 0, At.HEAD: 1, At.FINAL_NORM: 2}
 """Where in the trace's figures of the head a point is, where no gradients tell."""
 
 
@@ -55,7 +52,7 @@ def _head(job: Job, these: Passes) -> Iterator[Moment]:
             _held_at_head(job.trace, at.point)
             if job.trace.head_notes
             else job.trace.head[
-                _OF_HEAD[at.point.name] if job.trace.modules else 0 if not at.point.gradients else 1 if first else 2
+                _OF_HEAD[at.point.place.at] if job.trace.modules else 0 if not at.point.gradients else 1 if first else 2
             ]
         )
         tied = tied_head_lines(job) if at.point.gradients and not first else ()
@@ -134,14 +131,13 @@ def _adapted_blocks(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Each point of the last block, and of earlier ones where more is gathered, where weights are frozen."""
     for point in run.block.points:
         current = point.current_gradient
-        earlier = before_its_gradient(point)
-        for block, held, gathering in highest_places(job.trace, run.first, run.n_blocks, point.name, current):
+        for block, held, gathering in highest_places(job.trace, run.first, run.n_blocks, point.place, current):
             around = (*around_block(these, run, block), _waiting(job, block, point))
             yield Moment(
                 f"backward of a block: {point.name}", Phase.BACKWARD, (*around, *point.lines, gathered_line(job, held))
             )
             if gathering > held:
-                lines = (*around, *earlier.lines, gathered_line(job, gathering))
+                lines = (*around, *point.before, gathered_line(job, gathering))
                 yield Moment(f"gathered for the backward of a block: {point.name}", Phase.BACKWARD, lines)
 
 
@@ -149,10 +145,10 @@ def _blocks(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Each point of the last block, and of earlier ones where more is gathered."""
     tied = tied_head_lines(job)
     beside: dict[int, tuple[Line, ...]] = {}
-    experts = next((point.gradients for point in run.block.points if point.name == _BEFORE_GRADIENTS), None)
+    experts = next((point.gradients for point in run.block.points if point.place.at is At.WEIGHTING), None)
     for point in run.block.points:
         apart = point.gradients - point.current_gradient == experts
-        place = point.gradients, point.current_gradient, point.name == _BEFORE_GRADIENTS, apart
+        place = point.gradients, point.current_gradient, point.place.at is At.WEIGHTING, apart
         highest = _highest_with_waiting(job, run, place, point)
         for block, held in highest if not swaps_optimizer(job.recipe) else _and_first(job.trace, run, highest, place):
             if block not in beside:
@@ -161,7 +157,7 @@ def _blocks(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
             around = (_waiting(job, block, point), *tied)
             lines = (*beside[block], *point.lines, gathered_line(job, held), *around, *stay)
             yield Moment(f"backward of a block: {point.name}", Phase.BACKWARD, lines)
-        if point.name == _BEFORE_GRADIENTS:
+        if point.place.at is At.WEIGHTING:
             yield from _experts_gathered(job, these, run, point)
 
 
@@ -186,11 +182,10 @@ def _and_first(
 
 def _experts_gathered(job: Job, these: Passes, run: RunPass, first: BackwardPoint) -> Iterator[Moment]:
     """Return the moments at which experts are gathered for their backward, before its ``first`` point has made anything."""
-    kept = tuple(line for line in first.lines if not line.reason.startswith(_MADE_FIRST))
     for block, held in _highest_blocks(job.trace, run.first, run.n_blocks, (first.gradients, _GATHERING, True, True)):
         stay = staying_lines(job, block, first.gradients)
         waits = _waiting(job, block, _NOWHERE._replace(gradients=first.gradients))
-        lines = (*around_block(these, run, block), *kept, gathered_line(job, held), waits, *tied_head_lines(job), *stay)
+        lines = (*around_block(these, run, block), *first.before, gathered_line(job, held), waits, *tied_head_lines(job), *stay)
         yield Moment("experts gathered for their backward", Phase.BACKWARD, lines)
 
 
