@@ -18,9 +18,10 @@ from zeroplan.measurement import Measurement
 from zeroplan.spec.hardware import ClusterSpec, SharesSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.steptime import Efficiency, StepTime, shares_of, step_time
+from zeroplan.steptime.parts import Does
 
 #: Parts of a step that a record times with the optimizer, and parts that move data between GPUs.
-_STEP, _SENT = ("optimizer step", "collectives around"), ("waiting", "collectives")
+_STEP, _SENT = (Does.STEPPING, Does.SENDING_AT_STEP), (Does.SENDING, Does.SENDING_AT_STEP)
 _LEAST, _HALVINGS = 0.02, 40
 
 
@@ -124,8 +125,8 @@ def _time(job: JobSpec, account: Account, share: Efficiency) -> StepTime:
 
 def _seconds(time: StepTime, took: Measured, *, step: bool | None) -> float:
     """Of the parts that were timed: the optimizer's, the others, or all."""
-    parts = (part for part in time.parts if took.moved_data or not part.name.startswith(_SENT))
-    return sum(float(part.seconds) for part in parts if step is None or part.name.startswith(_STEP) == step)
+    parts = (part for part in time.parts if took.moved_data or part.does not in _SENT)
+    return sum(float(part.seconds) for part in parts if step is None or (part.does in _STEP) == step)
 
 
 def _solved(seconds: Callable[[float], float], measured: float, most: float) -> float:

@@ -179,7 +179,7 @@ class _AsRun(NamedTuple):
 
     def with_blocks(self, kept: tuple[tuple[str, tuple[Line, ...]], ...]) -> "_AsRun":
         """Know what blocks keep, line by line (``Estimate.kept``), for lines that sum it up."""
-        found = ((name.split()[1], int(total_bytes(self.lines(lines)) - total_bytes(lines))) for name, lines in kept)
+        found = ((kind, int(total_bytes(self.lines(lines)) - total_bytes(lines))) for kind, lines in kept)
         return self._replace(of_blocks=tuple((f"S_{kind}", more) for kind, more in found if more))
 
     def lines(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -229,7 +229,7 @@ def _phases(totals: dict[Moment, int], steady: StepMeasured, *, loss: Loss) -> l
 def phase_as_run(moment: Moment, loss: Loss) -> Phase:
     """The loss's own moments belong to the pass they happen in, as a run measures them; a chunked loss begins the backward."""
     if moment.phase is Phase.LOSS:
-        return Phase.FORWARD if "forward" in moment.name and loss != "chunked" else Phase.BACKWARD
+        return Phase.FORWARD if moment.of_forward and loss != "chunked" else Phase.BACKWARD
     return moment.phase
 
 

@@ -90,7 +90,7 @@ class Estimate:
     notes: tuple[str, ...]
     """What a reader would trip over, a sentence each."""
     kept: tuple[tuple[str, tuple[Line, ...]], ...]
-    """What one block of each kind keeps for its backward, where the moments give it as one line."""
+    """The kind of each block and what one of it keeps for its backward, where the moments give it as one line."""
     pipeline: tuple[PipelineRank, ...] = ()
     """Every rank of a pipeline, the one that this estimate is of first."""
 
@@ -131,7 +131,7 @@ class Estimate:
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
         """Every named moment with all that is alive then, library workspaces included."""
-        return tuple(Moment(name, phase, (*lines, *self.workspaces)) for name, phase, lines in self.engine_moments)
+        return tuple(moment._replace(lines=(*moment.lines, *self.workspaces)) for moment in self.engine_moments)
 
     @cached_property
     def reserved(self) -> Band:

@@ -196,11 +196,36 @@ class Moment(NamedTuple):
     """In which part of the step."""
     lines: tuple[Line, ...]
     """Everything that is alive."""
+    of_forward: bool = False
+    """It belongs to the forward, as code may have to know of a moment of the loss."""
 
     @property
     def total_bytes(self) -> Int:
         """Sum of the lines. [bytes]"""
         return total_bytes(self.lines)
+
+    def beside(self, lines: tuple[Line, ...]) -> "Moment":
+        """Put lines that are alive as well before its own."""
+        return self._replace(lines=lines + self.lines)
+
+
+class Among(StrEnum):
+    """Which ranks of the mesh take part in a collective."""
+
+    SHARDS = "shards"
+    """Those that share out parameters, gradients or states: the data-parallel ranks, where nothing else is said."""
+    REPLICAS = "replicas"
+    """Those that hold the same share."""
+    SHARDS_OF_EXPERTS = "shards of experts"
+    """Those that share out the same experts."""
+    EXPERTS = "experts"
+    """Those that each have experts of their own, and send tokens to each other."""
+    SEQUENCE = "sequence"
+    """Those that share a sequence."""
+    TENSOR = "tensor"
+    """Those that split matrices."""
+    STAGES = "stages"
+    """Two stages of a pipeline."""
 
 
 class Collective(NamedTuple):
@@ -229,6 +254,12 @@ class Collective(NamedTuple):
     """Payload of all calls, to the byte, where they are not alike."""
     near: bool = False
     """The group is of ranks that may share a node, among others that do not."""
+    phase: Phase = Phase.BACKWARD
+    """In which part of the step, for code: ``when`` is for people."""
+    among: Among = Among.SHARDS
+    """Which ranks take part, for code: ``what`` is for people."""
+    is_root: bool = False
+    """Of what is outside the blocks, beside whose collectives nothing is computed."""
 
     @property
     def payload_bytes(self) -> Int:

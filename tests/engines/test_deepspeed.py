@@ -251,12 +251,12 @@ def test_every_phase_is_there(stage: int) -> None:
     assert len({len(account(LLAMA_7B, recipe(stage), MeshSpec(dp_shard=n), BATCH).moments) for n in (1, 2, 7, 512)}) == 1
 
 
-def test_the_lines_that_are_gone_when_a_gradient_is_handed_on_are_found_by_their_names():
-    from zeroplan.engines.deepspeed.handed_on import _OPERAND  # a name of lines, not public
+def test_what_a_product_read_is_gone_when_the_gradient_of_its_weight_is_handed_on():
     from zeroplan.engines.deepspeed.passes import passes
+    from zeroplan.ledger import Role
 
     (run,) = passes(TINY, recipe(2), BATCH).runs
-    assert any(_OPERAND in line.reason for point in run.block.points for line in point.lines)
+    assert any(line.tag.role is Role.OPERAND for point in run.block.points for line in point.lines)
     index = [point.name for point in run.block.points].index("gate projection")
     alive = sum(line.n_bytes for line in run.block.points[index].lines)
     assert run.settled[index].n_bytes < alive

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
-from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
+from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, round_up, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.megatron import Chunks, chunks_of
@@ -152,7 +152,7 @@ def _of_rank(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch
             *(Symbol(f"S_{kind}", total_bytes(lines), f"bytes one {kind} layer keeps") for kind, lines in kept.items()),
         ),
         notes=(NOTE, *((_EXPERTS_NOTE,) if model.moe is not None else ()), *((_ENDS,) if rank.cut.less else ())),
-        kept=tuple((f"one {kind} layer", lines) for kind, lines in kept.items()),
+        kept=tuple((kind, lines) for kind, lines in kept.items()),
         pipeline=(_shown(rank, model, recipe, mesh, moments),),
     )
 
@@ -420,24 +420,27 @@ def _logits(width: int, model: ModelSpec, mesh: Mesh, batch: Batch, reason: str,
 def collectives_of(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
     """What a rank sends per step. Leaves out: single numbers, the tied embedding's sum, vocabulary-parallel maxima and sums."""
     width, beside = _BYTES[recipe.precision], mesh.dp_shard * mesh.cp
-    yield from _of_gradients("parameters", width, recipe, beside, rank.elements)
+    yield from _of_gradients("parameters", Among.SHARDS, width, recipe, beside, rank.elements)
     if model.moe is not None:
-        yield from _of_gradients("experts", width, recipe, mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep, rank.experts)
+        ranks = mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep
+        yield from _of_gradients("experts", Among.SHARDS_OF_EXPERTS, width, recipe, ranks, rank.experts)
     yield from _within_layers(rank, model, recipe, mesh, batch)
     if int(mesh.pp) > 1:
         tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * mesh.tp if recipe.sequence_parallel else mesh.cp)
         calls = batch.grad_accum_steps * chunks_per_rank(recipe, mesh)
-        for when in ("forward", "backward"):
-            yield _sent("hidden states to the next stage", when, 2, calls, 2 * tokens * model.hidden_size)
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            yield _sent("hidden states to the next stage", phase, Among.STAGES, 2, calls, 2 * tokens * model.hidden_size)
 
 
-def _of_gradients(what: str, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int) -> Iterator[Collective]:
+def _of_gradients(
+    what: str, among: Among, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int
+) -> Iterator[Collective]:  # fmt: skip
     gradients: Int = width.gradient * elements
     if not recipe.zero_stage:
-        yield _call("all_reduce", f"gradients of {what}", "backward", ranks, 1, gradients, passes=2)
+        yield _call("all_reduce", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients, passes=2)
         return
-    yield _call("reduce_scatter", f"gradients of {what}", "backward", ranks, 1, gradients)
-    yield _call("all_gather", what, "after the step", ranks, 1, width.weight * elements)
+    yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients)
+    yield _call("all_gather", what, Phase.STEP, among, ranks, 1, width.weight * elements)
 
 
 def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
@@ -446,25 +449,33 @@ def _within_layers(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     forwards = 2 if recipe.recompute == "full" else 1
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
     hidden = 2 * tokens * model.hidden_size
-    if recipe.sequence_parallel:
-        yield _call("all_gather", "hidden states", "forward", mesh.tp, 2 * calls, hidden, near=True)
-        yield _call("reduce_scatter", "hidden states", "forward", mesh.tp, 2 * calls, hidden, near=True)
-        yield _call("all_gather", "hidden states", "backward", mesh.tp, (2 + 2 * forwards) * calls, hidden, near=True)
-        yield _call("reduce_scatter", "hidden states", "backward", mesh.tp, 2 * forwards * calls, hidden, near=True)
-    else:
-        yield _call("all_reduce", "hidden states", "forward", mesh.tp, 2 * calls, hidden, passes=2, near=True)
-        yield _call("all_reduce", "hidden states", "backward", mesh.tp, 2 * forwards * calls, hidden, passes=2, near=True)
+    for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
+        yield from _between_tensor_ranks(recipe, mesh, phase, 2 * passes * calls, calls, hidden)
     yield from _around_rings(model, mesh, calls, forwards, tokens)
     if model.moe is not None:
         yield from _to_experts(rank, model, recipe, mesh, batch)
+
+
+def _between_tensor_ranks(
+    recipe: RecipeSpec, mesh: Mesh, phase: Phase, sums: Int, calls: Int, hidden: Int
+) -> Iterator[Collective]:  # fmt: skip
+    what = "hidden states", phase, Among.TENSOR, mesh.tp
+    if not recipe.sequence_parallel:
+        yield _call("all_reduce", *what, sums, hidden, passes=2, near=True)
+        return
+    inputs = 2 * calls if phase is Phase.BACKWARD else 0
+    yield _call("all_gather", *what, sums + inputs, hidden, near=True)
+    yield _call("reduce_scatter", *what, sums, hidden, near=True)
 
 
 def _around_rings(model: ModelSpec, mesh: Mesh, calls: Int, forwards: int, tokens: Int) -> Iterator[Collective]:
     """Context parallelism sends keys and values around (``cp_comm_type p2p``), with their gradients in backward."""
     keys = ceil_div(2 * 2 * tokens * model.num_key_value_heads * model.head_dim, mesh.tp)
     steps = mesh.cp - 1
-    yield _sent("keys and values around the ring", "forward", mesh.cp, calls * steps, keys)
-    yield _sent("keys and values around the ring", "backward", mesh.cp, (1 + forwards) * calls * steps, keys)
+    yield _sent("keys and values around the ring", Phase.FORWARD, Among.SEQUENCE, mesh.cp, calls * steps, keys)
+    yield _sent(
+        "keys and values around the ring", Phase.BACKWARD, Among.SEQUENCE, mesh.cp, (1 + forwards) * calls * steps, keys
+    )
 
 
 def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> Iterator[Collective]:
@@ -473,20 +484,22 @@ def _to_experts(rank: Rank, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, ba
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp * (mesh.tp if recipe.sequence_parallel else 1))
     payload = 2 * tokens * model.moe.num_experts_per_tok * model.hidden_size
     calls = batch.grad_accum_steps * (rank.layers - model.moe.num_dense_layers)
-    yield _call("all_to_all", "tokens", "forward", mesh.ep, 2 * calls, payload)
-    yield _call("all_to_all", "tokens", "backward", mesh.ep, 2 * forwards * calls, payload)
+    yield _call("all_to_all", "tokens", Phase.FORWARD, Among.EXPERTS, mesh.ep, 2 * calls, payload)
+    yield _call("all_to_all", "tokens", Phase.BACKWARD, Among.EXPERTS, mesh.ep, 2 * forwards * calls, payload)
 
 
 def _call(
-    operation: str, what: str, when: str, ranks: Int, calls: Int, payload: Int, *, passes: int = 1, near: bool = False
+    operation: str, what: str, phase: Phase, among: Among, ranks: Int, calls: Int, payload: Int, *, passes: int = 1,
+    near: bool = False,
 ) -> Collective:  # fmt: skip
     """A collective of a group, of which a rank keeps its own part."""
     sent = calls * passes * (payload - payload // ranks)
     volume = where(ranks > 1, passes * calls * payload // 2, 0)
-    return Collective(operation, what, when, ranks, calls, payload, sent, volume, VOLUME, near=near)
+    when = "after the step" if phase is Phase.STEP else phase.value
+    return Collective(operation, what, when, ranks, calls, payload, sent, volume, VOLUME, near=near, phase=phase, among=among)
 
 
-def _sent(what: str, when: str, ranks: Int, calls: Int, payload: Int) -> Collective:
+def _sent(what: str, phase: Phase, among: Among, ranks: Int, calls: Int, payload: Int) -> Collective:
     """From one rank to another, whole."""
     sent: Int = calls * payload
-    return Collective("send", what, when, ranks, calls, payload, sent, sent // 2, VOLUME)
+    return Collective("send", what, phase.value, ranks, calls, payload, sent, sent // 2, VOLUME, phase=phase, among=among)

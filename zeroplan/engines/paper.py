@@ -51,7 +51,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
             *(Symbol(f"S_{run.kind}", total_bytes(lines), _KEEPS.format(run.kind)) for run, lines in kept),
             *counted(*whole),
         ),
-        kept=tuple((f"one {run.kind} block", lines) for run, lines in kept),
+        kept=tuple((run.kind, lines) for run, lines in kept),
     )
 
 
@@ -104,7 +104,7 @@ def _moments(
     head = outside(model, recipe, batch)
     alive = (*states, _activations(recipe, kept))
     moments = [
-        Moment("loss, forward", Phase.LOSS, (*alive, *head.shared, *head.saved, *head.loss_forward)),
+        Moment("loss, forward", Phase.LOSS, (*alive, *head.shared, *head.saved, *head.loss_forward), of_forward=True),
         Moment("loss, backward", Phase.LOSS, (*alive, *head.shared, *head.points[0].lines)),
         Moment("optimizer step", Phase.STEP, states),
     ]
@@ -151,20 +151,21 @@ def _collectives(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch)
     elements = ceil_div(parameter_count(model), mesh.tp)
     passes = batch.grad_accum_steps if recipe.sync_every_micro_batch else 1
     if recipe.zero_stage == 0:
-        return (_call("all_reduce", "gradients", "backward", 2, passes, elements, recipe, mesh),)
-    reduce = _call("reduce_scatter", "gradients", "backward", 1, passes, elements, recipe, mesh)
+        return (_call("all_reduce", "gradients", Phase.BACKWARD, 2, passes, elements, recipe, mesh),)
+    reduce = _call("reduce_scatter", "gradients", Phase.BACKWARD, 1, passes, elements, recipe, mesh)
     if recipe.zero_stage < 3:
-        return (reduce, _call("all_gather", "updated parameters", "after the step", 1, 1, elements, recipe, mesh))
-    forward = _call("all_gather", "parameters", "forward", 1, batch.grad_accum_steps, elements, recipe, mesh)
-    backward = _call("all_gather", "parameters", "backward", 1, batch.grad_accum_steps, elements, recipe, mesh)
+        return (reduce, _call("all_gather", "updated parameters", Phase.STEP, 1, 1, elements, recipe, mesh))
+    forward = _call("all_gather", "parameters", Phase.FORWARD, 1, batch.grad_accum_steps, elements, recipe, mesh)
+    backward = _call("all_gather", "parameters", Phase.BACKWARD, 1, batch.grad_accum_steps, elements, recipe, mesh)
     return (forward, backward, reduce)
 
 
 def _call(
-    operation: str, what: str, when: str, ring_passes: int, calls: Int, elements: Int, recipe: RecipeSpec, mesh: Mesh
+    operation: str, what: str, phase: Phase, ring_passes: int, calls: Int, elements: Int, recipe: RecipeSpec, mesh: Mesh
 ) -> Collective:  # fmt: skip
     ranks = mesh.dp_shard * mesh.dp_replicate
     width = widths(recipe.precision).compute
     sent = calls * ring_passes * width * ceil_div(elements, ranks) * (ranks - 1)
     volume = where(ranks > 1, calls * ring_passes * elements, 0)
-    return Collective(operation, what, when, ranks, calls, width * elements, sent, volume, _VOLUME)
+    when = "after the step" if phase is Phase.STEP else phase.value
+    return Collective(operation, what, when, ranks, calls, width * elements, sent, volume, _VOLUME, phase=phase)

@@ -3,11 +3,13 @@
 from zeroplan.planner.objectives import TIE, complexity_of
 from zeroplan.planner.result import Layout, More
 from zeroplan.steptime import StepTime
+from zeroplan.steptime.parts import Does
 from zeroplan.units import GB
 
 #: What two digits of GB, and one of a per cent, do not show.
 _SMALL, _TOLD = 5 * 10**6, 0.0005
-_WAITING = ("waiting", "collectives", "copies")
+#: What the links are the cause of.
+_WAITING = (Does.SENDING, Does.SENDING_AT_STEP, Does.COPYING)
 
 
 def why_not(rival: Layout, its: StepTime, best: Layout, winner: StepTime) -> str:
@@ -44,6 +46,6 @@ def binding(time: StepTime, further: More | None) -> str:
     share = float(largest.seconds) / float(time.seconds)
     if further is not None:
         return f"memory: a layout that is {further.gain:.1%} quicker needs {further.missing_bytes / GB:,.2f} GB more"
-    if largest.name.startswith(_WAITING):
+    if largest.does in _WAITING:
         return f"the links: {largest.name} takes {share:.0%} of the step"
     return f"the GPU's own rate: {largest.name} takes {share:.0%} of the step"

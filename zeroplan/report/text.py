@@ -167,8 +167,8 @@ def _communication(answer: Estimate, unit: Unit, *, explain: bool) -> Iterator[s
 
 def _kept(answer: Estimate, unit: Unit) -> Iterator[str]:
     """Tensor by tensor what the peak gives as one line: what one block keeps from its forward to its backward."""
-    for what, lines in answer.kept:
-        yield f"What {what} keeps from its forward to its backward"
+    for kind, lines in answer.kept:
+        yield f"What one {kind} block keeps from its forward to its backward"
         yield from _explained(answer, lines, unit)
 
 

@@ -22,7 +22,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing, computing, peak_flops_per_s, stepping
 from zeroplan.steptime.efficiency import PCIE_SOURCE, Efficiency, efficiency, pcie_bytes_per_s, shares_of
 from zeroplan.steptime.links import Links, links
-from zeroplan.steptime.parts import Part, StepTime
+from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.sending import exposed
 from zeroplan.steptime.work import work
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
@@ -109,7 +109,7 @@ def _copies_of_activations(account: Account, batch: Batch, architecture: str) ->
     kept = bytes_by_kind(account.host).get(Kind.ACTIVATIONS, 0)
     takes: Float = 2.0 * batch.grad_accum_steps * kept / pcie_bytes_per_s(architecture)
     reason = "inputs of blocks to the host in forward and back in backward, on the stream that computes"
-    return Part("copies of activations", takes, 0.0 * takes, reason, f"{PCIE_SOURCE}; {SAVED_ON_CPU}")
+    return Part("copies of activations", takes, 0.0 * takes, reason, f"{PCIE_SOURCE}; {SAVED_ON_CPU}", Does.COPYING)
 
 
 def _copies_of_states(account: Account, recipe: RecipeSpec, batch: Batch, busy: Computing, architecture: str) -> Part:
@@ -128,7 +128,7 @@ def _copies_of_states(account: Account, recipe: RecipeSpec, batch: Batch, busy: 
     beside = busy.forward_s + busy.backward_s
     left = longest(takes - beside, 0.0 * takes)
     reason = "gradients to the host, weights back, beside forward and backward as far as those last"
-    return Part("copies to and from the host", left, takes - left, reason, PCIE_SOURCE)
+    return Part("copies to and from the host", left, takes - left, reason, PCIE_SOURCE, Does.COPYING)
 
 
 #: Bytes on the host per parameter under Adam: weight and both moments, in the optimizer's width.

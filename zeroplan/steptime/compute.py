@@ -13,7 +13,7 @@ from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, Efficiency
-from zeroplan.steptime.parts import Part
+from zeroplan.steptime.parts import Does, Part
 from zeroplan.steptime.work import ATTENTION_BACKWARD, MATRIX_BACKWARD, SAVED_BACKWARD, SAVED_FORWARD, Work
 
 #: Reads and writes of one element in a step of Adam: weight, both moments read and written, gradient read; tensor by tensor or
@@ -178,4 +178,5 @@ def stepping(
     else:
         reached = share.bandwidth if share.stepping is None else share.stepping
         rate, where, source = reached * gpu.memory_bandwidth_bytes_per_s.value, "bound by memory", _STEP_SOURCE
-    return _part("optimizer step", times * once / rate, f"{recipe.optimizer} ({impl}), {where}", source)
+    part = _part("optimizer step", times * once / rate, f"{recipe.optimizer} ({impl}), {where}", source)
+    return part._replace(does=Does.STEPPING)

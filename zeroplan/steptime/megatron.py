@@ -24,7 +24,7 @@ from zeroplan.engines.megatron import (
     states_of,
     step_lines,
 )
-from zeroplan.ledger import Collective, Kind, total_bytes
+from zeroplan.ledger import Among, Collective, Kind, Phase, total_bytes
 from zeroplan.numeric import Float, longest, together, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import GpuSpec
@@ -34,7 +34,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import FUSED, WRITTEN_OUT, Kernel, computing, peak_flops_per_s, stepping
 from zeroplan.steptime.efficiency import Efficiency
 from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, seconds, strided
-from zeroplan.steptime.parts import Part, StepTime
+from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
 from zeroplan.steptime.work import Work
 from zeroplan.transformer.flops import attention_widths, block_matrices, matmul_parameters
@@ -183,7 +183,7 @@ def _busy(rank: Rank, case: _Case, machine: _Machine) -> _Busy:
     beside = chunks_per_rank(recipe, case.mesh) > 1 and recipe.megatron.overlap_p2p_comm
     waits = longest(sends - busy.forward_s - busy.backward_s, 0.0 * sends) if beside else sends
     reason = "beside the other chunks' passes" if beside else "the next pass waits for what it receives"
-    sent = Part("waiting for sends between stages", waits, sends - waits, reason, _SENDS)
+    sent = Part("waiting for sends between stages", waits, sends - waits, reason, _SENDS, Does.SENDING)
     return _Busy((*parts, sent), passes, sends - waits)
 
 
@@ -238,7 +238,9 @@ def _bubble(busy: dict[int, _Busy], ends: dict[int, int], case: _Case) -> Part:
     chunks = chunks_per_rank(case.recipe, case.mesh)
     idle = Bubble(times, chunks, case.batch.grad_accum_steps).idle_s  # type: ignore[arg-type]  # a column, too
     schedule = case.recipe.pipeline_schedule or "1f1b"
-    return Part("pipeline bubble", idle, 0.0 * idle, f"{int(case.mesh.pp)} ranks fill and drain, {schedule}", BUBBLE)
+    return Part(
+        "pipeline bubble", idle, 0.0 * idle, f"{int(case.mesh.pp)} ranks fill and drain, {schedule}", BUBBLE, Does.IDLING
+    )
 
 
 # --- what it waits for ------------------------------------------------------------------------------------------------------
@@ -255,32 +257,32 @@ def _between_tensor_ranks(calls: tuple[Collective, ...], case: _Case, machine: _
         time = seconds(call, neighbours(call.group, machine.here.per_node), machine.here)
         takes = takes + time
         per_layer = 2 * forwards + (2 if call.operation == "all_gather" else 0)
-        beside = time * (_BESIDE_PER_LAYER / per_layer) if call.when == "backward" else 0.0 * time
+        beside = time * (_BESIDE_PER_LAYER / per_layer) if call.phase is Phase.BACKWARD else 0.0 * time
         waits = waits + (time - beside) + longest(beside - columns, 0.0 * time)
     reason = "the next matrix waits for activations; in backward a half goes on beside multiplications"
-    return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}")
+    return Part("waiting for tensor-parallel ranks", waits, takes - waits, reason, f"{_BESIDE}; {SOURCE}", Does.SENDING)
 
 
 def _around_the_ring(calls: tuple[Collective, ...], case: _Case, machine: _Machine, attention: Float) -> Part:
     """Keys and values of the next part travel while attention computes with this one's."""
-    beside = {"forward": attention, "backward": (case.kernel.backward + (case.recipe.recompute == "full")) * attention}
+    beside = {Phase.FORWARD: attention, Phase.BACKWARD: (case.kernel.backward + (case.recipe.recompute == "full")) * attention}
     cp, tp, per_node = int(case.mesh.cp), int(case.mesh.tp), machine.here.per_node
     apart = Group(2, 2 if cp * tp <= per_node else 1)
     takes: Float = 0.0
     waits: Float = 0.0
     for call in calls:
-        if not call.what.startswith("keys and values"):
+        if call.among is not Among.SEQUENCE:
             continue
         time = seconds(call._replace(group=2), apart, machine.here)
         takes = takes + time
-        waits = waits + longest(time - beside[call.when] * (cp - 1) / cp, 0.0 * time)
-    return Part("waiting for the context ring", waits, takes - waits, "sent on while attention computes", SOURCE)
+        waits = waits + longest(time - beside[call.phase] * (cp - 1) / cp, 0.0 * time)
+    return Part("waiting for the context ring", waits, takes - waits, "sent on while attention computes", SOURCE, Does.SENDING)
 
 
 def _to_experts(calls: tuple[Collective, ...], machine: _Machine) -> Part:
     exchanges = (call for call in calls if call.operation == "all_to_all")
     takes = together(seconds(call, neighbours(call.group, machine.here.per_node), machine.here) for call in exchanges)
-    return Part("waiting for tokens of experts", takes, 0.0 * takes, "experts wait for their tokens", SOURCE)
+    return Part("waiting for tokens of experts", takes, 0.0 * takes, "experts wait for their tokens", SOURCE, Does.SENDING)
 
 
 def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Float:
@@ -288,7 +290,7 @@ def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Flo
     mesh, per_node = case.mesh, machine.here.per_node
     ranks = mesh.dp_shard * mesh.tp * mesh.cp * mesh.pp
     apart = Group(2, where(ranks > per_node, 1, 2))
-    sends = (call for call in calls if call.what.startswith("hidden states to the next stage"))
+    sends = (call for call in calls if call.among is Among.STAGES)
     return together(seconds(call._replace(group=2), apart, machine.here) for call in sends)
 
 
@@ -298,15 +300,16 @@ def _after(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple
     reduced: Float = 0.0
     gathered: Float = 0.0
     for call in collectives_of(rank, case.model, case.recipe, mesh, case.batch):
-        if call.what.endswith("experts") or call.what.endswith("parameters"):
-            stride = mesh.ep if call.what.endswith("experts") else mesh.tp
+        if call.among in (Among.SHARDS, Among.SHARDS_OF_EXPERTS):
+            stride = mesh.tp if call.among is Among.SHARDS else mesh.ep
             time = seconds(call, strided(call.group, stride, per_node), machine.here)
             reduced, gathered = (reduced, gathered + time) if call.operation == "all_gather" else (reduced + time, gathered)
     beside = _Passes(*(each / case.batch.grad_accum_steps for each in passes))
     waits = longest(reduced - beside.backward_s * own.overlap_grad_reduce, 0.0 * reduced)
     waits = waits + longest(gathered - beside.forward_s * own.overlap_param_gather, 0.0 * gathered)
     reason = "gradients when the last backward is over, weights after the step; beside a micro-batch where asked for"
-    sent = Part("collectives around the optimizer step", waits, reduced + gathered - waits, reason, f"{_AFTER}; {SOURCE}")
+    name, hidden = "collectives around the optimizer step", reduced + gathered - waits
+    sent = Part(name, waits, hidden, reason, f"{_AFTER}; {SOURCE}", Does.SENDING_AT_STEP)
     copied = (line._replace(kind=Kind.OPTIMIZER_STATE) for line in step_lines(rank, case.recipe, mesh))  # written and read, too
     states = Account((*states_of(rank, case.recipe, mesh), *copied), (), ())
     step = stepping(states, case.recipe, machine.gpu, machine.share, on_host=False, ranks_per_node=per_node)

@@ -1,8 +1,24 @@
 """The result type of step time: a part of the step with its seconds and its reason, as a ledger's line has its bytes."""
 
+from enum import StrEnum
 from typing import NamedTuple
 
 from zeroplan.numeric import Float, together
+
+
+class Does(StrEnum):
+    """What a GPU does in a part of a step."""
+
+    COMPUTING = "computing"
+    STEPPING = "stepping"
+    """The optimizer's own arithmetic."""
+    SENDING = "sending"
+    """It sends, or waits for what others send."""
+    SENDING_AT_STEP = "sending around the optimizer's step"
+    COPYING = "copying"
+    """To host memory, and from it."""
+    IDLING = "idling"
+    """It has nothing to do until a pipeline is full."""
 
 
 class Part(NamedTuple):
@@ -15,6 +31,7 @@ class Part(NamedTuple):
     """What of it goes on behind the other parts."""
     reason: str
     source: str
+    does: Does = Does.COMPUTING
 
 
 class StepTime(NamedTuple):

@@ -26,7 +26,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.steptime.compute import Computing, computing
 from zeroplan.steptime.efficiency import LINK_SOURCE, Efficiency
 from zeroplan.steptime.links import Links, seconds, strided
-from zeroplan.steptime.parts import Part
+from zeroplan.steptime.parts import Does, Part
 from zeroplan.steptime.played import Costs, played
 from zeroplan.steptime.sending import group_of
 from zeroplan.steptime.work import Work, work
@@ -84,7 +84,7 @@ def pipeline_parts(
             _costs(_work_of((one,), model, recipe, mesh, batch), model, recipe, batch, gpu, share, mfu) for one in stages
         )
         idle, source = longest(_played(schedule, costs, pp, chunks, steps) - bubble.pace_s, 0.0), ZERO_BUBBLE
-    waits = Part("pipeline bubble", idle, 0.0 * idle, f"{pp} ranks fill and drain, {schedule}", source)
+    waits = Part("pipeline bubble", idle, 0.0 * idle, f"{pp} ranks fill and drain, {schedule}", source, Does.IDLING)
     return (*slowest.parts, waits, *_traffic(account.collectives, slowest, recipe, mesh, batch, here))
 
 
@@ -152,12 +152,14 @@ def _traffic(
     beside = (busy.forward_s + busy.backward_s) / batch.grad_accum_steps
     waits = longest(gathers - beside, bare)
     is_split = (int(mesh.tp), int(mesh.cp), int(mesh.ep)) != (1, 1, 1)
-    within = Part(
-        "collectives within a stage", among, 0.0 * among, "of ranks that split it: the next matrix waits", LINK_SOURCE
-    )
+    within = _sent("collectives within a stage", among, 0.0 * among, "of ranks that split it: the next matrix waits")
     return (
-        Part("waiting for all-gathers", waits, gathers - waits, "gathered ahead of the block that needs it", LINK_SOURCE),
-        Part("reducing gradients", reductions, 0.0 * reductions, "after the last backward, beside nothing", LINK_SOURCE),
+        _sent("waiting for all-gathers", waits, gathers - waits, "gathered ahead of the block that needs it"),
+        _sent("reducing gradients", reductions, 0.0 * reductions, "after the last backward, beside nothing"),
         *((within,) if is_split else ()),
-        Part("sends between stages", sends, 0.0 * sends, "the next pass waits for what it receives", LINK_SOURCE),
+        _sent("sends between stages", sends, 0.0 * sends, "the next pass waits for what it receives"),
     )
+
+
+def _sent(name: str, seconds: Float, hidden: Float, reason: str) -> Part:
+    return Part(name, seconds, hidden, reason, LINK_SOURCE, Does.SENDING)

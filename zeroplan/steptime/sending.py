@@ -2,8 +2,7 @@
 
 from typing import NamedTuple
 
-from zeroplan.engines.fsdp2.traffic import EXPERTS, KEYS, REPLICAS, ROOT
-from zeroplan.ledger import Collective
+from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Float, Int, longest, shortest
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -20,7 +19,7 @@ from zeroplan.steptime.links import (
     strided,
     to_the_next,
 )
-from zeroplan.steptime.parts import Part
+from zeroplan.steptime.parts import Does, Part
 
 
 class _Sent(NamedTuple):
@@ -51,50 +50,50 @@ def exposed(
     Traffic within nodes and between them goes on at once, in different groups.
     """
     passes = batch.grad_accum_steps
-    windows = {"forward": _Sent(), "backward": _Sent(), "step": _Sent()}
+    windows = {Phase.FORWARD: _Sent(), Phase.BACKWARD: _Sent(), Phase.STEP: _Sent()}
     for call in calls:
         group = group_of(call, recipe, mesh, here)
         time = _time(call, group, model, recipe, here)
-        window, bare = _placed(call, recipe)
-        windows[window] = windows[window].and_of(time, group, _uncovered(time, call, bare, passes))
+        bare = _bare(call, recipe)
+        windows[call.phase] = windows[call.phase].and_of(time, group, _uncovered(time, call, bare, passes))
     beside = {
-        "forward": busy.forward_s,
-        "backward": busy.backward_s * _share_beside(recipe, passes),
-        "step": 0.0 * busy.forward_s,
+        Phase.FORWARD: busy.forward_s,
+        Phase.BACKWARD: busy.backward_s * _share_beside(recipe, passes),
+        Phase.STEP: 0.0 * busy.forward_s,
     }
-    return tuple(_part(name, windows[name], beside[name]) for name in windows)
+    return tuple(_part(phase, windows[phase], beside[phase]) for phase in windows)
 
 
 _NAMES = {
-    "forward": ("waiting for all-gathers in forward", "gathered ahead of the block that needs it"),
-    "backward": ("waiting for collectives in backward", "gathered ahead, reduced behind"),
-    "step": ("collectives around the optimizer step", "nothing goes on beside it"),
+    Phase.FORWARD: ("waiting for all-gathers in forward", "gathered ahead of the block that needs it"),
+    Phase.BACKWARD: ("waiting for collectives in backward", "gathered ahead, reduced behind"),
+    Phase.STEP: ("collectives around the optimizer step", "nothing goes on beside it"),
 }
 
 
-def _part(name: str, sent: _Sent, beside: Float) -> Part:
+def _part(phase: Phase, sent: _Sent, beside: Float) -> Part:
     takes = sent.takes
     waits = longest(takes - beside, shortest(sent.bare, takes))
-    title, reason = _NAMES[name]
-    return Part(title, waits, takes - waits, reason, SOURCE)
+    title, reason = _NAMES[phase]
+    return Part(title, waits, takes - waits, reason, SOURCE, Does.SENDING_AT_STEP if phase is Phase.STEP else Does.SENDING)
 
 
 def group_of(call: Collective, recipe: RecipeSpec, mesh: Mesh, here: Links) -> Group:
     """Where a collective's ranks are: those that split the model are neighbours, those of a sequence and of shards ``tp`` apart."""
-    if recipe.engine == "fsdp2" and call.what.endswith(KEYS):
+    if recipe.engine == "fsdp2" and call.among is Among.SEQUENCE:
         shared = strided(call.group, mesh.tp, here.per_node)
         return to_the_next(shared) if call.operation == "all_to_all" else shared
     if recipe.engine != "fsdp2" or call.near:
         return neighbours(call.group, here.per_node)
-    if EXPERTS in call.what and not call.what.startswith(REPLICAS):
+    if call.among is Among.SHARDS_OF_EXPERTS:
         return strided(call.group, mesh.ep, here.per_node)
-    stride = mesh.tp * mesh.cp * mesh.dp_shard if call.what.startswith(REPLICAS) else mesh.tp
+    stride = mesh.tp * mesh.cp * mesh.dp_shard if call.among is Among.REPLICAS else mesh.tp
     return strided(call.group, stride, here.per_node)
 
 
 def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, here: Links) -> Float:
     """Time of a collective; DDP's, which stands for as many as there are buckets, has the latency of each."""
-    if recipe.engine == "ddp" and call.what.startswith("gradients"):
+    if recipe.engine == "ddp" and call.operation == "all_reduce":
         from zeroplan.engines.ddp import bucket_count  # noqa: PLC0415  the others' answers need not wait for it
 
         buckets = bucket_count(model, 4)
@@ -102,21 +101,15 @@ def _time(call: Collective, group: Group, model: ModelSpec, recipe: RecipeSpec, 
     return seconds(call, group, here)
 
 
-def _placed(call: Collective, recipe: RecipeSpec) -> tuple[str, str]:
-    """The window of the step a collective is in, and what of it hides: ``none``, all but the ``first`` call or a ``bucket``."""
-    when = call.when
-    if "step" in when:
-        return "step", "none"
-    window = "forward" if "forward" in when else "backward"
-    if call.operation == "all_to_all":
-        return window, "none"  # the experts wait for their tokens
-    if recipe.engine == "fsdp2" and call.near:
-        return window, "none"  # the next matrix waits for it
+def _bare(call: Collective, recipe: RecipeSpec) -> str:
+    """What of a collective hides behind computing: ``none``, all but the ``first`` call or all but a ``bucket``."""
+    if call.phase is Phase.STEP or call.operation == "all_to_all":
+        return "none"  # the experts wait for their tokens
     if recipe.engine == "fsdp2":
-        return window, "none" if ROOT in call.what else "first"
+        return "none" if call.near or call.is_root else "first"  # the next matrix waits for what is sent nearby
     if recipe.engine == "ddp":
-        return (window, "bucket") if window == "backward" else (window, "none")
-    return window, "first" if _hides(call, recipe) else "none"
+        return "bucket" if call.phase is Phase.BACKWARD else "none"
+    return "first" if _hides(call, recipe) else "none"
 
 
 def _hides(call: Collective, recipe: RecipeSpec) -> bool:

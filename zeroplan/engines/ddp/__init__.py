@@ -258,7 +258,11 @@ def _collectives(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, 
     if recipe.zero_stage == 0:
         return (reduce, *kept)
     updated = "parameters, each tensor by the rank that updated it"
-    return (reduce, Collective("broadcast", updated, "optimizer step", ranks, 1, payload, share, moved, _BROADCAST), *kept)
+    return (
+        reduce,
+        Collective("broadcast", updated, "optimizer step", ranks, 1, payload, share, moved, _BROADCAST, phase=Phase.STEP),
+        *kept,
+    )
 
 
 def _buffers(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, ...]:
@@ -268,7 +272,8 @@ def _buffers(step: Step, model: ModelSpec, ranks: Int) -> tuple[Collective, ...]
         return ()
     calls = step.accum if step.recipe.sync_every_micro_batch else 1
     share = ceil_div(n_bytes, ranks) * (ranks - 1)
-    return (Collective("broadcast", "buffers of the model", "forward", ranks, calls, n_bytes, share * calls, 0, _BUFFERS),)
+    what, sent = "buffers of the model", share * calls
+    return (Collective("broadcast", what, "forward", ranks, calls, n_bytes, sent, 0, _BUFFERS, phase=Phase.FORWARD),)
 
 
 @lru_cache(maxsize=256)

@@ -260,7 +260,7 @@ def _with_this(place: _Place) -> tuple[int, ...]:
 def _loss_forward(step: Step, head: HeadPass, whole: Lines) -> Moment:
     casts = _casts(step, _cached(step.weights, step.weights.layers), step.weights.head_casts)
     lines = (*step.base, _gradients(step, _NOTHING, 0), *casts, *whole, *head.saved, *head.loss_forward)
-    return Moment("forward of the loss", Phase.LOSS, lines)
+    return Moment("forward of the loss", Phase.LOSS, lines, of_forward=True)
 
 
 def _output_copied(step: Step, head: HeadPass, whole: Lines) -> tuple[Moment, ...]:

@@ -1,6 +1,6 @@
 """Which single numbers do DeepSpeed's ranks agree on in a step: a gradient norm, a flag that something overflowed?"""
 
-from zeroplan.ledger import Collective
+from zeroplan.ledger import Collective, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -41,4 +41,5 @@ def numbers_sharded(recipe: RecipeSpec, ranks: Int, groups: Int) -> tuple[Collec
 
 def _reduced(what: str, ranks: Int, calls: Int, n_bytes: int, source: str) -> Collective:
     """All-reduce a number; it is no part of the volume that the ZeRO paper counts."""
-    return Collective("all_reduce", what, _WHEN, ranks, calls, n_bytes, 2 * (ranks - 1) * n_bytes * calls // ranks, 0, source)
+    return Collective("all_reduce", what, _WHEN, ranks, calls, n_bytes, 2 * (ranks - 1) * n_bytes * calls // ranks, 0, source,
+                      phase=Phase.STEP)  # fmt: skip

@@ -172,7 +172,7 @@ def kept_symbols(these: Passes) -> tuple[Symbol, ...]:
 
 def kept_in_a_block(these: Passes) -> tuple[tuple[str, tuple[Line, ...]], ...]:
     """Return what one block of each kind keeps, line by line."""
-    return tuple((f"one {run.kind} block", run.kept) for run in _one_of_each_kind(these))
+    return tuple((run.kind, run.kept) for run in _one_of_each_kind(these))
 
 
 def _one_of_each_kind(these: Passes) -> tuple[RunPass, ...]:

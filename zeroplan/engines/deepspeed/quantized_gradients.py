@@ -218,6 +218,7 @@ def quantized_collectives(
         yield Collective(
             "all_to_all", f"gradients in 4 bits and their scales, {place}", plain.when, group, calls * micro,
             ceil_div(payload, maximum(calls, 1)), (group - 1) * payload // group * micro, moved * micro, QGZ, payload * micro, near,
+            plain.phase,
         )  # fmt: skip
     yield plain._replace(
         what="gradients that are not quantized",

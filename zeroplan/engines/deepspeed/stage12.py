@@ -56,7 +56,7 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     persistent = (flat, *frozen, *here, *left, *way_back(job), *layout(model).buffers)
     step = _step_away(job) if away else _step(job, temporary)
     training = (*training_moments(job, these, collects=False), *step)
-    alive = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
+    alive = tuple(moment.beside(persistent) for moment in training)
     start = beside(_init(job, (flat, here[0], *frozen)), left)
     return Account(
         (*persistent, own_gradients(job)),
@@ -175,6 +175,7 @@ def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
         Collective(
             "all_gather", "updated weights", "after the optimizer step", n, where(n > 1, 1, 0), element * n * job.partition,
             (n - 1) * element * job.partition, n * job.partition, "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups",
+            phase=Phase.STEP,
         ),
         *numbers_partitioned(job.recipe, n),
     )  # fmt: skip

@@ -136,7 +136,7 @@ def _nothing(_: Seen) -> Int:
 def _forward(job: Job, these: Passes, courses: Courses) -> Iterator[Moment]:
     lines = held_lines(job, highest(courses, lambda course: course.forward, _nothing).held)
     for at in (*(forward_instant(these, run, run.first + run.n_blocks - 1) for run in these.runs), loss_instant(these)):
-        yield Moment(at.name, at.phase, at.lines + lines)
+        yield Moment(at.name, at.phase, at.lines + lines, of_forward=True)
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------------

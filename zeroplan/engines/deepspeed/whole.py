@@ -50,7 +50,7 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     training = (*training_moments(job, these, collects=True), *end, *step)
     left = abandoned_states(recipe, psi, element)
     persistent = (*weights, *state, *left, *layout(model).buffers)
-    moments = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in training)
+    moments = tuple(moment.beside(persistent) for moment in training)
     return Account(
         (*persistent, gradients),
         (*_init(job, persistent, temporary, mixed=mixed, wrapped=wrapped), *moments),
@@ -84,7 +84,7 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     training = _accumulating_in_fp32(job, these, temporary)
     return Account(
         persistent,
-        (*beside(init, left), *(Moment(name, phase, persistent + lines) for name, phase, lines in training)),
+        (*beside(init, left), *(moment.beside(persistent) for moment in training)),
         (*_collectives(job), _weight_gather(job)),
         symbols=(*_symbols(job, these), *counted(*persistent, *temporary)),
         kept=kept_in_a_block(these),
@@ -201,4 +201,4 @@ def _weight_gather(job: Job) -> Collective:
     calls: Int = where(n > 1, 1, 0)
     source = "DeepSpeed 0.19.8, runtime/utils.py, all_gather_dp_groups"
     return Collective("all_gather", "updated weights", "after the optimizer step", n, calls, 2 * n * share, (n - 1) * 2 * share,
-                      n * share, source)  # fmt: skip
+                      n * share, source, phase=Phase.STEP)  # fmt: skip

@@ -65,8 +65,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         symbols=(*_symbols(plan, model, activations), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan)),
         kept=tuple(
-            (f"one {run.name} block", one.kept(again))
-            for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
+            (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
         ),
     )
 

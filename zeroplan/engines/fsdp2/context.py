@@ -2,7 +2,7 @@
 
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.traffic import KEYS
-from zeroplan.ledger import Collective
+from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Split
@@ -25,14 +25,15 @@ def exchanged(plan: Plan, batch: Batch, model: ModelSpec, mesh: Split) -> tuple[
     round_trip: Int = 4 * elements
     return (
         Collective(
-            "all_gather", KEYS, "forward", ranks, calls, payload, calls * each, calls * ranks * elements, FORWARD, near=True
+            "all_gather", KEYS, "forward", ranks, calls, payload, calls * each, calls * ranks * elements, FORWARD, near=True,
+            phase=Phase.FORWARD, among=Among.SEQUENCE,
         ),
         Collective(
             "all_gather", KEYS, "backward", ranks, again * calls, payload, again * calls * each,
-            again * calls * ranks * elements, BACKWARD, near=True,
+            again * calls * ranks * elements, BACKWARD, near=True, among=Among.SEQUENCE,
         ),
         Collective(
             "all_to_all", f"gradients of {KEYS}", "backward", ranks, ranks * calls, round_trip, ranks * calls * round_trip,
-            ranks * calls * elements, BACKWARD, near=True,
+            ranks * calls * elements, BACKWARD, near=True, among=Among.SEQUENCE,
         ),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from zeroplan.engines.fsdp2.groups import Apart, Group, cast_one_by_one
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.positions import Position
-from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
+from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -336,14 +336,17 @@ def exchanges(plan: Plan, run: BlockRun, mesh: Mesh, batch: Batch, model: ModelS
     calls, again = batch.grad_accum_steps * run.layers, plan.recipe.recompute
     width, name = plan.width.compute, f"{run.kind} blocks"
     elements, ranks = pairs * model.hidden_size, mesh.ep
-    yield _exchange(f"tokens of {name}", "forward", ranks, 2 * calls, width, elements)
-    yield _exchange(f"tokens of {name}", "backward", ranks, (4 if again == "full" else 2) * calls, width, elements)
-    yield _exchange(f"counts of {name}", "forward", ranks, calls, 8, model.moe.num_experts)
+    yield _exchange(f"tokens of {name}", Phase.FORWARD, ranks, 2 * calls, width, elements)
+    yield _exchange(f"tokens of {name}", Phase.BACKWARD, ranks, (4 if again == "full" else 2) * calls, width, elements)
+    yield _exchange(f"counts of {name}", Phase.FORWARD, ranks, calls, 8, model.moe.num_experts)
     if again != "none":
-        yield _exchange(f"counts of {name}", "backward", ranks, calls, 8, model.moe.num_experts)
+        yield _exchange(f"counts of {name}", Phase.BACKWARD, ranks, calls, 8, model.moe.num_experts)
 
 
-def _exchange(what: str, when: str, ranks: Int, calls: Int, width: int, elements: Int) -> Collective:
+def _exchange(what: str, phase: Phase, ranks: Int, calls: Int, width: int, elements: Int) -> Collective:
     payload: Int = width * elements
     sent: Int = calls * (payload - payload // ranks)
-    return Collective("all_to_all", what, when, ranks, calls, payload, sent, calls * elements, EXCHANGE, near=True)
+    return Collective(
+        "all_to_all", what, phase.value, ranks, calls, payload, sent, calls * elements, EXCHANGE, near=True, phase=phase,
+        among=Among.EXPERTS,
+    )  # fmt: skip

@@ -124,4 +124,4 @@ def loss_forward(plan: Plan) -> Moment:
         *plan.head.saved,
         *plan.head.loss_forward,
     )
-    return Moment("loss, forward", Phase.LOSS, lines)
+    return Moment("loss, forward", Phase.LOSS, lines, of_forward=True)

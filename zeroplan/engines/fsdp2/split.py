@@ -6,7 +6,7 @@ from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import cast_early, reduce_input, root_gradients, root_unsharded
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.sources import INPUT_BUFFER
-from zeroplan.ledger import Collective, Kind, Line, Moment, Phase
+from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.transformer.blocks import AtEmbedding
@@ -59,16 +59,16 @@ def split_collectives(
     norms, elements = _norms(plan)
     reduced = plan.reduce_bytes if accumulated or plan.cast_on_arrival else e
 
-    def of(operation: str, when: str, calls: Int, source: str) -> Collective:
-        return _among(operation, ACTIVATIONS, when, ranks, calls, whole, e, source)
+    def of(operation: str, phase: Phase, calls: Int, source: str) -> Collective:
+        return _among(operation, ACTIVATIONS, phase, ranks, calls, whole, e, source)
 
     return (
-        of("all_gather", "forward", passes * after, GATHER),
-        of("reduce_scatter", "forward", passes * before, SCATTER),
-        _among("all_reduce", ROWS, "forward", ranks, 3 * passes * ends, tokens, 4, LOSS),
-        of("all_gather", "backward", passes * (before + again[0]), GATHER),
-        of("reduce_scatter", "backward", passes * (after + again[1]), SCATTER),
-        _among("all_reduce", NORMS, "backward", ranks, reductions * norms, elements // norms, reduced, REDUCE)._replace(
+        of("all_gather", Phase.FORWARD, passes * after, GATHER),
+        of("reduce_scatter", Phase.FORWARD, passes * before, SCATTER),
+        _among("all_reduce", ROWS, Phase.FORWARD, ranks, 3 * passes * ends, tokens, 4, LOSS),
+        of("all_gather", Phase.BACKWARD, passes * (before + again[0]), GATHER),
+        of("reduce_scatter", Phase.BACKWARD, passes * (after + again[1]), SCATTER),
+        _among("all_reduce", NORMS, Phase.BACKWARD, ranks, reductions * norms, elements // norms, reduced, REDUCE)._replace(
             of_all=reductions * reduced * elements
         ),
     )
@@ -83,9 +83,12 @@ def _norms(plan: Plan) -> tuple[int, int]:
 
 
 def _among(
-    operation: str, what: str, when: str, ranks: int, calls: Int, elements: Int, width: int, source: str
+    operation: str, what: str, phase: Phase, ranks: int, calls: Int, elements: Int, width: int, source: str
 ) -> Collective:  # fmt: skip
     times = 2 if operation == "all_reduce" else 1
     payload: Int = width * elements
     sent: Int = times * calls * (payload // ranks) * (ranks - 1)
-    return Collective(operation, what, when, ranks, calls, payload, sent, times * calls * elements, source, near=True)
+    return Collective(
+        operation, what, phase.value, ranks, calls, payload, sent, times * calls * elements, source, near=True, phase=phase,
+        among=Among.TENSOR,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from zeroplan.engines.fsdp2.buffers import GATHER
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
-from zeroplan.ledger import Collective
+from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -53,21 +53,25 @@ def _of_group(
     *, backward: int = 0, ranks: Int | None = None,
 ) -> Iterator[Collective]:  # fmt: skip
     (group, trained), what = groups, f"parameters of {name}"
-    sharing = plan.n if ranks is None else ranks
-    yield gather(plan, group, passes * layers, what, "forward", ranks=sharing)
-    if plan.reshard is not False and group is not plan.root:
-        yield gather(plan, group, passes * backward, what, "backward", ranks=sharing if plan.reshard is True else plan.reshard)
-    yield reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}", ranks=sharing)
-    yield over_replicas(plan, trained, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
+    sharing, is_root = plan.n if ranks is None else ranks, group is plan.root
+    among = Among.SHARDS if ranks is None else Among.SHARDS_OF_EXPERTS
+    calls = [gather(plan, group, passes * layers, what, Phase.FORWARD, ranks=sharing)]
+    if plan.reshard is not False and not is_root:
+        again = sharing if plan.reshard is True else plan.reshard
+        calls.append(gather(plan, group, passes * backward, what, Phase.BACKWARD, ranks=again))
+    calls.append(reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}", ranks=sharing))
+    yield from (call._replace(among=among, is_root=is_root) for call in calls)
+    replicas = over_replicas(plan, trained, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
+    yield replicas._replace(is_root=is_root)
 
 
-def gather(plan: Plan, group: Group, calls: Int, what: str, when: str, *, ranks: Int) -> Collective:
+def gather(plan: Plan, group: Group, calls: Int, what: str, phase: Phase, *, ranks: Int) -> Collective:
     """All-gathers of one group's parameters."""
     payload: Int = plan.width.compute * group.padded
     each: Int = ceil_div(payload, ranks)
     sent: Int = calls * each * (ranks - 1)
     elements = where(ranks > 1, calls * group.padded, 0)
-    return Collective("all_gather", what, when, ranks, calls, payload, sent, elements, GATHER)
+    return Collective("all_gather", what, phase.value, ranks, calls, payload, sent, elements, GATHER, phase=phase)
 
 
 def reduce_scatter(plan: Plan, group: Group, calls: Int, what: str, *, ranks: Int) -> Collective:
@@ -85,4 +89,4 @@ def over_replicas(plan: Plan, group: Group, calls: Int, what: str, replicas: Int
     each: Int = ceil_div(payload, replicas)
     sent: Int = 2 * calls * each * (replicas - 1)
     elements = where(replicas > 1, 2 * calls * group.shard, 0)
-    return Collective("all_reduce", what, "backward", replicas, calls, payload, sent, elements, REDUCE)
+    return Collective("all_reduce", what, "backward", replicas, calls, payload, sent, elements, REDUCE, among=Among.REPLICAS)

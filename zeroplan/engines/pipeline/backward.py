@@ -23,7 +23,8 @@ from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum
-from zeroplan.transformer.blocks import At
+from zeroplan.transformer.blocks import At, BackwardPoint
+from zeroplan.transformer.families.norms import AT_MLP_NORM
 
 
 def backward(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Moment]:
@@ -32,7 +33,7 @@ def backward(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Mom
     plan = stage.plan._replace(several=state.earlier[state.chunk])
     if stage.stage.is_last:
         yield from _after_the_loss(stage, plan, state, common)
-    insides = tuple(tuple((point.name, point.lines, plan.fresh(point.gradients, point.current_gradient)[0]) for point in one.points)
+    insides = tuple(tuple((point, plan.fresh(point.gradients, point.current_gradient)[0]) for point in one.points)
                     for one in plan.passes)  # fmt: skip
     for position in reversed(stage.positions):
         alive = (
@@ -95,19 +96,16 @@ def _below(plan: Plan, run: int) -> Int:
 
 
 def _at_points(
-    stage: StagePlan, position: Position, alive: tuple[Line, ...], inside: tuple[tuple[str, tuple[Line, ...], Int], ...]
+    stage: StagePlan, position: Position, alive: tuple[Line, ...], inside: tuple[tuple[BackwardPoint, Int], ...]
 ) -> Iterator[Moment]:
     coming_in, adding = position.next_run is None, False
-    for name, lines, fresh in inside:
-        coming_in = coming_in and (name == _ADDED_AFTER or not adding)
-        adding = adding or name == _ADDED_AFTER
-        here = stage.at_its_end(lines) if coming_in else lines
+    for point, fresh in inside:
+        coming_in = coming_in and (point.place == AT_MLP_NORM or not adding)
+        adding = adding or point.place == AT_MLP_NORM
+        here = stage.at_its_end(point.lines) if coming_in else point.lines
         here = here if position.layer else stage.at_its_beginning(here)
         made = made_line(stage.plan, fresh, "this block's, made so far")
-        yield Moment(f"backward of {position.name}: {name}", Phase.BACKWARD, (*alive, *here, made))
-
-
-_ADDED_AFTER = "norm before the MLP"
+        yield Moment(f"backward of {position.name}: {point.name}", Phase.BACKWARD, (*alive, *here, made))
 
 
 def _accumulating(stage: StagePlan, plan: Plan, position: Position, alive: tuple[Line, ...], *, first: bool) -> Moment:

@@ -132,4 +132,5 @@ def _head_and_loss(stage: StagePlan, state: State, common: tuple[Line, ...]) -> 
         yield from at_the_split_head(plan, stage.by_rank, inside)
     elif not state.whole[state.chunk]:
         yield Moment("head, forward", Phase.FORWARD, (*inside, *plan.head.output))
-    yield Moment("loss, forward", Phase.LOSS, (*alive, *after_the_forward(plan.head.loss_forward)))
+    lines = (*alive, *after_the_forward(plan.head.loss_forward))
+    yield Moment("loss, forward", Phase.LOSS, lines, of_forward=True)

@@ -11,7 +11,7 @@ from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.traffic import EXPERTS, REPLICAS, ROOT, gather, over_replicas, reduce_scatter
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import Gathers
-from zeroplan.ledger import Collective
+from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -55,14 +55,14 @@ def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpe
 def _of_stage(stage: StagePlan, gathers: Gathers, mesh: Mesh) -> Iterator[Collective]:
     plan = stage.plan
     if plan.root.numel:
-        yield gather(plan, plan.root, 1, f"parameters of {ROOT}", "forward", ranks=plan.n)
-        yield reduce_scatter(plan, plan.root, 1, f"gradients of {ROOT}", ranks=plan.n)
-        yield over_replicas(plan, plan.root, 1, f"{REPLICAS} of {ROOT}", mesh.dp_replicate)
+        yield gather(plan, plan.root, 1, f"parameters of {ROOT}", Phase.FORWARD, ranks=plan.n)._replace(is_root=True)
+        yield reduce_scatter(plan, plan.root, 1, f"gradients of {ROOT}", ranks=plan.n)._replace(is_root=True)
+        yield over_replicas(plan, plan.root, 1, f"{REPLICAS} of {ROOT}", mesh.dp_replicate)._replace(is_root=True)
     for group, run in zip(plan.blocks, plan.runs, strict=True):
         if group.experts is not None:
-            yield from _of_blocks(
-                plan, group.of_experts, run, f"{EXPERTS} {run.kind} blocks", gathers, mesh, group.experts.ranks
-            )
+            name, ranks = f"{EXPERTS} {run.kind} blocks", group.experts.ranks
+            for call in _of_blocks(plan, group.of_experts, run, name, gathers, mesh, ranks):
+                yield call._replace(among=Among.SHARDS_OF_EXPERTS) if call.among is Among.SHARDS else call
         yield from _of_blocks(plan, group.beside_experts, run, f"{run.kind} blocks", gathers, mesh, plan.n)
 
 
@@ -70,9 +70,9 @@ def _of_blocks(
     plan: Plan, group: Group, run: BlockRun, name: str, gathers: Gathers, mesh: Mesh, ranks: Int
 ) -> Iterator[Collective]:  # fmt: skip
     what = f"parameters of {name}"
-    yield gather(plan, group, run.layers * gathers.forward, what, "forward", ranks=ranks)
+    yield gather(plan, group, run.layers * gathers.forward, what, Phase.FORWARD, ranks=ranks)
     if gathers.backward:
-        yield gather(plan, group, run.layers * gathers.backward, what, "backward", ranks=ranks)
+        yield gather(plan, group, run.layers * gathers.backward, what, Phase.BACKWARD, ranks=ranks)
     yield reduce_scatter(plan, group, run.layers, f"gradients of {name}", ranks=ranks)
     yield over_replicas(plan, group, run.layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
 
@@ -83,7 +83,10 @@ def _sends(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> Iterator[
     up = sum(not stage.stage.is_last and stage.stage.number + 1 not in here for stage in stages)
     down = sum(not stage.stage.is_first and stage.stage.number - 1 not in here for stage in stages)
     n_bytes, width = stages[0].hidden_bytes, stages[0].plan.width.compute
-    for count, what, when in ((up, UP, "forward"), (down, DOWN, "backward")):
+    for count, what, phase in ((up, UP, Phase.FORWARD), (down, DOWN, Phase.BACKWARD)):
         calls: Int = count * batch.grad_accum_steps
         if count:
-            yield Collective(SEND, what, when, mesh.pp, calls, n_bytes, calls * n_bytes, calls * n_bytes // width, P2P)
+            yield Collective(
+                SEND, what, phase.value, mesh.pp, calls, n_bytes, calls * n_bytes, calls * n_bytes // width, P2P, phase=phase,
+                among=Among.STAGES,
+            )  # fmt: skip

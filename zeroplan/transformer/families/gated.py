@@ -7,7 +7,7 @@ from zeroplan.ledger import Module
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.norms import RMS_NORM
+from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM, RMS_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
@@ -29,12 +29,12 @@ class Branches(NamedTuple):
 def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Value:
     """One decoder layer; it holds the attention's weights by name to its end."""
     addition = Site("residual addition", parts.source)
-    normal = op.rms_norm(tape, given, "norm before attention", parts.norm)
+    normal = op.rms_norm(tape, given, "norm before attention", parts.norm, place=AT_ATTENTION_NORM)
     attended, weights = parts.attention(tape, normal, block)
     tape.release(normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", addition)
     tape.release(attended)
-    normal = op.rms_norm(tape, middle, "norm before the MLP", parts.norm)
+    normal = op.rms_norm(tape, middle, "norm before the MLP", parts.norm, place=AT_MLP_NORM)
     branch = parts.mlp(tape, normal, block)
     tape.release(normal)
     made = op.add(tape, middle, branch, "block output", addition)

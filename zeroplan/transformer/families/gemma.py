@@ -2,6 +2,7 @@
 
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.gated import gated_mlp, three_projections
+from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block
 from zeroplan.transformer.families.tape import Tape, Value
@@ -14,14 +15,14 @@ NORM = NormAs(one_plus=True, source="transformers 5.23, models/gemma3/modeling_g
 
 def gemma(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer."""
-    normal = op.rms_norm(tape, given, "norm before attention", NORM)
+    normal = op.rms_norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
     attended, weights = three_projections(tape, normal, block, ATTENTION, NORM if block.head_norms else None)
     tape.release(normal)
     normal = op.rms_norm(tape, attended, "norm after attention", NORM)
     tape.release(attended)
     middle = op.add(tape, given, normal, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(normal)
-    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM)
+    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM, place=AT_MLP_NORM)
     branch = gated_mlp(tape, normal, block, MLP)
     tape.release(normal)
     normal = op.rms_norm(tape, branch, "norm after the MLP", NORM)

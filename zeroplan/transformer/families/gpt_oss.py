@@ -9,6 +9,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
 from zeroplan.transformer.families.moe import EXPERTS
+from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts
 from zeroplan.transformer.families.program import Block
@@ -24,12 +25,12 @@ NORM = NormAs(one_plus=False, wide=True, source="transformers 5.23, models/gpt_o
 
 def gpt_oss(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer; it holds the attention's weights by name until the experts are done."""
-    normal = op.rms_norm(tape, given, "norm before attention", NORM)
+    normal = op.rms_norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
     attended, weights = _attention(tape, normal, block)
     tape.release(normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(attended)
-    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM)
+    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM, place=AT_MLP_NORM)
     branch, scores = _routed(tape, normal, dispatch=block.dispatched)
     tape.release(normal)
     if weights is not None:

@@ -16,6 +16,7 @@ STATISTICS = Tag(off_gpu=OffGpu.COMPUTE_DTYPE)
 
 
 NORMALISED = Tag(Role.NORMALISED)
+AT_ATTENTION_NORM, AT_MLP_NORM = Place(At.NORM, Module.ATTENTION_NORM), Place(At.NORM, Module.MLP_NORM)
 AT_FINAL_NORM = Place(At.FINAL_NORM, Module.FINAL_NORM)
 
 
@@ -47,11 +48,11 @@ def _of_layer_norm(name: str) -> NormNames:
     return NormNames(name, f"{name}: its input", f"{name}: mean and reciprocal standard deviation", "")
 
 
-BEFORE_ATTENTION = _of_rms_norm("norm before attention")._replace(read=BLOCK_INPUT, place=Place(At.NORM, Module.ATTENTION_NORM))
-BEFORE_MLP = _of_rms_norm("norm before the MLP")._replace(place=Place(At.NORM, Module.MLP_NORM))
+BEFORE_ATTENTION = _of_rms_norm("norm before attention")._replace(read=BLOCK_INPUT, place=AT_ATTENTION_NORM)
+BEFORE_MLP = _of_rms_norm("norm before the MLP")._replace(place=AT_MLP_NORM)
 FINAL = _of_rms_norm("final norm")._replace(place=AT_FINAL_NORM)
-LAYER_BEFORE_ATTENTION = _of_layer_norm("norm before attention")
-LAYER_BEFORE_MLP = _of_layer_norm("norm before the MLP")
+LAYER_BEFORE_ATTENTION = _of_layer_norm("norm before attention")._replace(place=AT_ATTENTION_NORM)
+LAYER_BEFORE_MLP = _of_layer_norm("norm before the MLP")._replace(place=AT_MLP_NORM)
 LAYER_AFTER_EMBEDDING = _of_layer_norm("norm after the embedding")
 LAYER_FINAL = _of_layer_norm("final norm")._replace(place=AT_FINAL_NORM)
 

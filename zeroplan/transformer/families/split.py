@@ -23,7 +23,7 @@ from zeroplan.transformer.families.attention import LLAMA as ATTENTION
 from zeroplan.transformer.families.gated import LLAMA_NORM as NORM
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.mlp import LLAMA as MLP
-from zeroplan.transformer.families.norms import AT_FINAL_NORM, FinalNorm
+from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_FINAL_NORM, AT_MLP_NORM, FinalNorm
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.parts import INCOMING, LAYER
 from zeroplan.transformer.families.program import Block
@@ -153,12 +153,12 @@ def _run(
 
 def _layer(tape: Tape, given: Value, structure: Structure) -> Value:
     addition = Site("residual addition", LAYER)
-    normal = _norm(tape, given, "norm before attention", split=structure.split)
+    normal = _norm(tape, given, "norm before attention", split=structure.split, place=AT_ATTENTION_NORM)
     attended, weights = _attention(tape, normal, structure)
     tape.release(normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", addition)
     tape.release(attended)
-    normal = _norm(tape, middle, "norm before the MLP", split=structure.split)
+    normal = _norm(tape, middle, "norm before the MLP", split=structure.split, place=AT_MLP_NORM)
     branch = _mlp(tape, normal, structure)
     tape.release(normal)
     made = op.add(tape, middle, branch, "block output", addition)

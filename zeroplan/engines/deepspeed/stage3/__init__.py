@@ -50,12 +50,12 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
         for each in by_micro_batches(job, batch)
         for moment in (*forward_moments(each, these), *backward_moments(each, these))
     ]
-    training = tuple(Moment(name, phase, persistent + lines) for name, phase, lines in running)
+    training = tuple(moment.beside(persistent) for moment in running)
     taken = step_temporaries(job, impl)
     steps = step_away_moments(job) if offloads_optimizer(recipe) else step_moments(job, impl, taken)
     second = second_partition(recipe, job.element, job.partition, job.n_ranks)
-    step = tuple(Moment(name, phase, (*states, bucket_line(job), *second, *lines)) for name, phase, lines in steps[:-1])
-    step += tuple(Moment(name, phase, (*states, bucket_line(job), *lines)) for name, phase, lines in steps[-1:])
+    step = tuple(moment.beside((*states, bucket_line(job), *second)) for moment in steps[:-1])
+    step += tuple(moment.beside((*states, bucket_line(job))) for moment in steps[-1:])
     mine = Shares(job.whole, job.n_ranks, job.partition, job.element, job.master, job.kept)
     return Account(
         (*states, bucket_line(job), persistent_line(job)),

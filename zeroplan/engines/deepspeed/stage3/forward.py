@@ -30,7 +30,7 @@ def forward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
         *moments,
         Moment(before.name, before.phase, (*before.lines, gathered_line(job, job.trace.head_gathering))),
         Moment(head.name, head.phase, (*head.lines, gathered_line(job, job.trace.head_forward))),
-        Moment(loss.name, loss.phase, (*loss.lines, gathered_line(job, job.trace.loss))),
+        Moment(loss.name, loss.phase, (*loss.lines, gathered_line(job, job.trace.loss)), of_forward=True),
     )
 
 

@@ -10,7 +10,7 @@ from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import COORDINATOR, Job, trace_of_several
 from zeroplan.engines.deepspeed.stage3.reducing import is_all_reduced
 from zeroplan.engines.deepspeed.stage3.step import group_count
-from zeroplan.ledger import Collective
+from zeroplan.ledger import Collective, Phase
 from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 
@@ -23,7 +23,7 @@ def collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
     micro, n, element, trace = batch.grad_accum_steps, job.n_ranks, job.element, job.trace
     return (
         *_gathered_in_passes(job, micro),
-        _all_gather(job, ("persistent parameters", "after the optimizer step"), _padded(trace.persistent_sent, n),
+        _all_gather(job, ("persistent parameters", "after the optimizer step", Phase.STEP), _padded(trace.persistent_sent, n),
                     trace.n_persistent, 1, element),
         *_gradients(job, micro),
         *numbers_sharded(job.recipe, n, group_count(job)),
@@ -65,24 +65,27 @@ def _gathered_in_passes(job: Job, micro: Int) -> Iterator[Collective]:
     n, one, quantized = job.n_ranks, job.trace, job.recipe.deepspeed.zero_quantized_weights
     several = trace_of_several(job, micro)
     what, width = ("parameters in 8 bits", 1) if quantized else ("parameters", job.element)
-    for direction, single, later in (
-        ("forward", one.sent_forward, several.sent_forward),
-        ("backward", one.sent_backward, several.sent_backward),
+    for phase, single, later in (
+        (Phase.FORWARD, one.sent_forward, several.sent_forward),
+        (Phase.BACKWARD, one.sent_backward, several.sent_backward),
     ):
-        when, forward = f"in every {direction}", direction == "forward"
+        when, forward = f"in every {phase.value}", phase is Phase.FORWARD
         elements = where(micro > 1, _padded(later.sizes, n), _padded(single.sizes, n))
-        gather = _all_gather(job, (what, when), elements, single.calls, micro, width)
+        gather = _all_gather(job, (what, when, phase), elements, single.calls, micro, width)
         yield from within_group(job.recipe, gather, micro, forward=forward)
         if quantized:
             scales = where(micro > 1, later.scales, single.scales)
-            beside = _all_gather(job, ("scales of the parameters", when), scales, single.calls, micro, _SCALE)
+            beside = _all_gather(job, ("scales of the parameters", when, phase), scales, single.calls, micro, _SCALE)
             yield from within_group(job.recipe, beside._replace(volume_elements=0), micro, forward=forward)
 
 
 def _all_gather(
-    job: Job, names: tuple[str, str], elements: Int, calls: int, times: Int, width: int
+    job: Job, words: tuple[str, str, Phase], elements: Int, calls: int, times: Int, width: int
 ) -> Collective:  # fmt: skip
     n, payload = job.n_ranks, width * elements * times
     each = width * ceil_div(elements, max(calls, 1))
     sent = (n - 1) * width * elements // n * times
-    return Collective("all_gather", *names, n, calls * times, each, sent, elements * times, COORDINATOR, payload)
+    what, when, phase = words
+    return Collective(
+        "all_gather", what, when, n, calls * times, each, sent, elements * times, COORDINATOR, payload, phase=phase
+    )

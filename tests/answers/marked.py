@@ -1,0 +1,158 @@
+"""Everything that is answered, as text: ``python -m tests.answers.marked [--mark] [--every N] [--random N]``.
+
+With ``--mark`` every text for people (reasons of lines and parts, names of points and moments, what and when of collectives) begins
+with a mark that says which line of the package wrote it, and the marks are taken out of the answers in the end. No code may read
+these texts, so that the answers are the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from zeroplan import JobSpec
+
+#: The texts of each type that are for people.
+_TEXTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "zeroplan.ledger": {"Line": ("reason",), "Moment": ("name",), "Collective": ("what", "when")},
+    "zeroplan.transformer.blocks": {"BackwardPoint": ("name",)},
+    "zeroplan.transformer.families.operators": {"Site": ("name",)},
+    "zeroplan.transformer.families.tape": {"Alive": ("name",), "Operator": ("name",)},
+    "zeroplan.steptime.parts": {"Part": ("name", "reason")},
+    "zeroplan.engines.account": {"Symbol": ("meaning",)},
+}
+_MARK = re.compile("‹[^›]*›")
+
+
+def mark_everything() -> None:
+    """Have the types put a mark before their texts, however they are made."""
+    from importlib import import_module
+
+    for module, types in _TEXTS.items():
+        for name, fields in types.items():
+            _mark_type(getattr(import_module(module), name), fields)
+    store = import_module("zeroplan.transformer.families.tape").Store
+    store.__init__ = _marking(store.__init__, {2: "reason"})
+
+
+def _mark_type(kind: Any, fields: tuple[str, ...]) -> None:
+    """Of a named tuple: its constructor, and ``_replace``, which does without it."""
+    kind.__new__ = _marking(kind.__new__, {1 + kind._fields.index(field): field for field in fields})
+    kind._replace = _marking(kind._replace, dict(enumerate(fields, start=1000)))
+
+
+def _marking(made: Callable[..., Any], texts: dict[int, str]) -> Callable[..., Any]:
+    def marked(*given: Any, **named: Any) -> Any:
+        where = sys._getframe(1)
+        line = f"{Path(where.f_code.co_filename).stem}:{where.f_lineno}"
+        words = [_marked(one, line) if at in texts else one for at, one in enumerate(given)]
+        return made(*words, **{name: _marked(one, line) if name in texts.values() else one for name, one in named.items()})
+
+    return marked
+
+
+def _marked(text: object, line: str) -> object:
+    return f"‹{line}›{text}" if isinstance(text, str) and text and not text.startswith("‹") else text
+
+
+class Asked(NamedTuple):
+    """What is asked, and how its answer is found: data that JSON can write."""
+
+    name: str
+    answer: Callable[[], object]
+
+
+def questions(every: int, n_random: int) -> Iterator[Asked]:
+    """Of kept jobs the memory and the time, of records the verdict, random jobs alone and in columns, and plans."""
+    from tests.answers import compare
+    from tests.answers.figures import answered
+    from tests.answers.jobs import kept
+    from tests.measured import stored
+
+    for one in islice(kept(), 0, None, every):
+        yield Asked(one.words, lambda job=one.job: [_memory(job), _time(job)])
+    for path in (*stored.SAMPLES, stored.VERSIONS):
+        for number, measured in list(enumerate(stored.records(path), 1))[:: 3 * every]:
+            yield Asked(f"verdict on record {number} of {path.name}", lambda measured=measured: _verdict(measured))
+    for case in range(n_random):
+        for question in compare._drawn(case):
+            yield Asked(question.name, lambda jobs=question.jobs: answered(jobs))
+    for words, fixed in _PLANS if every > 1 else (*_PLANS, *_WIDE_PLANS):
+        yield Asked(f"plan {words} {fixed}", lambda words=words, fixed=fixed: _plan(words, fixed))
+
+
+_PLANS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"model": "llama-3.2-1b", "gpus": 4, "gpu": "rtx-4090"}, {"engine": "fsdp2", "recompute": "full", "loss": "full"}),
+    ({"model": "llama-3.2-1b", "gpus": 4, "gpu": "rtx-4090"}, {"engine": "deepspeed", "zero_stage": 3, "loss": "full"}),
+)
+_WIDE_PLANS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"model": "llama-2-7b", "gpus": 16, "gpu": "h100"}, {}),
+    ({"model": "mixtral-8x7b", "gpus": 32, "gpu": "h100"}, {}),
+)
+
+
+def _memory(job: JobSpec) -> object:
+    from zeroplan import estimate
+    from zeroplan.report.payload import estimate_payload
+
+    return estimate_payload(estimate(job))
+
+
+def _time(job: JobSpec) -> object:
+    from zeroplan.catalog.gpu import gpu
+    from zeroplan.estimator import account_of
+    from zeroplan.steptime import step_time
+
+    on_h100 = replace(job, cluster=replace(job.cluster, gpu=gpu("h100")))
+    time = step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, on_h100.cluster)
+    return [part[:4] for part in time.parts]
+
+
+def _verdict(measured: Any) -> object:
+    from zeroplan.comparison import compare_with_estimate
+    from zeroplan.report.comparison import comparison_payload
+
+    return comparison_payload(compare_with_estimate(measured), measured, tolerance=0.001)
+
+
+def _plan(words: dict[str, Any], fixed: dict[str, Any]) -> object:
+    from zeroplan import job
+    from zeroplan.planner import Fixed, plan
+    from zeroplan.report.plan import Beside, plan_payload
+
+    return plan_payload(plan(job(**words), Fixed(global_batch_size=128, **fixed)), Beside(""))
+
+
+def _text(asked: Asked) -> str:
+    from zeroplan.errors import SpecError
+
+    try:
+        return _MARK.sub("", json.dumps(asked.answer(), ensure_ascii=False, default=str))
+    except SpecError as error:
+        return str(error)
+
+
+def main() -> None:
+    """Write an answer a line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.answers.marked", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mark", action="store_true")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="of kept jobs and records")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="random jobs")
+    given = parser.parse_args()
+    if given.mark:
+        mark_everything()
+    for asked in questions(given.every, given.random):
+        sys.stdout.write(f"{json.dumps([asked.name, _text(asked)])}\n")
+
+
+if __name__ == "__main__":
+    main()
