@@ -26,6 +26,16 @@ PUBLISHED = Path(__file__).parent / "published.toml"
 PUBLISHED_KEPT = Path(__file__).parent / "published.jsonl"
 REPOSITORIES = Path(os.environ.get("PROGRAMS_FOLDER", "/nonexistent"))
 
+FSDP1 = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+fsdp_config: {fsdp_version: 1, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_transformer_layer_cls_to_wrap: BertLayer}
+"""
+"""accelerate's file for BERT under FSDP1."""
+
 
 class Figure(NamedTuple):
     """What others measured: ``unit`` is in bytes, ``reads`` says where the dry run's figure is (see ``published.toml``)."""
@@ -94,9 +104,11 @@ def run(program: Program, folder: Path, *, on_card: tuple[str, ...] = ()) -> Run
     for number in (1, 2):
         layers = {"version": number, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
         (folder / f"fsdp{number}.json").write_text(json.dumps(layers))
+    (folder / "fsdp1.yaml").write_text(FSDP1)
     places = {
         "folder": folder, "scripts": SCRIPTS, "fsdp": "'full_shard auto_wrap'", "fsdp1_config": folder / "fsdp1.json",
         "fsdp2_config": folder / "fsdp2.json", "checkpoint": folder / "checkpoint", "repositories": REPOSITORIES,
+        "fsdp1_launch": folder / "fsdp1.yaml", "recipes": _beside("torchtune") / "recipes",
     }  # fmt: skip
     if "{checkpoint}" in program.command:
         _checkpoint(folder / "checkpoint")
@@ -113,6 +125,12 @@ def run(program: Program, folder: Path, *, on_card: tuple[str, ...] = ()) -> Run
     kind = () if on_card else ("--gpu", program.gpu)
     asked = ("--gpus", str(program.gpus), *kind, "--", *words)
     return dry_run(*asked, folder=folder, environment=environment, flags=on_card or said)
+
+
+def _beside(package: str) -> Path:
+    """The folder that an installed package is in."""
+    found = find_spec(package)
+    return Path(found.origin).parent.parent if found and found.origin else Path("/nonexistent")
 
 
 def _checkpoint(folder: Path) -> None:
@@ -160,7 +178,25 @@ def _alpaca(folder: Path) -> None:
     Dataset.from_dict({"text": texts}).save_to_disk(str(folder / "alpaca"))
 
 
-ASSETS = {"wikitext-2": _wikitext, "alpaca": _alpaca}
+def _small(folder: Path) -> None:
+    """A small Llama and a tokenizer of words as transformers saves them, lines of text, and pairs for instruction tuning."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    _checkpoint(folder / "small")
+    names = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{number:05d}" for number in range(1000))]
+    words = Tokenizer(models.WordLevel({name: at for at, name in enumerate(names)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = dict(zip(("bos_token", "pad_token", "eos_token", "unk_token"), names, strict=False))
+    PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=4096, **special).save_pretrained(folder / "small")
+    line = " ".join(names[4:404])
+    (folder / "lines.txt").write_text("\n".join([line] * 400))
+    pairs = [{"instruction": line, "input": "", "output": line}] * 400
+    (folder / "pairs.json").write_text(json.dumps(pairs))
+    (folder / "dataset_info.json").write_text(json.dumps({"pairs": {"file_name": "pairs.json"}}))
+
+
+ASSETS = {"wikitext-2": _wikitext, "alpaca": _alpaca, "small": _small}
 
 
 def summary(program: Program, found: Run) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,6 +35,16 @@ def test_flash_attn_takes_what_torchs_own_takes(tmp_path: Path):
     replaced = {one["what"]: one["count"] for one in flash.answer["stood_in"]}
     assert replaced == {"flash-attn": (2 + 2) * 2}
     assert own.answer["stood_in"] == []
+
+
+def test_earlier_releases_of_transformers_take_flash_attn_for_installed():
+    """5.6 looks for the package's distribution in a dict, and raised KeyError."""
+    from zeroplan.dryrun.libraries.transformers import PATCHES
+
+    looks = ModuleType("import_utils")
+    looks.PACKAGE_DISTRIBUTION_MAPPING = {}
+    PATCHES["transformers.utils.import_utils"](looks)
+    assert looks.PACKAGE_DISTRIBUTION_MAPPING == {"flash_attn": ["flash-attn"]}
 
 
 def test_qlora_takes_what_verify_says_of_the_same_job(tmp_path: Path):

@@ -11,8 +11,10 @@ from zeroplan.verify.replaced import put
 def _no_tensor_is_fake(module: ModuleType) -> None:
     """Else a causal mask is built, and attention runs in another kernel (``utils/import_utils.py``, ``is_fake_tensor``, 5.23)."""
     put(module, is_fake_tensor=always(False))
-    if hasattr(module, "_package_distribution_mapping"):  # since 5
+    if hasattr(module, "_package_distribution_mapping"):
         put(module, _package_distribution_mapping=_with_doubles(module._package_distribution_mapping))
+    if hasattr(module, "PACKAGE_DISTRIBUTION_MAPPING"):  # in earlier releases, 5.6 among them
+        module.PACKAGE_DISTRIBUTION_MAPPING.setdefault("flash_attn", ["flash-attn"])
 
 
 def _with_doubles(distributions: Callable[[], dict[str, list[str]]]) -> Callable[[], dict[str, list[str]]]:
