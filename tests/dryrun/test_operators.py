@@ -117,3 +117,12 @@ def test_v_says_what_the_step_computes(folder: Path, operators: OperatorsRecorde
 def _line(code: str) -> str:
     lines = _SCRIPT.read_text().splitlines()
     return f"{_SCRIPT.name}:{1 + next(at for at, line in enumerate(lines) if code in line)}"
+
+
+def test_a_product_with_a_dtype_of_its_own_is_counted_as_the_product():
+    """TRL's losses in chunks call ``addmm`` so."""
+    from zeroplan.dryrun.operators import flops
+
+    left, right, added = (torch.empty(shape, device="meta") for shape in ((4, 8), (8, 16), (4, 16)))
+    product = torch.ops.aten.addmm.dtype
+    assert flops(product, (added, left, right, torch.float32), {}, added) == 2 * 4 * 8 * 16

@@ -176,4 +176,7 @@ def _ranks(argument: object) -> tuple[int, ...]:
 def flops(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> int:
     """The operations of an operator by torch's formula; 0 where it has none."""
     formula = known(func).flops
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    if formula is None:
+        return 0
+    others = [one for one in args if not isinstance(one, torch.dtype)]  # addmm's formula takes a dtype for its result's shape
+    return int(formula(*others, **kwargs, out_val=result))
