@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.combined import leave_to_the_night, without_a_test
+from zeroplan import auto_profile
 from zeroplan.verify.watching.cycles import collected_when_told
 
 
@@ -48,6 +49,13 @@ def _a_test_leaves_no_garbage() -> Iterator[None]:
     if not gc.isenabled():
         gc.collect()
         gc.freeze()  # what it has imported is gone through once, too; the file's end takes this back
+
+
+@pytest.fixture(autouse=True)
+def _no_model_is_traced_unasked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration without formulas is refused, as without torch, but where its trace is what is tested: it takes seconds."""
+    if request.path.stem != "test_auto_profile":
+        monkeypatch.setattr(auto_profile, "not_installed", lambda *_, **__: "torch is not asked for by this test")
 
 
 def pytest_runtest_teardown() -> None:
