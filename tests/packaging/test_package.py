@@ -19,7 +19,7 @@ IMPORTED_AS = {"pyyaml": "yaml"}
 #: What those that are asked for bring along by their own metadata, being nothing without.
 BROUGHT_ALONG = {"starlette": "fastapi", "huggingface_hub": "transformers"}
 #: What a user's own script may have imported, which is then there.
-OF_SCRIPTS = {"triton"}
+OF_SCRIPTS = {"accelerate", "triton"}
 
 
 def of_the_package() -> set[str]:
