@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -30,6 +30,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     leave_to_the_night(items)
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and (gone := without_a_test(items)):
         raise pytest.UsageError(f"tests/by_day.toml names cases that no test has: {', '.join(gone)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail for a file of tests that cannot be imported, which ``--doctest-ignore-import-errors`` would leave out in silence."""
+    report = yield
+    if (
+        report.outcome == "skipped"
+        and collector.path.name.startswith("test_")
+        and "unable to import module" in str(report.longrepr)
+    ):
+        report.outcome, report.longrepr = "failed", f"{collector.path} cannot be imported"
+    return report
 
 
 @pytest.fixture(scope="module", autouse=True)

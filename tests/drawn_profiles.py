@@ -64,6 +64,7 @@ def profile(draw: Random) -> Profile:
         buffer_bytes=draw.choice((0, draw.randint(1, 10**6))),
         seq_len=length,
         shortest=1 if length else draw.choice((1, 16)),
+        longest=None if length else draw.choice((None, 2**17)),
         variants=tuple(passes),
     )
 

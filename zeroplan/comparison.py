@@ -103,25 +103,26 @@ class Comparison(NamedTuple):
         return tuple(sorted(found, key=lambda row: -abs(row.difference)))
 
 
-def compare_with_estimate(measured: Measurement) -> Comparison:
+def compare_with_estimate(measured: Measurement, *, has_scratch: bool = False) -> Comparison:
     """Estimate the job of a measurement, with the kernels that ran, and hold the two against each other.
 
-    Of a pipeline, the rank that ran; its stages are the outermost dimension of the ranks.
+    Of a pipeline, the rank that ran; its stages are the outermost dimension of the ranks. ``has_scratch`` as in :func:`compare`.
     """
     recipe, mesh = replace(measured.job.recipe, kernels=measured.kernels), measured.job.mesh
     stage = None if mesh.pp == 1 else measured.rank // (mesh.world_size // mesh.pp)
-    return compare(estimate(replace(measured.job, recipe=recipe), pipeline_rank=stage), measured)
+    return compare(estimate(replace(measured.job, recipe=recipe), pipeline_rank=stage), measured, has_scratch=has_scratch)
 
 
-def compare(answer: Estimate, measured: Measurement) -> Comparison:
+def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = False) -> Comparison:
     """Hold an estimate against the steady state of a measurement.
 
     On tensors that are not CUDA's, what only CUDA's kernels take (workspaces, the attention kernel's scratch) is left out of the
-    prediction, and where a CPU's kernels ran, what they leave in other dtypes is counted so.
+    prediction, and where a CPU's kernels ran, what they leave in other dtypes is counted so. ``has_scratch`` says that what kernels
+    take inside themselves was counted all the same, as a dry run does.
     Kinds are compared at each side's own peak.
     """
     steady = measured.steady
-    as_run = moments_as_run(answer, measured)
+    as_run = moments_as_run(answer, measured, has_scratch=has_scratch)
     totals = {moment: int(moment.total_bytes) for moment in as_run if moment.phase is not Phase.INIT}
     highest = max(totals, key=lambda moment: totals[moment])
     return Comparison(
@@ -144,12 +145,12 @@ def against_kinds(answer: Estimate, seen: dict[str, int], live_bytes: int) -> tu
     return (whole, *_by_kind(answer.peak.lines, seen))
 
 
-def moments_as_run(answer: Estimate, measured: Measurement) -> tuple[Moment, ...]:
+def moments_as_run(answer: Estimate, measured: Measurement, *, has_scratch: bool = False) -> tuple[Moment, ...]:
     """The estimate's moments with what this run takes for each line, which is less where it is not on CUDA."""
     recipe = answer.job.recipe
-    as_run = _AsRun(measured.tensors, measured.kernels, compute_of(recipe), recipe.recompute == "selective").with_blocks(
-        answer.kept
-    )
+    as_run = _AsRun(
+        measured.tensors, measured.kernels, compute_of(recipe), recipe.recompute == "selective", has_scratch
+    ).with_blocks(answer.kept)
     if measured.tensors == "cuda":
         return answer.moments
     lines = {id(line): line for moment in answer.moments for line in moment.lines}  # most are in many moments
@@ -174,6 +175,8 @@ class _AsRun(NamedTuple):
     compute: Compute
     selective: bool = False
     """Checkpointing keeps what operators return, not copies that are made of it."""
+    has_scratch: bool = False
+    """What kernels take inside themselves was counted."""
     of_blocks: tuple[tuple[str, int], ...] = ()
     """By how much a block of each kind keeps more or less, by the symbol that stands for it where a line sums up whole blocks."""
 
@@ -191,7 +194,7 @@ class _AsRun(NamedTuple):
         return line._replace(n_bytes=self._bytes(line))
 
     def _bytes(self, line: Line) -> int:
-        if line.kind in _ONLY_ON_CUDA or line.tag.off_gpu is OffGpu.NO_TENSOR:
+        if line.kind in _ONLY_ON_CUDA or (line.tag.off_gpu is OffGpu.NO_TENSOR and not self.has_scratch):
             return 0
         n_bytes = int(line.n_bytes) + self._of_blocks(line.formula)
         return n_bytes if self.kernels == "cuda" else self._on_cpu(line.tag.off_gpu, n_bytes)

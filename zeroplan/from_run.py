@@ -61,7 +61,7 @@ class FromRun:
             environment=run.environment, initialisation=run.initialisation, steps=run.steps, collectives=run.collectives,
             allocator=run.allocator,
         )  # fmt: skip
-        return compare_with_estimate(measured)
+        return compare_with_estimate(measured, has_scratch=True)
 
     @cached_property
     def own_comparison(self) -> Comparison:

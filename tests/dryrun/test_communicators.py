@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from zeroplan.engines.device import outside_beside
-from zeroplan.report.dryrun import _outside
+from zeroplan.report.dryrun import outside
 
 
 @pytest.mark.parametrize(
@@ -16,4 +16,4 @@ from zeroplan.report.dryrun import _outside
 def test_groups_of_each_size_have_a_communicator(gpus: int, sizes: tuple[int, ...], groups: int):
     sent = [SimpleNamespace(group=size) for size in sizes]
     found = SimpleNamespace(gpus=gpus, gpu="h100-sxm-80gb", collectives=sent)
-    assert _outside(found) == outside_beside(groups, "h100-sxm-80gb")
+    assert outside(found) == outside_beside(groups, "h100-sxm-80gb")

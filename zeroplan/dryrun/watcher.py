@@ -14,16 +14,23 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from zeroplan.allocator import CachingAllocator, Chunk
 from zeroplan.dryrun.compiling.origins import Origins, within
 from zeroplan.dryrun.operators import WAIT, Operator, Operators, flops, known, moved
+from zeroplan.dryrun.scratch import SCRATCH
 from zeroplan.ledger import OF_A_STEP, Kind, Phase
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 from zeroplan.verify.watching.host import HostMemory
 from zeroplan.verify.watching.recording import LIFTED, Block
 from zeroplan.verify.watching.replay import MULTIPLICATIONS
-from zeroplan.verify.watching.tracker import Tracker, _Watch
+from zeroplan.verify.watching.tracker import Holder, Tracker
 
 _LONGEST_WAIT_S = 5.0
 """For the operator of another thread to end."""
+
+
+class _Kernel:
+    """Holds what a kernel takes inside itself, as a watch holds a storage's block."""
+
+    block: Block | None = None
 
 
 class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -65,9 +72,16 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         """Run an operator and record it; threads of the script take turns."""
         with self._one_at_a_time:
             result = super().__torch_dispatch__(func, types, args, kwargs)
+            if func in SCRATCH and result is not NotImplemented and not self._looking_away:
+                self._take_and_give_back(SCRATCH[func](args), func)
             if result is not NotImplemented and self.spans[-1].phase in OF_A_STEP and not self._looking_away:
                 self._note(func, args, kwargs or {}, result)
             return result
+
+    def _take_and_give_back(self, n_bytes: int, func: OpOverload) -> None:
+        """Have memory alive beside what an operator returns, for as long as its kernel runs."""
+        self._release(block := self._request(_Kernel(), n_bytes, func))
+        block.kind = Kind.TEMPORARY
 
     def _note(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], result: object) -> None:
         """Note an operator of a step."""
@@ -136,7 +150,7 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         if isinstance(variable, torch.Tensor) and (block := self._block_of(variable)) is not None:
             self._with_gradients.add(block)
 
-    def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
+    def _request(self, watch: Holder, n_bytes: int, func: Callable[..., object]) -> Block:
         block = super()._request(watch, n_bytes, func)
         origin = self._origins.behind(sys._getframe(1))
         self.lines[block] = (origin.line if origin is not None else "") or self._line()

@@ -235,7 +235,7 @@ def test_only_what_nobody_holds_is_removed_and_only_what_a_run_made(tmp_path: Pa
 
 #: By the clock of the system, and why: torch's profiler goes by it, and so do files' times; ranks on several nodes share no other;
 #: a date.
-BY_THE_SYSTEMS_CLOCK = {"dryrun/saving.py", "verify/watching/log.py", "verify/processes/slurm.py", "verify/environment.py"}
+BY_THE_SYSTEMS_CLOCK = {"dryrun/unwritten.py", "verify/watching/log.py", "verify/processes/slurm.py", "verify/environment.py"}
 
 
 def test_no_time_is_measured_with_a_clock_that_can_be_set():

@@ -135,7 +135,7 @@ BLOCKS = {
 def test_a_block_keeps_what_is_estimated_under_selective_recomputation(name: str):
     asked, block = BLOCKS[name]
     kept = on_the_fake_gpu(_kept, asked, block)
-    lines = dict(estimate(asked).kept)[f"one {name.partition(',')[0]} block"]
+    lines = dict(estimate(asked).kept)[name.partition(",")[0]]
     assert 0 <= kept - sum(int(line.n_bytes) for line in lines) <= NUMBERS
 
 

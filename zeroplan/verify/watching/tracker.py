@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import Self, cast
+from typing import Protocol, Self, cast
 
 import torch
 from torch import nn
@@ -36,6 +36,12 @@ from zeroplan.verify.watching.inside import INSIDE
 from zeroplan.verify.watching.modules_at_work import ModulesAtWork
 from zeroplan.verify.watching.recording import LIFTED, Block, Call, Recording, Span
 from zeroplan.verify.watching.timeline import is_of_the_loss
+
+
+class Holder(Protocol):
+    """What a block of memory belongs to, for as long as it does."""
+
+    block: Block | None
 
 
 class _Watch(weakref.ref[torch.UntypedStorage]):
@@ -253,7 +259,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leav
         self._watches[watch.key] = watch
         return watch
 
-    def _request(self, watch: _Watch, n_bytes: int, func: Callable[..., object]) -> Block:
+    def _request(self, watch: Holder, n_bytes: int, func: Callable[..., object]) -> Block:
         self.now += 1
         self.live_bytes += n_bytes
         block = Block(n_bytes, self.now, str(func), self._modules.current(), len(self.spans) - 1, self._stream())
