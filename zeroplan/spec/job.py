@@ -17,6 +17,7 @@ from zeroplan.spec.split import (
     shards_of_experts_are_even,
     widths_of_experts,
 )
+from zeroplan.spec.torchtitan import check_torchtitan
 
 #: Which ZeRO stages each engine offers, and under what name.
 ENGINE_STAGES: dict[Engine, dict[Stage, str]] = {
@@ -87,6 +88,7 @@ class JobSpec(Spec):
             self._check_nodes()
         if self.model.profile is not None:
             self._check_what_a_profile_tells()
+        check_torchtitan(self.model, self.recipe, self.mesh)
         if self.model.adapter is not None:
             self._check_adapter()
         if self.model.frozen is not None:

@@ -17,6 +17,10 @@ def as_installed(job: JobSpec) -> JobSpec:
     if job.recipe.engine != "fsdp2" or here is None:
         return job
     options = job.recipe.fsdp2
+    if options.modules == "torchtitan":
+        raise MeasurementError(
+            "fsdp2.modules=torchtitan: `zeroplan verify` runs transformers' modules; run torchtitan itself with `zeroplan dryrun`"
+        )
     if options.torch is None:
         if here == "2.13" or job.mesh.pp > 1:
             return job  # which says as much by saying nothing; of pipelines 2.15's are not modelled, and not run

@@ -38,6 +38,10 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
     Source: the files named in each line; verified against real runs on CPU tensors with a fake process group.
     """
+    if recipe.fsdp2.modules == "torchtitan":
+        from zeroplan.engines.fsdp2.torchtitan import account as of_torchtitan  # noqa: PLC0415  only its jobs pay for it
+
+        return of_torchtitan(model, recipe, mesh, batch)
     if mesh.cp != 1:
         from zeroplan.transformer.context import local_batch  # noqa: PLC0415  the others' answers need not wait for it
 

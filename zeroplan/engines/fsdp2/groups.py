@@ -92,7 +92,7 @@ def cut_of(model: ModelSpec, width: Widths, n: Int, *, part: Layout | None, firs
     """Put the parameters of a model, or of a ``part`` of it, into groups and cut these into ``n`` ranks' chunks."""
     tree, beside = (part, ()) if part is not None else _parameters(model, width, first=first, tp=tp, ep=ep)
     learning = trained_layout(model) if part is None and has_frozen(model) else tree
-    root, blocks = _group((*tree.embeddings, *tree.tail), n, "root"), _block_groups(tree, n, ep)
+    root, blocks = group_of((*tree.embeddings, *tree.tail), n, "root"), _block_groups(tree, n, ep)
     if learning is tree:
         return Cut(tree, learning, beside, root, blocks, root, blocks)
     return Cut(tree, learning, beside, root, blocks, *_trained_groups(learning, n))
@@ -113,7 +113,7 @@ def _parameters(
 
 def _block_groups(tree: Layout, n: Int, ep: int) -> tuple[Group, ...]:
     if ep == 1:
-        return tuple(_group(run.parameters, n, run.name) for run in tree.runs)
+        return tuple(group_of(run.parameters, n, run.name) for run in tree.runs)
     from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  the others' answers need not wait for it
 
     return tuple(block_group(run, n, ep) for run in tree.runs)
@@ -127,11 +127,12 @@ def _local_layout(model: ModelSpec, ep: int) -> Layout:
 
 def _trained_groups(learning: Layout, n: Int) -> tuple[Group, tuple[Group, ...]]:
     """What is trained of the root group and of each kind of block, where weights are frozen."""
-    root = _group((*learning.embeddings, *learning.tail), n, "trained_root")
-    return root, tuple(_group(run.parameters, n, f"trained_{run.kind}") for run in learning.runs)
+    root = group_of((*learning.embeddings, *learning.tail), n, "trained_root")
+    return root, tuple(group_of(run.parameters, n, f"trained_{run.kind}") for run in learning.runs)
 
 
-def _group(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
+def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
+    """One unit of these parameters, cut into ``n`` ranks' chunks."""
     shard: Int = 0
     numel = 0
     for rows, width in _widths_by_rows(parameters):

@@ -10,7 +10,7 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Place
-from zeroplan.transformer.families import bloom, dense, gemma, gpt2, gpt_neox, gpt_oss, opt, phi3, routed
+from zeroplan.transformer.families import bloom, dense, gemma, gpt2, gpt_neox, gpt_oss, opt, phi3, routed, torchtitan
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.gated import LLAMA_NORM
 from zeroplan.transformer.families.highest import highest
@@ -46,6 +46,7 @@ PROGRAMS: dict[str, Program] = {
     "gemma3_text": Program(gemma.gemma, gemma.LAYER, gemma.NORM),
     "mixtral": Program(routed.mixtral, routed.MIXTRAL, LLAMA_NORM),
     "qwen3_moe": Program(routed.qwen3_moe, routed.QWEN3, LLAMA_NORM),
+    "torchtitan": Program(torchtitan.block, torchtitan.LAYER),
 }
 
 
@@ -143,6 +144,13 @@ def dispatched_block(model: ModelSpec, x: Widths, recompute: Recompute, *, ring:
 def written_block(model: ModelSpec, kind: str, x: Widths, recompute: Recompute, *, masked: bool = False) -> BlockPass:
     """One block by its program where the family's formulas do not hold: ``masked``, attention is given a mask."""
     return _of(model, x, recompute, masked=masked, dense=kind != "moe")
+
+
+def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
+    """One block of torchtitan's Llama 3."""
+    attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
+    plan = _plan(Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels))
+    return pass_of(plan, Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
 #: Whose block the dense layers of a family with experts are.

@@ -1,0 +1,78 @@
+"""torchtitan's own Llama 3 (0.2.2) under FSDP2, held against dry runs of torchtitan itself, which are kept beside this file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.formulas import assert_explained
+from zeroplan import SpecError, estimate
+from zeroplan.engines import fsdp2
+from zeroplan.ledger import Moment, Phase, total_bytes
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
+
+#: The last step's peak in each phase, of random shapes: ``zeroplan dryrun`` of torchtitan 0.2.2 on torch 2.13.
+RUNS = [json.loads(line) for line in (Path(__file__).parent / "torchtitan.jsonl").read_text().splitlines()]
+PHASES = {"forward": (Phase.FORWARD, Phase.LOSS), "backward": (Phase.BACKWARD, Phase.LOSS), "optimizer step": (Phase.STEP,)}
+
+
+def job_of(run: dict[str, Any]) -> JobSpec:
+    shape = run["shape"]
+    model = ModelSpec(
+        family="llama", hidden_size=shape["dim"], intermediate_size=shape["inter"], num_hidden_layers=shape["n_layers"],
+        num_attention_heads=shape["n_heads"], num_key_value_heads=shape["n_kv_heads"],
+        head_dim=shape["dim"] // shape["n_heads"], vocab_size=shape["vocab_size"],
+    )  # fmt: skip
+    batch = BatchSpec(micro_batch_size=run["batch"], seq_len=run["seq"], grad_accum_steps=run.get("accumulated", 1))
+    recipe = RecipeSpec(recompute=run["ac"], optimizer_impl="fused", fsdp2=Fsdp2Options(modules="torchtitan"))
+    return JobSpec(model=model, recipe=recipe, mesh=MeshSpec(dp_shard=run["gpus"]), batch=batch)
+
+
+def is_in(phase: str, moment: Moment) -> bool:
+    """A dry run counts the loss's forward to the forward, and its backward to the backward."""
+    return moment.phase in PHASES[phase] and (moment.phase is not Phase.LOSS or moment.of_forward == (phase == "forward"))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=[str(at) for at in range(len(RUNS))])
+def test_every_phase_is_that_of_torchtitans_own_run(run: dict[str, Any]):
+    """What is missing are scalars, and the random state that flash attention saves: 24 bytes per layer."""
+    job = job_of(run)
+    moments = fsdp2.account(job.model, job.recipe, job.mesh, job.batch).moments
+    for phase, measured in run["phases"].items():
+        counted = max(total_bytes(moment.lines) for moment in moments if is_in(phase, moment))
+        assert 0 <= measured - counted <= 24 * job.model.num_hidden_layers + 60, phase
+
+
+@pytest.mark.parametrize("run", [RUNS[0], RUNS[1], RUNS[2], RUNS[-1]])
+def test_every_line_is_what_its_formula_says(run: dict[str, Any]):
+    assert_explained(estimate(job_of(run)))
+
+
+def test_the_program_of_transformers_is_another():
+    job = job_of(RUNS[0])
+    other = replace(job, recipe=replace(job.recipe, fsdp2=Fsdp2Options()))
+    assert estimate(job).peak_bytes != estimate(other).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mesh", "said"),
+    [
+        ({"zero_stage": 2}, {}, "stage 2"),
+        ({"loss": "chunked"}, {}, "loss 'chunked'"),
+        ({"precision": "fp32"}, {}, "precision 'fp32'"),
+        ({}, {"tp": 2}, "tp=2"),
+        ({}, {"dp_shard": 1}, "a single GPU"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(recipe: dict[str, Any], mesh: dict[str, int], said: str):
+    job = job_of(RUNS[0])
+    with pytest.raises(SpecError, match=f"torchtitan with {said}"):
+        replace(job, recipe=replace(job.recipe, **recipe), mesh=replace(job.mesh, **mesh))

@@ -1,0 +1,51 @@
+"""What is modelled of torchtitan's own program: its Llama 3 under FSDP2 on sharding ranks alone."""
+
+from collections.abc import Iterator
+
+from zeroplan.errors import SpecError
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+
+def check_torchtitan(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
+    """Refuse what torchtitan's program does not do, and what of it is not modelled, where a job says that it runs."""
+    if recipe.fsdp2.modules != "torchtitan":
+        return
+    for asked, instead in (*_of_the_model(model), *_of_the_recipe(recipe), *_of_the_ranks(mesh)):
+        if asked:
+            raise SpecError(f"fsdp2.modules=torchtitan with {asked} is not modelled; use {instead}, or modules=transformers")
+
+
+def _of_the_model(model: ModelSpec) -> Iterator[tuple[str | bool, str]]:
+    own = model.hidden_act is not None or model.attention_bias or model.mlp_bias
+    yield model.family != "llama" and f"a {model.family} model", "a Llama"
+    yield own and "biases or another activation function", "the shape of a Llama 3"
+    yield model.head_dim * model.num_attention_heads != model.hidden_size and "a head_dim of its own", "hidden_size / heads"
+    yield model.tie_word_embeddings and "a head tied to the embedding", "an untied head"
+    yield bool(model.unplaced_parameters) and "a shape inferred from a bare count", "a model's name"
+    yield (model.adapter is not None or model.frozen is not None) and "adapters or frozen parts", "full training"
+
+
+def _of_the_recipe(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    options = recipe.fsdp2
+    yield recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"
+    yield recipe.zero_stage != 3 and f"stage {recipe.zero_stage}", "stage 3"
+    yield recipe.precision != "bf16-mixed" and f"precision {recipe.precision!r}", "precision 'bf16-mixed'"
+    yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
+    yield bool(recipe.keep_logits) and "keep_logits (it lets go of them)", "no keep_logits"
+    yield recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"
+    yield recipe.kernels != "cuda" and "a CPU's kernels", "kernels 'cuda'"
+    yield recipe.recompute_layers is not None and "recompute_layers", "all layers"
+    yield recipe.offloads and "offload to host memory", "no offload"
+    yield not recipe.sync_every_micro_batch and "no_sync", "sync_every_micro_batch"
+    yield options.of_torch_2_15 and "the FSDP2 of torch 2.15", "fsdp2.torch=2.13"
+    yield options.reduce_dtype != "fp32" and "reduce_dtype 'param'", "reduce_dtype 'fp32'"
+    yield options.reshard_after_forward not in (None, True) and "reshard_after_forward of its own", "true"
+
+
+def _of_the_ranks(mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    split = {"tp": mesh.tp, "cp": mesh.cp, "pp": mesh.pp, "ep": mesh.ep, "dp_replicate": mesh.dp_replicate}
+    for name, degree in split.items():
+        yield degree > 1 and f"{name}={degree}", f"{name}=1"
+    yield mesh.dp_shard == 1 and "a single GPU (torchtitan then shards nothing)", "several GPUs"
