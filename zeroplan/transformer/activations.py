@@ -94,7 +94,7 @@ def _by_formulas(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *,
     """A block by its family's formulas; by its program where it has a mask, or these do not hold."""
     treatment, x = TREATMENTS[model.family], widths(model, compute, batch, recomputed=recomputed)
     block = treatment.moe if kind == "moe" else treatment.dense
-    is_masked, is_written = beyond_the_window(model, x), _needs_its_program(model, x)
+    is_masked, is_written = beyond_the_window(model, x), _needs_its_program(model, kind, x)
     if is_masked is False and not is_written:
         return block(model, x)
     from zeroplan.transformer.families.traced import by_mask, written_block  # noqa: PLC0415  as above
@@ -107,9 +107,11 @@ def _by_formulas(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *,
     return by_mask(is_masked, one)
 
 
-def _needs_its_program(model: ModelSpec, x: Widths) -> bool:
-    """Whether formulas do not hold: attention is written out, DeepSeek's apart, or the activation function is another."""
-    return model.hidden_act is not None or (x.attention == "eager" and model.mla is None)
+def _needs_its_program(model: ModelSpec, kind: str, x: Widths) -> bool:
+    """Whether formulas do not hold: a dense block, attention written out, DeepSeek's apart, or another activation function."""
+    if model.mla is not None:
+        return model.hidden_act is not None
+    return kind != "moe" or model.hidden_act is not None or x.attention == "eager"
 
 
 def _is_beside_frozen(model: ModelSpec, kind: str, compute: Compute) -> bool:

@@ -85,13 +85,13 @@ def by_structure(model: ModelSpec, structure: Structure, x: Widths, *, recompute
 def _pass(model: ModelSpec, structure: Structure, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
     values = quantities(x, model.intermediate_size)
     plan = _plan(structure._replace(block=structure.block._replace(masked=masked)))
-    return traced.pass_of(plan, traced.Sizes(plan, values), autocast=structure.block.autocast, recompute=recompute)
+    return traced.pass_of(traced.Sizes(plan, values), autocast=structure.block.autocast, recompute=recompute)
 
 
 def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
     """The frozen norm before the head."""
     plan = _final_plan(wide=x.element == 4, wide_residual=x.residual == 4)
-    return traced.Sizes(plan, quantities(x, model.intermediate_size)).norm(plan)
+    return traced.Sizes(plan, quantities(x, model.intermediate_size)).norm()
 
 
 def structure_of(model: ModelSpec, compute: Compute, x: Widths, *, tracked: bool) -> Structure:

@@ -5,6 +5,7 @@ What the norms read and the residual stream are shares of the sequence, ``T/p`` 
 gathered from all ranks, and so are what they make before it is reduced and scattered, and their gradients.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,13 +55,13 @@ def split_block(model: ModelSpec, compute: Compute, x: Widths) -> BlockPass:
     structure = _structure(model, compute, x)
     plan = _plan(structure)
     sizes = traced.Sizes(plan, local_quantities(model, x, compute.tp))
-    return traced.pass_of(plan, sizes, autocast=False, recompute=structure.recompute)
+    return traced.pass_of(sizes, autocast=False, recompute=structure.recompute)
 
 
 def split_norm(model: ModelSpec, x: Widths, ranks: int) -> FinalNorm:
     """The final norm over a rank's share of the sequence."""
     plan = _final_plan(wide=x.element == 4)
-    return traced.Sizes(plan, local_quantities(model, x, ranks)).norm(plan)
+    return traced.Sizes(plan, local_quantities(model, x, ranks)).norm()
 
 
 def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
@@ -136,7 +137,7 @@ def _of_a_rank(plan: traced.Plan) -> traced.Plan:
     """Every tensor and weight, the widths that are split written as shares."""
     for store in plan.stores:
         store.size = store.size.replacing(_SHARES)
-    return plan._replace(weights=tuple(weight.replacing(_SHARES) for weight in plan.weights))
+    return replace(plan, weights=tuple(weight.replacing(_SHARES) for weight in plan.weights))
 
 
 def _run(

@@ -1,11 +1,12 @@
 """From a block's program to what it costs: the program runs once per structure, its sizes have values for every batch."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zeroplan.expr import Size
-from zeroplan.ledger import Kind, Line, OffGpu, total_bytes
+from zeroplan.ledger import Kind, Line, OffGpu, Tag
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
@@ -80,7 +81,8 @@ class Checkpointed(NamedTuple):
     kept: Places
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)  # the same only as itself, so that what is worked out of it once is found at once
+class Plan:
     """What a structure's runs came to: who is alive when, with expressions for sizes."""
 
     stores: tuple[Store, ...]
@@ -181,7 +183,7 @@ def _of(
     )
     plan = _plan(structure)
     sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
-    return pass_of(plan, sizes, autocast=x.autocast, recompute=recompute)
+    return pass_of(sizes, autocast=x.autocast, recompute=recompute)
 
 
 def by_mask(is_masked: Bool, one: Callable[[bool], BlockPass]) -> BlockPass:
@@ -229,7 +231,7 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
 def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
     """The final norm of a family that is written as a program; its gradients count the norm's own weight only."""
     plan = _final_plan(model.family, wide=x.element == 4, autocast=x.autocast)
-    return Sizes(plan, quantities(x, model.intermediate_size, model.moe)).norm(plan)
+    return Sizes(plan, quantities(x, model.intermediate_size, model.moe)).norm()
 
 
 @lru_cache(maxsize=64)
@@ -344,76 +346,142 @@ def block_input(tape: Tape, given: Store | None, read: tuple[Width, Size], sourc
     return Value(given, dtype, shape)
 
 
+class Texts(NamedTuple):
+    """What of a plan's lines is the same for every batch."""
+
+    sizes: tuple[Size, ...]
+    """Those that there are, each once."""
+    size_of: Places
+    """Where among them each tensor's is."""
+    lines: tuple[tuple[Kind, str, str, str, Tag], ...]
+    """Of each tensor all but the bytes: kind, reason, formula, source and tag."""
+
+
+@lru_cache(maxsize=256)
+def _texts(plan: Plan) -> Texts:
+    places: dict[Size, int] = {}
+    size_of = tuple([places.setdefault(store.size, len(places)) for store in plan.stores])
+    lines = tuple([(store.kind, store.reason, store.size.text, store.source, store.tag) for store in plan.stores])
+    return Texts(tuple(places), size_of, lines)
+
+
+@lru_cache(maxsize=256)
+def _backward(plan: Plan, recompute: Recompute) -> tuple[Placed, ...]:
+    """The moments of the backward, those of running the forward again among them."""
+    return (*plan.again.get(recompute, ()), *plan.points)
+
+
+@lru_cache(maxsize=256)
+def _elements(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """At each moment of the backward the elements of weights' gradients made, of those being made, and of casts."""
+    return tuple(
+        (_sum(weights, one.gradients), _sum(weights, one.current), _sum(weights, one.casts)) for one in _backward(plan, recompute)
+    )
+
+
+def _sum(numbers: Sequence[int], places: Places) -> int:
+    return sum(map(numbers.__getitem__, places))
+
+
 class Sizes:
     """A plan's tensors as lines and its weights as numbers, for one batch."""
 
     def __init__(self, plan: Plan, values: dict[str, Int]) -> None:
         """Take the value of every symbol."""
-        numbers: dict[Size, Int] = {}
-        for store in plan.stores:
-            if store.size not in numbers:
-                numbers[store.size] = store.size.value(values)
+        self.plan, texts = plan, _texts(plan)
+        numbers = [size.value(values) for size in texts.sizes]
         self.element = values["e"]
+        self.n_bytes = list(map(numbers.__getitem__, texts.size_of))
+        """Of each tensor."""
         self._lines = [
-            Line(store.kind, numbers[store.size], store.reason, store.size.text, store.source, store.tag)
-            for store in plan.stores
+            Line(kind, n_bytes, reason, formula, source, tag)
+            for n_bytes, (kind, reason, formula, source, tag) in zip(self.n_bytes, texts.lines, strict=True)
         ]
-        self._weights = [int(size.value(values)) for size in plan.weights]
+        self._weights = tuple([int(size.value(values)) for size in plan.weights])
 
     def lines(self, places: Places) -> tuple[Line, ...]:
         """Write tensors as lines."""
         return tuple(map(self._lines.__getitem__, places))
 
+    def total(self, places: Places) -> Int:
+        """Add tensors up. [bytes]"""
+        total: Int = sum(map(self.n_bytes.__getitem__, places))
+        return total
+
     def elements(self, places: Places) -> int:
         """Add up elements of weights, which do not depend on the batch."""
-        return sum(map(self._weights.__getitem__, places))
+        return _sum(self._weights, places)
 
-    def norm(self, plan: Plan) -> FinalNorm:
+    def norm(self) -> FinalNorm:
         """Write the plan of a norm outside the blocks."""
-        return FinalNorm(self.lines(plan.saved), tuple(map(self.point, plan.points)))
+        return FinalNorm(self.lines(self.plan.saved), self.points("none"))
 
-    def point(self, moment: Placed) -> BackwardPoint:
-        """Write a moment of the backward."""
-        name, stores, gradients, current, casts, handed_on, place, before = moment
-        made, making, copied = map(self.elements, (gradients, current, casts))
-        lines, handed_on_lines, before_lines = map(self.lines, (stores, handed_on, before))
-        return BackwardPoint(name, lines, made, making, copied, handed_on_lines, place=place, before=before_lines)
+    def points(self, recompute: Recompute) -> tuple[BackwardPoint, ...]:
+        """Write the moments of the backward."""
+        moments, counts = _backward(self.plan, recompute), _elements(self.plan, recompute, self._weights)
+        return tuple([self._point(moment, *count) for moment, count in zip(moments, counts, strict=True)])
+
+    def _point(self, moment: Placed, made: int, making: int, copied: int) -> BackwardPoint:
+        lines, handed_on, before = map(self.lines, (moment.stores, moment.handed_on, moment.before))
+        return BackwardPoint(moment.name, lines, made, making, copied, handed_on, (), moment.place, before)
 
 
-def pass_of(plan: Plan, sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> BlockPass:
+def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> BlockPass:
     """Write a plan as what one block costs, for one batch."""
+    plan = sizes.plan
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
-    again = plan.recompute["selective" if recompute == "selective" else "full"]
+    again: Recompute = "selective" if recompute == "selective" else "full"
     return BlockPass(
         saved,
         given,
         (*given, *sizes.lines(plan.selective)),
-        _top(sizes, plan, plan.forward, plan.saved, autocast=autocast),
-        _top(sizes, plan, again.moments, again.kept, autocast=autocast),
-        tuple([sizes.point(moment) for moment in (*plan.again.get(recompute, ()), *plan.points)]),
+        _top(sizes, "none", autocast=autocast),
+        _top(sizes, again, autocast=autocast),
+        sizes.points(recompute),
         sizes.elements(plan.casts),
         () if plan.given[0] in plan.saved else given,
     )
 
 
-def _top(sizes: Sizes, plan: Plan, moments: tuple[Placed, ...], kept: Places, *, autocast: bool) -> tuple[Line, ...]:
+class Top(NamedTuple):
+    """A forward as engines need it: what is there at its end beyond what is kept, and moments that may be above that."""
+
+    last: Places
+    end: Places
+    """Everything that is there at the end."""
+    earlier: tuple[Placed, ...]
+    narrow: tuple[Placed, ...] | None
+    """Of these those without a tensor that CUDA's autocast alone makes fp32; None where the block has no such tensor."""
+
+
+@lru_cache(maxsize=256)
+def _top_of(plan: Plan, recompute: Recompute) -> Top:
+    moments, kept = (plan.forward, plan.saved) if recompute == "none" else plan.recompute[recompute]
+    *earlier, end = moments
+    last = tuple([place for place in end.stores if place not in kept])
+    wide = {place for place, store in enumerate(plan.stores) if store.tag.off_gpu is OffGpu.HALF}
+    narrow = tuple([moment for moment in earlier if wide.isdisjoint(moment.stores)]) if wide else None
+    return Top(last, (*last, *kept), tuple(earlier), narrow)
+
+
+def _top(sizes: Sizes, recompute: Recompute, *, autocast: bool) -> tuple[Line, ...]:
     """List the last moment's tensors beyond those kept, and by how much an earlier moment is above it.
 
     Autocast has made fewer casts by an earlier moment, while an engine counts them all.
     """
-    *earlier, end = moments
-    last = sizes.lines(tuple([place for place in end.stores if place not in kept]))
-    at_end = total_bytes(last) + total_bytes(sizes.lines(kept))
-    every = sizes.elements(plan.casts) if autocast else 0
+    plan, top = sizes.plan, _top_of(sizes.plan, recompute)
+    at_end, every = sizes.total(top.end), sizes.elements(plan.casts) if autocast else 0
 
-    def above(some: list[Placed]) -> Int:
-        highest: Int = 0
+    def above(some: tuple[Placed, ...]) -> Int:
+        most: Int = 0
         for moment in some:
             casts = every - sizes.elements(moment.casts) if autocast else 0
-            highest = maximum(highest, total_bytes(sizes.lines(moment.stores)) - sizes.element * casts - at_end)
-        return highest
+            most = maximum(most, sizes.total(moment.stores) - sizes.element * casts - at_end)
+        return most
 
-    wide = {place for place, store in enumerate(plan.stores) if store.tag.off_gpu is OffGpu.HALF}
-    plain = above([moment for moment in earlier if wide.isdisjoint(moment.stores)])
-    beyond = (Line(Kind.TEMPORARY, above(earlier) - plain, CUDA_EXCESS, source=plan.source, tag=CUDA_ALONE),) if wide else ()
-    return (*last, Line(Kind.TEMPORARY, plain, ATTENTION_EXCESS, source=plan.source), *beyond)
+    highest = above(top.earlier)
+    plain = highest if top.narrow is None else above(top.narrow)
+    excess = Line(Kind.TEMPORARY, plain, ATTENTION_EXCESS, source=plan.source)
+    if top.narrow is None:
+        return (*sizes.lines(top.last), excess)
+    return (*sizes.lines(top.last), excess, Line(Kind.TEMPORARY, highest - plain, CUDA_EXCESS, source=plan.source, tag=CUDA_ALONE))
