@@ -141,6 +141,8 @@ class BlockPass(NamedTuple):
     checkpoint_in_backward: tuple[Line, ...] = ()
     away: tuple[Line, ...] = ()
     handed: tuple[HandedOn, ...] = ()
+    before_experts: tuple[Line, ...] = ()
+    """What is alive in the forward when the experts begin, where a block has any."""
 
     @property
     def entered(self) -> tuple[Line, ...]:

@@ -188,8 +188,17 @@ def kept_by_all(these: Passes) -> tuple[Line, ...]:
 def forward_instant(these: Passes, run: RunPass, block: int) -> Instant:
     """Return the highest moment in the forward of a block."""
     own = (*run.block.entered, *run.kept, *(run.block.forward if run.recompute == "none" else run.block.forward_recompute))
-    lines = (*these.head.shared, *these.head.forward, *these.head.first_input, kept_before(these, block), *own)
-    return Instant("forward of a block", Phase.FORWARD, lines, block, _NOWHERE)
+    return Instant("forward of a block", Phase.FORWARD, (*_around_forward(these, block), *own), block, _NOWHERE)
+
+
+def _around_forward(these: Passes, block: int) -> tuple[Line, ...]:
+    return (*these.head.shared, *these.head.forward, *these.head.first_input, kept_before(these, block))
+
+
+def before_experts_instant(these: Passes, run: RunPass, block: int) -> Instant:
+    """Return the moment in the forward of a block at which its experts begin."""
+    lines = (*_around_forward(these, block), *run.block.before_experts)
+    return Instant("experts gathered for their forward", Phase.FORWARD, lines, block, _NOWHERE)
 
 
 def loss_instant(these: Passes) -> Instant:

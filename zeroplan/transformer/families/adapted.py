@@ -115,8 +115,7 @@ def _plan(structure: Structure) -> traced.Plan:
     index = traced.Index()
     dtypes = {"wide": structure.block.wide, "autocast": structure.block.autocast}
     tape, given, output = _run(structure, saving=True)
-    forward = index.moments(highest(tape.moments, **dtypes))
-    saved, casts = index.of(tape.saved), index.elements(tape.casts)
+    forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
     arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, LAYER, INCOMING)
     again_first = _again(tape, structure, given.store, arriving) if structure.recompute != "none" else []
     tape.release(output, given)
@@ -124,11 +123,11 @@ def _plan(structure: Structure) -> traced.Plan:
     points = index.moments(highest([*again_first, *tape.moments], **dtypes))
     selective = index.of(tape.kept())
     places = index.of((given.store,))
-    again = traced.checkpointed(
+    forwards = {"none": forward} | traced.checkpointed(
         index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
     )
-    stores, weights = tuple(index.stores), tuple(index.weights)
-    return traced.Plan(stores, weights, saved, forward, again, points, casts, selective, places, LAYER, {})
+    handed, stores, weights = index.handed(tape.handed), tuple(index.stores), tuple(index.weights)
+    return traced.Plan(stores, weights, forwards, points, casts, selective, places, LAYER, {}, handed)
 
 
 def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, ...]:

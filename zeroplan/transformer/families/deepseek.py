@@ -30,6 +30,11 @@ ROUTER = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, Deepsee
 MOE = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3MoE.forward"
 
 
+def deepseek_block(model: ModelSpec, kind: str, x: Widths) -> BlockPass:
+    """One block, dense or with experts."""
+    return (deepseek_moe if kind == "moe" else deepseek_dense)(model, x)
+
+
 def deepseek_dense(model: ModelSpec, x: Widths) -> BlockPass:
     """One of the first layers, with a gated MLP."""
     mla = _latent(model)

@@ -89,7 +89,7 @@ def _structure(model: ModelSpec, compute: Compute, x: Widths) -> Structure:
 def _plan(structure: Structure) -> traced.Plan:
     index, dtypes = traced.Index(), {"wide": structure.block.wide, "autocast": False}
     tape, given, output = _run(structure, saving=True)
-    forward, saved = index.moments(highest(tape.moments, **dtypes)), index.of(tape.saved)
+    forward = index.forward(tape, tape.saved, dtypes)
     whole, until_saved = tape.moments.copy(), tape.until_last_saved(done=False)
     tape.release(output, given)
     arriving = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", e * output.shape, LAYER, INCOMING)
@@ -103,11 +103,11 @@ def _plan(structure: Structure) -> traced.Plan:
         "selective": index.moments(traced.run_again(tape, traced.with_kept(whole, tape), given.store, dtypes)),
     }
     places = index.of((given.store,))
-    checkpointed = traced.checkpointed(
+    forwards = {"none": forward} | traced.checkpointed(
         index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
     )
-    stores, weights = tuple(index.stores), tuple(index.weights)
-    plan = traced.Plan(stores, weights, saved, forward, checkpointed, points, (), selective, places, LAYER, again)
+    handed, stores, weights = index.handed(tape.handed), tuple(index.stores), tuple(index.weights)
+    plan = traced.Plan(stores, weights, forwards, points, (), selective, places, LAYER, again, handed)
     return _of_a_rank(plan) if structure.split else plan
 
 

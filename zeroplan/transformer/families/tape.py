@@ -68,11 +68,16 @@ class Alive(NamedTuple):
     gradients: tuple[Size, ...]
     current: tuple[Size, ...]
     casts: tuple[Size, ...]
-    handed_on: tuple[Store, ...] = ()
-    """Where a weight's gradient is made: what is alive when it is handed on, the operator done."""
     place: Place = Place()
     before: tuple[Store, ...] = ()
     """What is alive before the operator makes anything, where engines ask for it."""
+
+
+class Handed(NamedTuple):
+    """When an operator's gradients of weights come to them: those made so far, and what is alive, the operator done."""
+
+    gradients: tuple[Size, ...]
+    stores: tuple[Store, ...]
 
 
 class Tape:
@@ -117,6 +122,10 @@ class Tape:
         self.current: list[Size] = []
         self.waiting: list[Size] = []
         """Of the gradients made those that have not come to their weights yet."""
+        self.handed: list[Handed] = []
+        """Of every operator that makes gradients of weights, in order."""
+        self.entered: dict[Module, tuple[Store, ...]] = {}
+        """What is alive when the forward of a module begins that engines have to know."""
         self.scratch: list[Store] = []
         self.name = ""
         self.place = Place()
@@ -221,7 +230,7 @@ class Tape:
     @contextmanager
     def inside(self, module: Module) -> Iterator[None]:
         """What is made is a module's."""
-        self.module = module
+        self.entered[module], self.module = tuple(self.alive), module
         yield
         self.module = Module.NONE
 
@@ -291,10 +300,10 @@ class Tape:
         taken = [waiting.pop(value) for value in operator.outputs]
         arriving = operator.backward(self, taken)
         self.note()
-        made, at = bool(self.current), len(self.moments) - 1
+        made = len(self.current) > len(self.waiting)
         self.drop(*self.scratch, *taken, *operator.saved)
         self.scratch.clear()
-        self.fell = self.fell or made
+        self.fell = self.fell or bool(self.current)
         self.current[:] = self.waiting
         if operator.cast is not None:
             self.fell = True
@@ -302,7 +311,7 @@ class Tape:
         for value, gradient in arriving:
             self._deliver(value, gradient, waiting)
         if made:
-            self.moments[at] = self.moments[at]._replace(handed_on=tuple(self.alive))
+            self.handed.append(Handed(tuple(self.gradients), tuple(self.alive)))
 
     def _begin(self, operator: Operator) -> None:
         self.name, self.place = operator.name, operator.place

@@ -6,11 +6,11 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from zeroplan.expr import Size
-from zeroplan.ledger import Kind, Line, OffGpu, Tag
+from zeroplan.ledger import Kind, Line, Module, OffGpu, Tag
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
-from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Place
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, HandedOn, Place
 from zeroplan.transformer.families import bloom, dense, gemma, gpt2, gpt_neox, gpt_oss, opt, phi3, routed, torchtitan
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.gated import LLAMA_NORM
@@ -20,7 +20,7 @@ from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYE
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.tape import Alive, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value, Width
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
 from zeroplan.transformer.families.written_out import CUDA_ALONE
 from zeroplan.transformer.symbols import T, h, r
@@ -69,16 +69,23 @@ class Placed(NamedTuple):
     gradients: Places
     current: Places
     casts: Places
-    handed_on: Places
     place: Place
     before: Places
 
 
-class Checkpointed(NamedTuple):
-    """A forward in a checkpoint: its moments, the last of which is its end, and what it keeps."""
+class Forward(NamedTuple):
+    """A forward: its moments, the last of which is its end, what it keeps, and what there is when the experts begin."""
 
     moments: tuple[Placed, ...]
     kept: Places
+    before_experts: Places
+
+
+class HandedPlaces(NamedTuple):
+    """When gradients come to their weights: those made so far, and what is alive then, as places."""
+
+    gradients: Places
+    stores: Places
 
 
 @dataclass(frozen=True, eq=False, slots=True)  # the same only as itself, so that what is worked out of it once is found at once
@@ -88,10 +95,8 @@ class Plan:
     stores: tuple[Store, ...]
     weights: tuple[Size, ...]
     """Elements of weights."""
-    saved: Places
-    forward: tuple[Placed, ...]
-    recompute: Mapping[Recompute, "Checkpointed"]
-    """The forward in a checkpoint, full and selective."""
+    forwards: Mapping[Recompute, Forward]
+    """Without a checkpoint, and in a full and in a selective one."""
     points: tuple[Placed, ...]
     casts: Places
     selective: Places
@@ -100,6 +105,18 @@ class Plan:
     source: str
     again: Mapping[Recompute, tuple[Placed, ...]]
     """Moments of running the forward again for the backward that may be higher than any of the backward's own."""
+    handed: tuple[HandedPlaces, ...] = ()
+    """When gradients come to their weights, in order."""
+
+    @property
+    def saved(self) -> Places:
+        """What stays from the forward to the backward, without a checkpoint."""
+        return self.forwards["none"].kept
+
+    @property
+    def input_apart(self) -> Places:
+        """The block's input, unless the block saves it."""
+        return () if self.given[0] in self.saved else self.given
 
 
 class Index:
@@ -123,36 +140,37 @@ class Index:
         return tuple(map(self._placed, moments))
 
     def _placed(self, one: Alive) -> Placed:
-        stores, handed_on = self.of(one.stores), self.of(one.handed_on)
+        stores = self.of(one.stores)
         made, making, copied = map(self.elements, (one.gradients, one.current, one.casts))
-        return Placed(one.name, stores, made, making, copied, handed_on, one.place, self.of(one.before))
+        return Placed(one.name, stores, made, making, copied, one.place, self.of(one.before))
+
+    def handed(self, handed: Iterable[Handed]) -> tuple[HandedPlaces, ...]:
+        """When gradients come to their weights."""
+        return tuple([HandedPlaces(self.elements(one.gradients), self.of(one.stores)) for one in handed])
+
+    def forward(self, tape: Tape, kept: Iterable[Store], dtypes: dict[str, bool]) -> Forward:
+        """What a tape has run so far."""
+        moments = highest(tape.moments, **dtypes)
+        end = () if moments[-1] == tape.moments[-1] else tape.moments[-1:]
+        return Forward(self.moments((*moments, *end)), self.of(kept), self.of(tape.entered.get(Module.EXPERTS, ())))
 
 
-def traced_block(model: ModelSpec, x: Widths, *, windowed: bool = False, recompute: Recompute = "none") -> BlockPass:
-    """One block of a family that is written as a program; ``windowed`` says that it sees a sliding window only.
+def traced_block(model: ModelSpec, kind: str, x: Widths, recompute: Recompute, *, ring: int = 1) -> BlockPass:
+    """One block by its family's program, of sequences that ``ring`` ranks share; its experts may be on several ranks.
 
     Where it is recomputed, moments of that may be among the backward's.
 
     A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
     """
-    return by_mask(windowed and beyond_the_window(model, x), lambda masked: _of(model, x, recompute, masked=masked))
-
-
-def dispatched_block(model: ModelSpec, x: Widths, recompute: Recompute, *, ring: int = 1) -> BlockPass:
-    """One block whose experts are on several ranks, of sequences that ``ring`` ranks share."""
-    return _of(model, x, recompute, masked=False, ring=ring)
-
-
-def written_block(model: ModelSpec, kind: str, x: Widths, recompute: Recompute, *, masked: bool = False) -> BlockPass:
-    """One block by its program where the family's formulas do not hold: ``masked``, attention is given a mask."""
-    return _of(model, x, recompute, masked=masked, dense=kind != "moe")
+    dense, is_masked = kind != "moe", kind != "global" and beyond_the_window(model, x)
+    return by_mask(is_masked, lambda masked: _of(model, x, recompute, masked=masked, dense=dense, ring=ring))
 
 
 def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
     """One block of torchtitan's Llama 3."""
     attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
     plan = _plan(Block("torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels))
-    return pass_of(plan, Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
+    return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
 #: Whose block the dense layers of a family with experts are.
@@ -160,7 +178,7 @@ _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
 def _of(
-    model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, ring: int = 1, dense: bool = False
+    model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, dense: bool, ring: int
 ) -> BlockPass:  # fmt: skip
     structure = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
@@ -216,14 +234,16 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
         ),
         yes.cast_elements,
         yes.checkpoint_in_backward,
+        handed=tuple([
+            HandedOn(one.gradients, lines(one.lines, other.lines)) for one, other in zip(yes.handed, no.handed, strict=True)
+        ]),
+        before_experts=lines(yes.before_experts, no.before_experts),
     )
 
 
 def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tuple[Line, ...]]) -> BackwardPoint:
     return point._replace(
         lines=made_of(point.lines),
-        handed_on=made_of(point.handed_on),
-        between=made_of(point.between),
         before=made_of(point.before),
     )
 
@@ -254,11 +274,11 @@ def norm_plan(tape: Tape, read: tuple[Width, Size], norm: Callable[[Tape, Value]
     index, (dtype, shape) = Index(), read
     given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", dtype * shape, source), dtype, shape)
     made = norm(tape, given)
+    forward = index.forward(tape, tape.saved, {"wide": tape.wide, "autocast": tape.autocast})
     tape.release(made, given)
-    saved = index.of(tape.saved)
     tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", dtype * shape, source))
     points = index.moments(highest(tape.moments, wide=tape.wide, autocast=tape.autocast))
-    return Plan(tuple(index.stores), tuple(index.weights), saved, (), {}, points, (), (), (), source, {})
+    return Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, (), (), (), source, {})
 
 
 @lru_cache(maxsize=256)
@@ -266,8 +286,7 @@ def _plan(structure: Block) -> Plan:
     index, source = Index(), PROGRAMS[structure.family].source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast}
     saving, given = _run(structure, saving=True)
-    forward = index.moments(highest(saving.moments, **dtypes))
-    saved, casts = index.of(saving.saved), index.elements(saving.casts)
+    forward, casts = index.forward(saving, saving.saved, dtypes), index.elements(saving.casts)
     output = next(iter(saving.operators[-1].outputs))
     saving.release(output, given)
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
@@ -279,22 +298,22 @@ def _plan(structure: Block) -> Plan:
         reruns["full"] = index.moments(run_again(saving, until_saved, given.store, dtypes))
         reruns["selective"] = index.moments(run_again(saving, with_kept(whole, saving), given.store, dtypes))
     selective = index.of(saving.kept())
-    recompute = checkpointed(
+    forwards = {"none": forward} | checkpointed(
         index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
     )
-    places, stores, weights = index.of((given.store,)), tuple(index.stores), tuple(index.weights)
-    return Plan(stores, weights, saved, forward, recompute, points, casts, selective, places, source, reruns)
+    places, handed = index.of((given.store,)), index.handed(saving.handed)
+    stores, weights = tuple(index.stores), tuple(index.weights)
+    return Plan(stores, weights, forwards, points, casts, selective, places, source, reruns, handed)
 
 
 def checkpointed(
     index: Index, given: Store, run: Callable[[bool], Tape], dtypes: dict[str, bool]
-) -> dict[Recompute, Checkpointed]:  # fmt: skip
+) -> dict[Recompute, Forward]:  # fmt: skip
     """Forwards in a full and in a selective checkpoint; ``run`` is told whether something is kept."""
 
-    def forward(*, keeping: bool) -> Checkpointed:
+    def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        moments = index.moments((*highest(tape.moments, **dtypes), *tape.moments[-1:]))
-        return Checkpointed(moments, index.of((given, *(tape.kept() if keeping else ()))))
+        return index.forward(tape, (given, *(tape.kept() if keeping else ())), dtypes)
 
     return {"full": forward(keeping=False), "selective": forward(keeping=True)}
 
@@ -372,6 +391,13 @@ def _backward(plan: Plan, recompute: Recompute) -> tuple[Placed, ...]:
 
 
 @lru_cache(maxsize=256)
+def _handed(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, Places], ...]:
+    """When gradients come to their weights: elements of those made so far, and what is alive; a checkpoint's input with it."""
+    beside = () if recompute == "none" else plan.input_apart
+    return tuple((_sum(weights, one.gradients), (*beside, *one.stores)) for one in plan.handed)
+
+
+@lru_cache(maxsize=256)
 def _elements(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """At each moment of the backward the elements of weights' gradients made, of those being made, and of casts."""
     return tuple(
@@ -422,8 +448,12 @@ class Sizes:
         return tuple([self._point(moment, *count) for moment, count in zip(moments, counts, strict=True)])
 
     def _point(self, moment: Placed, made: int, making: int, copied: int) -> BackwardPoint:
-        lines, handed_on, before = map(self.lines, (moment.stores, moment.handed_on, moment.before))
-        return BackwardPoint(moment.name, lines, made, making, copied, handed_on, (), moment.place, before)
+        lines, before = self.lines(moment.stores), self.lines(moment.before)
+        return BackwardPoint(moment.name, lines, made, making, copied, (), (), moment.place, before)
+
+    def handed(self, recompute: Recompute) -> tuple[HandedOn, ...]:
+        """Write down when gradients come to their weights."""
+        return tuple([HandedOn(made, self.lines(stores)) for made, stores in _handed(self.plan, recompute, self._weights)])
 
 
 def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> BlockPass:
@@ -431,6 +461,7 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
     plan = sizes.plan
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     again: Recompute = "selective" if recompute == "selective" else "full"
+    before_experts = plan.forwards[recompute].before_experts
     return BlockPass(
         saved,
         given,
@@ -439,7 +470,9 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
         _top(sizes, again, autocast=autocast),
         sizes.points(recompute),
         sizes.elements(plan.casts),
-        () if plan.given[0] in plan.saved else given,
+        sizes.lines(plan.input_apart),
+        handed=sizes.handed(recompute),
+        before_experts=sizes.lines(before_experts),
     )
 
 
@@ -456,7 +489,7 @@ class Top(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _top_of(plan: Plan, recompute: Recompute) -> Top:
-    moments, kept = (plan.forward, plan.saved) if recompute == "none" else plan.recompute[recompute]
+    moments, kept, _ = plan.forwards[recompute]
     *earlier, end = moments
     last = tuple([place for place in end.stores if place not in kept])
     wide = {place for place, store in enumerate(plan.stores) if store.tag.off_gpu is OffGpu.HALF}

@@ -7,13 +7,14 @@ from zeroplan.engines.deepspeed.notes import rising
 from zeroplan.engines.deepspeed.passes import (
     Passes,
     RunPass,
+    before_experts_instant,
     forward_instant,
     head_forward_instant,
     head_gathering_instant,
     loss_instant,
 )
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line
-from zeroplan.ledger import Module, Moment
+from zeroplan.ledger import Moment
 
 
 def forward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
@@ -37,9 +38,8 @@ def forward_moments(job: Job, these: Passes) -> tuple[Moment, ...]:
 def _experts_first_gathered(job: Job, these: Passes, run: RunPass) -> Iterator[Moment]:
     """Return the moments at which experts are gathered for their forward, before they have made anything."""
     for block, held in _highest_forward(job.trace.before_experts, run.first, run.n_blocks):
-        at = forward_instant(these, run, block)
-        lines = tuple(line for line in at.lines if line.tag.module is not Module.EXPERTS)
-        yield Moment("experts gathered for their forward", at.phase, (*lines, gathered_line(job, held)))
+        at = before_experts_instant(these, run, block)
+        yield Moment(at.name, at.phase, (*at.lines, gathered_line(job, held)))
 
 
 @lru_cache(maxsize=256)
