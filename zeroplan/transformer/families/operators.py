@@ -75,6 +75,13 @@ def cast(tape: Tape, value: Value, dtype: Width, site: Site, tag: Tag = PLAIN) -
     return made
 
 
+def view(tape: Tape, value: Value, site: Site) -> Value:
+    """``Tensor.view``: the same memory under a name of its own, to which a gradient comes before it comes to the whole."""
+    made = Value(tape.hold(value.store), value.dtype, value.shape)
+    tape.add(f"{site.name}: view", (made,), (), passes(value), place=site.place)
+    return made
+
+
 def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
     """``first + second`` in the wider dtype; the gradient goes to both, cast for one that is narrower."""
     dtype = first.dtype if tape.is_wide(first.dtype) or not tape.is_wide(second.dtype) else second.dtype

@@ -62,7 +62,10 @@ class _Routing(NamedTuple):
 
 
 def _router(tape: Tape, normal: Value, *, narrowed: bool) -> _Routing:
-    logits = op.linear(tape, normal, E, Site("router", ROUTER))
+    """Router over the tokens in one row: that view comes before the product, so that its weight has its gradient first."""
+    flat = op.view(tape, normal, Site("router: its input", ROUTER))
+    logits = op.linear(tape, flat, E, Site("router", ROUTER))
+    tape.release(flat)
     wide = op.cast(tape, logits, 4, Site("router: logits", ROUTER))
     scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: softmax", ROUTER), saves_result=True)
     tape.release(wide)
