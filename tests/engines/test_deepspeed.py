@@ -253,13 +253,13 @@ def test_every_phase_is_there(stage: int) -> None:
 
 def test_what_a_product_read_is_gone_when_the_gradient_of_its_weight_is_handed_on():
     from zeroplan.engines.deepspeed.passes import passes
-    from zeroplan.ledger import Role
 
     (run,) = passes(TINY, recipe(2), BATCH).runs
-    assert any(line.tag.role is Role.OPERAND for point in run.block.points for line in point.lines)
-    index = [point.name for point in run.block.points].index("gate projection")
-    alive = sum(line.n_bytes for line in run.block.points[index].lines)
-    assert run.settled[index].n_bytes < alive
+    point = next(point for point in run.block.points if point.name == "gate projection")
+    handed = next(one for one in run.block.handed if one.gradients == point.gradients)
+    read = "output of the norm before the MLP"
+    assert read in [line.reason for line in point.lines]
+    assert read not in [line.reason for line in handed.lines]
 
 
 def test_what_was_asked_before_changes_no_answer():

@@ -78,7 +78,7 @@ class Case(NamedTuple):
 
 def recipe(stage: int, options: dict[str, Any] | None = None, **fields: Any) -> RecipeSpec:
     deepspeed = DeepSpeedOptions(**{"reduce_bucket_size": BUCKET, "zero_init": False} | (options or {}))
-    return RecipeSpec(**{"engine": "deepspeed", "zero_stage": stage, "deepspeed": deepspeed, **fields})
+    return RecipeSpec(**{"engine": "deepspeed", "kernels": "cpu", "zero_stage": stage, "deepspeed": deepspeed, **fields})
 
 
 def twice(micro_batch_size: int = 2, seq_len: int = 32) -> BatchSpec:

@@ -36,7 +36,7 @@ def job(family: str = "llama", *, ffn: int = 176, vocab: int = 250, batch: Batch
     said = {"engine": "fsdp2", "zero_stage": 3, "optimizer_impl": "fused", **recipe}
     return JobSpec(
         model=replace(model, tie_word_embeddings=model.tie_word_embeddings or tied),
-        recipe=RecipeSpec(**said),
+        recipe=RecipeSpec(kernels="cpu", **said),
         mesh=MeshSpec(dp_shard=n, dp_replicate=r),
         batch=batch,
     )

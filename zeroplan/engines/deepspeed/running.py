@@ -9,7 +9,7 @@ from zeroplan.engines.formulas import total_formula
 from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Kind, Line, Role, total_bytes
 from zeroplan.numeric import Bool, Int, maximum, where
-from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.blocks import BackwardPoint, HandedOn
 from zeroplan.transformer.losses import HEAD_INPUT
 
 _FLOW = "r·T·h"
@@ -143,33 +143,32 @@ def _kinds(gradients: tuple[int, ...]) -> tuple[range, ...]:
     return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], len(gradients)], strict=True))
 
 
-def _handed_anywhere(these: Passes, block: Int, made: Int) -> Running:
-    """:func:`_handed_at` for columns."""
-    head, end = these.head, these.n_blocks
-    found = Running(0, 0)
-    places = [(block < 0, head.handed_below), (block >= end, head.handed)]
-    places += [((block >= run.first) & (block < run.first + run.n_blocks), run.block.handed) for run in these.runs]
-    for here, handed in places:
-        at = Running(0, 0)
-        for last, one in enumerate(reversed(handed)):
-            at = _either(made <= one.gradients, running_of(one.lines), at) if last else running_of(one.lines)
-        found = _either(here, at, found)
+def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
+    """What is alive when the last of so many gradients is handed on, for columns."""
+    found = running_of(handed[-1].lines)
+    for one in reversed(handed[:-1]):
+        found = _either(made <= one.gradients, running_of(one.lines), found)
     return found
 
 
+def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
+    """Outside the blocks, for columns; nothing inside them."""
+    head, nothing = these.head, Running(0, 0)
+    if head.handed:
+        below, above = _handed_when(head.handed_below, made), _handed_when(head.handed, made)
+    else:
+        after_head, after_norm = (total_bytes(_left_of_head(these, with_norm=with_norm)) for with_norm in (False, True))
+        below = Running(0, where(made < these.below, head.hidden_bytes, 0))
+        above = Running(where(made == these.table, after_head, after_norm), head.hidden_bytes)
+    return _either(block < 0, below, _either(block < these.n_blocks, nothing, above))
+
+
 def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
-    if these.runs[0].block.handed:
-        return _handed_anywhere(these, block, made)
-    after_head, after_norm = (total_bytes(_left_of_head(these, with_norm=with_norm)) for with_norm in (False, True))
-    activations = where(block < these.n_blocks, 0, where(made == these.table, after_head, after_norm))
-    flow = these.head.hidden_bytes
-    gradients = where(block < 0, where(made < these.below, flow, 0), where(block < these.n_blocks, 0, flow))
+    found = _beyond_blocks(these, block, made)
     for run in these.runs:
         here = (block >= run.first) & (block < run.first + run.n_blocks)
-        at = _at_point(run, made)
-        activations = activations + where(here, at.activations, 0)
-        gradients = gradients + where(here, at.gradients, 0)
-    return Running(activations, gradients)
+        found = _either(here, _handed_when(run.block.handed, made) if run.block.handed else _at_point(run, made), found)
+    return found
 
 
 def _at_point(run: RunPass, made: Int) -> Running:

@@ -1,6 +1,6 @@
 """Blocks of DeepSeek-V3: latent attention; a gated MLP in the first layers, routed and shared experts in the others."""
 
-from zeroplan.ledger import PLAIN, Line, Role, total_bytes
+from zeroplan.ledger import PLAIN, Line, Module, Role, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import BlockPass
@@ -32,7 +32,11 @@ MOE = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3
 
 def deepseek_block(model: ModelSpec, kind: str, x: Widths) -> BlockPass:
     """One block, dense or with experts."""
-    return (deepseek_moe if kind == "moe" else deepseek_dense)(model, x)
+    if kind != "moe":
+        return deepseek_dense(model, x)
+    made = deepseek_moe(model, x)
+    in_forward = (*made.checkpoint, *made.forward_recompute) if x.recomputed else (*made.saved, *made.forward)
+    return made._replace(before_experts=tuple(line for line in in_forward if line.tag.module is not Module.EXPERTS))
 
 
 def deepseek_dense(model: ModelSpec, x: Widths) -> BlockPass:

@@ -58,6 +58,8 @@ class Operator(NamedTuple):
     cast: Size | None
     """Elements of a weight whose autocast copy it uses."""
     place: Place
+    module: Module
+    """Whose forward ran, where an engine has to know."""
 
 
 class Alive(NamedTuple):
@@ -70,7 +72,7 @@ class Alive(NamedTuple):
     casts: tuple[Size, ...]
     place: Place = Place()
     before: tuple[Store, ...] = ()
-    """What is alive before the operator makes anything, where engines ask for it."""
+    """What is alive before the operator makes anything, or before its module does, where engines ask for it."""
 
 
 class Handed(NamedTuple):
@@ -126,6 +128,8 @@ class Tape:
         """Of every operator that makes gradients of weights, in order."""
         self.entered: dict[Module, tuple[Store, ...]] = {}
         """What is alive when the forward of a module begins that engines have to know."""
+        self.reached: dict[Module, tuple[Store, ...]] = {}
+        """The same of its backward."""
         self.scratch: list[Store] = []
         self.name = ""
         self.place = Place()
@@ -215,7 +219,7 @@ class Tape:
         if kept:
             apart = tuple(value for value in outputs if value.store not in kept)
             self._last_saving = len(self.moments) - 1, self.moments[-1], apart
-        self.operators.append(Operator(name, outputs, kept, backward, cast, place or Place()))
+        self.operators.append(Operator(name, outputs, kept, backward, cast, place or Place(), self.module))
 
     @contextmanager
     def unless_constant(self, *values: Value) -> Iterator[None]:
@@ -319,7 +323,8 @@ class Tape:
             self._linear = self.place.module
         elif self.place.at is At.ANYWHERE:
             self.place = Place(At.BETWEEN, self._linear)
-        self.before = tuple(self.alive) if self.place.at in _ASKED_BEFORE else ()
+        reached = self.reached.setdefault(operator.module, tuple(self.alive))
+        self.before = {At.LINEAR: tuple(self.alive), At.WEIGHTING: reached}.get(self.place.at, ())
 
     def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:
         """Add to a gradient that waits already: in place where nobody else has it (torch, csrc/autograd/input_buffer.cpp)."""
@@ -335,10 +340,6 @@ class Tape:
             return
         waiting[value] = self.make(first.kind, first.reason, first.size, first.source, first.tag)
         self.drop(first, gradient)
-
-
-#: Where engines ask what was alive before an operator made anything.
-_ASKED_BEFORE = (At.LINEAR, At.WEIGHTING)
 
 
 def _with_twin(moment: Alive, store: Store) -> Alive:
