@@ -58,7 +58,9 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def recipe_of(*, views: bool = False, **fields: object) -> RecipeSpec:
-    return RecipeSpec(**{"engine": "ddp", "kernels": "cpu", "zero_stage": 0, "ddp": DdpOptions(gradient_as_bucket_view=views), **fields})
+    return RecipeSpec(
+        **{"engine": "ddp", "kernels": "cpu", "zero_stage": 0, "ddp": DdpOptions(gradient_as_bucket_view=views), **fields}
+    )
 
 
 def predicted_peak(moments: list[Moment], recipe: RecipeSpec) -> int:

@@ -9,6 +9,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families.widths import widths
 
+
 def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool = False) -> BlockPass:
     """Return what one block of ``kind`` (``dense`` or ``moe``; ``local`` or ``global``) costs in one forward and backward pass.
 

@@ -123,11 +123,15 @@ def _plan(structure: Structure) -> traced.Plan:
     points = index.moments(highest([*again_first, *tape.moments], **dtypes))
     selective = index.of(tape.kept())
     places = index.of((given.store,))
-    forwards = {"none": forward} | traced.checkpointed(
-        index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
+    made = traced.forwards(
+        index,
+        forward,
+        given.store,
+        lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0],
+        dtypes,
     )
     handed, stores, weights = index.handed(tape.handed), tuple(index.stores), tuple(index.weights)
-    return traced.Plan(stores, weights, forwards, points, casts, selective, places, LAYER, {}, handed)
+    return traced.Plan(stores, weights, made, points, casts, selective, places, LAYER, {}, handed)
 
 
 def _above_recomputation(structure: Structure, arriving: Store) -> tuple[Store, ...]:

@@ -5,7 +5,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import in_order_of_tokens, masked, softmax
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Store, Tape, Value
 from zeroplan.transformer.symbols import T, a, b, c, e, f, h, k, q, s, v
 
@@ -76,3 +76,6 @@ def _gelu(tape: Tape, value: Value) -> Value:
     backward = op.makes("gradient of the input of gelu", GELU, value, beside=("terms of tanh GELU's derivative", 4 * formula))
     tape.add("gelu", (made,), (value.store,), backward)
     return made
+
+
+PROGRAMS = {"bloom": Program(bloom, LAYER)}

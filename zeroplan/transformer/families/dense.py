@@ -6,7 +6,7 @@ MLP's activation function keeps other tensors than SiLU.
 
 from zeroplan.transformer.families.attend import Attended
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, three_projections, two_branches
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
@@ -32,3 +32,6 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 _PARTS = Branches(LLAMA_NORM, attention, _mlp, LAYER)
+
+
+PROGRAMS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Program(dense, LAYER, LLAMA_NORM))

@@ -4,7 +4,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.gated import gated_mlp, three_projections
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
 
 LAYER = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3DecoderLayer.forward"
@@ -32,3 +32,6 @@ def gemma(tape: Tape, given: Value, block: Block) -> Value:
     if weights is not None:
         tape.release(weights)
     return made
+
+
+PROGRAMS = dict.fromkeys(("gemma2", "gemma3_text"), Program(gemma, LAYER, NORM))

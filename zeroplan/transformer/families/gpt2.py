@@ -5,7 +5,7 @@ from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.symbols import T, c, f, h, k, q, v
 
@@ -46,3 +46,6 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     made = op.linear(tape, active, h, Site("second MLP projection", MLP), reads=f, bias=True, addmm=True)
     tape.release(active)
     return made
+
+
+PROGRAMS = {"gpt2": Program(gpt2, LAYER)}

@@ -12,7 +12,7 @@ from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 from zeroplan.transformer.symbols import E, T, c, h, k, m, q, r, t, v, x
 
@@ -211,3 +211,6 @@ def _summed(tape: Tape, unsorted: Value) -> Value:
     backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
     tape.add("sum over a token's experts", (made,), (), backward)
     return made
+
+
+PROGRAMS = {"gpt_oss": Program(gpt_oss, LAYER, NORM)}

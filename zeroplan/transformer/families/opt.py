@@ -5,7 +5,7 @@ from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.symbols import c, f, h, k, q, v
 
@@ -43,3 +43,6 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=True)
     tape.release(query, key, value, context)
     return Attended(made, weights)
+
+
+PROGRAMS = {"opt": Program(opt, LAYER)}

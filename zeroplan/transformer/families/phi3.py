@@ -6,7 +6,7 @@ from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.gated import Branches, two_branches
 from zeroplan.transformer.families.operators import NormAs, Site
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.symbols import T, c, f, h, k, q, v
 
@@ -45,3 +45,6 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 _PARTS = Branches(NORM, _attention, _mlp, LAYER)
+
+
+PROGRAMS = {"phi3": Program(phi3, LAYER, NORM)}

@@ -1,5 +1,6 @@
 """What a block's program branches on, and the kernel that its attention goes through."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,8 +17,19 @@ from zeroplan.transformer.families.attend import (
     with_mask,
     with_sinks,
 )
+from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.ring import ring_attention
+from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.families.widths import HEAD_NORMS
+
+
+class Program(NamedTuple):
+    """A family's block, and the source of what it is."""
+
+    block: "Callable[[Tape, Value, Block], Value]"
+    source: str
+    norm: NormAs | None = None
+    """How its RMSNorms are written; None: they are LayerNorms."""
 
 
 class Block(NamedTuple):

@@ -14,7 +14,7 @@ from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.moe import MIXTRAL as ROUTER
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts, weighted_outputs
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Store, Tape, Value
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t
 
@@ -124,3 +124,6 @@ def _summed(tape: Tape, unsorted: Value) -> Value:
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
     tape.release(wide)
     return made
+
+
+PROGRAMS = {"mixtral": Program(mixtral, MIXTRAL, LLAMA_NORM), "qwen3_moe": Program(qwen3_moe, QWEN3, LLAMA_NORM)}

@@ -103,11 +103,15 @@ def _plan(structure: Structure) -> traced.Plan:
         "selective": index.moments(traced.run_again(tape, traced.with_kept(whole, tape), given.store, dtypes)),
     }
     places = index.of((given.store,))
-    forwards = {"none": forward} | traced.checkpointed(
-        index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
+    made = traced.forwards(
+        index,
+        forward,
+        given.store,
+        lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0],
+        dtypes,
     )
     handed, stores, weights = index.handed(tape.handed), tuple(index.stores), tuple(index.weights)
-    plan = traced.Plan(stores, weights, forwards, points, (), selective, places, LAYER, again, handed)
+    plan = traced.Plan(stores, weights, made, points, (), selective, places, LAYER, again, handed)
     return _of_a_rank(plan) if structure.split else plan
 
 

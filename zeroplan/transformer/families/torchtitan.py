@@ -11,7 +11,7 @@ from zeroplan.transformer.families.attend import Heads
 from zeroplan.transformer.families.gated import gated_mlp
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import Site
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.symbols import T, c, d, h, k, q, s, v
@@ -84,3 +84,6 @@ def _turned(tape: Tape, value: Value, name: str) -> Value:
 def rotations(x: Widths) -> Line:
     """The complex numbers of all positions of a sequence, a buffer of the model."""
     return Line(Kind.PARAMETERS, 4 * x.seq_len * x.head_dim, "rotary positions, complex numbers", "4·s·d", ROTARY)
+
+
+PROGRAMS = {"torchtitan": Program(block, LAYER)}

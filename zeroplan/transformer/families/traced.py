@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import NamedTuple
 
 from zeroplan.expr import Size
@@ -11,44 +12,31 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, HandedOn, Place
-from zeroplan.transformer.families import bloom, dense, gemma, gpt2, gpt_neox, gpt_oss, opt, phi3, routed, torchtitan
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.gated import LLAMA_NORM
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
-from zeroplan.transformer.families.program import Block
+from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value, Width
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
 from zeroplan.transformer.families.written_out import CUDA_ALONE
 from zeroplan.transformer.symbols import T, h, r
 
-
-class Program(NamedTuple):
-    """A family's block, and the source of what it is."""
-
-    block: Callable[[Tape, Value, Block], Value]
-    source: str
-    norm: NormAs | None = None
-    """How its RMSNorms are written; None: they are LayerNorms."""
-
-
-PROGRAMS: dict[str, Program] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Program(dense.dense, dense.LAYER, LLAMA_NORM)),
-    "gpt2": Program(gpt2.gpt2, gpt2.LAYER),
-    "phi3": Program(phi3.phi3, phi3.LAYER, phi3.NORM),
-    "gpt_neox": Program(gpt_neox.gpt_neox, gpt_neox.LAYER),
-    "gpt_oss": Program(gpt_oss.gpt_oss, gpt_oss.LAYER, gpt_oss.NORM),
-    "opt": Program(opt.opt, opt.LAYER),
-    "bloom": Program(bloom.bloom, bloom.LAYER),
-    "gemma2": Program(gemma.gemma, gemma.LAYER, gemma.NORM),
-    "gemma3_text": Program(gemma.gemma, gemma.LAYER, gemma.NORM),
-    "mixtral": Program(routed.mixtral, routed.MIXTRAL, LLAMA_NORM),
-    "qwen3_moe": Program(routed.qwen3_moe, routed.QWEN3, LLAMA_NORM),
-    "torchtitan": Program(torchtitan.block, torchtitan.LAYER),
+#: The file that has a family's program, under the family's name among its ``PROGRAMS``.
+FILES = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "dense"),
+    **dict.fromkeys(("mixtral", "qwen3_moe"), "routed"),
+    **dict.fromkeys(("gemma2", "gemma3_text"), "gemma"),
+    **{name: name for name in ("gpt2", "phi3", "gpt_neox", "gpt_oss", "opt", "bloom", "torchtitan")},
 }
+
+
+def program_of(family: str) -> Program:
+    """A family's program; the others stay on disk."""
+    programs: dict[str, Program] = import_module(f"zeroplan.transformer.families.{FILES[family]}").PROGRAMS
+    return programs[family]
 
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
@@ -234,9 +222,9 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
         ),
         yes.cast_elements,
         yes.checkpoint_in_backward,
-        handed=tuple([
-            HandedOn(one.gradients, lines(one.lines, other.lines)) for one, other in zip(yes.handed, no.handed, strict=True)
-        ]),
+        handed=tuple(
+            [HandedOn(one.gradients, lines(one.lines, other.lines)) for one, other in zip(yes.handed, no.handed, strict=True)]
+        ),
         before_experts=lines(yes.before_experts, no.before_experts),
     )
 
@@ -256,7 +244,7 @@ def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
 
 @lru_cache(maxsize=64)
 def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
-    program = PROGRAMS[family]
+    program = program_of(family)
     return norm_plan(
         Tape(wide=wide, autocast=autocast, saving=True), (r, T * h), partial(_final, norm=program.norm), program.source
     )
@@ -283,7 +271,7 @@ def norm_plan(tape: Tape, read: tuple[Width, Size], norm: Callable[[Tape, Value]
 
 @lru_cache(maxsize=256)
 def _plan(structure: Block) -> Plan:
-    index, source = Index(), PROGRAMS[structure.family].source
+    index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast}
     saving, given = _run(structure, saving=True)
     forward, casts = index.forward(saving, saving.saved, dtypes), index.elements(saving.casts)
@@ -298,24 +286,28 @@ def _plan(structure: Block) -> Plan:
         reruns["full"] = index.moments(run_again(saving, until_saved, given.store, dtypes))
         reruns["selective"] = index.moments(run_again(saving, with_kept(whole, saving), given.store, dtypes))
     selective = index.of(saving.kept())
-    forwards = {"none": forward} | checkpointed(
-        index, given.store, lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0], dtypes
+    made = forwards(
+        index,
+        forward,
+        given.store,
+        lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0],
+        dtypes,
     )
     places, handed = index.of((given.store,)), index.handed(saving.handed)
     stores, weights = tuple(index.stores), tuple(index.weights)
-    return Plan(stores, weights, forwards, points, casts, selective, places, source, reruns, handed)
+    return Plan(stores, weights, made, points, casts, selective, places, source, reruns, handed)
 
 
-def checkpointed(
-    index: Index, given: Store, run: Callable[[bool], Tape], dtypes: dict[str, bool]
+def forwards(
+    index: Index, plain: Forward, given: Store, run: Callable[[bool], Tape], dtypes: dict[str, bool]
 ) -> dict[Recompute, Forward]:  # fmt: skip
-    """Forwards in a full and in a selective checkpoint; ``run`` is told whether something is kept."""
+    """The forward without a checkpoint, and those in a full and in a selective one; ``run`` is told whether something is kept."""
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
         return index.forward(tape, (given, *(tape.kept() if keeping else ())), dtypes)
 
-    return {"full": forward(keeping=False), "selective": forward(keeping=True)}
+    return {"none": plain, "full": forward(keeping=False), "selective": forward(keeping=True)}
 
 
 def with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
@@ -346,7 +338,7 @@ def run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, 
 
 def _run(structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False) -> tuple[Tape, Value]:
     """Run the program forward, over an input that another run has had, or over one of its own."""
-    program = PROGRAMS[structure.family]
+    program = program_of(structure.family)
     tape = Tape(
         wide=structure.wide, autocast=structure.autocast, saving=saving, keeping=keeping, again=structure.again
     )  # fmt: skip
@@ -401,7 +393,8 @@ def _handed(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple
 def _elements(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """At each moment of the backward the elements of weights' gradients made, of those being made, and of casts."""
     return tuple(
-        (_sum(weights, one.gradients), _sum(weights, one.current), _sum(weights, one.casts)) for one in _backward(plan, recompute)
+        (_sum(weights, one.gradients), _sum(weights, one.current), _sum(weights, one.casts))
+        for one in _backward(plan, recompute)
     )
 
 
@@ -517,4 +510,8 @@ def _top(sizes: Sizes, recompute: Recompute, *, autocast: bool) -> tuple[Line, .
     excess = Line(Kind.TEMPORARY, plain, ATTENTION_EXCESS, source=plan.source)
     if top.narrow is None:
         return (*sizes.lines(top.last), excess)
-    return (*sizes.lines(top.last), excess, Line(Kind.TEMPORARY, highest - plain, CUDA_EXCESS, source=plan.source, tag=CUDA_ALONE))
+    return (
+        *sizes.lines(top.last),
+        excess,
+        Line(Kind.TEMPORARY, highest - plain, CUDA_EXCESS, source=plan.source, tag=CUDA_ALONE),
+    )
