@@ -50,10 +50,6 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
         return (adapted_block if model.adapter is not None else frozen_block)(
             model, kind, compute, widths(model, compute, batch)
         )
-    if model.mla is not None:
-        from zeroplan.transformer.families.deepseek import deepseek_block  # noqa: PLC0415  as above
-
-        return deepseek_block(model, kind, widths(model, compute, batch, recomputed=recomputed))
     from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  as above
 
     again = "full" if recomputed else compute.recompute

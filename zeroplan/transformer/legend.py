@@ -4,7 +4,7 @@ from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.widths import symbols, widths
+from zeroplan.transformer.families.widths import ranks, symbols, widths
 
 #: Symbol to meaning, in the order a report prints them.
 SYMBOLS: dict[str, str] = {
@@ -39,13 +39,9 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
     x = widths(model, compute, batch)
     if model.profile is not None:
         return {"b": x.micro_batch, "s": x.seq_len, "T": x.tokens, "e": x.element, "r": x.residual}
-    moe, mla = model.moe, model.mla
     return {
-        **symbols(x, model.intermediate_size, moe),
-        "u": (mla.q_lora_rank or 0) if mla else 0,
-        "w": mla.kv_lora_rank if mla else 0,
-        "o": mla.qk_rope_head_dim if mla else 0,
-        "n": moe.num_shared_experts if moe else 0,
+        **symbols(x, model.intermediate_size, model.moe),
+        **({"u": 0, "w": 0, "o": 0} if model.mla is None else ranks(model.mla)),
         "V": model.vocab_size,
         "p": tp,
     }

@@ -23,6 +23,7 @@ from zeroplan.transformer.families.operators import (
     scaled,
     tensor,
     through,
+    wider,
 )
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value, Width
 from zeroplan.transformer.families.written_out import CHOICE, CUDA_ALONE, MATH
@@ -97,30 +98,40 @@ def with_mask(tape: Tape, heads: Heads) -> Attended:
     return Attended(made)
 
 
-def in_32_bits_grouped(tape: Tape, heads: Heads) -> Attended:
-    """Write attention out as CUDA does for grouped heads in 32 bits, where no kernel takes them.
+def in_32_bits(tape: Tape, heads: Heads) -> Attended:
+    """Write attention out as torch does in 32 bits where no kernel takes the heads.
 
-    Queries and repeated keys are each scaled by the root of the factor. Leaves out the booleans that the causal mask is made of,
-    and what ``_safe_softmax`` takes inside itself.
+    On CUDA these are grouped heads of 32 bits, on a CPU heads of two sizes, in 16 bits too. Queries and keys, repeated for each
+    query head, are each scaled by the root of the factor. Leaves out the booleans that the causal mask is made of, and what
+    ``_safe_softmax`` takes inside itself.
     """
-    copies = Copies([], [])
-    query = _times_a_number(tape, heads.query, "queries, scaled")
+    copies, operands = Copies([], []), _cast_heads(tape, heads.query, heads.key, heads.value)
+    bare = query_32, *by_key = [
+        cast(tape, one, 4, Site(f"{name}, fp32", MATH)) for name, one in zip(_NAMES, operands, strict=True)
+    ]
+    query = _times_a_number(tape, query_32, "queries, scaled")
     mask = tape.make(TEMPORARY, "causal mask in numbers", 4 * s * s, MATH)
-    repeated = _cloned(tape, heads.key, Site("keys", MATH)), _cloned(tape, heads.value, Site("values", MATH))
-    key = _times_a_number(tape, repeated[0], "keys, repeated and scaled")
-    given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined), (key, (key.store,))
+    if heads.grouped:
+        by_key = [_cloned(tape, one, Site(name, MATH)) for name, one in zip(_NAMES[1:], by_key, strict=True)]
+    key = _times_a_number(tape, by_key[0], "keys, repeated and scaled" if heads.grouped else "keys, scaled")
+    given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4), (key, (key.store,))
     scores = _product(tape, given, copies, "scores", a * T * s)
     tape.release(key)
     with tape.unless_constant(scores):
         with_mask = masked(tape, scores, Site("attention: scores", MATH))
         tape.release(scores)
-        weights = softmax(tape, with_mask, e, MATH)
+        weights = softmax(tape, with_mask, 4, MATH)
     tape.release(with_mask)
-    factors = (weights, (weights.store,)), (repeated[1], (repeated[1].store,))
-    made = _product(tape, factors, copies, "attention output, head by head", T * c)
-    tape.release(weights, *repeated, query)
+    beside_keys = heads.joint and by_key[1].store is heads.value.store
+    value = _operand(tape, by_key[1], copies, Site("values", MATH), contiguous=heads.grouped, joint=beside_keys, dtype=4)
+    made = _product(tape, ((weights, (weights.store,)), value), copies, "attention output, head by head", T * c)
+    narrow = cast(tape, made, e, Site("attention output, head by head", MATH))
+    tape.release(made, weights, *(by_key if heads.grouped else ()), query, *bare, *operands)
     tape.drop(mask, *copies.in_place)
-    return Attended(in_order_of_tokens(tape, made, "attention output"))
+    return Attended(in_order_of_tokens(tape, narrow, "attention output"))
+
+
+_NAMES = ("queries", "keys", "values")
 
 
 def _times_a_number(tape: Tape, value: Value, reason: str) -> Value:
@@ -324,17 +335,20 @@ class Copies(NamedTuple):
 
 
 def _operand(
-    tape: Tape, value: Value, copies: Copies, site: Site, *, contiguous: bool, one_key: bool = False, joint: bool = False
+    tape: Tape, value: Value, copies: Copies, site: Site, *, contiguous: bool, one_key: bool = False, joint: bool = False,
+    dtype: Width = e,
 ) -> Operand:  # fmt: skip
-    """Return a factor of a product of heads, and what the product saves of it."""
-    if tape.is_wide(value.dtype) != tape.is_wide(e):
-        made = cast(tape, value, e, site)
+    """Return a factor of a product of heads in ``dtype``, and what the product saves of it."""
+    if tape.is_wide(value.dtype) != tape.is_wide(dtype):
+        made = cast(tape, value, dtype, site)
         copies.own.append(made.store)
         return made, (made.store,)
     if one_key or joint:
         # Of a single sequence the product takes the tensor as it is, of several a copy, which alone is saved then.
         tape.part_by_batch(value.store)
-        copy = tape.make(TENSOR, f"{site.name}, copied for the product", e * value.shape * at_most(1, b - 1), site.source)
+        copy = tape.make(
+            TENSOR, f"{site.name}, copied for the product", value.dtype * value.shape * at_most(1, b - 1), site.source
+        )
         copies.own.append(copy)
         return value, (value.store, copy)
     if not contiguous:
@@ -364,7 +378,7 @@ def _scores(tape: Tape, operands: tuple[Operand, Operand], copies: Copies, site:
 
 def masked(tape: Tape, value: Value, site: Site) -> Value:
     """Add the mask, which has the residual stream's dtype and no gradient. The name for ``value`` stays."""
-    dtype = r if tape.is_wide(r) != tape.is_wide(value.dtype) else value.dtype
+    dtype = wider(tape, value.dtype, r)
     made = tensor(tape, "scores, masked", dtype, value.shape, site.source)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:

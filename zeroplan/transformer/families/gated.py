@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
@@ -61,15 +62,16 @@ def three_projections(tape: Tape, normal: Value, block: Block, source: str, norm
     return Attended(made, weights)
 
 
-def gated_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
-    """``down(act(gate(x)) * up(x))``."""
+def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Size = f, of: str = "") -> Value:
+    """``down(act(gate(x)) * up(x))``; ``of`` goes before the names of its moments, where there is another."""
     bias = block.mlp_bias
-    gate = op.linear(tape, normal, f, Site("gate projection", source), bias=bias)
-    active = activated(tape, gate, block.activation, f"{block.activation} of the gate", source)
+    gate = op.linear(tape, normal, width, Site(f"{of}gate projection", source), bias=bias)
+    active = activated(tape, gate, block.activation, f"{of}{block.activation} of the gate", source)
     tape.release(gate)
-    up = op.linear(tape, normal, f, Site("up projection", source), bias=bias)
-    inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", source))
+    up = op.linear(tape, normal, width, Site(f"{of}up projection", source), bias=bias)
+    inner = op.product(tape, active, up, f"{of}gated product, input of the down projection", Site(f"{of}gated product", source))
     tape.release(active, up)
-    made = op.linear(tape, inner, h, Site("down projection", source, Module.DOWN), reads=f, bias=bias)
+    module = Module.NONE if of else Module.DOWN
+    made = op.linear(tape, inner, h, Site(f"{of}down projection", source, module), reads=width, bias=bias)
     tape.release(inner)
     return made

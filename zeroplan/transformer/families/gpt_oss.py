@@ -54,7 +54,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 def _turned(tape: Tape, value: Value, name: str) -> Value:
     """Rotary positions half by half, which are then joined head by head; saves nothing of the block's."""
-    dtype = r if tape.is_wide(r) != tape.is_wide(value.dtype) else value.dtype
+    dtype = op.wider(tape, value.dtype, r)
     halves = tape.make(op.TEMPORARY, f"{name}: both halves turned", dtype * value.shape, ATTENTION)
     made = op.tensor(tape, name, dtype, value.shape, ATTENTION)
     tape.drop(halves)

@@ -19,21 +19,23 @@ _AT_MOST: dict[Monomial, tuple[Monomial, ...]] = {
     ("T/p",): (("T/p", "h"), ("T", "h")),
     ("T/p", "h"): (("T", "h"),),
 }
-#: Values are as wide as keys and attention's output as queries, in every family that is written as a program.
+#: Values are as wide as keys and attention's output as queries, but for latent attention.
 _AS_WIDE = {"v": "k", "c": "q"}
 
 Amounts = dict[Monomial, int]
 
 
 def highest(
-    moments: list[Alive], *, wide: bool, autocast: bool, scratch_apart: bool = False
+    moments: list[Alive], *, wide: bool, autocast: bool, scratch_apart: bool = False, latent: bool = False
 ) -> tuple[Alive, ...]:  # fmt: skip
     """Leave out moments at which no more is alive than at another, whatever the batch.
 
-    ``scratch_apart``: nor without what kernels take inside themselves on CUDA alone, where several do at different moments.
+    ``scratch_apart``: nor without what kernels take inside themselves on CUDA alone, where several do at different moments. 
+
+    ``latent``: values and attention's output have widths of their own.
     """
     widths = 4 if wide else 2, 4 if wide or autocast else 2
-    amounts = [_amounts(moment, widths, scratch_apart=scratch_apart) for moment in moments]
+    amounts = [_amounts(moment, widths, scratch_apart=scratch_apart, latent=latent) for moment in moments]
     kept = _first_of_equals(amounts)
     for at in reversed(kept.copy()):
         if any(other != at and _covers(amounts[other], amounts[at]) for other in kept):
@@ -49,26 +51,27 @@ def _first_of_equals(amounts: list[Amounts]) -> list[int]:
     return list(first.values())
 
 
-def _amounts(moment: Alive, widths: tuple[int, int], *, scratch_apart: bool) -> Amounts:
+def _amounts(moment: Alive, widths: tuple[int, int], *, scratch_apart: bool, latent: bool) -> Amounts:
     amounts: Amounts = {}
     for store in moment.stores:
-        _count(amounts, store.size, widths, ("S",) if scratch_apart and store.tag.off_gpu is OffGpu.NO_TENSOR else ())
+        _count(amounts, store.size, widths, ("S",) if scratch_apart and store.tag.off_gpu is OffGpu.NO_TENSOR else (), latent)
     for mark, sizes in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
         for size in sizes:
-            _count(amounts, size, widths, (mark,))
+            _count(amounts, size, widths, (mark,), latent)
     return amounts
 
 
-def _count(amounts: Amounts, size: Size, widths: tuple[int, int], mark: Monomial) -> None:
-    for key, times in _marked(size, widths, mark):
+def _count(amounts: Amounts, size: Size, widths: tuple[int, int], mark: Monomial, latent: bool) -> None:  # noqa: FBT001  as below
+    for key, times in _marked(size, widths, mark, latent):
         amounts[key] = amounts.get(key, 0) + times
 
 
 @lru_cache(maxsize=4096)
-def _marked(size: Size, widths: tuple[int, int], mark: Monomial) -> tuple[tuple[Monomial, int], ...]:
+def _marked(size: Size, widths: tuple[int, int], mark: Monomial, latent: bool) -> tuple[tuple[Monomial, int], ...]:
     """What a size is of, each with its mark and in one order: the sizes of a tape are few."""
+    as_wide = {} if latent else _AS_WIDE
     return tuple(
-        (mark + tuple(sorted(_AS_WIDE.get(symbol, symbol) for symbol in monomial)), times)
+        (mark + tuple(sorted(as_wide.get(symbol, symbol) for symbol in monomial)), times)
         for monomial, times in size.multiplied_out(dict(zip("er", widths, strict=True))).items()
     )
 

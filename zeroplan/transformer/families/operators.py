@@ -61,6 +61,11 @@ def makes(reason: str, source: str, *values: Value, beside: tuple[str, Size] | N
     return backward
 
 
+def wider(tape: Tape, first: Width, second: Width) -> Width:
+    """The dtype of a result of two; the first where both are alike."""
+    return second if tape.is_wide(second) and not tape.is_wide(first) else first
+
+
 def cast(tape: Tape, value: Value, dtype: Width, site: Site, tag: Tag = PLAIN) -> Value:
     """``Tensor.to``: the same tensor where it has that dtype already, else a copy. The name for ``value`` stays."""
     if tape.is_wide(value.dtype) == tape.is_wide(dtype):
@@ -84,14 +89,21 @@ def view(tape: Tape, value: Value, site: Site) -> Value:
 
 def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
     """``first + second`` in the wider dtype; the gradient goes to both, cast for one that is narrower."""
-    dtype = first.dtype if tape.is_wide(first.dtype) or not tape.is_wide(second.dtype) else second.dtype
-    made = tensor(tape, reason, dtype, first.shape, site.source)
+    made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
         return [narrowed(tape, value, taken[0], made, site) for value in (first, second)]
 
     tape.add(site.name, (made,), (), backward, place=site.place)
     return made
+
+
+def as_narrow(tape: Tape, value: Value, passed: Store, made: Value, source: str) -> Store:
+    """A gradient in the dtype of its tensor: cast where an operator has made it in the wider one of its result."""
+    if tape.is_wide(value.dtype) == tape.is_wide(made.dtype):
+        return passed
+    tape.scratch.append(passed)
+    return gradient(tape, value, f"{passed.reason}, cast", source)
 
 
 def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) -> tuple[Value, Store]:
@@ -230,15 +242,16 @@ def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
 
 
 def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size | None, site: Site) -> Value:
-    made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, site.source)
+    """Multiply by the weight, which has the residual stream's dtype: the product is in the wider one of the two."""
+    made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        reason = "gradient of the normalised input"
-        arriving = [] if value in tape.constants else [(value, gradient(tape, value, reason, site.source))]
+        followed, reason = value not in tape.constants, "gradient of the normalised input"
+        passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
         if weight is not None:
-            tape.temporary("gradient of the norm's weight, not yet summed", value.dtype * value.shape, site.source)
+            tape.temporary("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
             tape.weight_gradient(weight)
-        return arriving
+        return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
 
     tape.add(site.name, (made,), saved, backward, place=site.place)
     return made
@@ -265,7 +278,7 @@ def rotary(tape: Tape, value: Value, site: Site, *, part: Size | None = None) ->
 
     ``part`` is what is turned of it, where that is not all.
     """
-    dtype = r if tape.is_wide(r) != tape.is_wide(value.dtype) else value.dtype
+    dtype = wider(tape, value.dtype, r)
     turned_part = value.shape if part is None else part
     direct = tape.make(TEMPORARY, f"{site.name} times cos", dtype * turned_part, site.source)
     turned = tape.make(TEMPORARY, f"{site.name}, halves exchanged", value.dtype * turned_part, site.source)

@@ -62,7 +62,7 @@ def back_in_order(tape: Tape, value: Value, reason: str) -> Value:
 
 def weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -> Value:
     """The experts' outputs times the routing weights, in the wider dtype of the two."""
-    wide = weights.dtype if tape.is_wide(weights.dtype) else outputs.dtype
+    wide = op.wider(tape, outputs.dtype, weights.dtype)
     made = op.tensor(tape, "experts: weighted outputs", wide, T * t * h, source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:

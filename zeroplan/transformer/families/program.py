@@ -12,7 +12,7 @@ from zeroplan.transformer.families.attend import (
     eager,
     efficient,
     flash,
-    in_32_bits_grouped,
+    in_32_bits,
     of_one_tensor,
     with_mask,
     with_sinks,
@@ -61,6 +61,10 @@ class Block(NamedTuple):
     """Experts are on several ranks."""
     ring: int = 1
     """Context-parallel ranks, which share the sequence."""
+    routed: bool = False
+    """It has experts, where not all layers of a family do."""
+    compressed: bool = False
+    """Latent attention makes its queries by two matrices."""
     alone: bool = False
     """There is no block below, of which BLOOM's would hold something."""
 
@@ -81,5 +85,5 @@ class Block(NamedTuple):
         if self.masked:
             return with_mask
         if self.wide and self.kernels == "cuda":
-            return in_32_bits_grouped if self.grouped else efficient
+            return in_32_bits if self.grouped else efficient
         return flash

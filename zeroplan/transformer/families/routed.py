@@ -15,7 +15,7 @@ from zeroplan.transformer.families.moe import MIXTRAL as ROUTER
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts, weighted_outputs
 from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Store, Tape, Value
+from zeroplan.transformer.families.tape import Store, Tape, Value, Width
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t
 
 MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
@@ -44,7 +44,9 @@ def _mlp(tape: Tape, normal: Value, *, narrowed: bool, dispatch: bool) -> Value:
     """Router and experts; ``narrowed``: the router returns its weights in the dtype of its logits."""
     routing = _router(tape, normal, narrowed=narrowed)
     with tape.inside(Module.EXPERTS):
-        made = dispatched(tape, normal, routing.weights, own_experts) if dispatch else _experts(tape, normal, routing.weights)
+        made = (
+            dispatched(tape, normal, routing.weights, own_experts) if dispatch else experts_here(tape, normal, routing.weights)
+        )
     tape.drop(routing.indices)
     tape.release(routing.weights, routing.logits)
     return made
@@ -53,7 +55,7 @@ def _mlp(tape: Tape, normal: Value, *, narrowed: bool, dispatch: bool) -> Value:
 # --- the router -----------------------------------------------------------------------------------------------------------
 
 
-class _Routing(NamedTuple):
+class Routing(NamedTuple):
     """What says which expert gets which token."""
 
     logits: Value
@@ -61,7 +63,7 @@ class _Routing(NamedTuple):
     indices: Store
 
 
-def _router(tape: Tape, normal: Value, *, narrowed: bool) -> _Routing:
+def _router(tape: Tape, normal: Value, *, narrowed: bool) -> Routing:
     """Router over the tokens in one row: that view comes before the product, so that its weight has its gradient first."""
     flat = op.view(tape, normal, Site("router: its input", ROUTER))
     logits = op.linear(tape, flat, E, Site("router", ROUTER))
@@ -72,21 +74,21 @@ def _router(tape: Tape, normal: Value, *, narrowed: bool) -> _Routing:
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
-    weights = _normalised(tape, chosen)
+    weights = divided_by_their_sum(tape, chosen, 4, ROUTER)
     if not narrowed:
-        return _Routing(logits, weights, indices)
+        return Routing(logits, weights, indices)
     narrow = op.cast(tape, weights, e, Site("router: weights", ROUTER))
     tape.release(weights)
-    return _Routing(logits, narrow, indices)
+    return Routing(logits, narrow, indices)
 
 
-def _normalised(tape: Tape, chosen: Value) -> Value:
-    """``weights /= weights.sum()``: in place, so that what they were is copied for the backward."""
-    total = tape.make(op.TENSOR, "router: sum of the top-k weights", 4 * T, ROUTER)
-    before = tape.make(op.TENSOR, "router: top-k weights before they are divided by their sum", 4 * T * t, ROUTER)
+def divided_by_their_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
+    """``weights /= weights.sum()``: in place, so that what they were is copied for the backward; ``dtype`` is the sum's."""
+    total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
+    before = tape.make(op.TENSOR, "router: top-k weights before they are divided by their sum", chosen.dtype * T * t, source)
     made = Value(chosen.store, chosen.dtype, chosen.shape)
-    beside = ("gradient of the sum of the top-k weights, not yet summed", 8 * T * t)
-    backward = op.makes("gradient of the top-k weights", ROUTER, chosen, beside=beside)
+    beside = ("gradient of the sum of the top-k weights, not yet summed", 2 * dtype * T * t)
+    backward = op.makes("gradient of the top-k weights", source, chosen, beside=beside)
     tape.add("router: division by the sum", (made,), (total, before), backward)
     tape.drop(total, before)
     return made
@@ -95,7 +97,7 @@ def _normalised(tape: Tape, chosen: Value) -> Value:
 # --- experts on this rank -------------------------------------------------------------------------------------------------
 
 
-def _experts(tape: Tape, normal: Value, weights: Value) -> Value:
+def experts_here(tape: Tape, normal: Value, weights: Value) -> Value:
     """``grouped_mm_experts_forward``, which holds all but the products' operands by name to its end."""
     theirs, order = sorted_experts(tape)
     rows = tape.make(op.TENSOR, "token of each pair, int64", 8 * T * t, EXPERTS)

@@ -29,6 +29,7 @@ FILES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "dense"),
     **dict.fromkeys(("mixtral", "qwen3_moe"), "routed"),
     **dict.fromkeys(("gemma2", "gemma3_text"), "gemma"),
+    "deepseek_v3": "deepseek",
     **{name: name for name in ("gpt2", "phi3", "gpt_neox", "gpt_oss", "opt", "bloom", "torchtitan")},
 }
 
@@ -41,7 +42,7 @@ def program_of(family: str) -> Program:
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
 #: pairs that were sent and came back; Qwen3 holds queries and keys before and after their norms.
-RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe", "qwen3"})
+RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe", "qwen3", "deepseek_v3"})
 
 #: The reason of the line that says how far an earlier moment is above the later one where CUDA's autocast makes fp32 of tensors.
 CUDA_EXCESS = "tensors in fp32 under autocast, beyond the later peak, on CUDA"
@@ -185,10 +186,12 @@ def _of(
         recompute != "none" and model.moe is not None,
         x.expert_ranks > 1,
         ring,
+        not dense,
+        model.mla is not None and model.mla.q_lora_rank is not None,
         model.family == "bloom" and model.num_hidden_layers == 1,
     )
     plan = _plan(structure)
-    sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe))
+    sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe, model.mla))
     return pass_of(sizes, autocast=x.autocast, recompute=recompute)
 
 
@@ -272,7 +275,7 @@ def norm_plan(tape: Tape, read: tuple[Width, Size], norm: Callable[[Tape, Value]
 @lru_cache(maxsize=256)
 def _plan(structure: Block) -> Plan:
     index, source = Index(), program_of(structure.family).source
-    dtypes = {"wide": structure.wide, "autocast": structure.autocast}
+    dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
     saving, given = _run(structure, saving=True)
     forward, casts = index.forward(saving, saving.saved, dtypes), index.elements(saving.casts)
     output = next(iter(saving.operators[-1].outputs))

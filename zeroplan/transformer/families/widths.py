@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.model import ModelSpec, MoeSpec
+from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.blocks import Compute
 
@@ -124,6 +124,7 @@ def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str,
         "f": intermediate_size,
         "m": moe.moe_intermediate_size if moe else 0,
         "E": moe.num_experts if moe else 0,
+        "n": moe.num_shared_experts if moe else 0,
         "t": moe.num_experts_per_tok if moe else 0,
         "e": x.element,
         "r": x.residual,
@@ -131,8 +132,16 @@ def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str,
     }
 
 
-def quantities(x: Widths, intermediate_size: int, moe: MoeSpec | None = None) -> dict[str, Int]:
+def ranks(mla: MlaSpec) -> dict[str, int]:
+    """Return the value of every symbol of latent attention."""
+    return {"u": mla.q_lora_rank or 0, "w": mla.kv_lora_rank, "o": mla.qk_rope_head_dim}
+
+
+def quantities(
+    x: Widths, intermediate_size: int, moe: MoeSpec | None = None, mla: MlaSpec | None = None
+) -> dict[str, Int]:  # fmt: skip
     """Return the value of every symbol of a block's sizes, shares of others among them."""
+    latent = {} if mla is None else {**ranks(mla), "o/2": mla.qk_rope_head_dim // 2}
     return {
         **symbols(x, intermediate_size, moe),
         "x": moe.num_experts // x.expert_ranks if moe else 0,
@@ -140,4 +149,5 @@ def quantities(x: Widths, intermediate_size: int, moe: MoeSpec | None = None) ->
         "q/4": x.heads * (x.head_dim // 4),
         "k/4": x.key // x.head_dim * (x.head_dim // 4),
         "k/d": x.key // x.head_dim,
+        **latent,
     }
