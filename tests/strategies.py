@@ -517,6 +517,25 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     return JobSpec(model=one, recipe=told, mesh=mesh(draw, told, tp=tp, cp=cp, pp=pp, ep=ep), batch=fed, cluster=cluster(draw))
 
 
+def _by_torchtitan(draw: Random, engines: Sequence[str]) -> JobSpec:
+    """Its own Llama 3 under FSDP2."""
+    told = replace(
+        recipe(draw, [name for name in engines if name == "fsdp2"]),
+        zero_stage=3, precision="bf16-mixed", loss="full", keep_logits=False, attention="sdpa", kernels="cuda",
+        offload_activations=False, sync_every_micro_batch=True, fsdp2=Fsdp2Options(reduce_dtype="fp32", modules="torchtitan"),
+    )  # fmt: skip
+    one = model(draw, ["llama"])
+    shape = {
+        "hidden_size": one.num_attention_heads * one.head_dim,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": None,
+    }
+    one = replace(one, **shape, tie_word_embeddings=False, unplaced_parameters=0)
+    shards = MeshSpec(dp_shard=draw.choice((2, 8, 64, 1024)))
+    return JobSpec(model=one, recipe=told, mesh=shards, batch=batch(draw, one), cluster=cluster(draw))
+
+
 def _divided(draw: Random, engines: Sequence[str]) -> JobSpec:
     """What divides by tensor-parallel ranks."""
     told = recipe(draw, engines, manner="divided")
@@ -558,6 +577,7 @@ _SPLITS = tuple(
 _JOBS: tuple[tuple[Drawn, tuple[str, ...], int], ...] = (
     (_whole, ("ddp", "fsdp2", "deepspeed", "paper"), 8), (_tuned, _MANNERS["lora"], 3), (_frozen, _MANNERS["frozen"], 2),
     (_profiled_job, _MANNERS["profile"], 1), (_split, ("fsdp2",), 7), (_by_megatron, ("megatron",), 2), (_divided, ("paper",), 1),
+    (_by_torchtitan, ("fsdp2",), 1),
 )  # fmt: skip
 
 

@@ -463,7 +463,7 @@ def test_an_answer_reads_no_other_command_and_no_other_engine():
     aside = ("context", "experts", "split")  # of FSDP2: where ranks split the model
     assert not {f"zeroplan.engines.fsdp2.{name}" for name in aside} & loaded
     families = {name.rpartition(".")[2] for name in loaded if name.startswith("zeroplan.transformer.")}
-    assert not {"profiled", "traced", "split", "ring", "adapted", "frozen", "dispatched"} & families
+    assert not {"profiled", "split", "ring", "adapted", "frozen", "dispatched", "routed", "latent"} & families
 
 
 def test_importing_the_library_loads_neither_numpy_nor_typer():

@@ -43,15 +43,16 @@ def test_it_is_alive_beside_what_the_kernel_returns(tmp_path: Path):
 def test_it_is_what_the_estimate_says(sequences: int, length: int, size: int, key_heads: int):
     from zeroplan.dryrun.scratch import SCRATCH
     from zeroplan.transformer.blocks import Compute
-    from zeroplan.transformer.families.attention import flash_scratch
-    from zeroplan.transformer.families.widths import widths
+    from zeroplan.transformer.families.attend import flash_scratch
+    from zeroplan.transformer.families.widths import quantities, widths
 
     said: Mapping[str, object] = tiny_config("llama") | {
         "num_attention_heads": 4, "num_key_value_heads": key_heads, "head_dim": size, "hidden_size": 4 * size,
     }  # fmt: skip
     batch = BatchSpec(micro_batch_size=sequences, seq_len=length)
     compute = Compute(element_bytes=2, autocast=False, attention="sdpa")
-    known = int(flash_scratch(widths(model_from_config(said), compute, batch)).n_bytes)
+    x = widths(model_from_config(said), compute, batch)
+    known = int(flash_scratch(grouped=x.key != x.query).value(quantities(x, 0)))
     query, key = (torch.empty(sequences, heads, length, size, dtype=torch.bfloat16) for heads in (4, key_heads))
     by_heads, by_tokens = SCRATCH.values()
     assert by_heads((None, query, key)) == known

@@ -38,7 +38,7 @@ from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import ADAM, DeepSpeedOptions
 from zeroplan.steptime import StepTime, step_time
-from zeroplan.transformer.families.llama import ATTENTION_EXCESS
+from zeroplan.transformer.families.traced import EXCESS
 
 Check = Callable[[JobSpec, Random], None]
 
@@ -332,7 +332,7 @@ def falls_with_recomputation(job: JobSpec, _: Random) -> None:
         highest = answered(more).peak.name
         own += max(0, _gathered(more, highest) - _gathered(less, highest))
     if answered(more).peak.name == "experts gathered for their forward":  # at which too much is said (docs/limits.md)
-        own += _of_peak(more, ATTENTION_EXCESS)
+        own += _of_peak(more, EXCESS)
     once = max(_peak(less), _forward_beside_gradients(more, less)) if _is_run_again(more) else _peak(less)
     assert _peak(more) <= once + own
 
@@ -571,6 +571,7 @@ def _comparable(job: JobSpec) -> JobSpec:
             options, **{name: default[name] for name in default if name.startswith(f"{what}_") and name not in heeded}
         )
     fsdp2 = replace(fsdp2, reshard_after_forward=kept, torch=None)  # whose FSDP2 it is stands in no file
+    fsdp2 = replace(fsdp2, modules="transformers")  # and torchtitan's file is read as of transformers' modules
     schedule = recipe.pipeline_schedule or ("1f1b" if job.mesh.pp > 1 else None)
     each = recipe.pipeline_stages_per_rank or (stages_per_rank(schedule, None) if schedule else None)
     recipe = replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=each)

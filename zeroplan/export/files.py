@@ -86,6 +86,7 @@ _MISSING_FROM_ALL: tuple[Missing, ...] = (
     (lambda recipe: recipe.loss != "full", "its loss is not the model's own; the training script would have to bring it"),
     (lambda recipe: recipe.engine != "deepspeed" and recipe.precision not in ("bf16-mixed", "fp32"),
      "under FSDP2 and DDP only the precisions bf16-mixed and fp32 are written"),
+    (lambda recipe: recipe.fsdp2.modules != "transformers", "its modules are torchtitan's, and the file would run transformers'"),
 )  # fmt: skip
 _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
     (lambda recipe: recipe.recompute_layers is not None and recipe.engine == "fsdp2", "accelerate recomputes all blocks or none"),

@@ -78,9 +78,8 @@ class BackwardPoint(NamedTuple):
     not yet added to others or moved (0 between two), and ``live_casts`` the elements of the block's weights whose autocast
     copy is still alive. Under autocast a weight gradient is made in the compute dtype and then cast to fp32: the short-lived
     first one is a line, the second counts in ``gradients``. ``place`` is what engines may know of the point, whose name is for
-    people alone. ``handed_on``, where it is known, is what is alive when the gradient
-    made here is handed on: the operator is done, and what it read and saved is gone. ``between`` is the same for a gradient that
-    is made between this point and the next. ``before`` is what is alive before the operator makes anything, where its module is
+    people alone. ``handed_on``, at the chunked loss alone, is what is alive when the gradient made here is handed on: the operator
+    is done, and what it read and saved is gone. ``before`` is what is alive before the operator makes anything, where its module is
     gathered then: at linear layers that are frozen, and at the weighting of experts.
     """
 
@@ -90,7 +89,6 @@ class BackwardPoint(NamedTuple):
     current_gradient: int
     live_casts: int
     handed_on: tuple[Line, ...] = ()
-    between: tuple[Line, ...] = ()
     place: Place = Place()
     before: tuple[Line, ...] = ()
 
@@ -98,7 +96,7 @@ class BackwardPoint(NamedTuple):
 class HandedOn(NamedTuple):
     """When autograd hands on the gradients of an operator's weights: those made so far, and what is alive beside them.
 
-    Only a profile says so by itself; of families the points' ``handed_on`` and ``between`` tell it.
+    Outside the blocks only a profile says so.
     """
 
     gradients: int

@@ -5,12 +5,11 @@ from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
-from zeroplan.transformer.blocks import BackwardPoint, Compute, HeadPass
-from zeroplan.transformer.families.norms import AT_FINAL_NORM, FINAL, LAYER_AFTER_EMBEDDING, FinalNorm, layer_norm, rms_norm
-from zeroplan.transformer.families.parts import SAVED, TEMPORARY, Part
+from zeroplan.transformer.blocks import Compute, HeadPass
+from zeroplan.transformer.families.norms import LAYER_NORM, STATISTICS, FinalNorm
+from zeroplan.transformer.families.parts import SAVED, TEMPORARY
 from zeroplan.transformer.families.widths import (
     GLOBAL_LAYERS,
-    PROGRAMMED,
     Widths,
     beyond_the_window,
     kinds_of_layers,
@@ -109,17 +108,12 @@ def _way_to_the_loss(
 
 def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
     if is_frozen(model, "norm"):
-        from zeroplan.transformer.families.adapted import final_norm as frozen_norm  # noqa: PLC0415  as below
+        from zeroplan.transformer.families.adapted import final_norm as frozen_norm  # noqa: PLC0415  others need not wait for it
 
         return frozen_norm(model, x)
-    if model.family in PROGRAMMED:
-        from zeroplan.transformer.families.traced import final_norm  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.transformer.families.traced import final_norm  # noqa: PLC0415  a profile's answers need not wait for it
 
-        return final_norm(model, x)
-    norm = rms_norm(x, FINAL)
-    return FinalNorm(
-        norm.saved, (BackwardPoint("final norm", _norm_backward(x, norm), norm.weights, 0, 0, place=AT_FINAL_NORM),)
-    )
+    return final_norm(model, x)
 
 
 def _wide(x: Widths, vocab: int) -> tuple[Line, ...]:
@@ -162,7 +156,11 @@ def _rotary(model: ModelSpec, x: Widths) -> Line:
 
 def _embedding_norm(x: Widths) -> tuple[Line, ...]:
     """BLOOM's norm of the embeddings; its backward comes last."""
-    return layer_norm(x, LAYER_AFTER_EMBEDDING).saved
+    name, size = "norm after the embedding", x.residual * x.tokens * x.hidden
+    return (
+        Line(SAVED, size, f"{name}: its input", "r·T·h", LAYER_NORM),
+        Line(SAVED, 8 * x.tokens, f"{name}: mean and reciprocal standard deviation", "8·T", LAYER_NORM, STATISTICS),
+    )
 
 
 def _embedding_by_name(model: ModelSpec, x: Widths, *, input_away: bool) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
@@ -205,11 +203,3 @@ def _window_mask(model: ModelSpec, x: Widths, square: Int) -> tuple[Line, ...]:
     if is_masked is False:
         return ()
     return (Line(TEMPORARY, where(is_masked, square, 0), "mask of the sliding window, booleans", "s²", MASK),)
-
-
-def _norm_backward(x: Widths, norm: Part) -> tuple[Line, ...]:
-    """List the final norm's backward: no residual gradient exists yet that the direct one could be added to."""
-    lines = norm.points[0].lines
-    if x.residual != 4:
-        return lines
-    return (*lines, Line(TEMPORARY, 4 * x.tokens * x.hidden, "gradient of the input beside its square, fp32", "4·T·h", MODEL))

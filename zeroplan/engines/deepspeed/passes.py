@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.block_runs import recompute_of, run_pass
-from zeroplan.engines.deepspeed.handed_on import Running, flow_of, lines_between, running_of, settled_lines
 from zeroplan.engines.formulas import blocks_sum
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
@@ -35,13 +34,6 @@ class RunPass(NamedTuple):
     block: BlockPass
     kept: tuple[Line, ...]
     kept_bytes: Int
-    settled: tuple["Running", ...]
-    """For each point of its backward, what runs when the gradient that it makes is handed on.
-
-    Under recomputation with the block's input.
-    """
-    between: tuple["Running", ...]
-    """The same for a gradient that is made between the point before and this one."""
 
 
 class Passes(NamedTuple):
@@ -82,8 +74,8 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     """Work out what each kind of block, and the part outside the blocks, costs."""
     head, runs, first = outside(model, recipe, batch), list[RunPass](), 0
     recomputed = first_recomputed(model, recipe)
-    flow, parts = flow_of(head), layout_by_recomputation(model, recomputed)
-    costs = {run.name: _run_pass(model, run, recipe, batch, flow) for run in parts.runs}
+    parts = layout_by_recomputation(model, recomputed)
+    costs = {run.name: _run_pass(model, run, recipe, batch) for run in parts.runs}
     for kind, layers in stretches(model, recomputed):
         runs.append(costs[kind]._replace(first=first, n_blocks=layers))
         first += layers
@@ -93,15 +85,12 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     return Passes(tuple(runs), kinds, head, recipe.recompute, output, table, _numel(parts.embeddings))
 
 
-def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch, flow: Line) -> RunPass:
+def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch) -> RunPass:
     """What a block of a kind costs, wherever it stands."""
     compute = compute_of(recipe)
     block, recompute = run_pass(model, run, compute, batch), recompute_of(run, compute)
     kept = block.kept(recompute)
-    beside = block.checkpoint_in_backward if recompute != "none" else ()
-    settled = tuple(running_of((*beside, *settled_lines(block, index, flow))) for index in range(len(block.points)))
-    between = tuple(running_of((*beside, *lines_between(block, index))) for index in range(len(block.points)))
-    return RunPass(run.name, 0, 0, recompute, block, kept, total_bytes(kept), settled, between)
+    return RunPass(run.name, 0, 0, recompute, block, kept, total_bytes(kept))
 
 
 _FIRST, _LAST = 2, 3

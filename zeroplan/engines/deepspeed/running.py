@@ -1,18 +1,42 @@
 """What of activations is alive in the backward when so many gradients exist, in the block that runs or beyond the blocks?"""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.handed_on import Running, flow_of, flowing_lines, lines_between, running_of, settled_lines
-from zeroplan.engines.deepspeed.passes import Passes, RunPass, checkpoint_beside
+from zeroplan.engines.deepspeed.passes import Passes, RunPass
 from zeroplan.engines.formulas import total_formula
 from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Kind, Line, Role, total_bytes
-from zeroplan.numeric import Bool, Int, maximum, where
+from zeroplan.numeric import Bool, Int, where
 from zeroplan.transformer.blocks import BackwardPoint, HandedOn
 from zeroplan.transformer.losses import HEAD_INPUT
 
 _FLOW = "r·T·h"
+
+
+class Running(NamedTuple):
+    """Of the block that runs in backward: its activations, and gradients of activations. [bytes]"""
+
+    activations: Int
+    gradients: Int
+
+    @property
+    def n_bytes(self) -> Int:
+        """Both. [bytes]"""
+        return self.activations + self.gradients
+
+
+def running_of(lines: tuple[Line, ...]) -> Running:
+    """Of these lines activations and their gradients."""
+    flowing = total_bytes(tuple(_flowing(lines)))
+    return Running(total_bytes(lines) - flowing, flowing)
+
+
+def _flowing(lines: tuple[Line, ...]) -> Iterator[Line]:
+    """The gradients of activations among them."""
+    return (line for line in lines if line.kind is Kind.ACTIVATION_GRADIENTS)
 
 
 def running_lines(these: Passes, block: Int, made: Int) -> tuple[Line, Line]:
@@ -46,7 +70,7 @@ def points_of_kinds(run: RunPass) -> Iterator[tuple[BackwardPoint, ...]]:
 
 
 def _handed_at(these: Passes, block: int, made: int) -> tuple[Line, ...]:
-    """What a profile says is alive when the last of so many gradients is handed on; nothing of a family, whose points say it."""
+    """What is alive when the last of so many gradients is handed on; outside the blocks only a profile says so."""
     head = these.head
     handed = head.handed_below if block < 0 else head.handed if block >= these.n_blocks else _run_of(these, block).block.handed
     return next((one.lines for one in handed if made <= one.gradients), handed[-1].lines if handed else ())
@@ -57,13 +81,7 @@ def _running_now(these: Passes, block: int, made: int) -> Running:
         return running_of(lines)
     if block < 0:
         return Running(0, these.head.hidden_bytes if made < these.below else 0)
-    if block >= these.n_blocks:
-        return Running(total_bytes(_left_of_head(these, with_norm=made != these.table)), these.head.hidden_bytes)
-    run = _run_of(these, block)
-    points = run.block.points
-    return _highest([
-        (run.settled if made == points[at].gradients else run.between)[at] for at in _points_after(run, made)
-    ])  # fmt: skip
+    return Running(total_bytes(_left_of_head(these, with_norm=made != these.table)), these.head.hidden_bytes)
 
 
 def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
@@ -78,40 +96,30 @@ def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
 
 
 GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
-"""Of each run the block after its last, and the elements of a block's gradients made at each point of its backward."""
+"""Of each run the block after its last, and the elements of a block's gradients made as autograd hands on those of each weight."""
 
 
 def gradient_counts(these: Passes) -> GradientCounts:
-    """Return what says at which point of its backward a block is when so many gradients are made."""
-    return tuple(
-        (run.first + run.n_blocks, tuple([point.gradients for point in run.block.handed or run.block.points]))
-        for run in these.runs
-    )
+    """Return what says which gradients of a block come next when so many are made."""
+    return tuple((run.first + run.n_blocks, tuple([one.gradients for one in run.block.handed])) for run in these.runs)
 
 
 def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, ...]:
-    """Return the run and the point of its blocks, and whether it is at that point or before; or that it is outside blocks."""
+    """Return the run, and which of its blocks' gradients come next, or that they just have; or that it is outside blocks."""
     if not 0 <= block < counts[-1][0]:
         return (block,)
-    run, gradients = next((at, points) for at, (end, points) in enumerate(counts) if block < end)
-    points = _first_after(gradients, made)
-    return run, *points, *(made == gradients[point] for point in points)
+    run, gradients = next((at, handed) for at, (end, handed) in enumerate(counts) if block < end)
+    at = min(bisect_left(gradients, made), len(gradients) - 1)
+    return run, at, made == gradients[at]
 
 
 def _running_formulas(these: Passes, block: int, made: int) -> tuple[str, str]:
     """Write ``_running_now`` in symbols."""
     if lines := _handed_at(these, block, made):
-        return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(flowing_lines(lines))
+        return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(_flowing(lines))
     if block < 0:
         return "0", _FLOW if made < these.below else "0"
-    if block >= these.n_blocks:
-        return _sum_of(_left_of_head(these, with_norm=made != these.table)), _FLOW
-    run = _run_of(these, block)
-    index = _points_after(run, made)[0]
-    point = run.block.points[index]
-    alive = settled_lines(run.block, index, flow_of(these.head)) if made == point.gradients else lines_between(run.block, index)
-    lines = (*checkpoint_beside(run), *alive)
-    return _sum_of(line for line in lines if line.kind is not Kind.ACTIVATION_GRADIENTS), _sum_of(flowing_lines(lines))
+    return _sum_of(_left_of_head(these, with_norm=made != these.table)), _FLOW
 
 
 def _sum_of(lines: Iterable[Line]) -> str:
@@ -120,17 +128,6 @@ def _sum_of(lines: Iterable[Line]) -> str:
 
 def _run_of(these: Passes, block: int) -> RunPass:
     return next(run for run in these.runs if block < run.first + run.n_blocks)
-
-
-def _points_after(run: RunPass, made: int) -> tuple[int, ...]:
-    """Index of the first point of a block that comes after so many gradients; the last where none does."""
-    return _first_after(tuple([point.gradients for point in run.block.points]), made)
-
-
-@lru_cache(maxsize=4096)
-def _first_after(gradients: tuple[int, ...], made: int) -> tuple[int, ...]:
-    """That index, one for each kind of block (:func:`_kinds`)."""
-    return tuple(next((at for at in kind if made <= gradients[at]), kind[-1]) for kind in _kinds(gradients))
 
 
 @lru_cache(maxsize=256)
@@ -167,31 +164,8 @@ def _running_anywhere(these: Passes, block: Int, made: Int) -> Running:
     found = _beyond_blocks(these, block, made)
     for run in these.runs:
         here = (block >= run.first) & (block < run.first + run.n_blocks)
-        found = _either(here, _handed_when(run.block.handed, made) if run.block.handed else _at_point(run, made), found)
+        found = _either(here, _handed_when(run.block.handed, made), found)
     return found
-
-
-def _at_point(run: RunPass, made: Int) -> Running:
-    """Return the activations at the first point of a block that comes after so many gradients."""
-    kinds = _kinds(tuple([point.gradients for point in run.block.points]))
-    return _highest([_at_point_of(run, kind, made) for kind in kinds])
-
-
-def _at_point_of(run: RunPass, kind: range, made: Int) -> Running:
-    found = Running(0, 0)
-    for at in reversed(kind):
-        gradients = run.block.points[at].gradients
-        here = _either(made == gradients, run.settled[at], run.between[at])
-        found = here if at == kind[-1] else _either(made <= gradients, here, found)
-    return found
-
-
-def _highest(found: list[Running]) -> Running:
-    """What is there, of kinds of blocks of which all but one are nothing but what all have."""
-    first, *others = found
-    for other in others:
-        first = Running(maximum(first.activations, other.activations), maximum(first.gradients, other.gradients))
-    return first
 
 
 def _either(condition: Bool, yes: Running, no: Running) -> Running:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Store, Tape, Value
-from zeroplan.transformer.families.written_out import CUDA_ALONE
 
 ACTIVATIONS = "transformers 5.23, activations.py"
 #: One operator that saves its result, since its derivative is a function of that.

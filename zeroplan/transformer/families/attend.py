@@ -9,7 +9,16 @@ from typing import NamedTuple
 
 from zeroplan.expr import Size, at_most, ceil
 from zeroplan.ledger import PLAIN, OffGpu, Tag
-from zeroplan.transformer.families.attention import EAGER, FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH, SDPA
+from zeroplan.transformer.families.attention import (
+    CHOICE,
+    CUDA_ALONE,
+    EAGER,
+    FLASH_BACKWARD,
+    FLASH_SCRATCH,
+    MATH,
+    SCRATCH,
+    SDPA,
+)
 from zeroplan.transformer.families.operators import (
     TEMPORARY,
     TENSOR,
@@ -26,7 +35,6 @@ from zeroplan.transformer.families.operators import (
     wider,
 )
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value, Width
-from zeroplan.transformer.families.written_out import CHOICE, CUDA_ALONE, MATH
 from zeroplan.transformer.symbols import T, a, b, c, d, e, q, r, s
 
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"

@@ -1,8 +1,4 @@
-"""Blocks of the Llama kind as programs: Llama, Mistral, Qwen2 and Qwen3.
-
-They are used where the formulas of ``llama.py`` do not hold: where attention is written out or given a mask, and where the
-MLP's activation function keeps other tensors than SiLU.
-"""
+"""Blocks of the Llama kind: Llama, Mistral, Qwen2 and Qwen3."""
 
 from zeroplan.transformer.families.attend import Attended
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, three_projections, two_branches

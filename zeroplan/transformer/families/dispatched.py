@@ -8,9 +8,15 @@ from typing import NamedTuple
 
 from zeroplan.expr import Size
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.operators import Site
-from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts, weighted_outputs
+from zeroplan.transformer.families.pairs import (
+    EXPERTS,
+    back_in_order,
+    grouped_product,
+    picked,
+    sorted_experts,
+    weighted_outputs,
+)
 from zeroplan.transformer.families.tape import Store, Tape, Value
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
 

@@ -8,10 +8,9 @@ from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
-from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
-from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts
+from zeroplan.transformer.families.pairs import EXPERTS, back_in_order, grouped_product, picked, sorted_experts
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 from zeroplan.transformer.symbols import E, T, c, h, k, m, q, r, t, v, x

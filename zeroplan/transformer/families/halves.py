@@ -7,19 +7,19 @@ last, and lets go of a gradient, and of what its operator saved, when the weight
 goes when the last weight is done.
 
 Sizes are those of the eager operators of torch 2.13 in 16 bits, on the flash kernel; the attention's backward is the module's own
-(``attention.py``). Left out: other families, 32 bits, attention that is written out or has a mask, recomputation.
+(``attend.py``). Left out: other families, 32 bits, attention that is written out or has a mask, recomputation.
 """
 
 from typing import NamedTuple
 
-from zeroplan.ledger import Line
+from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.attention import flash_scratch
-from zeroplan.transformer.families.llama import has_head_norms
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, widths
+from zeroplan.transformer.families.attend import flash_scratch
+from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
+from zeroplan.transformer.families.widths import HEAD_NORMS, Widths, beyond_the_window, quantities, widths
 
 SPLIT_BACKWARD = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_backward_input and stage_backward_weight"
 
@@ -102,7 +102,7 @@ def block_halves(model: ModelSpec, compute: Compute, batch: Batch) -> Halves:
     e, tokens = x.element, x.tokens
     one = _Sizes(e * tokens * x.hidden, e * tokens * x.query, e * tokens * x.key, e * tokens * model.intermediate_size,
                  4 * tokens * x.hidden)  # fmt: skip
-    norms = has_head_norms(model)
+    norms = model.family in HEAD_NORMS
     heads = one.query + one.key if norms else 0
     held = 2 * one.inner + 4 * one.hidden + one.query + 2 * one.key + heads
     return Halves(held, _points(x, one, norms=norms), _weights_of_block(model, x, one, norms=norms))
@@ -119,7 +119,7 @@ def _points(x: Widths, one: _Sizes, *, norms: bool) -> tuple[Point, ...]:
         Point("gated product", 3 * one.inner + one.hidden),
         Point("gate projection", 2 * one.inner + 3 * one.hidden),
         Point("norm before the MLP", after_mlp + in_fp32),
-        Point("attention", middle + x.element * x.tokens * x.context + three, (flash_scratch(x),)),
+        Point("attention", middle + x.element * x.tokens * x.context + three, (_flash_scratch(x),)),
         Point("rotary positions", middle + maximum(4 * one.query + 2 * one.key, one.query + 5 * one.key)),
     )
     if not norms:
@@ -135,6 +135,11 @@ def _points(x: Widths, one: _Sizes, *, norms: bool) -> tuple[Point, ...]:
         Point("norm of the queries", at_queries + wide_queries),
         Point("norm before attention", last + in_fp32),
     )
+
+
+def _flash_scratch(x: Widths) -> Line:
+    size = flash_scratch(grouped=x.key != x.query)
+    return Line(Kind.TEMPORARY, size.value(quantities(x, 0)), FLASH_SCRATCH, size.text, FLASH_BACKWARD, SCRATCH)
 
 
 def _weights_of_block(model: ModelSpec, x: Widths, one: _Sizes, *, norms: bool) -> tuple[Weights, ...]:

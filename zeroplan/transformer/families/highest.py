@@ -30,7 +30,7 @@ def highest(
 ) -> tuple[Alive, ...]:  # fmt: skip
     """Leave out moments at which no more is alive than at another, whatever the batch.
 
-    ``scratch_apart``: nor without what kernels take inside themselves on CUDA alone, where several do at different moments. 
+    ``scratch_apart``: nor without what kernels take inside themselves on CUDA alone, where several do at different moments.
 
     ``latent``: values and attention's output have widths of their own.
     """
@@ -67,7 +67,7 @@ def _count(amounts: Amounts, size: Size, widths: tuple[int, int], mark: Monomial
 
 
 @lru_cache(maxsize=4096)
-def _marked(size: Size, widths: tuple[int, int], mark: Monomial, latent: bool) -> tuple[tuple[Monomial, int], ...]:
+def _marked(size: Size, widths: tuple[int, int], mark: Monomial, latent: bool) -> tuple[tuple[Monomial, int], ...]:  # noqa: FBT001
     """What a size is of, each with its mark and in one order: the sizes of a tape are few."""
     as_wide = {} if latent else _AS_WIDE
     return tuple(

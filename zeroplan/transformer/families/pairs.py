@@ -4,9 +4,10 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.moe import EXPERTS
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 from zeroplan.transformer.symbols import T, h, r, t, x
+
+EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
 
 
 def sorted_experts(tape: Tape) -> tuple[Store, Store]:

@@ -18,7 +18,6 @@ from zeroplan.transformer.families.attend import (
     with_sinks,
 )
 from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.ring import ring_attention
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.families.widths import HEAD_NORMS
 
@@ -77,6 +76,8 @@ class Block(NamedTuple):
     def attend(self) -> Attend:
         """Which kernel ``scaled_dot_product_attention`` takes (on CUDA: torch 2.13, sdp_utils.cpp), or attention written out."""
         if self.ring > 1:
+            from zeroplan.transformer.families.ring import ring_attention  # noqa: PLC0415  others need not wait for it
+
             return partial(ring_attention, ranks=self.ring)
         if self.attention == "eager":
             return {"gemma2": capped_eager, "gpt_oss": with_sinks, "gpt2": of_one_tensor}.get(self.family, eager)

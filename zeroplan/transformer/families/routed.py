@@ -1,7 +1,4 @@
-"""Blocks with routed experts as programs, Mixtral and Qwen3-MoE: a router, and experts on this rank or on several.
-
-They are used where the formulas of ``mixtral.py`` do not hold: where attention is written out, or experts are on several ranks.
-"""
+"""Blocks with routed experts, Mixtral and Qwen3-MoE: a router, and experts on this rank or on several."""
 
 from typing import NamedTuple
 
@@ -10,14 +7,20 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.dense import attention
 from zeroplan.transformer.families.dispatched import dispatched, gated_experts, own_experts
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, two_branches
-from zeroplan.transformer.families.moe import EXPERTS
-from zeroplan.transformer.families.moe import MIXTRAL as ROUTER
 from zeroplan.transformer.families.operators import Site
-from zeroplan.transformer.families.pairs import back_in_order, grouped_product, picked, sorted_experts, weighted_outputs
+from zeroplan.transformer.families.pairs import (
+    EXPERTS,
+    back_in_order,
+    grouped_product,
+    picked,
+    sorted_experts,
+    weighted_outputs,
+)
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Store, Tape, Value, Width
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t
 
+ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
 MIXTRAL = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralDecoderLayer.forward"
 QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDecoderLayer.forward"
 

@@ -21,9 +21,9 @@ from zeroplan.transformer.families import traced
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.attention import LLAMA as ATTENTION
+from zeroplan.transformer.families.dense import MLP
 from zeroplan.transformer.families.gated import LLAMA_NORM as NORM
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.mlp import LLAMA as MLP
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_FINAL_NORM, AT_MLP_NORM, FinalNorm
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.parts import INCOMING, LAYER

@@ -13,15 +13,14 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, HandedOn, Place
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.llama import ATTENTION_EXCESS
 from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value, Width
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
-from zeroplan.transformer.families.written_out import CUDA_ALONE
 from zeroplan.transformer.symbols import T, h, r
 
 #: The file that has a family's program, under the family's name among its ``PROGRAMS``.
@@ -44,7 +43,9 @@ def program_of(family: str) -> Program:
 #: pairs that were sent and came back; Qwen3 holds queries and keys before and after their norms.
 RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe", "qwen3", "deepseek_v3"})
 
-#: The reason of the line that says how far an earlier moment is above the later one where CUDA's autocast makes fp32 of tensors.
+#: The reasons of lines that say how far an earlier moment of a forward is above its last one, and how much of that is because
+#: CUDA's autocast makes fp32 of tensors.
+EXCESS = "attention, beyond the later peak"
 CUDA_EXCESS = "tensors in fp32 under autocast, beyond the later peak, on CUDA"
 
 Places = tuple[int, ...]
@@ -445,7 +446,7 @@ class Sizes:
 
     def _point(self, moment: Placed, made: int, making: int, copied: int) -> BackwardPoint:
         lines, before = self.lines(moment.stores), self.lines(moment.before)
-        return BackwardPoint(moment.name, lines, made, making, copied, (), (), moment.place, before)
+        return BackwardPoint(moment.name, lines, made, making, copied, place=moment.place, before=before)
 
     def handed(self, recompute: Recompute) -> tuple[HandedOn, ...]:
         """Write down when gradients come to their weights."""
@@ -510,7 +511,7 @@ def _top(sizes: Sizes, recompute: Recompute, *, autocast: bool) -> tuple[Line, .
 
     highest = above(top.earlier)
     plain = highest if top.narrow is None else above(top.narrow)
-    excess = Line(Kind.TEMPORARY, plain, ATTENTION_EXCESS, source=plan.source)
+    excess = Line(Kind.TEMPORARY, plain, EXCESS, source=plan.source)
     if top.narrow is None:
         return (*sizes.lines(top.last), excess)
     return (

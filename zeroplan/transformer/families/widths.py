@@ -12,8 +12,6 @@ from zeroplan.transformer.blocks import Compute
 #: attention is written out instead.
 WITHOUT_SDPA = frozenset({"gemma2", "bloom", "gpt_oss"})
 
-#: Families whose blocks are written as programs (``traced.py``).
-PROGRAMMED = frozenset({"gpt2", "phi3", "gemma2", "gemma3_text", "gpt_neox", "opt", "bloom", "gpt_oss"})
 #: Families that normalise queries and keys over each head.
 HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "gemma3_text"})
 #: Every so many layers one sees the whole sequence, the others a window.
