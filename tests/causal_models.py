@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zeroplan.catalog.config_keys import ACTIVATION_KEY, PLAIN_HEADS
+from zeroplan.catalog.config_keys import ACTIVATION_KEY
+from zeroplan.spec.family import PLAIN_HEADS, WITHOUT_SDPA
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.widths import WITHOUT_SDPA
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -19,18 +19,11 @@ from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
 from zeroplan.errors import SpecError
 from zeroplan.spec import megatron
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, GROUPS, AdapterSpec
+from zeroplan.spec.family import DISPATCHED_FAMILIES, FAMILIES, FREE_ACTIVATION, MOE_FAMILIES, WINDOWED_FAMILIES, Activation
 from zeroplan.spec.frozen import PARTS, FrozenSpec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES
-from zeroplan.spec.model import (
-    DISPATCHED_FAMILIES,
-    FAMILIES,
-    FREE_ACTIVATION,
-    MOE_FAMILIES,
-    WINDOWED_FAMILIES,
-    Activation,
-    MlaSpec,
-)
+from zeroplan.spec.model import MlaSpec
 from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, DeepSpeedOptions, MegatronOptions

@@ -15,7 +15,7 @@ from zeroplan.catalog.config import config_with_notes, model_from_config
 from zeroplan.catalog.config_keys import ACTIVATION_KEY
 from zeroplan.catalog.config_rest import known_keys
 from zeroplan.catalog.config_rest_keys import COUNTED_AS, DROPOUT, HARMLESS, HARMLESS_IN, ONLY, ONLY_IN
-from zeroplan.spec.model import FAMILIES, FREE_ACTIVATION, USUAL_ACTIVATION
+from zeroplan.spec.family import FAMILIES, FREE_ACTIVATION, USUAL_ACTIVATION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,8 +20,9 @@ from zeroplan.engines.deepspeed.coordinator import gathered
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.family import Activation
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import Activation, ModelSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 from zeroplan.transformer.params import parameter_count
 

@@ -11,12 +11,11 @@ from tests.causal_models import causal_model, tiny_spec
 from tests.combined import combined
 from tests.transformer.autograd_runs import step_timeline
 from tests.transformer.saved_by_autograd import PRECISIONS, assert_saved_as_is_said, passes
-from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.comparison import cpu_bytes
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.family import PLAIN_HEADS, WITHOUT_SDPA
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute
-from zeroplan.transformer.families.widths import WITHOUT_SDPA
 from zeroplan.transformer.head import head_pass
 from zeroplan.verify.watching.allocations import Allocation
 

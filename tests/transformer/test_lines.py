@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.formulas import WITHOUT_FORMULA, evaluate
-from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.ledger import Line, total_bytes
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.model import FAMILIES, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.family import FAMILIES, PLAIN_HEADS
+from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
 from zeroplan.transformer.head import head_pass

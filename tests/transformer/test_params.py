@@ -13,8 +13,9 @@ from tests.transformer.tiny_configs import TINY, tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.model import ModelEntry, model, model_entry, models
 from zeroplan.errors import SpecError
+from zeroplan.spec.family import FAMILIES
 from zeroplan.spec.hardware import Figure
-from zeroplan.spec.model import FAMILIES, ModelSpec, MoeSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params import active_parameter_count, layout, parameter_count
 

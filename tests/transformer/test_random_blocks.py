@@ -16,10 +16,10 @@ from tests.combined import every_case
 from tests.transformer.fake_blocks import BlockRun, block_run
 from tests.transformer.moe_models import moe_spec
 from tests.transformer.test_blocks_on_a_gpu import predicted
-from zeroplan.catalog.config_keys import PLAIN_HEADS
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.model import FREE_ACTIVATION, MOE_FAMILIES, Activation, ModelSpec
+from zeroplan.spec.family import FREE_ACTIVATION, MOE_FAMILIES, PLAIN_HEADS, Activation
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
 
 pytestmark = pytest.mark.torch

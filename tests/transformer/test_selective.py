@@ -13,9 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts  # noqa: E402
 
 from tests.causal_models import causal_model, tiny_spec  # noqa: E402
-from zeroplan.catalog.config_keys import PLAIN_HEADS  # noqa: E402
 from zeroplan.comparison import cpu_bytes  # noqa: E402
 from zeroplan.spec.batch import BatchSpec  # noqa: E402
+from zeroplan.spec.family import PLAIN_HEADS  # noqa: E402
 from zeroplan.transformer.activations import block_pass  # noqa: E402
 from zeroplan.transformer.blocks import Compute  # noqa: E402
 from zeroplan.verify.watching.allocations import mark, recorded  # noqa: E402

@@ -9,22 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from zeroplan.catalog.config_keys import (
-    DEFAULTS,
-    FIXED,
-    KEYS,
-    OPTIONAL_WINDOW,
-    OTHER_KINDS,
-    PLAIN_HEADS,
-    REQUIRED,
-    SAME_AS,
-    SIZES,
-)
+from zeroplan.catalog.config_keys import DEFAULTS, FIXED, KEYS, OPTIONAL_WINDOW, OTHER_KINDS, REQUIRED, SAME_AS, SIZES
 from zeroplan.catalog.config_parts import text_part
 from zeroplan.catalog.config_rest import activation_of, listed, quantised, the_rest, unknown_keys
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, unknown_name
-from zeroplan.spec.model import FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.family import FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, PLAIN_HEADS
+from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 
 Config: TypeAlias = Mapping[str, object]
 _LARGEST = 10**7

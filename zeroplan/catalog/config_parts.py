@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from zeroplan.catalog.text import shown
-from zeroplan.spec.model import FAMILIES
+from zeroplan.spec.family import FAMILIES
 
 Config = Mapping[str, object]
 

@@ -21,7 +21,7 @@ from zeroplan.catalog.config_rest_keys import (
 )
 from zeroplan.catalog.text import shown
 from zeroplan.errors import NoFormulasError, SpecError
-from zeroplan.spec.model import FREE_ACTIVATION, MOE_FAMILIES, SAVES_ITS_INPUT, USUAL_ACTIVATION, Activation
+from zeroplan.spec.family import FREE_ACTIVATION, MOE_FAMILIES, SAVES_ITS_INPUT, USUAL_ACTIVATION, Activation
 
 Config = Mapping[str, object]
 _FIELDS = (

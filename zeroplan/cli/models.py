@@ -12,7 +12,7 @@ from zeroplan.cli.catalog_flags import Catalog, folder
 from zeroplan.errors import SpecError
 from zeroplan.report.catalog import model_table, model_text
 from zeroplan.resolve import own_folder
-from zeroplan.spec.model import FAMILIES
+from zeroplan.spec.family import FAMILIES
 from zeroplan.transformer.params import active_parameter_count, parameter_count
 from zeroplan.units import MB, parse_count
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.family import DISPATCHED_FAMILIES
 from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import DISPATCHED_FAMILIES, ModelSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule
 from zeroplan.spec.recipe import ON_PAPER, Engine, RecipeSpec, Stage, ways_of_resharding
 from zeroplan.spec.split import (

@@ -1,44 +1,22 @@
 """What model is trained: its shape, in the words of a Hugging Face ``config.json``."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol, get_args
+from typing import Annotated, Literal, Protocol
 
 from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.adapter import ADAPTED_FAMILIES, AdapterSpec
 from zeroplan.spec.base import Count, Dimension, Range, Spec
+from zeroplan.spec.family import (
+    FREE_ACTIVATION,
+    LEARNED_POSITIONS,
+    MOE_FAMILIES,
+    ONE_WIDTH_FAMILIES,
+    USUAL_ACTIVATION,
+    WINDOWED_FAMILIES,
+    Activation,
+    Family,
+)
 from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
-
-#: The architectures whose parameters zeroplan counts exactly, by their ``model_type``.
-Family = Literal[
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3",
-    "gpt2", "gpt_neox", "opt", "bloom",
-    "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
-]  # fmt: skip
-FAMILIES: tuple[str, ...] = get_args(Family)
-#: Activation functions of an MLP of which it is known what they keep, as transformers calls them (``activations.py``, ``ACT2CLS``).
-Activation = Literal[
-    "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "mish", "hardswish", "leaky_relu",
-    "relu", "relu6", "sigmoid", "tanh",
-]  # fmt: skip
-#: Those that are one operator, which saves what it reads: as SiLU does.
-SAVES_ITS_INPUT: tuple[str, ...] = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "mish", "hardswish", "leaky_relu", "relu6")
-#: The activation function of each family's published models, and its class's default; what is not here has ``silu``.
-USUAL_ACTIVATION: dict[str, Activation] = {
-    "gemma2": "gelu_pytorch_tanh", "gemma3_text": "gelu_pytorch_tanh", "gpt2": "gelu_new", "gpt_neox": "gelu", "opt": "relu",
-    "bloom": "gelu_new",
-}  # fmt: skip
-#: Families that may have another.
-FREE_ACTIVATION = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "opt")
-#: Families of which it is known what a sliding window makes them keep.
-WINDOWED_FAMILIES: tuple[str, ...] = ("mistral", "phi3", "gemma2", "gemma3_text", "gpt_oss")
-#: Families whose embedding of a token has that of its position added.
-LEARNED_POSITIONS = ("gpt2", "opt")
-#: Families of experts whose configuration has one width, ``intermediate_size``.
-ONE_WIDTH_FAMILIES = ("mixtral", "gpt_oss")
-#: The families whose blocks have experts.
-MOE_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
-#: Those of which it is known what blocks keep where experts are on several ranks.
-DISPATCHED_FAMILIES: tuple[str, ...] = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,18 +3,13 @@
 from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.norms import LAYER_NORM, STATISTICS, FinalNorm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY
-from zeroplan.transformer.families.widths import (
-    GLOBAL_LAYERS,
-    Widths,
-    beyond_the_window,
-    kinds_of_layers,
-    widths,
-)
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, kinds_of_layers, widths
 from zeroplan.transformer.losses import (
     FULL,
     HEAD,

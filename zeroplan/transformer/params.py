@@ -8,8 +8,8 @@ and neither are modules that transformers leaves out of the causal-LM class (mul
 from collections.abc import Callable
 from functools import lru_cache
 
+from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.families.widths import GLOBAL_LAYERS
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
 from zeroplan.transformer.params_gated import gated_layout

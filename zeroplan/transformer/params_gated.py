@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
-from zeroplan.transformer.families.widths import GLOBAL_LAYERS
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params_modules import Parameters, embedding, linear, rms_norm, whole
 

@@ -18,9 +18,9 @@ from zeroplan.ledger import Kind, Phase
 from zeroplan.resolve import Request
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import Batch, BatchSpec
+from zeroplan.spec.family import FAMILIES
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.mesh import Mesh, MeshSpec, Split
-from zeroplan.spec.model import FAMILIES
 from zeroplan.spec.recipe import (
     Attention,
     DdpOptions,

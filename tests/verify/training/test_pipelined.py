@@ -17,9 +17,10 @@ from zeroplan.engines.pipeline.order import interleaved
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.family import Family
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.model import Family, ModelSpec, MoeSpec
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.verify.release import installed
 

@@ -15,11 +15,12 @@ from typing import NamedTuple
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.family import HEAD_NORMS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.attend import flash_scratch
 from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
-from zeroplan.transformer.families.widths import HEAD_NORMS, Widths, beyond_the_window, quantities, widths
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities, widths
 
 SPLIT_BACKWARD = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_backward_input and stage_backward_weight"
 

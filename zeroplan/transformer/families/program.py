@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from zeroplan.spec.model import Activation
+from zeroplan.spec.family import HEAD_NORMS, Activation
 from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.families.attend import (
     Attend,
@@ -19,7 +19,6 @@ from zeroplan.transformer.families.attend import (
 )
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.tape import Tape, Value
-from zeroplan.transformer.families.widths import HEAD_NORMS
 
 
 class Program(NamedTuple):

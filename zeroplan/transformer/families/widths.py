@@ -4,18 +4,10 @@ from typing import NamedTuple
 
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import Batch
+from zeroplan.spec.family import GLOBAL_LAYERS, WITHOUT_SDPA
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.blocks import Compute
-
-#: Families that transformers 5.23 does not run through ``scaled_dot_product_attention`` (``_supports_sdpa`` of their classes):
-#: attention is written out instead.
-WITHOUT_SDPA = frozenset({"gemma2", "bloom", "gpt_oss"})
-
-#: Families that normalise queries and keys over each head.
-HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "gemma3_text"})
-#: Every so many layers one sees the whole sequence, the others a window.
-GLOBAL_LAYERS = {"gemma2": 2, "gemma3_text": 6}
 
 
 class Widths(NamedTuple):

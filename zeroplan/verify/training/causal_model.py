@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from zeroplan.catalog.config_keys import ACTIVATION_KEY, KEYS, OPTIONAL_WINDOW, PLAIN_HEADS
+from zeroplan.catalog.config_keys import ACTIVATION_KEY, KEYS, OPTIONAL_WINDOW
 from zeroplan.errors import MeasurementError
+from zeroplan.spec.family import FREE_ACTIVATION, PLAIN_HEADS
 from zeroplan.spec.frozen import FrozenSpec
-from zeroplan.spec.model import FREE_ACTIVATION, ModelSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention, RecipeSpec
 from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.verify.training.modules import find_blocks

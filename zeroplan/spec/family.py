@@ -1,0 +1,91 @@
+"""The architectures that zeroplan counts exactly, and what a description of a model may say of each.
+
+A family has a row here and a file in ``zeroplan/transformer/families``: the forward of its block, its tensors, and the keys of
+its ``config.json``. Source of every row: transformers 5.23, ``models/<family>/modeling_<family>.py`` and ``configuration_<family>.py``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, get_args
+
+#: By their ``model_type``.
+Family = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3",
+    "gpt2", "gpt_neox", "opt", "bloom",
+    "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
+]  # fmt: skip
+#: Activation functions of an MLP of which it is known what they keep, as transformers calls them (``activations.py``, ``ACT2CLS``).
+Activation = Literal[
+    "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "mish", "hardswish", "leaky_relu",
+    "relu", "relu6", "sigmoid", "tanh",
+]  # fmt: skip
+#: Those that are one operator, which saves what it reads: as SiLU does.
+SAVES_ITS_INPUT: tuple[str, ...] = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "mish", "hardswish", "leaky_relu", "relu6")
+
+
+class Traits(NamedTuple):
+    """What sets a family apart from Llama."""
+
+    file: str
+    """Its file in ``zeroplan/transformer/families``."""
+    activation: Activation = "silu"
+    """The activation function of its published models, and its class's default."""
+    other_activations: bool = True
+    """It may have another."""
+    window: bool = False
+    """It may have a sliding window."""
+    global_every: int | None = None
+    """Every so many layers one sees the whole sequence, the others a window."""
+    experts: Literal["none", "on this rank", "dispatched"] = "none"
+    """Its blocks have experts; where these may be on several ranks it is known what blocks then keep."""
+    one_width: bool = False
+    """Its experts are as wide as ``intermediate_size``."""
+    learned_positions: bool = False
+    """A position's embedding is added to that of a token."""
+    head_norms: bool = False
+    """Queries and keys are normalised over each head."""
+    plain_heads: bool = False
+    """The width of a head follows from the model's width, and there are as many key/value heads as heads."""
+    sdpa: bool = True
+    """It goes through ``scaled_dot_product_attention`` (``_supports_sdpa``), or attention is written out."""
+
+
+TRAITS: Mapping[str, Traits] = {
+    "llama": Traits("dense"),
+    "mistral": Traits("dense", window=True),
+    "qwen2": Traits("dense"),
+    "qwen3": Traits("dense", head_norms=True),
+    "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
+    "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True),
+    "phi3": Traits("phi3", window=True),
+    "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
+    "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True),
+    "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),
+    "bloom": Traits("bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False),
+    "mixtral": Traits("routed", other_activations=False, experts="dispatched", one_width=True),
+    "qwen3_moe": Traits("routed", other_activations=False, experts="dispatched", head_norms=True),
+    "deepseek_v3": Traits("deepseek", other_activations=False, experts="on this rank"),
+    "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
+}
+FAMILIES: tuple[str, ...] = get_args(Family)
+
+
+def families(having: Callable[[Traits], object]) -> tuple[str, ...]:
+    """Return the families of which something holds.
+
+    >>> families(lambda one: one.learned_positions)
+    ('gpt2', 'opt')
+    """
+    return tuple([name for name in FAMILIES if having(TRAITS[name])])
+
+
+USUAL_ACTIVATION: Mapping[str, Activation] = {name: one.activation for name, one in TRAITS.items()}
+FREE_ACTIVATION = families(lambda one: one.other_activations)
+WINDOWED_FAMILIES = families(lambda one: one.window)
+LEARNED_POSITIONS = families(lambda one: one.learned_positions)
+ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
+MOE_FAMILIES = families(lambda one: one.experts != "none")
+DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")
+HEAD_NORMS = families(lambda one: one.head_norms)
+PLAIN_HEADS = families(lambda one: one.plain_heads)
+WITHOUT_SDPA = families(lambda one: not one.sdpa)
+GLOBAL_LAYERS: Mapping[str, int] = {name: one.global_every for name, one in TRAITS.items() if one.global_every is not None}
