@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zeroplan.catalog.config_keys import ACTIVATION_KEY
+from zeroplan.catalog.config_rest import config_keys
 from zeroplan.spec.family import PLAIN_HEADS, WITHOUT_SDPA
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -119,7 +119,7 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
         "intermediate_size": spec.intermediate_size,
         "num_key_value_heads": spec.num_key_value_heads,
         "head_dim": spec.head_dim,
-        ACTIVATION_KEY.get(spec.family, "hidden_act"): spec.activation,
+        config_keys(spec.family).activation: spec.activation,
     }
     window = {} if spec.family == "llama" else {"sliding_window": spec.sliding_window or NO_WINDOW}
     experts = {}

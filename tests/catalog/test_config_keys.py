@@ -12,9 +12,8 @@ import pytest
 from tests.catalog.test_config import LLAMA, refusal
 from tests.transformer.tiny_configs import tiny_config
 from zeroplan.catalog.config import config_with_notes, model_from_config
-from zeroplan.catalog.config_keys import ACTIVATION_KEY
-from zeroplan.catalog.config_rest import known_keys
-from zeroplan.catalog.config_rest_keys import COUNTED_AS, DROPOUT, HARMLESS, HARMLESS_IN, ONLY, ONLY_IN
+from zeroplan.catalog.config_rest import config_keys, known_keys
+from zeroplan.catalog.config_rest_keys import HARMLESS, ONLY
 from zeroplan.spec.family import FAMILIES, FREE_ACTIVATION, USUAL_ACTIVATION
 
 if TYPE_CHECKING:
@@ -56,16 +55,15 @@ def _is_the_release_these_were_read_in() -> bool:
 def test_what_a_class_writes_has_no_note_but_of_dropout(family: str) -> None:
     transformers = pytest.importorskip("transformers")
     written = transformers.CONFIG_MAPPING[family](**tiny_config(family)).to_dict()
-    if family in COUNTED_AS:
-        written |= {key: counted for key, (counted, _) in COUNTED_AS[family].items() if key in written}
-    written |= dict.fromkeys(DROPOUT[family], 0.0)
+    written |= {key: counted for key, (counted, _) in config_keys(family).counted_as.items() if key in written}
+    written |= dict.fromkeys(config_keys(family).dropout, 0.0)
     assert notes(written) == ""
 
 
 def harmless(family: str) -> Iterator[tuple[str, object]]:
     """Keys of the class that are said not to matter, each with another value; names and token ids apart."""
     cls = pytest.importorskip("transformers").CONFIG_MAPPING[family]
-    said = {key for keys in (*HARMLESS.values(), *HARMLESS_IN.get(family, {}).values()) for key in keys}
+    said = {key for keys in (*HARMLESS.values(), *config_keys(family).harmless.values()) for key in keys}
     default = cls(**tiny_config(family)).to_dict()
     for key in sorted((said & set(default)) - {"return_dict"}):  # without it a causal model of transformers does not run
         value = default[key]
@@ -108,14 +106,14 @@ def saved_bytes(config: dict[str, object]) -> int:
 @pytest.mark.parametrize("family", [*FREE_ACTIVATION, "mixtral"])
 def test_the_usual_activation_is_the_classs_own(family: str) -> None:
     cls = pytest.importorskip("transformers").CONFIG_MAPPING[family]
-    assert getattr(cls(), ACTIVATION_KEY.get(family, "hidden_act")) == USUAL_ACTIVATION.get(family, "silu")
+    assert getattr(cls(), config_keys(family).activation) == USUAL_ACTIVATION[family]
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rates_of_dropout_are_the_classs_own(family: str) -> None:
     default = pytest.importorskip("transformers").CONFIG_MAPPING[family]()
-    assert {key: getattr(default, key) for key in DROPOUT[family]} == DROPOUT[family]
+    assert {key: getattr(default, key) for key in config_keys(family).dropout} == config_keys(family).dropout
 
 
 # --- what is used ---------------------------------------------------------------------------------------------------------
@@ -123,9 +121,9 @@ def test_rates_of_dropout_are_the_classs_own(family: str) -> None:
 
 @pytest.mark.parametrize("family", FREE_ACTIVATION)
 def test_an_activation_function_is_read(family: str) -> None:
-    key = ACTIVATION_KEY.get(family, "hidden_act")
+    key = config_keys(family).activation
     assert model_from_config(tiny_config(family)).hidden_act is None
-    assert model_from_config(tiny_config(family) | {key: USUAL_ACTIVATION.get(family, "silu")}).hidden_act is None
+    assert model_from_config(tiny_config(family) | {key: USUAL_ACTIVATION[family]}).hidden_act is None
     assert model_from_config(tiny_config(family) | {key: "quick_gelu"}).hidden_act == "quick_gelu"
     assert f"{key}='xielu' in config.json has no formula" in refusal(tiny_config(family) | {key: "xielu"})
 
@@ -175,7 +173,7 @@ def test_what_changes_tensors_without_a_formula_is_refused(family: str, change: 
 
 def test_what_is_refused_with_other_values_is_taken_with_its_own() -> None:
     for family in FAMILIES:
-        own = {key: allowed[0] for key, allowed in (*ONLY.items(), *ONLY_IN.get(family, {}).items()) if allowed}
+        own = {key: allowed[0] for key, allowed in (*ONLY.items(), *config_keys(family).only.items()) if allowed}
         model_from_config(tiny_config(family) | own)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     assert model_from_config(tiny_config("gemma2") | {"layer_types": kinds}) == model_from_config(tiny_config("gemma2"))

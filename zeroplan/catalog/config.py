@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from zeroplan.catalog.config_keys import DEFAULTS, FIXED, KEYS, OPTIONAL_WINDOW, OTHER_KINDS, REQUIRED, SAME_AS, SIZES
+from zeroplan.catalog.config_keys import OTHER_KINDS, SAME_AS
 from zeroplan.catalog.config_parts import text_part
-from zeroplan.catalog.config_rest import activation_of, listed, quantised, the_rest, unknown_keys
+from zeroplan.catalog.config_rest import activation_of, config_keys, listed, quantised, the_rest, unknown_keys
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, unknown_name
 from zeroplan.spec.family import FAMILIES, MOE_FAMILIES, ONE_WIDTH_FAMILIES, PLAIN_HEADS
@@ -107,7 +107,7 @@ class _Source(NamedTuple):
 
     def keys(self, field: str) -> tuple[str, ...]:
         """Under which keys ``field`` may stand."""
-        return KEYS.get(self.family, {}).get(field, (field,))
+        return config_keys(self.family).keys.get(field, (field,))
 
     def key(self, field: str) -> str:
         """Under which key ``field`` stands, or would."""
@@ -125,7 +125,7 @@ class _Source(NamedTuple):
             raise SpecError(f"{pairs} disagree in config.json; keep the right one")
         if found or any(key in self.config for key in self.keys(field)):
             return found.get(self.key(field))
-        return DEFAULTS[self.family].get(field)
+        return config_keys(self.family).defaults.get(field)
 
     def integer(self, field: str, fallback: int | None = None, *, least: int = 1) -> int:
         """``field`` as an integer; ``fallback`` where the config and the class say nothing."""
@@ -199,7 +199,7 @@ def _known_family(treat_as: str) -> str:
 def _refuse_other_architectures(source: _Source) -> None:
     """Refuse keys that add or remove parameters in a way the family's class does not know."""
     config, family = source
-    for key, only in FIXED[family].items():
+    for key, only in config_keys(family).fixed.items():
         if config.get(key) is not None and config[key] != only:
             raise NoFormulasError(f"{key}={shown(config[key])} in config.json has no formula: {family} always has {key}={only}")
     if family not in MOE_FAMILIES:
@@ -220,7 +220,7 @@ def _moe_way_out() -> str:
 
 
 def _demand_required(source: _Source) -> None:
-    fields = REQUIRED.get(source.family, SIZES)
+    fields = config_keys(source.family).required
     nullable = ("q_lora_rank",)
     missing = [
         source.keys(field)[0]
@@ -307,7 +307,7 @@ def _positions(family: str, context: int) -> int:
 
 
 def _bias(source: _Source, field: str) -> bool:
-    fixed = FIXED[source.family].get(field)
+    fixed = config_keys(source.family).fixed.get(field)
     return source.flag(field) if fixed is None else bool(fixed)
 
 
@@ -320,7 +320,7 @@ def _of_neox(source: _Source) -> dict[str, object]:
 
 
 def _window(source: _Source) -> int | None:
-    if source.family in OPTIONAL_WINDOW and not (source.flag("use_sliding_window") and _some_layers_have_it(source)):
+    if config_keys(source.family).optional_window and not (source.flag("use_sliding_window") and _some_layers_have_it(source)):
         return None
     return source.optional_integer("sliding_window")
 

@@ -7,21 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import get_args
 
-from zeroplan.catalog.config_keys import ACTIVATION_KEY, FIXED, KEYS, OPTIONAL_WINDOW
-from zeroplan.catalog.config_rest_keys import (
-    ASSUMED,
-    COUNTED_AS,
-    DROPOUT,
-    HARMLESS,
-    HARMLESS_IN,
-    NOT_NULL,
-    ONLY,
-    ONLY_IN,
-    WINDOW_PATTERN,
-)
+from zeroplan.catalog.config_rest_keys import HARMLESS, ONLY
 from zeroplan.catalog.text import shown
 from zeroplan.errors import NoFormulasError, SpecError
-from zeroplan.spec.family import FREE_ACTIVATION, MOE_FAMILIES, SAVES_ITS_INPUT, USUAL_ACTIVATION, Activation
+from zeroplan.spec.family import FREE_ACTIVATION, GLOBAL_LAYERS, MOE_FAMILIES, SAVES_ITS_INPUT, USUAL_ACTIVATION, Activation
+from zeroplan.transformer.families.definition import ConfigKeys, definition_of
 
 Config = Mapping[str, object]
 _FIELDS = (
@@ -40,6 +30,11 @@ _OF_CAUSAL_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "
 _ROPE = ("rope_parameters", "rope_scaling")
 
 
+def config_keys(family: str) -> ConfigKeys:
+    """What a family's ``config.json`` holds."""
+    return definition_of(family).config
+
+
 def the_rest(config: Config, family: str) -> tuple[str, ...]:
     """Return a note on each thing that is not counted; raises SpecError where it would be counted wrongly."""
     _refuse_values(config, family)
@@ -56,8 +51,8 @@ def the_rest(config: Config, family: str) -> tuple[str, ...]:
 
 def activation_of(config: Config, family: str) -> Activation | None:
     """Return the MLP's activation function, or None for the family's usual one; raises SpecError for one without formulas."""
-    key = ACTIVATION_KEY.get(family, "hidden_act")
-    said, usual = config.get(key), USUAL_ACTIVATION.get(family, "silu")
+    key = config_keys(family).activation
+    said, usual = config.get(key), USUAL_ACTIVATION[family]
     if family in ("bloom", "gpt_oss") or said is None or said == usual:
         return None
     if family not in FREE_ACTIVATION and said in SAVES_ITS_INPUT:  # usual is one of these
@@ -78,13 +73,13 @@ def known_keys(family: str) -> frozenset[str]:
         *(_EXPERT_FIELDS if family in MOE_FAMILIES else ()),
         *(_LATENT_FIELDS if family == "deepseek_v3" else ()),
     )
-    read = (key for field in fields for key in KEYS.get(family, {}).get(field, (field,)))
-    optional = ("use_sliding_window", "max_window_layers") if family in OPTIONAL_WINDOW else ()
-    own = {"gpt_neox": ("use_parallel_residual",), "qwen3_moe": ("mlp_only_layers", "decoder_sparse_step")}.get(family, ())
-    harmless = (*HARMLESS.values(), *HARMLESS_IN.get(family, {}).values())
+    own = config_keys(family)
+    read = (key for field in fields for key in own.keys.get(field, (field,)))
+    optional = ("use_sliding_window", "max_window_layers") if own.optional_window else ()
+    harmless = (*HARMLESS.values(), *own.harmless.values())
     return frozenset((
-        *read, *optional, *own, *_LOOKED_AT, *FIXED[family], ACTIVATION_KEY.get(family, "hidden_act"), *DROPOUT[family],
-        *ONLY, *ONLY_IN.get(family, {}), *NOT_NULL.get(family, ()), *COUNTED_AS.get(family, {}),
+        *read, *optional, *own.read, *_LOOKED_AT, *own.fixed, own.activation, *own.dropout, *ONLY, *own.only, *own.not_null,
+        *own.counted_as,
         *(key for keys in harmless for key in keys),
     ))  # fmt: skip
 
@@ -106,14 +101,14 @@ def listed(keys: Iterable[str]) -> str:
 
 
 def _refuse_values(config: Config, family: str) -> None:
-    for key, allowed in (*ONLY.items(), *ONLY_IN.get(family, {}).items()):
+    for key, allowed in (*ONLY.items(), *config_keys(family).only.items()):
         for value in _values(config, key):
             if value is not None and value not in allowed:
                 counted = f"only {key}={allowed[0]} has" if allowed else "leave it out"
                 raise NoFormulasError(
                     f"{key}={shown(value)} in config.json of a {family} model has no formula, {counted}; {_WAY_OUT}"
                 )
-    for key in NOT_NULL.get(family, ()):
+    for key in config_keys(family).not_null:
         if key in config and not config[key]:
             raise NoFormulasError(
                 f"{key}={shown(config[key])} in config.json has no formula: {family} always has one; {_WAY_OUT}"
@@ -136,7 +131,7 @@ def _refuse_layer_types(config: Config, family: str) -> None:
         return
     if not isinstance(said, list | tuple) or not all(isinstance(kind, str) for kind in said):
         raise SpecError(f"layer_types={shown(said)} in config.json is not a list of names; correct it, or leave it out")
-    every = WINDOW_PATTERN.get(family)
+    every = GLOBAL_LAYERS.get(family, config_keys(family).window_every)
     for layer, kind in enumerate(said, start=1):
         local = every is not None and layer % every
         if kind != ("sliding_attention" if local else "full_attention") and not _windowed(config, family, layer):
@@ -148,14 +143,19 @@ def _refuse_layer_types(config: Config, family: str) -> None:
 def _windowed(config: Config, family: str, layer: int) -> bool:
     """Whether a layer of Qwen2 or Qwen3 sees a window by its other keys, which the size of that window is then refused for."""
     first = config.get("max_window_layers", 28)
-    return family in OPTIONAL_WINDOW and config.get("use_sliding_window") is True and isinstance(first, int) and layer > first
+    return (
+        config_keys(family).optional_window
+        and config.get("use_sliding_window") is True
+        and isinstance(first, int)
+        and layer > first
+    )
 
 
 # --- what is named --------------------------------------------------------------------------------------------------------
 
 
 def _dropout(config: Config, family: str) -> Iterator[str]:
-    rates = {key: config.get(key, default) for key, default in DROPOUT[family].items()}
+    rates = {key: config.get(key, default) for key, default in config_keys(family).dropout.items()}
     said = [f"{key}={shown(rate)}" for key, rate in rates.items() if rate]
     if said:
         yield (
@@ -165,9 +165,9 @@ def _dropout(config: Config, family: str) -> Iterator[str]:
 
 
 def _counted_otherwise(config: Config, family: str) -> Iterator[str]:
-    assumed = ASSUMED.get(family, {})
-    for key, (counted, instead) in COUNTED_AS.get(family, {}).items():
-        for value in (*(value for value in _values(config, key) if value is not None),) or (assumed.get(key, counted),):
+    own = config_keys(family)
+    for key, (counted, instead) in own.counted_as.items():
+        for value in (*(value for value in _values(config, key) if value is not None),) or (own.assumed.get(key, counted),):
             if value != counted:
                 yield f"config.json has {key}={shown(value)}, which is counted as {counted}: {instead}"
 

@@ -1,7 +1,8 @@
 """The architectures that zeroplan counts exactly, and what a description of a model may say of each.
 
 A family has a row here and a file in ``zeroplan/transformer/families``: the forward of its block, its tensors, and the keys of
-its ``config.json``. Source of every row: transformers 5.23, ``models/<family>/modeling_<family>.py`` and ``configuration_<family>.py``.
+its ``config.json``. Source of every row: ``modeling_<family>.py`` and ``configuration_<family>.py`` of
+transformers 5.23.
 """
 
 from collections.abc import Callable, Mapping

@@ -10,17 +10,9 @@ from functools import lru_cache
 
 from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
-from zeroplan.transformer.params_gated import gated_layout
-from zeroplan.transformer.params_gpt import bloom_layout, gpt2_layout, gpt_neox_layout, opt_layout
-
-_GPT_FAMILIES: dict[str, Callable[[ModelSpec], Layout]] = {
-    "gpt2": gpt2_layout,
-    "gpt_neox": gpt_neox_layout,
-    "bloom": bloom_layout,
-    "opt": opt_layout,
-}
 
 
 @lru_cache(maxsize=256)
@@ -39,7 +31,7 @@ def layout(model: ModelSpec) -> Layout:
         from zeroplan.transformer.profiled import profile_of, profiled_layout  # noqa: PLC0415  only a profile pays for it
 
         return profiled_layout(profile_of(model))
-    built = _GPT_FAMILIES.get(model.family, gated_layout)(model)
+    built = definition_of(model.family).tensors(model)
     if model.adapter is not None:
         built = adapted_layout(built, model.adapter)
     if model.frozen is not None:

@@ -34,6 +34,15 @@ def layer_norm(name: str, width: int) -> Parameters:
     return (Parameter(f"{name}.weight", (width,)), Parameter(f"{name}.bias", (width,)))
 
 
+def two_layer_mlp(model: ModelSpec) -> Parameters:
+    """GPT-NeoX's and BLOOM's MLP."""
+    hidden, width = model.hidden_size, model.intermediate_size
+    return (
+        *linear("mlp.dense_h_to_4h", hidden, width, bias=True),
+        *linear("mlp.dense_4h_to_h", width, hidden, bias=True),
+    )
+
+
 def whole(model: ModelSpec, *, embeddings: Parameters, runs: tuple[BlockRun, ...], norm: Parameters, tied_to: str) -> Layout:
     """Close a layout with its head: of its own, or tied to ``tied_to``."""
     head = Parameter("lm_head.weight", (model.vocab_size, model.hidden_size), autocast=True)

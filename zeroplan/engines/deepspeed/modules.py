@@ -8,76 +8,12 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from zeroplan.spec.model import ModelSpec
-
-Names = tuple[str, ...]
+from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.parts import GATED_MODULES, Names
 
 #: Families whose expert layer DeepSpeed gathers and releases as one module, router and all (``leaf_module_config.py``).
 LEAF_FAMILIES = ("mixtral", "qwen3_moe")
 
-_ATTENTION: Names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_WITH_NORMS: Names = (
-    "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
-)  # fmt: skip
-_NORMS_AFTER: Names = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
-)  # fmt: skip
-_LATENT: Names = (
-    "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
-    "self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj",
-)  # fmt: skip
-
-
-def _gated(name: str) -> Names:
-    return (name, f"{name}.gate_proj", f"{name}.act_fn", f"{name}.up_proj", f"{name}.down_proj")
-
-
-def _before_and_after(attention: Names, mlp: Names) -> Names:
-    return ("input_layernorm", "self_attn", *attention, "post_attention_layernorm", *mlp)
-
-
-def _four_norms(attention: Names) -> Names:
-    inner = ("pre_feedforward_layernorm", *_gated("mlp"), "post_feedforward_layernorm")
-    return ("input_layernorm", "self_attn", *attention, "post_attention_layernorm", *inner)
-
-
-_GATED = _before_and_after(_ATTENTION, _gated("mlp"))
-#: Modules of a block in the order in which they run, a module before those inside it.
-_BLOCKS: dict[str, Names] = {
-    "qwen3": _before_and_after(_WITH_NORMS, _gated("mlp")),
-    "gemma2": _four_norms(_ATTENTION),
-    "gemma3_text": _four_norms(_NORMS_AFTER),
-    "phi3": (
-        "input_layernorm", "self_attn", "self_attn.qkv_proj", "self_attn.o_proj", "resid_attn_dropout",
-        "post_attention_layernorm", "mlp", "mlp.gate_up_proj", "mlp.activation_fn", "mlp.down_proj", "resid_mlp_dropout",
-    ),
-    "gpt2": (
-        "ln_1", "attn", "attn.c_attn", "attn.c_proj", "attn.resid_dropout", "ln_2", "mlp", "mlp.c_fc", "mlp.act", "mlp.c_proj",
-        "mlp.dropout",
-    ),
-    "gpt_neox": (
-        "input_layernorm", "attention", "attention.query_key_value", "attention.dense", "post_attention_dropout",
-        "post_attention_layernorm", "mlp", "mlp.dense_h_to_4h", "mlp.act", "mlp.dense_4h_to_h", "post_mlp_dropout",
-    ),
-    "opt": (
-        "self_attn_layer_norm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj",
-        "final_layer_norm", "fc1", "activation_fn", "fc2",
-    ),
-    "bloom": (
-        "input_layernorm", "self_attention", "self_attention.query_key_value", "self_attention.attention_dropout",
-        "self_attention.dense", "post_attention_layernorm", "mlp", "mlp.dense_h_to_4h", "mlp.gelu_impl", "mlp.dense_4h_to_h",
-    ),
-    "qwen3_moe": _before_and_after(_WITH_NORMS, _gated("mlp")),
-    "deepseek_v3": _before_and_after(_LATENT, _gated("mlp")),
-}  # fmt: skip
-#: The same of a block with experts.
-_EXPERTS: dict[str, Names] = {
-    "mixtral": _before_and_after(_ATTENTION, ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")),
-    "qwen3_moe": _before_and_after(_WITH_NORMS, ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")),
-    "deepseek_v3": _before_and_after(
-        _LATENT, ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *_gated("mlp.shared_experts"))
-    ),
-    "gpt_oss": _before_and_after(_ATTENTION, ("mlp", "mlp.router", "mlp.experts")),
-}
 #: Modules that a family has or has not: they are there where they own parameters, or a module in them does.
 _OPTIONAL = frozenset({
     "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "mlp.shared_experts",
@@ -87,19 +23,29 @@ _OPTIONAL = frozenset({
 def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
     """Return the modules of a block in the order in which they run; ``owners`` are those that own parameters.
 
-    >>> from zeroplan.spec.model import ModelSpec
-    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
-    >>> block_modules(tiny, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))[-4:]
-    ('mlp.gate_proj', 'mlp.act_fn', 'mlp.up_proj', 'mlp.down_proj')
+        >>> from zeroplan.spec.model import ModelSpec
+    from zeroplan.transformer.families.definition import definition_of
+    from zeroplan.transformer.families.parts import GATED_MODULES, Names
+        >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+        >>> block_modules(tiny, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))[-4:]
+        ('mlp.gate_proj', 'mlp.act_fn', 'mlp.up_proj', 'mlp.down_proj')
     """
     sparse = any(name.endswith("experts") for name in owners)
-    listed = (_EXPERTS if sparse else _BLOCKS).get(model.family, _GATED)
+    listed = _listed(model, sparse=sparse)
     missing = _OPTIONAL - {*owners, *map(_parent, owners)}
     names = [name for name in listed if name not in missing and _parent(name) not in missing]
     if model.adapter is not None:
         names = [inner for name in names for inner in _wrapped(name, owners)]
     return (*names, *dict.fromkeys(name for name in owners if name not in names))
+
+
+def _listed(model: ModelSpec, *, sparse: bool) -> Names:
+    """As the family's file has them; of a profile only those that own parameters are known."""
+    if model.profile is not None:
+        return GATED_MODULES
+    family = definition_of(model.family)
+    return family.expert_modules if sparse else family.modules
 
 
 def _wrapped(name: str, owners: Sequence[str]) -> Names:

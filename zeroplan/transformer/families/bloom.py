@@ -1,12 +1,16 @@
 """Blocks of BLOOM: LayerNorm, a joint projection, attention written out with ALiBi, and a GELU that saves its input only."""
 
 from zeroplan.expr import Size, at_most
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import in_order_of_tokens, masked, softmax
+from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Store, Tape, Value
+from zeroplan.transformer.parameters import BlockRun, Layout
+from zeroplan.transformer.params_modules import embedding, layer_norm, linear, two_layer_mlp, whole
 from zeroplan.transformer.symbols import T, a, b, c, e, f, h, k, q, s, v
 
 LAYER = "transformers 5.23, models/bloom/modeling_bloom.py, BloomBlock.forward"
@@ -78,4 +82,47 @@ def _gelu(tape: Tape, value: Value) -> Value:
     return made
 
 
-PROGRAMS = {"bloom": Program(bloom, LAYER)}
+def _tensors(model: ModelSpec) -> Layout:
+    """ALiBi positions, so no table; a norm after the embedding."""
+    hidden, token = model.hidden_size, "transformer.word_embeddings"
+    block = (
+        *layer_norm("input_layernorm", hidden),
+        *linear("self_attention.query_key_value", hidden, 3 * hidden, bias=True),
+        *linear("self_attention.dense", hidden, hidden, bias=True),
+        *layer_norm("post_attention_layernorm", hidden),
+        *two_layer_mlp(model),
+    )
+    return whole(
+        model,
+        embeddings=(*embedding(token, model.vocab_size, hidden), *layer_norm(f"{token}_layernorm", hidden)),
+        runs=(BlockRun("dense", model.num_hidden_layers, block),),
+        norm=layer_norm("transformer.ln_f", hidden),
+        tied_to=f"{token}.weight",
+    )
+
+
+_CONFIG = ConfigKeys(
+    defaults={"max_position_embeddings": 2048, "tie_word_embeddings": True},
+    fixed={"attention_bias": True, "mlp_bias": True},
+    required=("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    keys={
+        "hidden_size": ("hidden_size", "n_embed"),
+        "intermediate_size": ("n_inner",),
+        "num_hidden_layers": ("n_layer", "num_hidden_layers"),
+        "num_attention_heads": ("n_head", "num_attention_heads"),
+        "max_position_embeddings": ("seq_length",),
+    },
+    dropout={"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    only={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,)},
+    harmless={
+        "read by no decoder of these families": (
+            "attention_softmax_in_fp32", "masked_softmax_fusion", "bias_dropout_fusion", "unk_token_id", "offset_alibi",
+            "skip_bias_add", "skip_bias_add_qkv", "n_positions",
+        ),
+    },
+)  # fmt: skip
+_MODULES = (
+    "input_layernorm", "self_attention", "self_attention.query_key_value", "self_attention.attention_dropout",
+    "self_attention.dense", "post_attention_layernorm", "mlp", "mlp.dense_h_to_4h", "mlp.gelu_impl", "mlp.dense_4h_to_h",
+)  # fmt: skip
+FAMILIES = {"bloom": Definition(Program(bloom, LAYER), _tensors, _CONFIG, _MODULES)}

@@ -1,14 +1,20 @@
 """Blocks of DeepSeek-V3: latent attention; a gated MLP in the first layers, routed and shared experts in the others."""
 
 from zeroplan.ledger import Module
+from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, two_branches
 from zeroplan.transformer.families.latent import latent_attention
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, Site
 from zeroplan.transformer.families.pairs import picked
+from zeroplan.transformer.families.parts import before_and_after, gated_modules
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.routed import Routing, divided_by_their_sum, experts_here
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Store, Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import fused_experts, gated, query_width, with_experts
+from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
 from zeroplan.transformer.symbols import E, T, h, m, n, t
 
 LAYER = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3DecoderLayer.forward"
@@ -85,4 +91,77 @@ def _best(tape: Tape) -> Store:
     return indices
 
 
-PROGRAMS = {"deepseek_v3": Program(deepseek_v3, LAYER, LLAMA_NORM)}
+# --- tensors, and the keys of config.json ---------------------------------------------------------------------------------
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    def routed(moe: MoeSpec) -> Parameters:
+        shared = moe.num_shared_experts * moe.moe_intermediate_size
+        return (
+            *fused_experts(model, moe),
+            *linear("mlp.gate", model.hidden_size, moe.num_experts),
+            *(gated("mlp.shared_experts", model, shared) if shared else ()),
+        )
+
+    return with_experts(model, _attention(model), routed)
+
+
+def _attention(model: ModelSpec) -> Parameters:
+    """Queries, and keys with values, through low-rank projections."""
+    assert model.mla is not None  # noqa: S101  the family always has it
+    mla, hidden, heads = model.mla, model.hidden_size, model.num_attention_heads
+    latent = mla.kv_lora_rank
+    return (
+        *_queries(mla, model),
+        *linear("self_attn.kv_a_proj_with_mqa", hidden, latent + mla.qk_rope_head_dim, bias=model.attention_bias),
+        *rms_norm("self_attn.kv_a_layernorm", latent),
+        *linear("self_attn.kv_b_proj", latent, heads * (mla.qk_nope_head_dim + mla.v_head_dim)),
+        *linear("self_attn.o_proj", heads * mla.v_head_dim, hidden, bias=model.attention_bias),
+    )
+
+
+def _queries(mla: MlaSpec, model: ModelSpec) -> Parameters:
+    if mla.q_lora_rank is None:
+        return linear("self_attn.q_proj", model.hidden_size, query_width(model))
+    return (
+        *linear("self_attn.q_a_proj", model.hidden_size, mla.q_lora_rank, bias=model.attention_bias),
+        *rms_norm("self_attn.q_a_layernorm", mla.q_lora_rank),
+        *linear("self_attn.q_b_proj", mla.q_lora_rank, query_width(model)),
+    )
+
+
+_CONFIG = ConfigKeys(
+    defaults={"max_position_embeddings": 4096, "num_key_value_heads": 128},
+    fixed={"moe_layer_freq": 1, "mlp_bias": False},
+    required=(
+        *SIZES, "num_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+        "v_head_dim", "moe_intermediate_size", "num_shared_experts", "num_dense_layers",
+    ),
+    keys={
+        "num_experts": ("n_routed_experts", "num_local_experts"),
+        "num_shared_experts": ("n_shared_experts",),
+        "num_dense_layers": ("first_k_dense_replace",),
+    },
+    only={
+        "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "rope_interleave": (True,), "norm_topk_prob": (True,),
+    },
+    counted_as={"output_router_logits": (False, "the router's logits take some bytes per token and expert more")},
+    harmless={
+        "numbers in a formula, which change no tensor": ("routed_scaling_factor",),
+        "groups of experts, which mask scores of some bytes per token": ("n_group", "topk_group"),
+        "made of other keys": ("qk_head_dim", "head_dim"),
+        "multi-token prediction, which transformers does not build": ("num_nextn_predict_layers", "num_mtp_layers"),
+        "of DeepSeek's own code": ("aux_loss_alpha", "seq_aux", "moe_layer_freq", "router_aux_loss_coef"),
+    },
+)  # fmt: skip
+_LATENT = (
+    "self_attn.q_proj", "self_attn.q_a_proj", "self_attn.q_a_layernorm", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
+    "self_attn.kv_a_layernorm", "self_attn.kv_b_proj", "self_attn.o_proj",
+)  # fmt: skip
+_EXPERTS = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modules("mlp.shared_experts"))
+FAMILIES = {
+    "deepseek_v3": Definition(
+        Program(deepseek_v3, LAYER, LLAMA_NORM), _tensors, _CONFIG, before_and_after(_LATENT, gated_modules("mlp")),
+        before_and_after(_LATENT, _EXPERTS),
+    )
+}  # fmt: skip

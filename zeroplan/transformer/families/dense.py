@@ -1,9 +1,14 @@
 """Blocks of the Llama kind: Llama, Mistral, Qwen2 and Qwen3."""
 
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.attend import Attended
+from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, three_projections, two_branches
+from zeroplan.transformer.families.parts import before_and_after, gated_modules
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, two_norms
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/llama/modeling_llama.py, LlamaAttention.forward"
@@ -30,4 +35,48 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
 _PARTS = Branches(LLAMA_NORM, attention, _mlp, LAYER)
 
 
-PROGRAMS = dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Program(dense, LAYER, LLAMA_NORM))
+def _llama(model: ModelSpec) -> Layout:
+    mlp = gated("mlp", model, model.intermediate_size, bias=model.mlp_bias)
+    return alike(model, (*attention_of(model, bias=model.attention_bias), *mlp, *two_norms(model)))
+
+
+def _mistral(model: ModelSpec) -> Layout:
+    return alike(model, (*attention_of(model), *gated("mlp", model, model.intermediate_size), *two_norms(model)))
+
+
+def _qwen2(model: ModelSpec) -> Layout:
+    attention = attention_of(model, bias=True, output_bias=False)
+    return alike(model, (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model)))
+
+
+def _qwen3(model: ModelSpec) -> Layout:
+    attention = (*attention_of(model, bias=model.attention_bias), *head_norms(model))
+    return alike(model, (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model)))
+
+
+_LLAMA = ConfigKeys(defaults={"max_position_embeddings": 2048})
+_MISTRAL = ConfigKeys(
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    fixed={"attention_bias": False, "mlp_bias": False},
+)
+_QWEN2 = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    fixed={"attention_bias": True, "mlp_bias": False},
+    optional_window=True,
+)
+_QWEN3 = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+    fixed={"mlp_bias": False},
+    optional_window=True,
+)
+#: Qwen3's attention as its modules run.
+WITH_NORMS = (
+    "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj", "self_attn.o_proj",
+)  # fmt: skip
+_PROGRAM = Program(dense, LAYER, LLAMA_NORM)
+FAMILIES = {
+    "llama": Definition(_PROGRAM, _llama, _LLAMA),
+    "mistral": Definition(_PROGRAM, _mistral, _MISTRAL),
+    "qwen2": Definition(_PROGRAM, _qwen2, _QWEN2),
+    "qwen3": Definition(_PROGRAM, _qwen3, _QWEN3, before_and_after(WITH_NORMS, gated_modules("mlp"))),
+}

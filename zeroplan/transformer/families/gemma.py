@@ -1,11 +1,17 @@
 """Blocks of Gemma 2 and Gemma 3: norms before and after each branch, scaled in fp32; Gemma 3 also norms queries and keys."""
 
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.gated import gated_mlp, three_projections
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.parts import ATTENTION_MODULES, Names, gated_modules
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms
+from zeroplan.transformer.params_modules import rms_norm
 
 LAYER = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3DecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3Attention.forward"
@@ -34,4 +40,52 @@ def gemma(tape: Tape, given: Value, block: Block) -> Value:
     return made
 
 
-PROGRAMS = dict.fromkeys(("gemma2", "gemma3_text"), Program(gemma, LAYER, NORM))
+def _tensors(model: ModelSpec) -> Layout:
+    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    norms = (norm for name in names for norm in rms_norm(name, model.hidden_size))
+    attention = attention_of(model, bias=model.attention_bias)
+    of_heads = head_norms(model) if model.family == "gemma3_text" else ()
+    return alike(model, (*attention, *of_heads, *gated("mlp", model, model.intermediate_size), *norms))
+
+
+def _modules(attention: Names) -> Names:
+    inner = ("pre_feedforward_layernorm", *gated_modules("mlp"), "post_feedforward_layernorm")
+    return ("input_layernorm", "self_attn", *attention, "post_attention_layernorm", *inner)
+
+
+_HARMLESS = {
+    "numbers in a formula, which change no tensor": ("query_pre_attn_scalar",), "not read by the class": ("hidden_act",),
+}  # fmt: skip
+_GEMMA_2 = ConfigKeys(
+    defaults={
+        "max_position_embeddings": 8192, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    fixed={"mlp_bias": False},
+    activation="hidden_activation",
+    only={"use_bidirectional_attention": (False,)},
+    not_null=("final_logit_softcapping", "attn_logit_softcapping"),
+    harmless=_HARMLESS,
+)  # fmt: skip
+_GEMMA_3 = ConfigKeys(
+    defaults={
+        "max_position_embeddings": 131072, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 262208, "sliding_window": 4096, "tie_word_embeddings": True,
+    },
+    fixed={"mlp_bias": False},
+    required=("hidden_size", "intermediate_size", "num_hidden_layers"),
+    activation="hidden_activation",
+    only={
+        "use_bidirectional_attention": (False,), "final_logit_softcapping": (), "attn_logit_softcapping": (),
+        "sliding_window_pattern": (6,), "_sliding_window_pattern": (6,),
+    },
+    harmless=_HARMLESS,
+)  # fmt: skip
+_NORMS_AFTER = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
+)  # fmt: skip
+_PROGRAM = Program(gemma, LAYER, NORM)
+FAMILIES = {
+    "gemma2": Definition(_PROGRAM, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES)),
+    "gemma3_text": Definition(_PROGRAM, _tensors, _GEMMA_3, _modules(_NORMS_AFTER)),
+}

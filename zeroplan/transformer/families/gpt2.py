@@ -1,12 +1,16 @@
 """Blocks of the GPT-2 kind: LayerNorm, one joint projection for q, k and v, an MLP of two matrices. Dropout is off."""
 
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import BlockRun, Layout
+from zeroplan.transformer.params_modules import conv1d, embedding, layer_norm, whole
 from zeroplan.transformer.symbols import T, c, f, h, k, q, v
 
 LAYER = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Block.forward"
@@ -48,4 +52,53 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     return made
 
 
-PROGRAMS = {"gpt2": Program(gpt2, LAYER)}
+def _tensors(model: ModelSpec) -> Layout:
+    """Learned positions, ``Conv1D`` maps."""
+    hidden = model.hidden_size
+    block = (
+        *layer_norm("ln_1", hidden),
+        *conv1d("attn.c_attn", hidden, 3 * hidden),
+        *conv1d("attn.c_proj", hidden, hidden),
+        *layer_norm("ln_2", hidden),
+        *conv1d("mlp.c_fc", hidden, model.intermediate_size),
+        *conv1d("mlp.c_proj", model.intermediate_size, hidden),
+    )
+    token, position = "transformer.wte", "transformer.wpe"
+    return whole(
+        model,
+        embeddings=(*embedding(token, model.vocab_size, hidden), *embedding(position, model.positions, hidden)),
+        runs=(BlockRun("dense", model.num_hidden_layers, block),),
+        norm=layer_norm("transformer.ln_f", hidden),
+        tied_to=f"{token}.weight",
+    )
+
+
+_CONFIG = ConfigKeys(
+    defaults={"tie_word_embeddings": True},
+    fixed={"add_cross_attention": False, "attention_bias": True, "mlp_bias": True},
+    required=("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"),
+    keys={
+        "hidden_size": ("n_embd", "hidden_size"),
+        "intermediate_size": ("n_inner",),
+        "num_hidden_layers": ("n_layer", "num_hidden_layers"),
+        "num_attention_heads": ("n_head", "num_attention_heads"),
+        "max_position_embeddings": ("n_positions", "max_position_embeddings"),
+    },
+    activation="activation_function",
+    dropout={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    only={"reorder_and_upcast_attn": (False,)},
+    harmless={
+        "a scale is a number, which is multiplied with whatever it is": (
+            "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
+        ),
+        "for models with another head": (
+            "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+        ),
+        "read by no decoder of these families": ("n_ctx", "n_special", "predict_special_tokens", "afn", "gradient_checkpointing"),
+    },
+)  # fmt: skip
+_MODULES = (
+    "ln_1", "attn", "attn.c_attn", "attn.c_proj", "attn.resid_dropout", "ln_2", "mlp", "mlp.c_fc", "mlp.act", "mlp.c_proj",
+    "mlp.dropout",
+)  # fmt: skip
+FAMILIES = {"gpt2": Definition(Program(gpt2, LAYER), _tensors, _CONFIG, _MODULES)}

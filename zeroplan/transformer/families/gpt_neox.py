@@ -1,12 +1,16 @@
 """Blocks of GPT-NeoX and Pythia: attention and MLP, each behind a LayerNorm, side by side or one after the other."""
 
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import BlockRun, Layout
+from zeroplan.transformer.params_modules import embedding, layer_norm, linear, two_layer_mlp, whole
 from zeroplan.transformer.symbols import T, c, f, h, k, k_4, q, q_4, v
 
 LAYER = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXLayer.forward"
@@ -72,4 +76,35 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     return made
 
 
-PROGRAMS = {"gpt_neox": Program(gpt_neox, LAYER)}
+def _tensors(model: ModelSpec) -> Layout:
+    """Rotary positions, so no table."""
+    hidden = model.hidden_size
+    block = (
+        *layer_norm("input_layernorm", hidden),
+        *layer_norm("post_attention_layernorm", hidden),
+        *linear("attention.query_key_value", hidden, 3 * hidden, bias=model.attention_bias),
+        *linear("attention.dense", hidden, hidden, bias=model.attention_bias),
+        *two_layer_mlp(model),
+    )
+    return whole(
+        model,
+        embeddings=embedding("gpt_neox.embed_in", model.vocab_size, hidden),
+        runs=(BlockRun("dense", model.num_hidden_layers, block),),
+        norm=layer_norm("gpt_neox.final_layer_norm", hidden),
+        tied_to="gpt_neox.embed_in.weight",
+    )
+
+
+_CONFIG = ConfigKeys(
+    defaults={"max_position_embeddings": 2048, "attention_bias": True},
+    fixed={"mlp_bias": True},
+    dropout={"attention_dropout": 0.0, "hidden_dropout": 0.0},
+    only={"rotary_pct": (0.25,), "partial_rotary_factor": (0.25,)},
+    read=("use_parallel_residual",),
+    harmless={"for models with another head": ("classifier_dropout",)},
+)
+_MODULES = (
+    "input_layernorm", "attention", "attention.query_key_value", "attention.dense", "post_attention_dropout",
+    "post_attention_layernorm", "mlp", "mlp.dense_h_to_4h", "mlp.act", "mlp.dense_4h_to_h", "post_mlp_dropout",
+)  # fmt: skip
+FAMILIES = {"gpt_neox": Definition(Program(gpt_neox, LAYER), _tensors, _CONFIG, _MODULES)}

@@ -4,15 +4,21 @@ from typing import NamedTuple
 
 from zeroplan.expr import Size
 from zeroplan.ledger import Module
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.pairs import EXPERTS, back_in_order, grouped_product, picked, sorted_experts
+from zeroplan.transformer.families.parts import ATTENTION_MODULES, before_and_after
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.params_gated import attention_of, of_experts, with_experts
+from zeroplan.transformer.params_modules import Parameters, linear
 from zeroplan.transformer.symbols import E, T, c, h, k, m, q, r, t, v, x
 
 LAYER = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssDecoderLayer.forward"
@@ -212,4 +218,45 @@ def _summed(tape: Tape, unsorted: Value) -> Value:
     return made
 
 
-PROGRAMS = {"gpt_oss": Program(gpt_oss, LAYER, NORM)}
+# --- tensors, and the keys of config.json ---------------------------------------------------------------------------------
+
+
+def _tensors(model: ModelSpec) -> Layout:
+    """One learned logit per head, which comes before the parameters of its children; experts as (experts, in, out), with biases."""
+    hidden = model.hidden_size
+    sinks = Parameter("self_attn.sinks", (model.num_attention_heads,))
+
+    def routed(moe: MoeSpec) -> Parameters:
+        width = moe.moe_intermediate_size
+        return (
+            *linear("mlp.router", hidden, moe.num_experts, bias=True),
+            of_experts("mlp.experts.gate_up_proj", moe, hidden, 2 * width),
+            of_experts("mlp.experts.gate_up_proj_bias", moe, 2 * width),
+            of_experts("mlp.experts.down_proj", moe, width, hidden),
+            of_experts("mlp.experts.down_proj_bias", moe, hidden),
+        )
+
+    return with_experts(model, (sinks, *attention_of(model, bias=model.attention_bias)), routed)
+
+
+_CONFIG = ConfigKeys(
+    defaults={
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+        "attention_bias": True,
+    },
+    window_every=2,
+    fixed={"mlp_bias": True},
+    required=(*SIZES, "num_experts", "num_experts_per_tok"),
+    keys={"num_experts": ("num_local_experts", "num_experts")},
+    counted_as={
+        "output_router_logits": (False, "the loss of the router and its logits take some bytes per token and expert more"),
+    },
+    harmless={
+        "numbers in a formula, which change no tensor": ("swiglu_alpha", "swiglu_limit"),
+        "the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",),
+        "its experts have an activation of their own": ("hidden_act",),
+        "another name of num_experts_per_tok": ("experts_per_token",),
+    },
+)  # fmt: skip
+_MODULES = before_and_after(ATTENTION_MODULES, ("mlp", "mlp.router", "mlp.experts"))
+FAMILIES = {"gpt_oss": Definition(Program(gpt_oss, LAYER, NORM), _tensors, _CONFIG, expert_modules=_MODULES)}

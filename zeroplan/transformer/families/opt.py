@@ -1,12 +1,16 @@
 """Blocks of OPT: LayerNorm, three projections with biases, an MLP with ReLU."""
 
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import BlockRun, Layout
+from zeroplan.transformer.params_modules import embedding, layer_norm, linear, whole
 from zeroplan.transformer.symbols import c, f, h, k, q, v
 
 LAYER = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoderLayer.forward"
@@ -45,4 +49,40 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return Attended(made, weights)
 
 
-PROGRAMS = {"opt": Program(opt, LAYER)}
+def _tensors(model: ModelSpec) -> Layout:
+    """Learned positions; the final norm is registered before the blocks."""
+    hidden, token, position = model.hidden_size, "model.decoder.embed_tokens", "model.decoder.embed_positions"
+    projections = ("k_proj", "v_proj", "q_proj", "out_proj")
+    block = (
+        *(parameter for name in projections for parameter in linear(f"self_attn.{name}", hidden, hidden, bias=True)),
+        *layer_norm("self_attn_layer_norm", hidden),
+        *linear("fc1", hidden, model.intermediate_size, bias=True),
+        *linear("fc2", model.intermediate_size, hidden, bias=True),
+        *layer_norm("final_layer_norm", hidden),
+    )
+    tables = (*embedding(token, model.vocab_size, hidden), *embedding(position, model.positions, hidden))
+    return whole(
+        model,
+        embeddings=(*tables, *layer_norm("model.decoder.final_layer_norm", hidden)),
+        runs=(BlockRun("dense", model.num_hidden_layers, block),),
+        norm=(),
+        tied_to=f"{token}.weight",
+    )
+
+
+_CONFIG = ConfigKeys(
+    defaults={"tie_word_embeddings": True},
+    fixed={
+        "enable_bias": True, "layer_norm_elementwise_affine": True, "do_layer_norm_before": True,
+        "_remove_final_layer_norm": False, "attention_bias": True, "mlp_bias": True,
+    },
+    required=(*SIZES, "max_position_embeddings"),
+    keys={"intermediate_size": ("ffn_dim",)},
+    activation="activation_function",
+    dropout={"dropout": 0.1, "attention_dropout": 0.0, "layerdrop": 0.0},
+)  # fmt: skip
+_MODULES = (
+    "self_attn_layer_norm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj",
+    "final_layer_norm", "fc1", "activation_fn", "fc2",
+)  # fmt: skip
+FAMILIES = {"opt": Definition(Program(opt, LAYER), _tensors, _CONFIG, _MODULES)}

@@ -1,5 +1,7 @@
 """What lines of a block have in common: their kinds, tags that engines know them by, and the source of the residual stream."""
 
+from typing import TypeAlias
+
 from zeroplan.ledger import Kind, Role, Tag
 
 SAVED = Kind.ACTIVATIONS
@@ -8,3 +10,20 @@ TEMPORARY = Kind.TEMPORARY
 BLOCK_INPUT, INCOMING = Tag(Role.BLOCK_INPUT), Tag(Role.INCOMING)
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"
+
+#: Names of modules.
+Names: TypeAlias = tuple[str, ...]
+ATTENTION_MODULES: Names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+
+
+def gated_modules(name: str) -> Names:
+    """A gated MLP's, as they run."""
+    return (name, f"{name}.gate_proj", f"{name}.act_fn", f"{name}.up_proj", f"{name}.down_proj")
+
+
+def before_and_after(attention: Names, mlp: Names) -> Names:
+    """A block's whose norms are before attention and before the MLP."""
+    return ("input_layernorm", "self_attn", *attention, "post_attention_layernorm", *mlp)
+
+
+GATED_MODULES = before_and_after(ATTENTION_MODULES, gated_modules("mlp"))

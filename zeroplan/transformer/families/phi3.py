@@ -1,13 +1,18 @@
 """Blocks of the Phi-3 kind: Llama's, with one projection for q, k and v and one for gate and up."""
 
 from zeroplan.ledger import Module
+from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
+from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.gated import Branches, two_branches
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import alike, key_width, query_width, two_norms
+from zeroplan.transformer.params_modules import linear
 from zeroplan.transformer.symbols import T, c, f, h, k, q, v
 
 LAYER = "transformers 5.23, models/phi3/modeling_phi3.py, Phi3DecoderLayer.forward"
@@ -47,4 +52,24 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
 _PARTS = Branches(NORM, _attention, _mlp, LAYER)
 
 
-PROGRAMS = {"phi3": Program(phi3, LAYER, NORM)}
+def _tensors(model: ModelSpec) -> Layout:
+    hidden, width, query = model.hidden_size, model.intermediate_size, query_width(model)
+    attention = (
+        *linear("self_attn.o_proj", query, hidden),
+        *linear("self_attn.qkv_proj", hidden, query + 2 * key_width(model)),
+    )
+    mlp = (*linear("mlp.gate_up_proj", hidden, 2 * width), *linear("mlp.down_proj", width, hidden))
+    return alike(model, (*attention, *mlp, *two_norms(model)))
+
+
+_CONFIG = ConfigKeys(
+    defaults={"max_position_embeddings": 4096},
+    fixed={"attention_bias": False, "mlp_bias": False},
+    dropout={"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    counted_as={"partial_rotary_factor": (1.0, "rotary positions of a part of each head take less")},
+)
+_MODULES = (
+    "input_layernorm", "self_attn", "self_attn.qkv_proj", "self_attn.o_proj", "resid_attn_dropout",
+    "post_attention_layernorm", "mlp", "mlp.gate_up_proj", "mlp.activation_fn", "mlp.down_proj", "resid_mlp_dropout",
+)  # fmt: skip
+FAMILIES = {"phi3": Definition(Program(phi3, LAYER, NORM), _tensors, _CONFIG, _MODULES)}

@@ -3,8 +3,10 @@
 from typing import NamedTuple
 
 from zeroplan.ledger import Module
+from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.dense import attention
+from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition
+from zeroplan.transformer.families.dense import WITH_NORMS, attention
 from zeroplan.transformer.families.dispatched import dispatched, gated_experts, own_experts
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, two_branches
 from zeroplan.transformer.families.operators import Site
@@ -16,8 +18,12 @@ from zeroplan.transformer.families.pairs import (
     sorted_experts,
     weighted_outputs,
 )
+from zeroplan.transformer.families.parts import ATTENTION_MODULES, before_and_after, gated_modules
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Store, Tape, Value, Width
+from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, with_experts
+from zeroplan.transformer.params_modules import Parameters, linear
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t
 
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
@@ -131,4 +137,61 @@ def _summed(tape: Tape, unsorted: Value) -> Value:
     return made
 
 
-PROGRAMS = {"mixtral": Program(mixtral, MIXTRAL, LLAMA_NORM), "qwen3_moe": Program(qwen3_moe, QWEN3, LLAMA_NORM)}
+# --- tensors, and the keys of config.json ---------------------------------------------------------------------------------
+
+
+def _mixtral(model: ModelSpec) -> Layout:
+    def routed(moe: MoeSpec) -> Parameters:
+        return (*linear("mlp.gate", model.hidden_size, moe.num_experts), *fused_experts(model, moe))
+
+    return with_experts(model, attention_of(model), routed)
+
+
+def _qwen3_moe(model: ModelSpec) -> Layout:
+    def routed(moe: MoeSpec) -> Parameters:
+        return (*fused_experts(model, moe), *linear("mlp.gate", model.hidden_size, moe.num_experts))
+
+    return with_experts(model, (*attention_of(model, bias=model.attention_bias), *head_norms(model)), routed)
+
+
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok")
+_LOSS_OF_THE_ROUTER = "the loss of the router, which output_router_logits switches on"
+_LOGITS = (False, "the loss of the router and its logits take some bytes per token and expert more")
+_MIXTRAL = ConfigKeys(
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
+    fixed={"attention_bias": False, "mlp_bias": False},
+    required=(*SIZES, *_EXPERT_SIZES),
+    keys={"num_experts": ("num_local_experts", "num_experts")},
+    counted_as={
+        "router_jitter_noise": (0.0, "the noise takes up to 1 % of a block more"),
+        "output_router_logits": _LOGITS,
+    },
+    harmless={_LOSS_OF_THE_ROUTER: ("router_aux_loss_coef",)},
+)
+_QWEN3_MOE = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
+    fixed={"decoder_sparse_step": 1, "mlp_bias": False},
+    required=(*SIZES, *_EXPERT_SIZES, "moe_intermediate_size"),
+    keys={"num_experts": ("num_experts", "num_local_experts")},
+    optional_window=True,
+    counted_as={
+        "norm_topk_prob": (True, "without the division the router takes some bytes per token less"),
+        "output_router_logits": _LOGITS,
+    },
+    assumed={"norm_topk_prob": False},
+    read=("mlp_only_layers", "decoder_sparse_step"),
+    harmless={
+        _LOSS_OF_THE_ROUTER: ("router_aux_loss_coef",),
+        "read by no decoder of these families": ("max_window_layers",),
+    },
+)
+_MODULES = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn")
+FAMILIES = {
+    "mixtral": Definition(
+        Program(mixtral, MIXTRAL, LLAMA_NORM), _mixtral, _MIXTRAL, expert_modules=before_and_after(ATTENTION_MODULES, _MODULES)
+    ),
+    "qwen3_moe": Definition(
+        Program(qwen3_moe, QWEN3, LLAMA_NORM), _qwen3_moe, _QWEN3_MOE, before_and_after(WITH_NORMS, gated_modules("mlp")),
+        before_and_after(WITH_NORMS, _MODULES),
+    ),
+}  # fmt: skip

@@ -86,4 +86,4 @@ def rotations(x: Widths) -> Line:
     return Line(Kind.PARAMETERS, 4 * x.seq_len * x.head_dim, "rotary positions, complex numbers", "4·s·d", ROTARY)
 
 
-PROGRAMS = {"torchtitan": Program(block, LAYER)}
+PROGRAM = Program(block, LAYER)

@@ -1,9 +1,9 @@
 """From a block's program to what it costs: the program runs once per structure, its sizes have values for every batch."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib import import_module
 from typing import NamedTuple
 
 from zeroplan.expr import Size
@@ -14,6 +14,7 @@ from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, HandedOn, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import CUDA_ALONE
+from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.operators import NormAs
@@ -23,20 +24,14 @@ from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
 from zeroplan.transformer.symbols import T, h, r
 
-#: The file that has a family's program, under the family's name among its ``PROGRAMS``.
-FILES = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "dense"),
-    **dict.fromkeys(("mixtral", "qwen3_moe"), "routed"),
-    **dict.fromkeys(("gemma2", "gemma3_text"), "gemma"),
-    "deepseek_v3": "deepseek",
-    **{name: name for name in ("gpt2", "phi3", "gpt_neox", "gpt_oss", "opt", "bloom", "torchtitan")},
-}
-
 
 def program_of(family: str) -> Program:
-    """A family's program; the others stay on disk."""
-    programs: dict[str, Program] = import_module(f"zeroplan.transformer.families.{FILES[family]}").PROGRAMS
-    return programs[family]
+    """A family's program, or torchtitan's own."""
+    if family == "torchtitan":
+        from zeroplan.transformer.families.torchtitan import PROGRAM  # noqa: PLC0415  others need not wait for it
+
+        return PROGRAM
+    return definition_of(family).program
 
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
@@ -126,13 +121,19 @@ class Index:
         return tuple(self.weights.setdefault(size, len(self.weights)) for size in sizes)
 
     def moments(self, moments: Iterable[Alive]) -> tuple[Placed, ...]:
-        """Moments, with places for what is alive."""
-        return tuple(map(self._placed, moments))
+        """Moments, with places for what is alive; of several with one name the later ones are numbered."""
+        named = Counter[str]()
+        placed = list[Placed]()
+        for one in moments:
+            named[one.name] += 1
+            times = named[one.name]
+            placed.append(self._placed(one, one.name if times == 1 else f"{one.name} ({times})"))
+        return tuple(placed)
 
-    def _placed(self, one: Alive) -> Placed:
+    def _placed(self, one: Alive, name: str) -> Placed:
         stores = self.of(one.stores)
         made, making, copied = map(self.elements, (one.gradients, one.current, one.casts))
-        return Placed(one.name, stores, made, making, copied, one.place, self.of(one.before))
+        return Placed(name, stores, made, making, copied, one.place, self.of(one.before))
 
     def handed(self, handed: Iterable[Handed]) -> tuple[HandedPlaces, ...]:
         """When gradients come to their weights."""

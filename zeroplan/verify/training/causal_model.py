@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from zeroplan.catalog.config_keys import ACTIVATION_KEY, KEYS, OPTIONAL_WINDOW
+from zeroplan.catalog.config_rest import config_keys
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.family import FREE_ACTIVATION, PLAIN_HEADS
 from zeroplan.spec.frozen import FrozenSpec
@@ -41,7 +41,7 @@ def config(spec: ModelSpec) -> dict[str, object]:
 
 
 def _key(family: str, field: str) -> str:
-    return KEYS.get(family, {}).get(field, (field,))[0]
+    return config_keys(family).keys.get(field, (field,))[0]
 
 
 def _fields(spec: ModelSpec) -> dict[str, object]:
@@ -61,7 +61,7 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
     made: dict[str, object] = {}
     if spec.family not in ("llama", *PLAIN_HEADS, "deepseek_v3"):
         made["sliding_window"] = spec.sliding_window
-    if spec.family in OPTIONAL_WINDOW:
+    if config_keys(spec.family).optional_window:
         made["use_sliding_window"] = spec.sliding_window is not None
     if spec.moe is not None and spec.family in ("qwen3_moe", "deepseek_v3"):
         made["moe_intermediate_size"] = spec.moe.moe_intermediate_size
@@ -71,7 +71,7 @@ def _peculiar(spec: ModelSpec) -> dict[str, object]:
     if spec.family == "gpt_neox":
         made["use_parallel_residual"] = spec.parallel_residual
     if spec.family in FREE_ACTIVATION:
-        made[ACTIVATION_KEY.get(spec.family, "hidden_act")] = spec.activation
+        made[config_keys(spec.family).activation] = spec.activation
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
     return made | _latent(spec)
