@@ -65,7 +65,7 @@ def test_modules_are_imported_by_name_in_few_places():
         "cli/plotting.py",
         "cli/quick.py",
         "estimator.py",
-        "transformer/families/traced.py",
+        "transformer/families/definition.py",
         "verify/fake_cuda/private_names.py",
         "verify/processes/warm.py",
         "verify/training/deepspeed.py",

@@ -224,7 +224,8 @@ def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
     tape.add(site.name, (square,), (wide.store,), power, place=site.place)
     root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
 
-    tape.add(site.name, (root,), (root.store,), makes("gradient of the squared input", site.source, square), place=site.place)
+    backward = makes("gradient of the squared input", site.source, square)
+    tape.add(f"{site.name}: reciprocal root", (root,), (root.store,), backward, place=site.place)
     tape.release(square)
     return root
 
@@ -237,7 +238,7 @@ def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
         tape.temporary("gradient of the root mean square, not yet summed", 4 * wide.shape, site.source)
         return [(wide, direct), (root, gradient(tape, root, "gradient of the reciprocal root mean square", site.source))]
 
-    tape.add(site.name, (made,), (wide.store, root.store), backward, place=site.place)
+    tape.add(f"{site.name}: product with the root", (made,), (wide.store, root.store), backward, place=site.place)
     return made
 
 
@@ -253,7 +254,7 @@ def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size |
             tape.weight_gradient(weight)
         return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
 
-    tape.add(site.name, (made,), saved, backward, place=site.place)
+    tape.add(f"{site.name}: product with its weight", (made,), saved, backward, place=site.place)
     return made
 
 
