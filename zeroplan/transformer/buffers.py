@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from zeroplan.numeric import ceil_div
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import layout
 
 _FP32 = 4
@@ -14,7 +15,6 @@ _FREQUENCIES_TWICE = 2 * _FP32
 """``inv_freq`` and ``original_inv_freq``, in fp32 whatever the model's dtype."""
 _SHARE_ROTATED = {"gpt_neox": 4}
 """Which part of a head is rotated, one in so many; ``rotary_pct`` 0.25 unless a config says otherwise."""
-_WITHOUT_ROTATION = ("gpt2", "opt", "bloom")
 
 
 @lru_cache(maxsize=256)
@@ -33,7 +33,7 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
 
 
 def _frequencies(model: ModelSpec) -> int:
-    if model.family in _WITHOUT_ROTATION:
+    if definition_of(model.family).tables is None:
         return 0
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
     rotated = width // _SHARE_ROTATED.get(model.family, 1)

@@ -7,9 +7,10 @@ from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute, HeadPass
+from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.norms import LAYER_NORM, STATISTICS, FinalNorm
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, kinds_of_layers, widths
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities, widths
 from zeroplan.transformer.losses import (
     FULL,
     HEAD,
@@ -26,12 +27,8 @@ from zeroplan.transformer.params import is_frozen
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
 MASK = "transformers 5.23, masking_utils.py, create_causal_mask"
-ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward"
 OPT = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoder.forward"
 BLOOM = "transformers 5.23, models/bloom/modeling_bloom.py, BloomModel.forward"
-NEOX = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXRotaryEmbedding.forward"
-GPT_OSS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssRotaryEmbedding.forward"
-GEMMA3 = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3TextModel.forward"
 LOGITS = Kind.LOGITS
 #: Ids and positions, which context-parallel ranks share out.
 OF_THE_BATCH = Tag(Role.BATCH)
@@ -73,7 +70,7 @@ def head_pass(
     matrix = 0 if is_frozen(model, "head") else x.hidden * model.vocab_size
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
-    shared, tables = _shared(model, x), () if _unrotated(model) else (_rotary(model, x),)
+    shared, tables = _shared(model, x), _tables(model, x)
     return HeadPass(
         (*shared, *tables, *masks),
         (*norm.saved, *way.saved),
@@ -127,26 +124,14 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     return (ids,)
 
 
-def _unrotated(model: ModelSpec) -> bool:
-    """Whether positions are learned, or biases of attention."""
-    return bool(model.positions) or model.family in ("opt", "bloom")
-
-
-def _rotary(model: ModelSpec, x: Widths) -> Line:
-    """Describe the tables of cosines and sines that all layers share."""
-    if model.mla is not None:
-        size = 2 * x.residual * x.seq_len * model.mla.qk_rope_head_dim
-        return Line(SAVED, size, "rotary cos and sin", "2·r·s·o", ROTARY)
-    if model.family == "gpt_neox":
-        # A quarter of each head is turned (GPTNeoXConfig's rotary_pct, 0.25 in every published model).
-        n_bytes = 2 * x.residual * x.seq_len * (x.head_dim // 4)
-        return Line(SAVED, n_bytes, "rotary cos and sin, of a quarter of each head", "r·s·d/2", NEOX)
-    if model.family == "gpt_oss":
-        return Line(SAVED, x.residual * x.seq_len * x.head_dim, "rotary cos and sin, of half a head", "r·s·d", GPT_OSS)
-    if kinds_of_layers(model) > 1 and model.family == "gemma3_text":
-        n_bytes = 4 * x.residual * x.seq_len * x.head_dim
-        return Line(SAVED, n_bytes, "rotary cos and sin, of local and of global layers", "4·r·s·d", GEMMA3)
-    return Line(SAVED, 2 * x.residual * x.seq_len * x.head_dim, "rotary cos and sin", "2·r·s·d", ROTARY)
+def _tables(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
+    """Describe the tables of positions that all layers share."""
+    of_the_family = definition_of(model.family).tables
+    if of_the_family is None:
+        return ()
+    size, reason, source = of_the_family(model)
+    n_bytes = size.value(quantities(x, model.intermediate_size, model.moe, model.mla))
+    return (Line(SAVED, n_bytes, reason, size.text, source),)
 
 
 def _embedding_norm(x: Widths) -> tuple[Line, ...]:

@@ -9,10 +9,11 @@ from zeroplan.numeric import Int, maximum, minimum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import AtEmbedding, BackwardPoint, Compute, HeadPass
+from zeroplan.transformer.families.definition import ROTARY
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY
 from zeroplan.transformer.families.split import GATHER, SCATTER, split_norm
 from zeroplan.transformer.families.widths import Widths, widths
-from zeroplan.transformer.head import MODEL, OF_THE_BATCH, ROTARY
+from zeroplan.transformer.head import MODEL, OF_THE_BATCH
 from zeroplan.transformer.losses import AT_HEAD, AT_LOSS, FULL, HEAD, HEAD_INPUT, LABELS
 
 LOGITS = Kind.LOGITS

@@ -7,6 +7,6 @@ m, E, n, t, x, z = symbols("m E n t x z")
 u, w, o = symbols("u w o")
 e, r = symbols("e r")
 
-#: Half of a rank's tokens, and a tensor-parallel rank's share of them; key/value heads; a quarter of each query and each key; half
+#: Half of a rank's tokens, and a tensor-parallel rank's share of them; key/value heads; a quarter of each head, query and key; half
 #: of a head's rotary part.
-T_2, T_p, k_d, q_4, k_4, o_2 = symbols("T/2 T/p k/d q/4 k/4 o/2")
+T_2, T_p, k_d, d_4, q_4, k_4, o_2 = symbols("T/2 T/p k/d d/4 q/4 k/4 o/2")

@@ -107,7 +107,7 @@ def executed_modules(model: ModelSpec, names: Names) -> Names:
 
 def rotary_calls(model: ModelSpec, kinds: int) -> int:
     """How often positions are embedded before the first block: Gemma 3 has angles for each of its ``kinds`` of layers."""
-    if model.family in ("gpt2", "opt", "bloom"):
+    if model.profile is None and definition_of(model.family).tables is None:
         return 0
     return kinds if model.family == "gemma3_text" else 1
 

@@ -125,4 +125,4 @@ _MODULES = (
     "input_layernorm", "self_attention", "self_attention.query_key_value", "self_attention.attention_dropout",
     "self_attention.dense", "post_attention_layernorm", "mlp", "mlp.dense_h_to_4h", "mlp.gelu_impl", "mlp.dense_4h_to_h",
 )  # fmt: skip
-FAMILIES = {"bloom": Definition(Program(bloom, LAYER), _tensors, _CONFIG, _MODULES)}
+FAMILIES = {"bloom": Definition(Program(bloom, LAYER), _tensors, _CONFIG, _MODULES, tables=None)}

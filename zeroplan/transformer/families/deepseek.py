@@ -3,7 +3,7 @@
 from zeroplan.ledger import Module
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition
+from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, two_branches
 from zeroplan.transformer.families.latent import latent_attention
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, Site
@@ -15,7 +15,7 @@ from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Store, Ta
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import fused_experts, gated, query_width, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
-from zeroplan.transformer.symbols import E, T, h, m, n, t
+from zeroplan.transformer.symbols import E, T, h, m, n, o, r, s, t
 
 LAYER = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3DecoderLayer.forward"
 MLP = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3MLP.forward"
@@ -130,6 +130,10 @@ def _queries(mla: MlaSpec, model: ModelSpec) -> Parameters:
     )
 
 
+def _tables(_model: ModelSpec) -> Tables:
+    return Tables(2 * r * s * o)
+
+
 _CONFIG = ConfigKeys(
     defaults={"max_position_embeddings": 4096, "num_key_value_heads": 128},
     fixed={"moe_layer_freq": 1, "mlp_bias": False},
@@ -162,6 +166,6 @@ _EXPERTS = ("mlp", "mlp.gate", "mlp.experts", "mlp.experts.act_fn", *gated_modul
 FAMILIES = {
     "deepseek_v3": Definition(
         Program(deepseek_v3, LAYER, LLAMA_NORM), _tensors, _CONFIG, before_and_after(_LATENT, gated_modules("mlp")),
-        before_and_after(_LATENT, _EXPERTS),
+        before_and_after(_LATENT, _EXPERTS), _tables,
     )
 }  # fmt: skip

@@ -4,12 +4,15 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import NamedTuple
 
+from zeroplan.expr import Size
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.parts import GATED_MODULES, Names
 from zeroplan.transformer.families.program import Program
 from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.symbols import d, r, s
 
+ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward"
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -46,6 +49,20 @@ class ConfigKeys(NamedTuple):
     """Keys that change no tensor of a training step, by the reason."""
 
 
+class Tables(NamedTuple):
+    """Tables of positions that all layers share while the model runs."""
+
+    size: Size = 2 * r * s * d
+    """[bytes]"""
+    reason: str = "rotary cos and sin"
+    source: str = ROTARY
+
+
+def rotary_tables(_model: ModelSpec) -> Tables:
+    """Llama's: cosines and sines of whole heads, in the dtype of the residual stream."""
+    return Tables()
+
+
 class Definition(NamedTuple):
     """One family."""
 
@@ -58,6 +75,8 @@ class Definition(NamedTuple):
     """The modules of a block in the order in which they run, a module before those inside it."""
     expert_modules: Names = ()
     """The same of a block with experts."""
+    tables: Callable[[ModelSpec], Tables] | None = rotary_tables
+    """Its tables of rotary positions; None where heads are not turned."""
 
 
 def definition_of(family: str) -> Definition:

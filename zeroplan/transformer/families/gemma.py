@@ -2,19 +2,22 @@
 
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.definition import ConfigKeys, Definition
+from zeroplan.transformer.families.definition import ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.gated import gated_mlp, three_projections
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
 from zeroplan.transformer.families.parts import ATTENTION_MODULES, Names, gated_modules
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms
 from zeroplan.transformer.params_modules import rms_norm
+from zeroplan.transformer.symbols import d, r, s
 
 LAYER = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3DecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3Attention.forward"
+MODEL = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3TextModel.forward"
 MLP = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3MLP.forward"
 NORM = NormAs(one_plus=True, source="transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3RMSNorm.forward")
 
@@ -46,6 +49,13 @@ def _tensors(model: ModelSpec) -> Layout:
     attention = attention_of(model, bias=model.attention_bias)
     of_heads = head_norms(model) if model.family == "gemma3_text" else ()
     return alike(model, (*attention, *of_heads, *gated("mlp", model, model.intermediate_size), *norms))
+
+
+def _tables(model: ModelSpec) -> Tables:
+    """Gemma 3's local and global layers have angles of their own."""
+    if kinds_of_layers(model) == 1:
+        return Tables()
+    return Tables(4 * r * s * d, "rotary cos and sin, of local and of global layers", MODEL)
 
 
 def _modules(attention: Names) -> Names:
@@ -87,5 +97,5 @@ _NORMS_AFTER = (
 _PROGRAM = Program(gemma, LAYER, NORM)
 FAMILIES = {
     "gemma2": Definition(_PROGRAM, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES)),
-    "gemma3_text": Definition(_PROGRAM, _tensors, _GEMMA_3, _modules(_NORMS_AFTER)),
+    "gemma3_text": Definition(_PROGRAM, _tensors, _GEMMA_3, _modules(_NORMS_AFTER), tables=_tables),
 }

@@ -101,4 +101,4 @@ _MODULES = (
     "ln_1", "attn", "attn.c_attn", "attn.c_proj", "attn.resid_dropout", "ln_2", "mlp", "mlp.c_fc", "mlp.act", "mlp.c_proj",
     "mlp.dropout",
 )  # fmt: skip
-FAMILIES = {"gpt2": Definition(Program(gpt2, LAYER), _tensors, _CONFIG, _MODULES)}
+FAMILIES = {"gpt2": Definition(Program(gpt2, LAYER), _tensors, _CONFIG, _MODULES, tables=None)}

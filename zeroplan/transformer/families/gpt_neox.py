@@ -4,15 +4,16 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import ConfigKeys, Definition
+from zeroplan.transformer.families.definition import ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import embedding, layer_norm, linear, two_layer_mlp, whole
-from zeroplan.transformer.symbols import T, c, f, h, k, k_4, q, q_4, v
+from zeroplan.transformer.symbols import T, c, d_4, f, h, k, k_4, q, q_4, r, s, v
 
+ROTARY = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXRotaryEmbedding.forward"
 LAYER = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXLayer.forward"
 ATTENTION = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXAttention.forward"
 MLP = "transformers 5.23, models/gpt_neox/modeling_gpt_neox.py, GPTNeoXMLP.forward"
@@ -107,4 +108,11 @@ _MODULES = (
     "input_layernorm", "attention", "attention.query_key_value", "attention.dense", "post_attention_dropout",
     "post_attention_layernorm", "mlp", "mlp.dense_h_to_4h", "mlp.act", "mlp.dense_4h_to_h", "post_mlp_dropout",
 )  # fmt: skip
-FAMILIES = {"gpt_neox": Definition(Program(gpt_neox, LAYER), _tensors, _CONFIG, _MODULES)}
+
+
+def _tables(_model: ModelSpec) -> Tables:
+    """A quarter of each head is turned (``rotary_pct`` of GPTNeoXConfig, 0.25 in every published model)."""
+    return Tables(2 * r * s * d_4, "rotary cos and sin, of a quarter of each head", ROTARY)
+
+
+FAMILIES = {"gpt_neox": Definition(Program(gpt_neox, LAYER), _tensors, _CONFIG, _MODULES, tables=_tables)}

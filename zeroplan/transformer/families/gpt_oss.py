@@ -8,7 +8,7 @@ from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition
+from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs, Site
@@ -19,10 +19,11 @@ from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_gated import attention_of, of_experts, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear
-from zeroplan.transformer.symbols import E, T, c, h, k, m, q, r, t, v, x
+from zeroplan.transformer.symbols import E, T, c, d, h, k, m, q, r, s, t, v, x
 
 LAYER = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssDecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssAttention.forward"
+ROTARY = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssRotaryEmbedding.forward"
 ROUTER = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssTopKRouter.forward"
 GATE = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssExperts._apply_gate"
 NORM = NormAs(one_plus=False, wide=True, source="transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, GptOssRMSNorm.forward")
@@ -258,5 +259,11 @@ _CONFIG = ConfigKeys(
         "another name of num_experts_per_tok": ("experts_per_token",),
     },
 )  # fmt: skip
+
+
+def _tables(_model: ModelSpec) -> Tables:
+    return Tables(r * s * d, "rotary cos and sin, of half a head", ROTARY)
+
+
 _MODULES = before_and_after(ATTENTION_MODULES, ("mlp", "mlp.router", "mlp.experts"))
-FAMILIES = {"gpt_oss": Definition(Program(gpt_oss, LAYER, NORM), _tensors, _CONFIG, expert_modules=_MODULES)}
+FAMILIES = {"gpt_oss": Definition(Program(gpt_oss, LAYER, NORM), _tensors, _CONFIG, expert_modules=_MODULES, tables=_tables)}

@@ -85,4 +85,4 @@ _MODULES = (
     "self_attn_layer_norm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj",
     "final_layer_norm", "fc1", "activation_fn", "fc2",
 )  # fmt: skip
-FAMILIES = {"opt": Definition(Program(opt, LAYER), _tensors, _CONFIG, _MODULES)}
+FAMILIES = {"opt": Definition(Program(opt, LAYER), _tensors, _CONFIG, _MODULES, tables=None)}

@@ -136,6 +136,7 @@ def quantities(
         **symbols(x, intermediate_size, moe),
         "x": moe.num_experts // x.expert_ranks if moe else 0,
         "T/2": x.tokens // 2,
+        "d/4": x.head_dim // 4,
         "q/4": x.heads * (x.head_dim // 4),
         "k/4": x.key // x.head_dim * (x.head_dim // 4),
         "k/d": x.key // x.head_dim,
