@@ -29,6 +29,8 @@ TINY: dict[str, dict[str, object]] = {
     "gemma3_text, biases": _LLAMA | {"attention_bias": True},
     "phi3": _LLAMA,
     "phi3, tied": _LLAMA | {"tie_word_embeddings": True},
+    "olmo2": _LLAMA,
+    "olmo2, biases, wide heads": _LLAMA | {"attention_bias": True, "head_dim": 16},
     "gpt2": _GPT | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
     "gpt2, untied, narrow": _GPT | {
         "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 48, "tie_word_embeddings": False,

@@ -33,6 +33,8 @@ class Compute(NamedTuple):
     """Ranks that split matrices and, between them, the sequence (:mod:`zeroplan.transformer.families.split`)."""
     cp: int = 1
     """Ranks that share a sequence; the batch that is asked about is one rank's (:mod:`zeroplan.transformer.families.ring`)."""
+    casts_inputs: bool = False
+    """Whatever a block is given is cast to the compute dtype first, tables of positions too, as FSDP2 does."""
 
 
 class At(StrEnum):

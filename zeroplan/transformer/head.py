@@ -30,6 +30,7 @@ MASK = "transformers 5.23, masking_utils.py, create_causal_mask"
 OPT = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoder.forward"
 BLOOM = "transformers 5.23, models/bloom/modeling_bloom.py, BloomModel.forward"
 LOGITS = Kind.LOGITS
+_FP32 = 4
 #: Ids and positions, which context-parallel ranks share out.
 OF_THE_BATCH = Tag(Role.BATCH)
 
@@ -70,14 +71,14 @@ def head_pass(
     matrix = 0 if is_frozen(model, "head") else x.hidden * model.vocab_size
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
-    shared, tables = _shared(model, x), _tables(model, x)
+    shared, (tables, left) = _shared(model, x), _tables(model, x)
     return HeadPass(
         (*shared, *tables, *masks),
         (*norm.saved, *way.saved),
         way.forward,
         _wide(x, model.vocab_size) if fp32_output and way.output else way.output,
         x.residual * x.tokens * x.hidden,
-        (*named, *(() if recomputed else mask)),
+        (*named, *left, *(() if recomputed else mask)),
         () if recomputed and not compute.offloaded else first_input,
         way.kept,
         (*way.points, *at_norm),
@@ -124,14 +125,18 @@ def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
     return (ids,)
 
 
-def _tables(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
-    """Describe the tables of positions that all layers share."""
+def _tables(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+    """The tables of positions that all layers share, and in their place those that go with the model's forward.
+
+    Where every block is given a copy in another dtype, nothing of theirs is needed after it.
+    """
     of_the_family = definition_of(model.family).tables
     if of_the_family is None:
-        return ()
-    size, reason, source = of_the_family(model)
+        return (), ()
+    size, reason, source, in_32_bits = of_the_family(model)
     n_bytes = size.value(quantities(x, model.intermediate_size, model.moe, model.mla))
-    return (Line(SAVED, n_bytes, reason, size.text, source),)
+    lines = (Line(SAVED, n_bytes, reason, size.text, source),)
+    return ((), lines) if in_32_bits and x.casts_inputs and x.element != _FP32 else (lines, ())
 
 
 def _embedding_norm(x: Widths) -> tuple[Line, ...]:

@@ -56,6 +56,8 @@ class Tables(NamedTuple):
     """[bytes]"""
     reason: str = "rotary cos and sin"
     source: str = ROTARY
+    in_32_bits: bool = False
+    """They are fp32 whatever the model's dtype."""
 
 
 def rotary_tables(_model: ModelSpec) -> Tables:

@@ -274,12 +274,14 @@ def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value
     return made
 
 
-def rotary(tape: Tape, value: Value, site: Site, *, part: Size | None = None) -> Value:
-    """``x·cos + rotate_half(x)·sin``, the tables in the residual stream's dtype; saves nothing of the block's.
+def rotary(
+    tape: Tape, value: Value, site: Site, *, part: Size | None = None, tables: Width = r, saved: tuple[Store, ...] = ()
+) -> Value:  # fmt: skip
+    """``x·cos + rotate_half(x)·sin``, the tables in the residual stream's dtype or another.
 
-    ``part`` is what is turned of it, where that is not all.
+    ``part`` is what is turned of it, where that is not all; ``saved`` are tables that are the block's own.
     """
-    dtype = wider(tape, value.dtype, r)
+    dtype = wider(tape, value.dtype, tables)
     turned_part = value.shape if part is None else part
     direct = tape.make(TEMPORARY, f"{site.name} times cos", dtype * turned_part, site.source)
     turned = tape.make(TEMPORARY, f"{site.name}, halves exchanged", value.dtype * turned_part, site.source)
@@ -290,10 +292,10 @@ def rotary(tape: Tape, value: Value, site: Site, *, part: Size | None = None) ->
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         given = gradient(tape, value, f"gradient of the {site.name}", site.source)
-        tape.temporary("gradients of the exchanged halves", 2 * value.dtype * turned_part, site.source)
+        tape.temporary("gradients of the exchanged halves", (dtype + value.dtype) * turned_part, site.source)
         return [(value, given)]
 
-    tape.add(f"rotary positions of the {site.name}", (made,), (), backward)
+    tape.add(f"rotary positions of the {site.name}", (made,), saved, backward)
     return made
 
 

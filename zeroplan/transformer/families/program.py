@@ -63,6 +63,8 @@ class Block(NamedTuple):
     """It has experts, where not all layers of a family do."""
     compressed: bool = False
     """Latent attention makes its queries by two matrices."""
+    casts_inputs: bool = False
+    """What it is given is cast to the compute dtype first."""
     alone: bool = False
     """There is no block below, of which BLOOM's would hold something."""
 

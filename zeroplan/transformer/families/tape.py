@@ -116,6 +116,8 @@ class Tape:
         """Gradients that wait when the backward first needs what was saved, where a checkpoint is run again."""
         self.unsaved = 0
         """Moments of the backward before that."""
+        self.copied: list[Store] = []
+        """Copies of what the block is given beside the residual stream, which are made before any checkpoint."""
         self.products: list[Store] = []
         """Outputs of plain matrix products, in order."""
         self.kernel_outputs: list[Store] = []

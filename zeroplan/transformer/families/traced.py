@@ -100,8 +100,8 @@ class Plan:
 
     @property
     def input_apart(self) -> Places:
-        """The block's input, unless the block saves it."""
-        return () if self.given[0] in self.saved else self.given
+        """What the block is given, unless the block saves it."""
+        return tuple([place for place in self.given if place not in self.saved])
 
 
 class Index:
@@ -190,6 +190,7 @@ def _of(
         ring,
         not dense,
         model.mla is not None and model.mla.q_lora_rank is not None,
+        x.casts_inputs,
         model.family == "bloom" and model.num_hidden_layers == 1,
     )
     plan = _plan(structure)
@@ -298,7 +299,7 @@ def _plan(structure: Block) -> Plan:
         lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0],
         dtypes,
     )
-    places, handed = index.of((given.store,)), index.handed(saving.handed)
+    places, handed = index.of((given.store, *saving.copied)), index.handed(saving.handed)
     stores, weights = tuple(index.stores), tuple(index.weights)
     return Plan(stores, weights, made, points, casts, selective, places, source, reruns, handed)
 
@@ -310,7 +311,7 @@ def forwards(
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        return index.forward(tape, (given, *(tape.kept() if keeping else ())), dtypes)
+        return index.forward(tape, (given, *tape.copied, *(tape.kept() if keeping else ())), dtypes)
 
     return {"none": plain, "full": forward(keeping=False), "selective": forward(keeping=True)}
 

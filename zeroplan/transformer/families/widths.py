@@ -37,6 +37,8 @@ class Widths(NamedTuple):
     rank: int = 0  # z, of adapters
     expert_ranks: int = 1
     """Ranks that share the experts out, so that each has x = E/ep of them."""
+    casts_inputs: bool = False
+    """What a block is given is cast to the compute dtype first."""
 
 
 def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
@@ -69,6 +71,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         recomputed,
         0 if model.adapter is None else model.adapter.rank,
         compute.expert_ranks,
+        compute.casts_inputs,
     )
 
 

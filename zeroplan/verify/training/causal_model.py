@@ -12,7 +12,7 @@ from torch import nn
 
 from zeroplan.catalog.config_rest import config_keys
 from zeroplan.errors import MeasurementError
-from zeroplan.spec.family import FREE_ACTIVATION, PLAIN_HEADS
+from zeroplan.spec.family import FREE_ACTIVATION, PLAIN_HEADS, WINDOWED_FAMILIES
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention, RecipeSpec
@@ -59,7 +59,7 @@ def _fields(spec: ModelSpec) -> dict[str, object]:
 def _peculiar(spec: ModelSpec) -> dict[str, object]:
     """What only some families have."""
     made: dict[str, object] = {}
-    if spec.family not in ("llama", *PLAIN_HEADS, "deepseek_v3"):
+    if spec.family in WINDOWED_FAMILIES or config_keys(spec.family).optional_window:
         made["sliding_window"] = spec.sliding_window
     if config_keys(spec.family).optional_window:
         made["use_sliding_window"] = spec.sliding_window is not None
