@@ -63,8 +63,8 @@ TRAITS: Mapping[str, Traits] = {
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True),
     "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),
     "bloom": Traits("bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False),
-    "mixtral": Traits("routed", other_activations=False, experts="dispatched", one_width=True),
-    "qwen3_moe": Traits("routed", other_activations=False, experts="dispatched", head_norms=True),
+    "mixtral": Traits("routed", other_activations=False, window=True, experts="dispatched", one_width=True),
+    "qwen3_moe": Traits("routed", other_activations=False, window=True, experts="dispatched", head_norms=True),
     "deepseek_v3": Traits("deepseek", other_activations=False, experts="on this rank"),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
 }

@@ -24,7 +24,7 @@ def dense(tape: Tape, given: Value, block: Block) -> Value:
 def attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """Attention of these families, and of those with experts in place of the MLP."""
     if block.head_norms:
-        return three_projections(tape, normal, block, HEAD_NORMS, LLAMA_NORM)
+        return three_projections(tape, normal, block, HEAD_NORMS, LLAMA_NORM, at_once=True)
     return three_projections(tape, normal, block, ATTENTION)
 
 

@@ -45,15 +45,31 @@ def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Val
     return made
 
 
-def three_projections(tape: Tape, normal: Value, block: Block, source: str, norm: NormAs | None = None) -> Attended:
-    """Attention whose queries, keys and values are projected apart; ``norm`` is that of each head's queries and keys."""
-    names, bias = ((q, "q projection"), (k, "k projection"), (v, "v projection")), block.attention_bias
-    query, key, value = (op.linear(tape, normal, width, Site(name, source), bias=bias) for width, name in names)
-    if norm is not None:
-        bare = query, key
-        query = op.rms_norm(tape, query, "norm of the queries", norm, weight=d, rows=T * a)
-        key = op.rms_norm(tape, key, "norm of the keys", norm, weight=d, rows=T * k_d)
-        tape.release(*bare)
+def three_projections(
+    tape: Tape, normal: Value, block: Block, source: str, norm: NormAs | None = None, *, at_once: bool = False
+) -> Attended:  # fmt: skip
+    """Attention whose queries, keys and values are projected apart; ``norm`` is that of each head's queries and keys.
+
+    ``at_once``: each of these is normalised as soon as it is made, or else when all three are.
+    """
+
+    def projected(width: Size, name: str) -> Value:
+        return op.linear(tape, normal, width, Site(name, source), bias=block.attention_bias)
+
+    def normed(bare: Value, name: str, rows: Size) -> Value:
+        if norm is None:
+            return bare
+        made = op.rms_norm(tape, bare, name, norm, weight=d, rows=rows)
+        tape.release(bare)
+        return made
+
+    query = projected(q, "q projection")
+    query = normed(query, "norm of the queries", T * a) if at_once else query
+    key = projected(k, "k projection")
+    key = normed(key, "norm of the keys", T * k_d) if at_once else key
+    value = projected(v, "v projection")
+    if not at_once:
+        query, key = normed(query, "norm of the queries", T * a), normed(key, "norm of the keys", T * k_d)
     turned = op.rotary(tape, query, Site("queries", source)), op.rotary(tape, key, Site("keys", source))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key))
