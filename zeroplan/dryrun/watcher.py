@@ -92,6 +92,8 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
     def _take_and_give_back(self, n_bytes: int, func: OpOverload) -> None:
         """Have memory alive beside what an operator returns, for as long as its kernel runs."""
+        if not n_bytes:
+            return
         self._release(block := self._request(_Kernel(), n_bytes, func))
         block.kind = Kind.TEMPORARY
 
