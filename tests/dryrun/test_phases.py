@@ -114,3 +114,27 @@ def test_a_script_without_an_end_is_answered_when_its_time_is_over(tmp_path: Pat
     run = dry_run("--", "train.py", folder=tmp_path, flags=flags)
     assert run.code == 0, run.errors
     assert "stopped when its time was over" in run.output
+
+
+_LOADS = """
+import torch
+for size in (60, 100):
+    loaded = torch.empty(size << 20, dtype=torch.uint8, device="cuda")
+    del loaded
+    torch.cuda.empty_cache() if size == 60 else None
+weights = torch.zeros(1 << 18, device="cuda", requires_grad=True)
+optimizer = torch.optim.SGD([weights], lr=0.1)
+for _ in range(2):
+    weights.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(torch.cuda.max_memory_reserved())
+"""
+
+
+def test_what_loading_left_with_the_allocator_stays_reserved(tmp_path: Path):
+    (tmp_path / "loads.py").write_text(_LOADS)
+    run = dry_run("--", "loads.py", folder=tmp_path, flags=("--json", "--until-end"))
+    reserved = run.answer["allocator"][0]["reserved_bytes"]
+    assert 100 << 20 <= reserved <= 110 << 20
+    assert str(reserved) in run.errors.split()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
+_FLASH = (torch.ops.aten._scaled_dot_product_flash_attention_backward.default, torch.ops.aten._flash_attention_backward.default)
 ATTENTION = """
 import torch
 q, k, v = (torch.randn(2, 4, 1000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -54,7 +55,7 @@ def test_it_is_what_the_estimate_says(sequences: int, length: int, size: int, ke
     x = widths(model_from_config(said), compute, batch)
     known = int(flash_scratch(grouped=x.key != x.query).value(quantities(x, 0)))
     query, key = (torch.empty(sequences, heads, length, size, dtype=torch.bfloat16) for heads in (4, key_heads))
-    by_heads, by_tokens = SCRATCH.values()
+    by_heads, by_tokens = (SCRATCH[one] for one in _FLASH)
     assert by_heads((None, query, key)) == known
     assert by_tokens((None, query.transpose(1, 2), key.transpose(1, 2), None, None, None, None)) == known
 
@@ -62,6 +63,74 @@ def test_it_is_what_the_estimate_says(sequences: int, length: int, size: int, ke
 def test_packed_sequences_are_128_rows_apart():
     from zeroplan.dryrun.scratch import SCRATCH
 
-    _, packed = SCRATCH.values()
+    packed = SCRATCH[_FLASH[1]]
     tokens, starts = torch.empty(300, 4, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
     assert packed((None, tokens, tokens, None, None, None, starts)) == 4 * (300 + 3 * 128) * 4 * (64 + 1)
+
+
+MASKED = ATTENTION.replace("is_causal=True", "attn_mask=mask").replace(
+    "optimizer =", "mask = torch.zeros(1000, 1000, device='cuda', dtype=torch.bfloat16)\noptimizer ="
+)
+
+
+def test_attention_with_a_mask_adds_the_gradient_of_the_queries_up_in_32_bits(tmp_path: Path):
+    (tmp_path / "masked.py").write_text(MASKED.replace("1000, 64,", "1000, 256,"))
+    phases = dry_run("--", "masked.py", folder=tmp_path).answer["steps"][-1]["phases"]
+    backward = next(phase for phase in phases if phase["phase"] == "backward")
+    tensor, heads, rows, mask = 2 * 2 * 4 * 1000 * 256, 2 * 4, 4 * 2 * 4 * 1024, 2 * 1000 * (1000 + 1008)  # and rows of 16
+    scratch = 4 * heads * (1000 + 8 * 4 * (128 * 64 + 4) + 2 * 16 * 64 * 256)
+    copied = tensor  # the sum's gradient has no bytes of its own
+    assert backward["peak_bytes"] == pytest.approx(7 * tensor + rows + mask + scratch + copied, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("size", "half", "dropout", "capability", "floats"),
+    [
+        (64, True, False, (9, 0), 16 * (64 * 64 + 4)),
+        (80, True, False, (9, 0), 8 * (128 * 128 + 4)),
+        (80, True, False, (8, 9), 8 * 2 * (128 * 64 + 4)),
+        (80, True, True, (8, 9), 16 * 2 * (64 * 64 + 4) + 2 * 16 * 64 * 128),
+        (128, True, False, (12, 0), 16 * 2 * (64 * 64 + 4) + 2 * 16 * 64 * 128),
+        (128, False, False, (8, 0), 8 * 2 * (128 * 64 + 4)),
+        (64, False, False, (8, 0), 16 * (64 * 64 + 4)),
+    ],
+)
+def test_the_workspace_goes_by_the_blocks_of_the_kernel(
+    size: int, half: bool, dropout: bool, capability: tuple[int, int], floats: int
+):
+    from zeroplan.dryrun.scratch import Heads, efficient_workspace_bytes
+
+    found = efficient_workspace_bytes(Heads(8, 1000, 1000, size, size), half=half, dropout=dropout, capability=capability)
+    assert found == 4 * 8 * floats
+
+
+def test_many_heads_split_keys_less():
+    from zeroplan.dryrun.scratch import Heads, efficient_workspace_bytes
+
+    def more(heads: int, keys: int) -> int:
+        """Numbers for keys and values, for each head and 256 of its size."""
+        found = efficient_workspace_bytes(Heads(heads, 128, keys, 256, 256), half=True, dropout=False, capability=(9, 0))
+        return (found // (4 * heads) - 4 * (128 * 64 + 4)) // (2 * 256)
+
+    assert [more(8, 1000), more(50, 1000), more(300, 1000), more(300, 128), more(20, 128)] == [1024, 256, 64, 64, 128]
+
+
+def test_in_32_bits_the_sums_are_made_of_a_whole_product():
+    from zeroplan.dryrun.scratch import Heads, efficient_backward_bytes, efficient_workspace_bytes
+
+    narrow, wide = Heads(8, 1024, 1024, 64, 64), Heads(8, 1024, 1024, 64, 128)
+    on = {"half": False, "dropout": False, "capability": (9, 0)}
+    rows = 4 * 8 * 1024
+    assert efficient_backward_bytes(narrow, **on) == rows * (64 + 2)
+    assert efficient_backward_bytes(wide, **on) == rows * (128 + 2)
+    assert efficient_workspace_bytes(narrow, **on) == rows * 64 + 16 * 8 * 16
+
+
+def test_a_forward_of_large_heads_adds_its_output_up_in_32_bits():
+    from zeroplan.dryrun.scratch import SCRATCH
+
+    forward = SCRATCH[torch.ops.aten._scaled_dot_product_efficient_attention.default]
+    large, small = ([torch.empty(2, 4, 100, size, dtype=torch.bfloat16)] * 3 for size in (192, 128))
+    value = torch.empty(2, 4, 100, 128, dtype=torch.bfloat16)
+    assert forward((*large[:2], value)) == 4 * 2 * 4 * 100 * 128  # as DeepSeek's heads are
+    assert forward(small) == forward([one.float() for one in large]) == 0

@@ -1,16 +1,25 @@
-"""What a kernel of CUDA takes and gives back inside itself, which no operator shows: the backward of flash attention.
+"""What kernels of attention on CUDA take and give back inside themselves, which no operator shows.
 
-Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd`` and ``mha_varlen_bwd``: an fp32
-accumulator of the queries' gradient and a sum per row, both filled up to blocks of 128 rows, heads to a multiple of 32; where
-queries share heads of keys and values, the gradients of these for every head of the queries. Left out: the workspace of the
-memory-efficient kernel, cuDNN's, and the larger accumulators of ``torch.use_deterministic_algorithms``.
+Source of flash attention's backward: torch 2.13, ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``
+and ``mha_varlen_bwd``: an fp32 accumulator of the queries' gradient and a sum per row, both filled up to blocks of 128 rows, heads
+to a multiple of 32; where queries share heads of keys and values, the gradients of these for every head of the queries.
+
+Source of the memory-efficient kernel: torch 2.13, ``cuda/mem_eff_attention/kernel_backward.h`` (``workspace_size``) and
+``kernels/cutlassB.h`` (blocks by head size), ``cuda/attention_backward.cu`` (``delta``, keys split, the gradient made contiguous),
+and ``kernel_forward.h`` (``kNeedsOutputAccumulatorBuffer``).
+
+Left out: cuDNN's workspaces, which its library chooses; the larger accumulators of ``torch.use_deterministic_algorithms`` in flash
+attention; blocks of GPUs before compute capability 8.0, which are taken to be those of 8.0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 from torch._ops import OpOverload
+
+from zeroplan.numeric import ceil_div
 
 _ROWS, _COLUMNS, _FP32 = 128, 32, 4
 _QUERY, _KEY, _STARTS = 1, 2, 6
@@ -52,8 +61,105 @@ def _of_flash(args: Sequence[object]) -> int:
     return flash_scratch_bytes(rows, heads, size, key_rows=key_rows, key_heads=key.size(-2), element=query.element_size())
 
 
+class _Blocks(NamedTuple):
+    """Blocks of queries and keys that the memory-efficient backward works on."""
+
+    rows: int
+    keys: int
+    sums_keys: bool = False
+    """Whether it adds up the gradients of keys and values in memory, in fp32."""
+
+
+_LITTLE_SHARED = ((8, 6), (8, 9))
+"""Compute capabilities with 99 KiB of shared memory for a block, for which one kernel was made; 12.x has as little."""
+_LARGEST_SPLIT = 200
+_ENOUGH_BLOCKS = 256
+
+
+def _blocks(size: int, *, half: bool, dropout: bool, capability: tuple[int, int]) -> _Blocks:
+    """The first kernel of ``cutlassB.h`` for a head size that fits into the GPU's shared memory."""
+    little = capability in _LITTLE_SHARED or capability[0] == 12
+    if size <= 64:
+        return _Blocks(64, 64)
+    if size > 128:
+        return _Blocks(128, 64, sums_keys=half)
+    if not half:
+        return _Blocks(64 if little else 128, 64)
+    if size <= 96 and capability in _LITTLE_SHARED and not dropout:
+        return _Blocks(128, 64)
+    return _Blocks(64, 64, sums_keys=True) if little else _Blocks(128, 128)
+
+
+class Heads(NamedTuple):
+    """The sizes of attention: of all sequences the heads, of each its rows, keys, and the sizes of keys and values."""
+
+    heads: int
+    rows: int
+    keys: int
+    size: int
+    value_size: int
+
+
+def efficient_workspace_bytes(of: Heads, *, half: bool, dropout: bool, capability: tuple[int, int]) -> int:
+    """What the memory-efficient backward adds gradients up in. [bytes]
+
+    A block of the queries' gradient has 16 bytes beside its fp32 numbers. It is there in 32 bits, too: keys are split among blocks.
+
+    >>> sizes = Heads(8, 1024, 1024, 64, 64)
+    >>> efficient_workspace_bytes(sizes, half=True, dropout=False, capability=(9, 0)) == 8 * 16 * (4 * 64 * 64 + 16)
+    True
+    """
+    rows, keys, sums_keys = _blocks(max(of.size, of.value_size), half=half, dropout=dropout, capability=capability)
+    elements = ceil_div(of.rows, rows) * ceil_div(of.size, keys) * (rows * keys + 4)
+    if sums_keys:
+        few = of.heads >= _ENOUGH_BLOCKS and of.keys <= 2 * keys
+        splits = 1 if few else max(1, min(ceil_div(of.keys, keys), _LARGEST_SPLIT // of.heads))
+        elements += splits * keys * sum(ceil_div(size, rows) * rows for size in (of.size, of.value_size))
+    return _FP32 * of.heads * elements
+
+
+def efficient_backward_bytes(of: Heads, *, half: bool, dropout: bool, capability: tuple[int, int]) -> int:
+    """The most that the memory-efficient backward takes beside what it returns. [bytes]
+
+    To its workspace comes a sum for each row. In 32 bits torch makes the sums before: the product of output and gradient, its sums,
+    and these in another order.
+    """
+    sums = _FP32 * of.heads * of.rows
+    taken = sums + efficient_workspace_bytes(of, half=half, dropout=dropout, capability=capability)
+    return taken if half else max(taken, sums * of.value_size + 2 * sums)
+
+
+def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, heads_first: bool) -> Heads:
+    heads, rows = (1, 2) if heads_first else (2, 1)
+    return Heads(query.size(0) * query.size(heads), query.size(rows), key.size(rows), query.size(-1), value.size(-1))
+
+
+def _of_efficient_backward(args: Sequence[object], *, dropout_at: int, heads_first: bool) -> int:
+    gradient, query, key, value = (cast("torch.Tensor", one) for one in args[:4])
+    dropout = bool(args[dropout_at]) if len(args) > dropout_at else False
+    in_order = (gradient.transpose(1, 2) if heads_first else gradient).is_contiguous()
+    return (0 if in_order else gradient.numel() * gradient.element_size()) + efficient_backward_bytes(
+        _heads(query, key, value, heads_first=heads_first), half=query.element_size() == 2, dropout=dropout,
+        capability=torch.cuda.get_device_capability(),
+    )  # fmt: skip
+
+
+def _of_efficient_forward(args: Sequence[object]) -> int:
+    """Half precision sums heads larger than 128 up in fp32."""
+    query, key, value = (cast("torch.Tensor", one) for one in args[:3])
+    if query.element_size() != 2 or max(key.size(-1), value.size(-1)) <= 128:
+        return 0
+    return _FP32 * query.numel() // query.size(-1) * value.size(-1)
+
+
 SCRATCH: Mapping[OpOverload, Callable[[Sequence[object]], int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _of_sdpa,
     torch.ops.aten._flash_attention_backward.default: _of_flash,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: _of_efficient_forward,
+    torch.ops.aten._efficient_attention_forward.default: _of_efficient_forward,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: partial(
+        _of_efficient_backward, dropout_at=9, heads_first=True
+    ),
+    torch.ops.aten._efficient_attention_backward.default: partial(_of_efficient_backward, dropout_at=11, heads_first=False),
 }
 """What each operator's kernel takes beside what it returns, by its arguments. [bytes]"""

@@ -4,6 +4,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from zeroplan.ledger import OF_A_STEP, Kind, Phase
 from zeroplan.verify.fake_cuda.memory import Memory
 from zeroplan.verify.fake_cuda.stand_ins import line_of, whose_line
 from zeroplan.verify.watching.host import HostMemory
-from zeroplan.verify.watching.recording import LIFTED, Block
+from zeroplan.verify.watching.recording import LIFTED, Block, Recording
 from zeroplan.verify.watching.replay import MULTIPLICATIONS
 from zeroplan.verify.watching.tracker import Holder, Tracker
 
@@ -59,7 +60,18 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
         self._closed = False
         self.operators = Operators()
         self.operators.listen(self._hear)
+        self._emptied: list[int] = []
         memory.counted = self
+
+    @property
+    def recording(self) -> Recording:
+        """What was seen so far; what the script had while it was loading counts, and when it emptied the allocator's cache."""
+        return replace(super().recording, emptied=tuple(self._emptied), from_the_start=True)
+
+    def note_emptied(self) -> None:
+        """Note that the script has the allocator give back what is not in use."""
+        if not self._closed:
+            self._emptied.append(self.now)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -80,6 +92,8 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
 
     def _take_and_give_back(self, n_bytes: int, func: OpOverload) -> None:
         """Have memory alive beside what an operator returns, for as long as its kernel runs."""
+        if not n_bytes:
+            return
         self._release(block := self._request(_Kernel(), n_bytes, func))
         block.kind = Kind.TEMPORARY
 

@@ -1,5 +1,7 @@
 """A recording made by hand, replayed on cards of several sizes."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("torch")
@@ -55,3 +57,10 @@ def test_the_least_room_is_the_peak_and_what_cannot_be_given_back():
     assert default.card is None
     assert default.least_room_bytes == 100 * MIB
     assert expandable.least_room_bytes == 80 * MIB == expandable.allocated_bytes
+
+
+def test_what_a_script_gave_back_before_its_first_step_was_reserved_unless_it_emptied_the_cache():
+    loading = replace(recording((40, 0, 1, 2), (60, 1, 3, 4)), spans=[Span(-1, Phase.INIT, 0), Span(0, Phase.FORWARD, 4)])
+    script = replace(loading, from_the_start=True)
+    emptied = replace(script, emptied=(2,))
+    assert [max(replay(one, workspace_bytes=0).reserved) for one in (loading, script, emptied)] == [0, 100 * MIB, 60 * MIB]

@@ -7,9 +7,12 @@ from zeroplan.allocator import CachingAllocator
 
 
 class Counted(Protocol):
-    """Who counts the bytes of tensors on the GPU."""
+    """Who counts the bytes of tensors on the GPU, and hears when free memory goes back to the driver."""
 
     live_bytes: int
+
+    def note_emptied(self) -> None:
+        """Note that the allocator gives back what is not in use."""
 
 
 class Memory:
@@ -57,6 +60,8 @@ class Memory:
         """``torch.cuda.empty_cache``: what is not in use goes back to the driver."""
         if self.allocator is not None:
             self.allocator.release_cached()
+        if self.counted is not None:
+            self.counted.note_emptied()
 
     def stats(self, *_: object, **__: object) -> dict[str, int]:
         """``torch.cuda.memory_stats``: the bytes allocated, active, requested and reserved; every other figure is 0."""

@@ -97,7 +97,8 @@ class HostSeen(NamedTuple):
 class Recording:
     """A run: its blocks in the order of their requests, its parts, its collectives, and the last moment.
 
-    ``host`` is host memory beside the GPU's, where that was watched.
+    ``host`` is host memory beside the GPU's, where that was watched. ``emptied`` has the moments at which the program gave the
+    allocator's free memory back. ``from_the_start``: what is gone when the first step begins was on the card as well.
     """
 
     blocks: list[Block]
@@ -105,3 +106,5 @@ class Recording:
     calls: list[Call]
     now: int
     host: HostSeen | None = None
+    emptied: tuple[int, ...] = ()
+    from_the_start: bool = False

@@ -1,7 +1,8 @@
 """A recording replayed through the model of CUDA's allocator: what ``memory_allocated`` and ``memory_reserved`` would show.
 
-The card is empty before the first step but for what initialisation leaves there: how a model is built (whole on the card, on the
-host, on the meta device) is the user's choice, and what it takes for a while is told apart from the steps.
+The card of ``verify`` is empty before the first step but for what initialisation leaves there: how a model is built (whole on the
+card, on the host, on the meta device) is the user's choice, and what it takes for a while is counted apart from the steps. A script
+has made that choice: its recording counts from the start.
 
 To the tensors come cuBLAS's workspaces, which torch takes from the same allocator and keeps: one when the forward pass first
 multiplies matrices, one when autograd's thread does. Python numbers that became tensors stay in host memory.
@@ -57,10 +58,10 @@ class Replays(NamedTuple):
                 AllocatorMeasured(
                     settings=settings,
                     allocated_bytes=max(shown.allocated[start:]),
-                    reserved_bytes=shown.reserved[-1],
+                    reserved_bytes=max(shown.reserved),
                     workspace_bytes=_THREADS * workspace_bytes,
                     card=None if room_bytes is None else requests.on_card(room_bytes),
-                    least_room_bytes=requests.least_room(max(shown.allocated), shown.reserved[-1]) if least_room else None,
+                    least_room_bytes=requests.least_room(max(shown.allocated), max(shown.reserved)) if least_room else None,
                 )
             )
         return tuple(found)
@@ -85,15 +86,18 @@ class _Requests:
         self._expandable = expandable
         self._events = _events(recording)
         self._multiply = _first_multiplications(recording)
-        self._steps_begin = next(span.start for span in recording.spans if span.step >= 0)
+        self._counted_from = 0 if recording.from_the_start else next(span.start for span in recording.spans if span.step >= 0)
+        self._emptied = frozenset(recording.emptied)
 
     def played(self, card: CachingAllocator) -> Iterator[Block]:
         """Make every request of a card and give back what is released; yields after each, in order."""
         chunks: dict[Block, Chunk] = {}
-        for block, asked in self._events:
+        for moment, (block, asked) in enumerate(self._events):
+            if moment in self._emptied:
+                card.release_cached()
             if block.born in self._multiply and asked:
                 card.request(self._workspace_bytes)
-            if asked and block.operation != LIFTED and block.died > self._steps_begin:
+            if asked and block.operation != LIFTED and block.died > self._counted_from:
                 chunks[block] = card.request(block.n_bytes, block.stream)
             elif block in chunks:
                 card.release(chunks.pop(block))
