@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 T = TypeVar("T")
-CASES_BY_DAY: dict[str, dict[str, list[str]]] = tomllib.loads(
-    (Path(__file__).parent / "by_day.toml").read_text(encoding="utf-8")
-)
+_TABLE = tomllib.loads((Path(__file__).parent / "by_day.toml").read_text(encoding="utf-8"))
+CASES_BY_DAY: dict[str, dict[str, list[str]]] = _TABLE["by_day"]
 """By file and test, the cases that stand for the others by day."""
+CASES_AT_NIGHT: dict[str, dict[str, list[str]]] = _TABLE["at_night"]
+"""By file and test, the cases that others stand for."""
+RUN_BY_DAY: dict[str, list[str]] = _TABLE["run_by_day"]
+"""By file, the runs of the day, where tests share what one process runs."""
 Row = tuple[int, ...]
 """Which choice of each factor, by number."""
 
@@ -40,9 +43,17 @@ def leave_to_the_night(items: Iterable[pytest.Item]) -> None:
     for item in items:
         file, _, test = item.nodeid.partition("::")
         name, _, case = test.partition("[")
-        cases = CASES_BY_DAY.get(file, {}).get(name)
-        if cases is not None and case.removesuffix("]") not in cases:
+        cases, waiting = CASES_BY_DAY.get(file, {}).get(name), CASES_AT_NIGHT.get(file, {}).get(name, [])
+        case = case.removesuffix("]")
+        if (cases is not None and case not in cases) or case in waiting:
             item.add_marker(BY_NIGHT)
+
+
+def of_the_day(file: str, runs: Mapping[str, T]) -> dict[str, T]:
+    """Return the runs of a file that are made: by day those that the table names, at night all."""
+    name = Path(file).relative_to(Path(__file__).parents[1]).as_posix()
+    chosen = list(runs) if every_case() else RUN_BY_DAY[name]
+    return {one: runs[one] for one in chosen}
 
 
 def without_a_test(items: Iterable[pytest.Item]) -> list[str]:
@@ -51,7 +62,8 @@ def without_a_test(items: Iterable[pytest.Item]) -> list[str]:
     files = {one.partition("::")[0] for one in there}
     named = [
         f"{file}::{name}[{case}]"
-        for file in files & CASES_BY_DAY.keys() for name, cases in CASES_BY_DAY[file].items() for case in cases
+        for table in (CASES_BY_DAY, CASES_AT_NIGHT) for file in files & table.keys()
+        for name, cases in table[file].items() for case in cases
     ]  # fmt: skip
     return [one for one in named if one not in there]
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.causal_models import tiny_spec
+from tests.combined import of_the_day
 from zeroplan.comparison import cpu_bytes
 from zeroplan.engines.account import Account
 from zeroplan.engines.deepspeed import account
@@ -173,12 +174,15 @@ CASES = {
 }
 
 
+TODAY = of_the_day(__file__, CASES)
+
+
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, Any]]:
     """Every case, measured by two workers side by side."""
     pytest.importorskip("torch")
     pytest.importorskip("deepspeed")
-    names = list(CASES)
+    names = list(TODAY)
     halves = names[::2], names[1::2]
     with ThreadPoolExecutor(2) as workers:
         answers = [answer for half in workers.map(_measure, halves) for answer in half]
@@ -220,7 +224,7 @@ def _peak(case: Case, predicted: Account, phases: tuple[Phase, ...]) -> int:
     return max(_on_a_cpu(moment.lines, case.recipe, kept) for moment in predicted.moments if moment.phase in phases)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TODAY)
 def test_agrees_with_deepspeed(name: str, measured: dict[str, dict[str, Any]]) -> None:
     case, run = CASES[name], measured[name]
     predicted = account(case.model, case.recipe, MeshSpec(dp_shard=case.n_ranks), case.batch)
@@ -231,7 +235,7 @@ def test_agrees_with_deepspeed(name: str, measured: dict[str, dict[str, Any]]) -
         assert 0.995 <= peak / run[phase] <= 1 + case.excess, phase
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TODAY)
 def test_keeps_between_steps_what_deepspeed_keeps(name: str, measured: dict[str, dict[str, Any]]) -> None:
     case, run = CASES[name], measured[name]
     predicted = account(case.model, case.recipe, MeshSpec(dp_shard=case.n_ranks), case.batch)

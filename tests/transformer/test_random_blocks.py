@@ -67,6 +67,15 @@ def test_attention_written_out(family: str, number: int, *, recompute: bool) -> 
     assert_runs_as_is_said(spec, compute, size, recompute=recompute)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_experts_behind_attention_with_a_window(family: str, *, recompute: bool) -> None:
+    draw = Random(f"{family} {recompute}")  # noqa: S311  draws tests
+    spec, size = drawn(draw, family)
+    compute = Compute(draw.choice((2, 4)), autocast=False, attention="sdpa")
+    assert_runs_as_is_said(replace(spec, sliding_window=31), compute, size, recompute=recompute)
+
+
 @pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_activation_functions(activation: Activation, *, recompute: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.combined import of_the_day
 from tests.verify.training.test_deepspeed_simulated import Run, answers
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.measurement import Measurement
@@ -73,17 +74,18 @@ RUNS = {
         )
     ),
 }
+TODAY = of_the_day(__file__, RUNS)
 #: Numbers by themselves: counters, norms, flags.
 A_FEW_NUMBERS = 2000
 
 
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Comparison]:
-    records = answers(RUNS)
+    records = answers(TODAY)
     return {name: compare_with_estimate(read(Measurement, record, where="record")) for name, record in records.items()}
 
 
-@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.job.recipe.offloads])
+@pytest.mark.parametrize("name", [name for name, run in TODAY.items() if run.job.recipe.offloads])
 def test_host_memory_is_what_is_estimated_pinned_blocks_and_all(name: str, compared: dict[str, Comparison]):
     host = compared[name].host
     assert host is not None
@@ -91,13 +93,13 @@ def test_host_memory_is_what_is_estimated_pinned_blocks_and_all(name: str, compa
     assert abs(host.difference) < A_FEW_NUMBERS
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", TODAY)
 def test_so_are_the_peak_and_what_is_held(name: str, compared: dict[str, Comparison]):
     found = compared[name]
     assert abs(found.peak.error) < 0.0025, found
     assert abs(found.held.difference) < A_FEW_NUMBERS, found
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", TODAY)
 def test_as_much_is_sent(name: str, compared: dict[str, Comparison]):
     assert [row for row in compared[name].collectives if abs(row.difference) > A_FEW_NUMBERS] == []

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from tests.combined import of_the_day
 from tests.engines.test_deepspeed_measured import CASES
 from tests.measured.errors import different_kinds
 from zeroplan.catalog.model import model
@@ -91,6 +92,9 @@ _REFUSED = replace(small("stage 3"), recipe=replace(small("stage 3").recipe, rec
 REFUSED = {"stage 3, recomputed selectively": Run(_REFUSED, ask="fails")}
 
 
+TODAY = of_the_day(__file__, EXACT | LARGE | REFUSED)
+
+
 def answers(runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
     """Every run's answer, by a process that runs one after the other; importing DeepSpeed takes as long as several runs."""
     pytest.importorskip("torch")
@@ -119,10 +123,10 @@ def _asked(runs: list[Run], *, extensions: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, dict[str, Any]]:
-    return answers(EXACT | LARGE | REFUSED)
+    return answers(TODAY)
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [name for name in TODAY if name in EXACT])
 def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_same(name: str, told: dict[str, dict[str, Any]]):
     run = told[name]
     assert len(run["profiled"]) == 3 * 3
@@ -130,13 +134,13 @@ def test_on_real_tensors_it_sees_what_the_profiler_sees_and_on_fake_ones_the_sam
     assert run["fake"] == run["profiled"]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [name for name in TODAY if name in EXACT])
 def test_every_collective_of_the_real_run_is_in_the_fake_one(name: str, told: dict[str, dict[str, Any]]):
     assert told[name]["real calls"]
     assert told[name]["fake calls"] == told[name]["real calls"]
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", [name for name in TODAY if name in LARGE])
 def test_a_large_job_takes_what_is_estimated(name: str, told: dict[str, dict[str, Any]]):
     measured = read(Measurement, told[name], where="record")
     compared = compare_with_estimate(measured)
@@ -146,7 +150,7 @@ def test_a_large_job_takes_what_is_estimated(name: str, told: dict[str, dict[str
     assert different_kinds(compared) == []
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", [name for name in TODAY if name in LARGE])
 def test_all_layers_are_run_where_elements_are_counted(name: str, told: dict[str, dict[str, Any]]):
     assert not any("extended" in remark for remark in told[name]["remarks"])
 
