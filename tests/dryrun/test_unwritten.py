@@ -47,7 +47,12 @@ for step in range(3):
     save(f"whole{step}.tmp/weights.pt")
     os.rename(f"whole{step}.tmp", f"whole{step}")
     os.remove(f"whole{step}/weights.pt")
-    print("saved all")
+    with open("opened.pt", "wb") as file:
+        torch.save(network.state_dict(), file)
+    open("notes.txt", "w").write("new")
+    assert open("notes.txt").read() == "new"
+    pathlib.Path("notes.txt").write_text(f"step {step}")
+    print("saved all", pathlib.Path("notes.txt").read_text())
 """
 
 
@@ -55,7 +60,8 @@ for step in range(3):
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with checkpoints of a run before."""
     made = tmp_path_factory.mktemp("unwritten")
-    for name in ("last.pt", "old.pt", "previous.pt", "path.pt", "last.tmp", "best.pth", "before/weights.pt", "folder/0.pt"):
+    for name in ("last.pt", "old.pt", "previous.pt", "path.pt", "last.tmp", "best.pth", "before/weights.pt", "folder/0.pt",
+                 "opened.pt", "notes.txt"):  # fmt: skip
         (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_text(f"{name} of a real run")
     (made / "latest").symlink_to("old.pt")
@@ -70,15 +76,22 @@ def run(folder: Path) -> Run:
 
 def test_a_checkpoint_is_moved_to_its_place_by_name(run: Run):
     assert run.answer["ended"] == "steps taken"
-    assert run.errors.count("saved all") == 2
+    assert run.errors.count("saved all") == run.errors.count("saved all step") == 2
     replaced = {one["what"] for one in run.answer["stood_in"]}
-    assert {"torch.save", "moving of saved files", "copying of saved files", "deleting of older checkpoints"} <= replaced
+    assert {
+        "torch.save",
+        "moving of saved files",
+        "copying of saved files",
+        "deleting of older checkpoints",
+        "writing over files from before this run",
+    } <= replaced
 
 
 def test_files_from_before_the_run_stay_and_no_weights_are_written(run: Run, folder: Path):
     assert run.code == 0
     files = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
     links = {"latest": "old.pt of a real run"}
-    real = ("last.pt", "old.pt", "previous.pt", "path.pt", "last.tmp", "best.pth", "before/weights.pt", "folder/0.pt")
+    real = ("last.pt", "old.pt", "previous.pt", "path.pt", "last.tmp", "best.pth", "before/weights.pt", "folder/0.pt",
+            "opened.pt", "notes.txt")  # fmt: skip
     assert files == {name: f"{name} of a real run" for name in real} | links | {"script.py": SCRIPT, "final.txt": "own"}
     assert (folder / "latest").is_symlink()

@@ -129,7 +129,8 @@ class _Run:
         AfterImport(
             checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.patches(self.loop) | pipelining.PATCHES
             | transformers.PATCHES | triton.PATCHES | ddp.patches(self.tracker) | fsdp1.patches(self.tracker)
-            | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop), saving.watch(self.loop)
+            | fsdp2.patches(self.tracker) | deepspeed.patches(self.tracker, self.loop),
+            saving.watch(self.loop, Path(task.answer).with_name("aside")),
         ).install()  # fmt: skip
         self.loop.watch()
 

@@ -1,5 +1,6 @@
 """Where a script saves: state dicts, and what writes them. Nothing is written, and files from before the run stay."""
 
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -18,9 +19,12 @@ _STATE_DICTS = ("get_model_state_dict", "get_optimizer_state_dict", "get_state_d
 _OF_DEEPSPEED = ("save_16bit_model", "save_checkpoint", "_zero3_consolidated_16bit_state_dict")
 
 
-def watch(loop: Loop) -> dict[str, Patch]:
-    """Have the loop hear of saving, and return what is to be done as libraries are imported."""
-    unwritten = Unwritten(lambda: loop.saves_now)
+def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
+    """Have the loop hear of saving, and return what is to be done as libraries are imported.
+
+    What the script writes over files from before the run goes into the folder ``aside``.
+    """
+    unwritten = Unwritten(lambda: loop.saves_now, aside)
 
     def gathers(owner: object, *names: str) -> None:
         put(owner, **{name: loop.saving(getattr(owner, name)) for name in names if hasattr(owner, name)})

@@ -1,9 +1,12 @@
 """Files that a script believes it has saved, and files from before the run: both are moved, copied and deleted by name alone.
 
 A script often saves to a temporary name and then moves that file to its place (``os.replace``). A dry run has written no such
-file. Its name moves, and whatever the script had there before the run stays.
+file. Its name moves, and whatever the script had there before the run stays. A file from before the run that the script opens to
+write it anew is written elsewhere, in a folder that goes with the run.
 """
 
+import builtins
+import io
 import os
 import shutil
 import time
@@ -19,16 +22,22 @@ from zeroplan.verify.replaced import put
 class Unwritten:
     """The names of files that were saved without being written, and of older files that the script believes to be gone.
 
-    ``saves_now`` returns whether the script is saving: only then do older files stay where they are.
+    ``saves_now`` returns whether the script is saving: only then do older files stay where they are. ``aside`` is a folder, made
+    when it is needed, for what the script writes over them.
     """
 
-    def __init__(self, saves_now: Callable[[], bool]) -> None:
-        self._saves_now, self._began = saves_now, time.time()
+    def __init__(self, saves_now: Callable[[], bool], aside: Path) -> None:
+        self._saves_now, self._aside, self._began = saves_now, aside, time.time()
         self._saved: set[str] = set()
         self._kept: set[str] = set()
+        self._elsewhere: dict[str, str] = {}
+        """Where files from before the run are written anew."""
 
     def watch(self) -> None:
         """Replace the functions that move, copy and delete files, to the end of the process."""
+        opens = self._opens(io.open)
+        put(builtins, open=opens)
+        put(io, open=opens)
         put(os, remove=self._deletes(os.remove), unlink=self._deletes(os.unlink))
         put(shutil, rmtree=self._deletes(shutil.rmtree))
         put(os, rename=self._moves(os.rename), replace=self._moves(os.replace))
@@ -46,6 +55,26 @@ class Unwritten:
             return save(*args, **kwargs)
 
         return saved
+
+    def _opens(self, opened: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(opened)
+        def opens(file: object, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if self._elsewhere or "w" in mode:
+                file = self._elsewhere_where_older(file, mode)
+            return opened(file, mode, *args, **kwargs)
+
+        return opens
+
+    def _elsewhere_where_older(self, file: object, mode: str) -> object:
+        """Return the file that a script gets, which empties none from before the run."""
+        path = _whole(file)
+        if path is None:
+            return file
+        if "w" in mode and path not in self._elsewhere and Path(path).is_file() and self._is_older(path):
+            self._aside.mkdir(exist_ok=True)
+            self._elsewhere[path] = str(self._aside / str(len(self._elsewhere)))
+            note("writing over files from before this run", "they stay; what is written goes to temporary files")
+        return self._elsewhere.get(path, file)
 
     def _deletes(self, delete: Callable[..., None]) -> Callable[..., None]:
         @wraps(delete)
