@@ -23,13 +23,11 @@ _OPTIONAL = frozenset({
 def block_modules(model: ModelSpec, owners: Sequence[str]) -> Names:
     """Return the modules of a block in the order in which they run; ``owners`` are those that own parameters.
 
-        >>> from zeroplan.spec.model import ModelSpec
-    from zeroplan.transformer.families.definition import definition_of
-    from zeroplan.transformer.families.parts import GATED_MODULES, Names
-        >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-        ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
-        >>> block_modules(tiny, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))[-4:]
-        ('mlp.gate_proj', 'mlp.act_fn', 'mlp.up_proj', 'mlp.down_proj')
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
+    >>> block_modules(tiny, ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"))[-4:]
+    ('mlp.gate_proj', 'mlp.act_fn', 'mlp.up_proj', 'mlp.down_proj')
     """
     sparse = any(name.endswith("experts") for name in owners)
     listed = _listed(model, sparse=sparse)
