@@ -83,7 +83,10 @@ def minimum(first: Int, *others: Int) -> Int:
     """
     smallest = first
     for other in others:
-        smallest = _pairwise(smallest, other, larger=False)
+        if isinstance(smallest, int) and isinstance(other, int):
+            smallest = min(smallest, other)
+        else:
+            smallest = _pairwise(smallest, other, larger=False)
     return smallest
 
 

@@ -1,5 +1,6 @@
 """Which moment of the step is the peak, and what does the caching allocator reserve around it?"""
 
+from collections import defaultdict
 from typing import NamedTuple
 
 from zeroplan.engines.reserved_shares import Shares, pressed_of, shares_of
@@ -74,25 +75,25 @@ class Sizes(NamedTuple):
 
 def sizes_of(moments: tuple[Moment, ...], recipe: RecipeSpec) -> Sizes:
     """What the moments say of blocks; ints or columns. [bytes]"""
-    by_kind: dict[Kind, Int] = {}
-    by_pool: dict[str, Int] = {}
-    own = own_pools(recipe)
-    highest: Int = 0
+    by_kind: defaultdict[Kind, list[Int]] = defaultdict(list)
+    by_pool: defaultdict[str, list[Int]] = defaultdict(list)
+    own, totals = own_pools(recipe), list[Int]()
     for moment in moments:
         kinds = bytes_by_kind(moment.lines)
-        highest = maximum(highest, sum(kinds.values(), start=0))
+        totals.append(sum(kinds.values(), start=0))
         if moment.phase is Phase.INIT:
             continue
         if Kind.ACTIVATION_GRADIENTS in kinds:  # of the sizes of activations, whose blocks they take
             kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0) + kinds.pop(Kind.ACTIVATION_GRADIENTS)
         pools: dict[str, Int] = {}
         for kind, n_bytes in kinds.items():
-            by_kind[kind] = maximum(by_kind.get(kind, 0), n_bytes)
+            by_kind[kind].append(n_bytes)
             pool = own.get(kind, "compute")
             pools[pool] = pools.get(pool, 0) + n_bytes
         for pool, n_bytes in pools.items():
-            by_pool[pool] = maximum(by_pool.get(pool, 0), n_bytes)
-    return Sizes(highest, sum(by_pool.values(), start=0), by_kind)
+            by_pool[pool].append(n_bytes)
+    in_pools = sum((maximum(0, *found) for found in by_pool.values()), start=0)
+    return Sizes(maximum(0, *totals), in_pools, {kind: maximum(0, *found) for kind, found in by_kind.items()})
 
 
 def reserved(moments: tuple[Moment, ...], recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:

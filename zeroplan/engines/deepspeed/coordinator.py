@@ -106,7 +106,7 @@ class _Replay:
         self.read: set[int] = set()
         self.most_read, self.read_twice = 0, False
         self.uses = _uses(steps)
-        per_step = (0 if step.leaf else sum(self.numel[index] for index in step.parameters) for step in steps)
+        per_step = [0 if step.leaf else sum([self.numel[index] for index in step.parameters]) for step in steps]
         self.starts = (*whole.starts, whole.n_elements)
         self.traversed = (0, *accumulate(per_step))
         self.queue = deque((index, at) for at, step in enumerate(steps) for index in sorted(step.parameters))
@@ -305,7 +305,7 @@ class _Replay:
         self.most_read = max(self.most_read, len(self.read))
 
     def _saved_of(self, step: Step) -> int:
-        return sum(self.saved.get(index, 0) for index in step.parameters)
+        return sum([self.saved.get(index, 0) for index in step.parameters])
 
     def _release(self, at: int, step: Step) -> None:
         for freed in step.frees:

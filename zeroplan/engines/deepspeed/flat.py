@@ -221,5 +221,5 @@ def shares(sizes: Sizes, n_ranks: Int) -> Int:
     """
     total: Int = 0
     for numel, count in sizes:
-        total = total + count * ceil_div(numel, n_ranks)
+        total = total + count * -(-numel // n_ranks)
     return total

@@ -338,14 +338,15 @@ class _Engine:
         self.buckets = count * self.plan.element * self.plan.bucket_size if self.plan.contiguous else 0
 
     def _reduce_independent(self, each: Placed) -> None:
-        if self.inside and self.fill + numel(each) > self.plan.bucket_size:
+        elements = numel(each)
+        if self.inside and self.fill + elements > self.plan.bucket_size:
             self._reduce_ipg_grads()
-        if self.plan.contiguous and numel(each) <= self.plan.bucket_size:
-            self.gradients -= self.plan.element * numel(each)
+        if self.plan.contiguous and elements <= self.plan.bucket_size:
+            self.gradients -= self.plan.element * elements
         elif self.plan.contiguous and self.plan.offloads:
-            self.notes.event("copied", self, self.plan.element * numel(each))
+            self.notes.event("copied", self, self.plan.element * elements)
         self.inside.append(each)
-        self.fill += numel(each)
+        self.fill += elements
 
     def _reduce_ipg_grads(self) -> None:
         """Reduce what waits; what reaches into this rank's share is kept."""
@@ -370,10 +371,11 @@ class _Engine:
 
     def _clear(self, each: Placed) -> None:
         """Let go of a reduced gradient, unless it is in the bucket or stays where it is to the end of the backward."""
-        plan, n_bytes = self.plan, self.plan.element * numel(each)
+        plan, elements = self.plan, numel(each)
+        n_bytes = plan.element * elements
         ours = each.start < plan.partition
         if plan.contiguous:
-            alone = numel(each) > plan.bucket_size
+            alone = elements > plan.bucket_size
             moved = (self.last if plan.offloads else not plan.sums_in_fp32) if ours else plan.stage == 2
             self.gradients -= n_bytes if alone and moved else 0
         elif plan.stage == 2 and not ours and plan.overlaps:

@@ -138,7 +138,7 @@ def sub_groups(whole: Row, size: int, n_ranks: int) -> Iterator[tuple[int, ...]]
     """Yield this rank's shares of the parameters of each sub-group: it is closed by the share that reaches ``size``."""
     inside, filled = list[int](), 0
     for each in whole.placed:
-        inside.append(ceil_div(each.end - each.start, n_ranks))
+        inside.append(-((each.start - each.end) // n_ranks))  # rounded up
         filled += inside[-1]
         if filled >= size:
             yield tuple(inside)

@@ -139,6 +139,12 @@ def kept_before(these: Passes, block: Int) -> Line:
 def kept_bytes(these: Passes, block: Int) -> Int:
     """Return the size of :func:`kept_before`. [bytes]"""
     first, *later = these.runs
+    n_bytes: Int
+    if isinstance(block, int):
+        n_bytes = (min(block, first.n_blocks) if later else block) * first.kept_bytes
+        for run in later:
+            n_bytes = n_bytes + min(max(block - run.first, 0), run.n_blocks) * run.kept_bytes
+        return n_bytes
     n_bytes = (minimum(block, first.n_blocks) if later else block) * first.kept_bytes
     for run in later:
         n_bytes = n_bytes + minimum(maximum(block - run.first, 0), run.n_blocks) * run.kept_bytes
@@ -148,7 +154,7 @@ def kept_bytes(these: Passes, block: Int) -> Int:
 def _kept_formula(these: Passes, block: int) -> str:
     if len(these.runs) == 1:
         return blocks_sum("S", (block,), these.kinds)
-    return blocks_sum("S", tuple(min(max(block - run.first, 0), run.n_blocks) for run in these.runs), these.kinds)
+    return blocks_sum("S", tuple([min(max(block - run.first, 0), run.n_blocks) for run in these.runs]), these.kinds)
 
 
 def kept_symbols(these: Passes) -> tuple[Symbol, ...]:

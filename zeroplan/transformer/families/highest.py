@@ -1,19 +1,25 @@
 """Which moments of a tape can be the highest for some batch: those at which no other has at least as much of everything."""
 
-from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 from zeroplan.expr import Monomial, Size
 from zeroplan.ledger import OffGpu
 from zeroplan.transformer.families.tape import Alive
 
 #: What is never more than what: a token's numbers are at least as many as its heads, its heads at least one; keys are at most as
-#: wide as queries; a norm's weight has a token's width; a share of the sequence is no more than all of it.
+#: wide as queries; a norm's weight has a token's width; the rotary part of a head
+#: is part of it; a pair of a token and an expert has its vectors; a share of the sequence is no more than all of it.
 _AT_MOST: dict[Monomial, tuple[Monomial, ...]] = {
     ("T",): (("T", "h"), ("T", "q"), ("T", "f")),
     ("T", "a"): (("T", "q"), ("T", "h"), ("T", "f")),
     ("T", "k/d"): (("T", "k"), ("T", "q"), ("T", "h")),
     ("T", "k"): (("T", "q"),),
+    ("T", "t"): (("T", "h", "t"), ("T", "m", "t")),
+    ("T", "o"): (("T", "a", "o"), ("T", "q")),
+    ("T", "a", "o"): (("T", "q"),),
+    ("T", "o/2"): (("T", "o"), ("T", "a", "o"), ("T", "q")),
+    ("T", "a", "o/2"): (("T", "a", "o"), ("T", "q")),
     ("h",): (("T", "h"),),
     ("d",): (("T", "q"),),
     ("T/p",): (("T/p", "h"), ("T", "h")),
@@ -34,13 +40,29 @@ def highest(
 
     ``latent``: values and attention's output have widths of their own.
     """
-    widths = 4 if wide else 2, 4 if wide or autocast else 2
-    amounts = [_amounts(moment, widths, scratch_apart=scratch_apart, latent=latent) for moment in moments]
+    counting = Counting((4 if wide else 2, 4 if wide or autocast else 2), {} if latent else _AS_WIDE, {})
+    amounts = [_amounts(moment, counting, scratch_apart=scratch_apart) for moment in moments]
     kept = _first_of_equals(amounts)
     for at in reversed(kept.copy()):
-        if any(other != at and _covers(amounts[other], amounts[at]) for other in kept):
+        if _is_covered(at, kept, amounts):
             kept.remove(at)
-    return tuple(moments[at] for at in kept)
+    return tuple([moments[at] for at in kept])
+
+
+def _is_covered(at: int, kept: list[int], amounts: list[Amounts]) -> bool:
+    for other in kept:  # noqa: SIM110  a generator would double the calls, of which a tape makes most here
+        if other != at and _covers(amounts[other], amounts[at]):
+            return True
+    return False
+
+
+class Counting(NamedTuple):
+    """How sizes are counted: bytes of e and r, symbols that stand for others, and what has been counted already."""
+
+    widths: tuple[int, int]
+    alike: dict[str, str]
+    known: dict[tuple[str, Monomial], tuple[tuple[Monomial, int], ...]]
+    """By the text of a size, and its mark."""
 
 
 def _first_of_equals(amounts: list[Amounts]) -> list[int]:
@@ -51,28 +73,27 @@ def _first_of_equals(amounts: list[Amounts]) -> list[int]:
     return list(first.values())
 
 
-def _amounts(moment: Alive, widths: tuple[int, int], *, scratch_apart: bool, latent: bool) -> Amounts:
+def _amounts(moment: Alive, counting: Counting, *, scratch_apart: bool) -> Amounts:
     amounts: Amounts = {}
-    for store in moment.stores:
-        _count(amounts, store.size, widths, ("S",) if scratch_apart and store.tag.off_gpu is OffGpu.NO_TENSOR else (), latent)
+    marked: list[tuple[Size, Monomial]] = [
+        (store.size, ("S",) if scratch_apart and store.tag.off_gpu is OffGpu.NO_TENSOR else ()) for store in moment.stores
+    ]
     for mark, sizes in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
-        for size in sizes:
-            _count(amounts, size, widths, (mark,), latent)
+        marked += [(size, (mark,)) for size in sizes]
+    for size, mark_of in marked:
+        found = counting.known.get((size.text, mark_of))
+        if found is None:
+            found = counting.known[size.text, mark_of] = _counted(size, counting, mark_of)
+        for key, times in found:
+            amounts[key] = amounts.get(key, 0) + times
     return amounts
 
 
-def _count(amounts: Amounts, size: Size, widths: tuple[int, int], mark: Monomial, latent: bool) -> None:  # noqa: FBT001  as below
-    for key, times in _marked(size, widths, mark, latent):
-        amounts[key] = amounts.get(key, 0) + times
-
-
-@lru_cache(maxsize=4096)
-def _marked(size: Size, widths: tuple[int, int], mark: Monomial, latent: bool) -> tuple[tuple[Monomial, int], ...]:  # noqa: FBT001
-    """What a size is of, each with its mark and in one order: the sizes of a tape are few."""
-    as_wide = {} if latent else _AS_WIDE
+def _counted(size: Size, counting: Counting, mark: Monomial) -> tuple[tuple[Monomial, int], ...]:
+    """What a size is of, each with its mark and in one order."""
     return tuple(
-        (mark + tuple(sorted(as_wide.get(symbol, symbol) for symbol in monomial)), times)
-        for monomial, times in size.multiplied_out(dict(zip("er", widths, strict=True))).items()
+        (mark + tuple(sorted(counting.alike.get(symbol, symbol) for symbol in monomial)), times)
+        for monomial, times in size.multiplied_out(dict(zip("er", counting.widths, strict=True))).items()
     )
 
 

@@ -56,7 +56,7 @@ def _groups_of(whole: Row, size: int, n_ranks: int) -> tuple[_Group, ...]:
     """
     filled, groups = _Group(0, 0), list[_Group]()
     for each in whole.placed:
-        filled = _Group(filled.elements + ceil_div(each.end - each.start, n_ranks), filled.parameters + 1)
+        filled = _Group(filled.elements - (each.start - each.end) // n_ranks, filled.parameters + 1)
         if filled.elements >= size:
             groups.append(filled)
             filled = _Group(0, 0)
