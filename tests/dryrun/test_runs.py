@@ -174,3 +174,22 @@ def test_an_earlier_deepspeed_is_imported_where_cudas_compiler_is_not_installed(
         "assert builder.installed_cuda_version() == (12, 8)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.deepspeed
+def test_the_all_to_all_of_ulysses_is_a_collective():
+    pytest.importorskip("deepspeed", minversion="0.19")
+    code = (
+        "import torch, torch.distributed as dist\n"
+        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "import deepspeed.sequence.layer as layer\n"
+        "from zeroplan.dryrun.libraries import deepspeed\n"
+        "from zeroplan.verify.watching.collectives import COLLECTIVES, call\n"
+        "deepspeed.patches(None, None)['deepspeed.sequence.layer'](layer)\n"
+        "dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=4)\n"
+        "exchange = torch.ops.deepspeed.dim_zero_all_to_all.default\n"
+        "args = torch.empty(8, 2, dtype=torch.bfloat16), dist.group.WORLD.group_name\n"
+        "assert exchange in COLLECTIVES\n"
+        "assert call(exchange, args, 3) == ('all_to_all', 'bfloat16', 32, 4, 3, 0)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

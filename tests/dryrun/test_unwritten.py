@@ -26,7 +26,7 @@ for step in range(3):
     os.replace(save("last.tmp"), "last.pt")
     os.replace("last.pt", "renamed.pt")
     os.rename(save(f"folder/{step}.tmp"), f"folder/{step}.pt")
-    shutil.move(save("moved.tmp"), "folder")
+    shutil.move(save(f"moved{step}.tmp"), "folder")
     pathlib.Path(save(pathlib.Path("path.tmp"))).replace("path.pt").rename("path2.pt").unlink()
     shutil.copyfile(save("checkpoint.pth"), "best.pth")
     shutil.copy2("best.pth", "folder")
@@ -47,6 +47,9 @@ for step in range(3):
     save(f"whole{step}.tmp/weights.pt")
     os.rename(f"whole{step}.tmp", f"whole{step}")
     os.remove(f"whole{step}/weights.pt")
+    assert os.path.getsize(save("size.pt")) == 4 * (64 * 64 + 64) and pathlib.Path("size.pt").is_file()
+    os.replace("size.pt", "size2.pt")
+    assert os.path.exists("size2.pt") and not os.path.exists("size.pt")
     with open("opened.pt", "wb") as file:
         torch.save(network.state_dict(), file)
     open("notes.txt", "w").write("new")

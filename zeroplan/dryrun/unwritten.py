@@ -9,11 +9,16 @@ import builtins
 import io
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from zeroplan.dryrun.stood_in import note
 from zeroplan.verify.replaced import put
@@ -28,8 +33,10 @@ class Unwritten:
 
     def __init__(self, saves_now: Callable[[], bool], aside: Path) -> None:
         self._saves_now, self._aside, self._began = saves_now, aside, time.time()
-        self._saved: set[str] = set()
+        self._saved: dict[str, int] = {}
+        """The bytes that each would have."""
         self._kept: set[str] = set()
+        self._stat = os.stat
         self._elsewhere: dict[str, str] = {}
         """Where files from before the run are written anew."""
 
@@ -38,6 +45,7 @@ class Unwritten:
         opens = self._opens(io.open)
         put(builtins, open=opens)
         put(io, open=opens)
+        put(os, stat=self._states(os.stat))
         put(os, remove=self._deletes(os.remove), unlink=self._deletes(os.unlink))
         put(shutil, rmtree=self._deletes(shutil.rmtree))
         put(os, rename=self._moves(os.rename), replace=self._moves(os.replace))
@@ -51,10 +59,28 @@ class Unwritten:
         def saved(*args: object, **kwargs: object) -> object:
             target = args[at] if len(args) > at else kwargs.get(name)
             if (path := _whole(target)) is not None:
-                self._saved.add(path)
+                self._saved[path] = _bytes_saved(args[0] if args else next(iter(kwargs.values())))
             return save(*args, **kwargs)
 
         return saved
+
+    def _states(self, state: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        """Files that were saved are there, as ``os.path.exists`` and ``getsize`` and ``pathlib`` see them."""
+
+        @wraps(state)
+        def stated(path: object, *args: Any, **kwargs: Any) -> os.stat_result:  # noqa: ANN401
+            try:
+                return state(path, *args, **kwargs)
+            except FileNotFoundError:
+                whole = _whole(path, **kwargs)
+                if whole is None or whole not in self._saved:
+                    raise
+                note("sizes of saved files", "the bytes of the tensors that would be in them")
+                now = int(time.time())
+                return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, self._saved[whole], now, now, now))
+
+        self._stat = state
+        return stated
 
     def _opens(self, opened: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(opened)
@@ -83,11 +109,12 @@ class Unwritten:
             if whole is None:
                 delete(path, *args, **kwargs)
             elif self._is_unwritten(whole):
-                self._saved.discard(whole)
+                self._saved.pop(whole)
             elif self._stays(whole):
                 self._kept.add(whole)
             else:
-                self._saved -= set(self._within(whole))
+                for inside in self._within(whole):
+                    self._saved.pop(inside)
                 delete(path, *args, **kwargs)
 
         return deleted
@@ -99,12 +126,12 @@ class Unwritten:
             if here is None or there is None:
                 move(source, target, **kwargs)
             elif self._is_unwritten(here) or self._stays(here) or there in self._kept:
-                self._saved = self._saved - {here} | {there}
+                self._saved[there] = self._saved.pop(here) if here in self._saved else self._size(here)
                 note("moving of saved files", "their names move, and files from before this run stay")
             else:
                 move(source, target, **kwargs)
-                inside = set(self._within(here))
-                self._saved = self._saved - inside | {there + path[len(here) :] for path in inside}
+                for path in self._within(here):
+                    self._saved[there + path[len(here) :]] = self._saved.pop(path)
 
         return moved
 
@@ -115,7 +142,7 @@ class Unwritten:
             if here is None or there is None or not self._is_unwritten(here):
                 return copy(source, target, *args, **kwargs)
             into_folder = Path(there).is_dir()
-            self._saved.add(str(Path(there, Path(here).name)) if into_folder else there)
+            self._saved[str(Path(there, Path(here).name)) if into_folder else there] = self._saved[here]
             note("copying of saved files", "nothing is written")
             return target
 
@@ -141,7 +168,17 @@ class Unwritten:
 
     def _is_unwritten(self, path: str) -> bool:
         """Whether a path was saved, and not written since by the script itself."""
-        return path in self._saved and (not Path(path).is_file() or self._is_older(path))
+        return path in self._saved and (not self._is_there(path) or self._is_older(path))
+
+    def _is_there(self, path: str) -> bool:
+        with suppress(OSError):
+            return stat.S_ISREG(self._stat(path).st_mode)
+        return False
+
+    def _size(self, path: str) -> int:
+        with suppress(OSError):
+            return self._stat(path).st_size
+        return 0
 
     def _is_older(self, path: str) -> bool:
         whole = Path(path)
@@ -150,6 +187,15 @@ class Unwritten:
 
     def _within(self, folder: str) -> list[str]:
         return [path for path in self._saved if path.startswith(folder + os.sep)]
+
+
+def _bytes_saved(what: object) -> int:
+    """The bytes of the tensors that are saved, each storage once."""
+    held = what.state_dict() if isinstance(what, torch.nn.Module) else what
+    storages = {
+        one.untyped_storage()._cdata: one.untyped_storage() for one in tree_leaves(held) if isinstance(one, torch.Tensor)
+    }
+    return sum(one.nbytes() for one in storages.values())
 
 
 def _whole(path: object, **options: object) -> str | None:

@@ -15,6 +15,7 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import DeepSpeedOptions
 from zeroplan.verify.replaced import put
+from zeroplan.verify.watching.collectives import COLLECTIVES
 from zeroplan.verify.watching.tracker import Tracker
 
 _OPEN = ExitStack()
@@ -36,8 +37,15 @@ def patches(tracker: Tracker, loop: Loop) -> dict[str, Patch]:
     return {
         "deepspeed": patch,
         "deepspeed.ops.op_builder.builder": _toolkit,
+        "deepspeed.sequence.layer": _exchanges,
         "deepspeed.runtime.pipe.engine": _later_stages,
     }
+
+
+def _exchanges(_module: ModuleType) -> None:
+    """Ulysses sends inside an operator of DeepSpeed's own (0.19), of which a mode sees the shapes alone."""
+    if hasattr(torch.ops.deepspeed, "dim_zero_all_to_all"):
+        COLLECTIVES[torch.ops.deepspeed.dim_zero_all_to_all.default] = "all_to_all"
 
 
 def _toolkit(module: ModuleType) -> None:

@@ -27,13 +27,13 @@ _FUNCTIONAL = {
     "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all", "broadcast": "broadcast",
 }  # fmt: skip
-#: Those that return a tensor, which DTensor and transformers' experts call.
+#: Those that return a tensor, which DTensor and transformers' experts call. A library's own ones join them once it is imported.
 COLLECTIVES |= {getattr(torch.ops._c10d_functional, name).default: said for name, said in _FUNCTIONAL.items()}
 
 
 def call(func: OpOverload, args: tuple[object, ...], span: int) -> Call:
     """Describe one call of a collective's operator."""
-    if func.namespace == "_c10d_functional":
+    if func.namespace != "c10d":
         return _functional(func, args, span)
     largest = largest_of(args)
     return Call(COLLECTIVES[func], dtype_name(largest[0]) if largest else "", bytes_of(largest), _ranks(args), span)
