@@ -134,3 +134,30 @@ def test_a_forward_of_large_heads_adds_its_output_up_in_32_bits():
     value = torch.empty(2, 4, 100, 128, dtype=torch.bfloat16)
     assert forward((*large[:2], value)) == 4 * 2 * 4 * 100 * 128  # as DeepSeek's heads are
     assert forward(small) == forward([one.float() for one in large]) == 0
+
+
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (80, 32), (128, 128), (192, 128)])
+def test_the_memory_efficient_kernels_is_what_the_estimate_says(size: int, value_size: int, *, half: bool):
+    from zeroplan.dryrun.scratch import Heads, efficient_backward_bytes
+    from zeroplan.transformer.blocks import Compute
+    from zeroplan.transformer.families.attend import efficient_scratch, head_size
+    from zeroplan.transformer.families.widths import key_parts, widths
+
+    shape = tiny_config("llama") | {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": size,
+        "hidden_size": 8 * size,
+    }
+    compute = Compute(element_bytes=2 if half else 4, autocast=False, attention="sdpa")
+    for sequences, length in ((1, 64), (5, 200), (2, 4096), (40, 100)):
+        batch = BatchSpec(micro_batch_size=sequences, seq_len=length)
+        parts = key_parts(widths(model_from_config(shape), compute, batch))
+        values = {
+            "a": 8, "b": sequences, "s": length, "d": size, "T": sequences * length, "c": 8 * value_size, "c/a": value_size,
+            "y": parts,
+        }  # fmt: skip
+        said = efficient_scratch(head_size(max(size, value_size)), half=half).value(values)
+        of = Heads(8 * sequences, length, length, size, value_size)
+        assert said == efficient_backward_bytes(of, half=half, dropout=False, capability=(9, 0))

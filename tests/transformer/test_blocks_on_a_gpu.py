@@ -20,7 +20,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.attention import FLASH_SCRATCH
+from zeroplan.transformer.families.attention import SCRATCH
 from zeroplan.transformer.head import head_pass
 
 pytestmark = pytest.mark.torch
@@ -102,7 +102,7 @@ def test_gpt_oss_has_made_every_gradient_at_the_last_point() -> None:
 
 
 def predicted(spec: ModelSpec, kind: str, compute: Compute, size: BatchSpec, *, recompute: bool) -> BlockRun:
-    """What a run is said to show, without what the flash kernel takes inside itself."""
+    """What a run is said to show, without what kernels take inside themselves."""
     block = block_pass(spec, kind, compute, size, recomputed=recompute)
     kept = bytes_of(block.checkpoint if recompute else block.saved)
     forward = block.forward_recompute if recompute else block.forward
@@ -114,4 +114,4 @@ def predicted(spec: ModelSpec, kind: str, compute: Compute, size: BatchSpec, *, 
 
 
 def bytes_of(lines: tuple[Line, ...]) -> int:
-    return sum(int(line.n_bytes) for line in lines if line.reason != FLASH_SCRATCH)
+    return sum(int(line.n_bytes) for line in lines if line.tag != SCRATCH)

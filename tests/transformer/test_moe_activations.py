@@ -19,7 +19,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import BlockPass, Compute
-from zeroplan.transformer.families.attention import FLASH_SCRATCH
+from zeroplan.transformer.families.attention import SCRATCH
 from zeroplan.transformer.head import head_pass
 
 pytestmark = pytest.mark.torch
@@ -95,7 +95,7 @@ RANDOM_STATE = 24
 
 def _on_fakes(lines: tuple[Line, ...]) -> int:
     """Sum the lines without what a kernel takes inside itself."""
-    return sum(int(line.n_bytes) for line in lines if line.reason != FLASH_SCRATCH)
+    return sum(int(line.n_bytes) for line in lines if line.tag != SCRATCH)
 
 
 def _highest(block: BlockPass, compute: Compute) -> int:

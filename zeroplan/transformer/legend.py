@@ -30,6 +30,7 @@ SYMBOLS: dict[str, str] = {
     "p": "tensor-parallel ranks",
     "e": "bytes of an activation in the compute dtype",
     "r": "bytes of an element of the residual stream: 4 under autocast, else e",
+    "y": "parts of the keys in the memory-efficient attention kernel's backward",
     "z": "rank of the adapters",
 }
 

@@ -3,10 +3,10 @@
 from zeroplan.expr import symbols
 
 b, s, T, h, a, d, q, k, v, c, f = symbols("b s T h a d q k v c f")
-m, E, n, t, x, z = symbols("m E n t x z")
+m, E, n, t, x, y, z = symbols("m E n t x y z")
 u, w, o = symbols("u w o")
 e, r = symbols("e r")
 
 #: Half of a rank's tokens, and a tensor-parallel rank's share of them; key/value heads; a quarter of each head, query and key; half
-#: of a head's rotary part.
-T_2, T_p, k_d, d_4, q_4, k_4, o_2 = symbols("T/2 T/p k/d d/4 q/4 k/4 o/2")
+#: of a head's rotary part; the width of a head of values.
+T_2, T_p, k_d, d_4, q_4, k_4, o_2, c_a = symbols("T/2 T/p k/d d/4 q/4 k/4 o/2 c/a")

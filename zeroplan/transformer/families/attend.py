@@ -5,9 +5,9 @@ place of the original among what is saved, so that only names hold both.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from zeroplan.expr import Size, at_most, ceil
+from zeroplan.expr import Size, at_least, at_most, ceil
 from zeroplan.ledger import PLAIN, OffGpu, Tag
 from zeroplan.transformer.families.attention import (
     CHOICE,
@@ -35,11 +35,20 @@ from zeroplan.transformer.families.operators import (
     wider,
 )
 from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value, Width
-from zeroplan.transformer.symbols import T, a, b, c, d, e, q, r, s
+from zeroplan.transformer.symbols import T, a, b, c, c_a, d, e, q, r, s, y
 
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
 SINKS = "transformers 5.23, models/gpt_oss/modeling_gpt_oss.py, eager_attention_forward"
 EFFICIENT_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
+
+
+HeadSize = Literal["small", "middle", "large"]
+"""Up to 64, up to 128 and beyond: the kernels that CUDA has for a head."""
+
+
+def head_size(widest: int) -> HeadSize:
+    """For the wider of a head's queries and values."""
+    return "small" if widest <= 64 else "middle" if widest <= 128 else "large"
 
 
 class Heads(NamedTuple):
@@ -80,13 +89,13 @@ def flash(tape: Tape, heads: Heads) -> Attended:
     return Attended(in_order_of_tokens(tape, made, "attention output in the order of tokens") if heads.joined else made)
 
 
-def efficient(tape: Tape, heads: Heads) -> Attended:
+def efficient(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     """Do it on CUDA's memory-efficient kernel, which 32 bits get. Its output is in the order of tokens."""
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
-    return Attended(_kernel(tape, operands, _SUMS, padded=True, twice=heads.joined))
+    return Attended(_kernel(tape, operands, _scratch(tape, size), padded=True, twice=heads.joined))
 
 
-def with_mask(tape: Tape, heads: Heads) -> Attended:
+def with_mask(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     """Do it with an explicit mask: on CUDA's memory-efficient kernel, keys and values repeated for grouped heads.
 
     The mask comes as booleans; each layer makes numbers of it, rows padded to 16 elements, and saves them.
@@ -99,7 +108,7 @@ def with_mask(tape: Tape, heads: Heads) -> Attended:
     tape.drop(tape.make(TEMPORARY, "mask, inverted", b * s * s, SDPA))
     unfilled = e * b * s * s * at_most(1, 16 * ceil(s, 16) - s)
     tape.drop(tape.make(TEMPORARY, "mask in numbers, its rows not yet filled up", unfilled, SDPA))
-    made = _kernel(tape, operands, _ACCUMULATOR, mask, padded=True, twice=heads.joined)
+    made = _kernel(tape, operands, _scratch(tape, size), mask, padded=True, twice=heads.joined)
     tape.drop(mask)
     if grouped:
         tape.release(key, value)
@@ -174,12 +183,29 @@ def _product(tape: Tape, operands: "tuple[Operand, Operand]", copies: "Copies", 
 #: Of attention's output where a CPU's kernel leaves it in another order than CUDA's, and it is copied.
 _TWICE = Tag(off_gpu=OffGpu.TWICE)
 Scratch = tuple[str, Size, str]
-_SUMS: Scratch = ("row sums of the memory-efficient kernel's backward (CUDA)", 4 * T * a, EFFICIENT_BACKWARD)
-_ACCUMULATOR: Scratch = (
-    "row sums and fp32 gradient of the queries in the memory-efficient kernel's backward (CUDA)",
-    4 * T * a + 4 * T * q,
-    EFFICIENT_BACKWARD,
-)
+
+
+def _scratch(tape: Tape, size: HeadSize) -> Scratch:
+    reason = "scratch of the memory-efficient attention kernel's backward (CUDA)"
+    return reason, efficient_scratch(size, half=not tape.wide), EFFICIENT_BACKWARD
+
+
+def efficient_scratch(size: HeadSize, *, half: bool) -> Size:
+    """What the memory-efficient kernel's backward takes inside itself on CUDA. [bytes]
+
+    Blocks of the queries' gradient in fp32, 16 bytes beside each, for large heads those of keys and values, and a sum for each row.
+    In 32 bits torch makes the sums before: the product of output and gradient, its sums, and these in another order. Blocks are
+    those of GPUs with 163 KiB of shared memory (compute capability 8.0, 9.0, 10.0); others take smaller ones for heads beyond 64.
+    """
+    rows, keys = {"small": (64, 64), "middle": (128, 128 if half else 64), "large": (128, 64)}[size]
+    workspace = 4 * a * b * ceil(s, rows) * ceil(d, keys) * (rows * keys + 4)
+    if size == "large" and half:
+        workspace = workspace + 4 * a * b * y * (keys * rows) * (ceil(d, rows) + ceil(c_a, rows))
+    sums = 4 * T * a
+    if half:
+        return sums + workspace
+    before = 4 * T * c + 2 * sums
+    return before + at_least(0, sums + workspace - before)
 
 
 def _cast_heads(tape: Tape, query: Value, key: Value, value: Value) -> tuple[Value, Value, Value]:

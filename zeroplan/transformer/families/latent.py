@@ -45,7 +45,7 @@ def _attend(block: Block) -> Attend:
     """Which kernel takes heads of two sizes: flash attention refuses them, and a CPU has no other."""
     if block.attention == "eager":
         return partial(_by_head, attend=partial(eager, source=EAGER))
-    return partial(_by_head, attend=in_32_bits) if block.kernels == "cpu" else efficient
+    return partial(_by_head, attend=in_32_bits) if block.kernels == "cpu" else partial(efficient, size=block.head_size)
 
 
 def _by_head(tape: Tape, heads: Heads, *, attend: Attend) -> Attended:

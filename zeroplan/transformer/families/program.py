@@ -8,6 +8,7 @@ from zeroplan.spec.family import HEAD_NORMS, Activation
 from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.families.attend import (
     Attend,
+    HeadSize,
     capped_eager,
     eager,
     efficient,
@@ -59,6 +60,8 @@ class Block(NamedTuple):
     """Experts are on several ranks."""
     ring: int = 1
     """Context-parallel ranks, which share the sequence."""
+    head_size: HeadSize = "small"
+    """The wider of a head's queries and values."""
     routed: bool = False
     """It has experts, where not all layers of a family do."""
     compressed: bool = False
@@ -85,7 +88,7 @@ class Block(NamedTuple):
         if self.attention == "flash":
             return flash
         if self.masked:
-            return with_mask
+            return partial(with_mask, size=self.head_size)
         if self.wide and self.kernels == "cuda":
-            return in_32_bits if self.grouped else efficient
+            return in_32_bits if self.grouped else partial(efficient, size=self.head_size)
         return flash

@@ -13,6 +13,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, HandedOn, Place
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.attend import head_size
 from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.highest import highest
@@ -188,6 +189,7 @@ def _of(
         recompute != "none" and model.moe is not None,
         x.expert_ranks > 1,
         ring,
+        head_size(max(x.head_dim, x.context // x.heads)),
         not dense,
         model.mla is not None and model.mla.q_lora_rank is not None,
         x.casts_inputs,

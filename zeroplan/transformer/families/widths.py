@@ -2,12 +2,14 @@
 
 from typing import NamedTuple
 
-from zeroplan.numeric import Bool, Int
+from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import GLOBAL_LAYERS, WITHOUT_SDPA
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.blocks import Compute
+
+_KEYS, _LARGEST_SPLIT, _ENOUGH_BLOCKS = 64, 200, 256
 
 
 class Widths(NamedTuple):
@@ -121,6 +123,7 @@ def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str,
         "t": moe.num_experts_per_tok if moe else 0,
         "e": x.element,
         "r": x.residual,
+        "y": key_parts(x),
         "z": x.rank,
     }
 
@@ -128,6 +131,16 @@ def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str,
 def ranks(mla: MlaSpec) -> dict[str, int]:
     """Return the value of every symbol of latent attention."""
     return {"u": mla.q_lora_rank or 0, "w": mla.kv_lora_rank, "o": mla.qk_rope_head_dim}
+
+
+def key_parts(x: Widths) -> Int:
+    """In how many parts the memory-efficient kernel's backward splits the keys of a sequence, with heads beyond 128.
+
+    Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``, ``_efficient_attention_backward``.
+    """
+    heads, blocks = x.micro_batch * x.heads, ceil_div(x.seq_len, _KEYS)
+    some = maximum(1, minimum(blocks, _LARGEST_SPLIT // heads))
+    return where((heads >= _ENOUGH_BLOCKS) & (blocks <= 2), 1, some)
 
 
 def quantities(
@@ -143,5 +156,6 @@ def quantities(
         "q/4": x.heads * (x.head_dim // 4),
         "k/4": x.key // x.head_dim * (x.head_dim // 4),
         "k/d": x.key // x.head_dim,
+        "c/a": x.context // x.heads,
         **latent,
     }
