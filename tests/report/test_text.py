@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.combined import every_case
 from zeroplan import Estimate, SpecError, estimate, job
-from zeroplan.catalog.model import model_names
+from zeroplan.catalog.model import model, model_names
 from zeroplan.remedies import remedies
 from zeroplan.report.markdown import estimate_markdown
 from zeroplan.report.screen import COLUMNS, LINES
@@ -164,7 +165,13 @@ def test_sixteen_bytes_a_parameter_whatever_the_shards():
                 assert f"{here:,.2f}".rstrip("0").rstrip(".") in said
 
 
-@pytest.mark.parametrize("name", model_names())
+def _by_day() -> tuple[str, ...]:
+    """Return a model of each family, the last one by name; at night all models."""
+    by_family = {model(name).family: name for name in model_names()}
+    return model_names() if every_case() else tuple(by_family.values())
+
+
+@pytest.mark.parametrize("name", _by_day())
 def test_every_model_reads_well(name: str):
     for asked in ({}, {"gpus": 8, "stage": 1, "engine": "deepspeed", "gpu": "a100-40gb"}):
         try:

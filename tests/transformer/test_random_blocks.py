@@ -76,6 +76,17 @@ def test_experts_behind_attention_with_a_window(family: str, *, recompute: bool)
     assert_runs_as_is_said(replace(spec, sliding_window=31), compute, size, recompute=recompute)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_latent_attention_whose_values_are_as_wide_as_its_queries(*, recompute: bool) -> None:
+    """Flash attention takes such heads, and refuses heads of two sizes."""
+    draw = Random("deepseek_v3, 2")  # noqa: S311  draws tests
+    spec, size = drawn(draw, "deepseek_v3")
+    assert spec.mla is not None
+    mla = replace(spec.mla, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24)
+    spec = replace(spec, mla=mla, head_dim=24)
+    assert_runs_as_is_said(spec, Compute(2, autocast=False, attention="sdpa"), size, recompute=recompute)
+
+
 @pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_activation_functions(activation: Activation, *, recompute: bool) -> None:

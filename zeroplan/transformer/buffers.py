@@ -22,12 +22,17 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
     """Return the bytes of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
 
     Frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3); Gemma's scale of the
-    embedding; DeepSeek's bias of each router. Source: transformers 5.23, ``models/<family>/modeling_<family>.py``.
+    embedding; DeepSeek's bias of each router; of a profile what its module had. Source: transformers 5.23,
+    ``models/<family>/modeling_<family>.py``.
 
     >>> buffer_bytes(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10), 2)  # 2 · 2 frequencies in fp32
     16
     """
+    if model.profile is not None:
+        from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  a model without a profile need not wait for it
+
+        return profile_of(model).buffer_bytes
     scale = element_bytes if model.family in ("gemma2", "gemma3_text") else 0
     return _frequencies(model) + scale + _routing_biases(model) * element_bytes
 

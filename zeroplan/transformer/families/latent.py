@@ -45,6 +45,8 @@ def _attend(block: Block) -> Attend:
     """Which kernel takes heads of two sizes: flash attention refuses them, and a CPU has no other."""
     if block.attention == "eager":
         return partial(_by_head, attend=partial(eager, source=EAGER))
+    if block.one_size:
+        return partial(_by_head, attend=block.attend)
     return partial(_by_head, attend=in_32_bits) if block.kernels == "cpu" else partial(efficient, size=block.head_size)
 
 

@@ -68,6 +68,8 @@ class Block(NamedTuple):
     """Latent attention makes its queries by two matrices."""
     casts_inputs: bool = False
     """What it is given is cast to the compute dtype first."""
+    one_size: bool = False
+    """Latent attention's values are as wide as its queries."""
     alone: bool = False
     """There is no block below, of which BLOOM's would hold something."""
 

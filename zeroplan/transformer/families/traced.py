@@ -193,6 +193,7 @@ def _of(
         not dense,
         model.mla is not None and model.mla.q_lora_rank is not None,
         x.casts_inputs,
+        model.mla is not None and x.context == x.query,
         model.family == "bloom" and model.num_hidden_layers == 1,
     )
     plan = _plan(structure)
