@@ -39,28 +39,9 @@ def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch
         from zeroplan.transformer.profiled import profile_of, profiled_block  # noqa: PLC0415  only a profile pays for it
 
         return profiled_block(profile_of(model), kind, compute, batch)
-    if (compute.tp > 1 or compute.cp > 1) and kind != "moe":
-        from zeroplan.transformer.families.split import split_block  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  a profile's answers need not wait for it
 
-        return split_block(model, compute, widths(model, compute, batch))
-    if model.adapter is not None or _is_beside_frozen(model, kind, compute):
-        from zeroplan.transformer.families.adapted import adapted_block  # noqa: PLC0415  the others' answers need not wait for it
-        from zeroplan.transformer.families.frozen import frozen_block  # noqa: PLC0415
-
-        return (adapted_block if model.adapter is not None else frozen_block)(
-            model, kind, compute, widths(model, compute, batch)
-        )
-    from zeroplan.transformer.families.traced import traced_block  # noqa: PLC0415  as above
-
-    again = "full" if recomputed else compute.recompute
-    return traced_block(model, kind, widths(model, compute, batch), again, ring=compute.cp)
-
-
-def _is_beside_frozen(model: ModelSpec, kind: str, compute: Compute) -> bool:
-    """Whether a block is frozen, or the first that is trained and has an input without a gradient."""
-    if model.frozen is None:
-        return False
-    return kind in ("frozen", "through") or (kind == "first" and compute.recompute == "none")
+    return traced_block(model, kind, compute, widths(model, compute, batch), "full" if recomputed else compute.recompute)
 
 
 def approximation(model: ModelSpec, compute: Compute) -> str:

@@ -30,7 +30,7 @@ class Compute(NamedTuple):
     expert_ranks: int = 1
     """Ranks that share the experts out; tokens go to the rank of their expert and come back."""
     tp: int = 1
-    """Ranks that split matrices and, between them, the sequence (:mod:`zeroplan.transformer.families.split`)."""
+    """Ranks that split matrices and, between them, the sequence (:mod:`zeroplan.transformer.families.sharded`)."""
     cp: int = 1
     """Ranks that share a sequence; the batch that is asked about is one rank's (:mod:`zeroplan.transformer.families.ring`)."""
     casts_inputs: bool = False

@@ -100,13 +100,9 @@ def _way_to_the_loss(
 
 
 def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
-    if is_frozen(model, "norm"):
-        from zeroplan.transformer.families.adapted import final_norm as frozen_norm  # noqa: PLC0415  others need not wait for it
-
-        return frozen_norm(model, x)
     from zeroplan.transformer.families.traced import final_norm  # noqa: PLC0415  a profile's answers need not wait for it
 
-    return final_norm(model, x)
+    return final_norm(model, x, frozen=is_frozen(model, "norm"))
 
 
 def _wide(x: Widths, vocab: int) -> tuple[Line, ...]:

@@ -11,7 +11,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import AtEmbedding, BackwardPoint, Compute, HeadPass
 from zeroplan.transformer.families.definition import ROTARY
 from zeroplan.transformer.families.parts import GRADIENT, SAVED, TEMPORARY
-from zeroplan.transformer.families.split import GATHER, SCATTER, split_norm
+from zeroplan.transformer.families.sharded import GATHER, SCATTER
+from zeroplan.transformer.families.traced import split_norm
 from zeroplan.transformer.families.widths import Widths, widths
 from zeroplan.transformer.head import MODEL, OF_THE_BATCH
 from zeroplan.transformer.losses import AT_HEAD, AT_LOSS, FULL, HEAD, HEAD_INPUT, LABELS

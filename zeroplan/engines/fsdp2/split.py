@@ -10,7 +10,7 @@ from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.transformer.blocks import AtEmbedding
-from zeroplan.transformer.families.split import GATHER, SCATTER
+from zeroplan.transformer.families.sharded import GATHER, SCATTER
 from zeroplan.transformer.split_head import LOSS
 
 SUM_OF_TIED = "sum of the embedding's and the tied head's gradient"

@@ -10,8 +10,7 @@ from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import CUDA_ALONE
-from zeroplan.transformer.families.operators import Site
-from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 
 ACTIVATIONS = "transformers 5.23, activations.py"
 #: One operator that saves its result, since its derivative is a function of that.
@@ -56,7 +55,7 @@ def _small_cube(tape: Tape, value: Value) -> Value:
             tape.temporary(f"gelu: derivative of pow, {factor}", base.dtype * base.shape, ACTIVATIONS)
         return [(base, op.gradient(tape, base, "gradient of the base of pow", ACTIVATIONS))]
 
-    tape.add("gelu: x³", (cube,), (base.store,), power, place=_site("").place)
+    tape.add("gelu: x³", (cube,), (base.store,), power, of=(base,), place=_site("").place)
     tape.release(base)
     return op.scaled(tape, cube, "gelu: 0.045·x³", _site("gelu: 0.045·x³"))
 
@@ -73,7 +72,7 @@ def _wide_product(tape: Tape, narrow: Value, wide: Value, reason: str) -> Value:
         reason = "gradient of a factor of gelu, cast, on CUDA"
         return [*arriving, (narrow, op.gradient(tape, narrow, reason, ACTIVATIONS, CUDA_ALONE))]
 
-    tape.add("gelu", (made,), (narrow.store, wide.store), backward, place=_site("").place)
+    tape.add("gelu", (made,), (narrow.store, wide.store), backward, of=(narrow, wide), place=_site("").place)
     return made
 
 

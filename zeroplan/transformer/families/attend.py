@@ -22,8 +22,9 @@ from zeroplan.transformer.families.attention import (
 from zeroplan.transformer.families.operators import (
     TEMPORARY,
     TENSOR,
-    Site,
+    Factor,
     cast,
+    factors,
     gradient,
     makes,
     narrowed,
@@ -34,7 +35,7 @@ from zeroplan.transformer.families.operators import (
     through,
     wider,
 )
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, a, b, c, c_a, d, e, q, r, s, y
 
 GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, eager_attention_forward"
@@ -134,10 +135,9 @@ def in_32_bits(tape: Tape, heads: Heads) -> Attended:
     given = _operand(tape, query, copies, Site("queries", MATH), contiguous=heads.joined, dtype=4), (key, (key.store,))
     scores = _product(tape, given, copies, "scores", a * T * s)
     tape.release(key)
-    with tape.unless_constant(scores):
-        with_mask = masked(tape, scores, Site("attention: scores", MATH))
-        tape.release(scores)
-        weights = softmax(tape, with_mask, 4, MATH)
+    with_mask = masked(tape, scores, Site("attention: scores", MATH))
+    tape.release(scores)
+    weights = softmax(tape, with_mask, 4, MATH)
     tape.release(with_mask)
     beside_keys = heads.joint and by_key[1].store is heads.value.store
     value = _operand(tape, by_key[1], copies, Site("values", MATH), contiguous=heads.grouped, joint=beside_keys, dtype=4)
@@ -154,29 +154,24 @@ _NAMES = ("queries", "keys", "values")
 def _times_a_number(tape: Tape, value: Value, reason: str) -> Value:
     """Scale; the name for ``value`` stays."""
     tape.hold(value.store)
-    with tape.unless_constant(value):
-        return scaled(tape, value, reason, Site(f"attention: {reason}", MATH))
+    return scaled(tape, value, reason, Site(f"attention: {reason}", MATH))
 
 
 def _cloned(tape: Tape, value: Value, site: Site) -> Value:
     """``repeat_interleave``: a copy for each query head, of a single head too."""
     made = tensor(tape, f"{site.name}, repeated for each query head", value.dtype, T * q, site.source)
 
-    with tape.unless_constant(value):
-        tape.add(f"attention: {site.name}, repeated", (made,), (), makes(f"gradient of the {site.name}", site.source, value))
+    backward = makes(f"gradient of the {site.name}", site.source, value)
+    tape.add(f"attention: {site.name}, repeated", (made,), (), backward, of=(value,))
     return made
 
 
-def _product(tape: Tape, operands: "tuple[Operand, Operand]", copies: "Copies", reason: str, shape: Size) -> Value:
-    """Each factor is saved for the gradient of the other, where autograd follows that."""
-    (first, kept), (second, also_kept) = operands
+def _product(tape: Tape, operands: tuple[Factor, Factor], copies: "Copies", reason: str, shape: Size) -> Value:
+    (first, _), (second, _) = operands
     made = tensor(tape, reason, first.dtype, shape, MATH)
-    followed = [one for one in (second, first) if one not in tape.constants]
-    saved = (*(kept if second in followed else ()), *(also_kept if first in followed else ()))
-
-    with tape.unless_constant(first, second):
-        tape.add(f"attention: {reason}", (made,), saved, makes("gradient of a factor of the product", MATH, *followed))
-    copies.used(tape)
+    backward = makes("gradient of a factor of the product", MATH, second, first)
+    tape.add(f"attention: {reason}", (made,), factors(tape, *operands), backward, of=(first, second))
+    copies.used(tape, made)
     return made
 
 
@@ -241,7 +236,7 @@ def _kernel(
         tape.temporary(*scratch, SCRATCH)
         return arriving
 
-    tape.add("attention", (made,), (*(one.store for one in operands), made.store, *sums, *extra), backward)
+    tape.add("attention", (made,), (*(one.store for one in operands), made.store, *sums, *extra), backward, of=operands)
     tape.by_kernel(made.store, *sums)
     tape.drop(*sums)
     tape.release(*operands)
@@ -251,7 +246,7 @@ def _kernel(
 def in_order_of_tokens(tape: Tape, value: Value, reason: str) -> Value:
     """``transpose(1, 2).contiguous()`` where that is a copy; the gradient passes as a view."""
     made = tensor(tape, f"{reason}, input of the output projection", value.dtype, value.shape, SDPA)
-    tape.add("order of tokens", (made,), (), passes(value))
+    tape.add("order of tokens", (made,), (), passes(value), of=(value,))
     tape.release(value)
     return made
 
@@ -310,7 +305,7 @@ def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
     operands = [_copied(tape, value, name) for value, name in ((heads.query, "queries"), (heads.key, "keys"))]
     scores = tensor(tape, "scores", e, a * T * s, GPT2)
     backward = makes("gradients of queries and keys", GPT2, heads.query, heads.key)
-    tape.add("attention: scores", (scores,), (joint, *operands), backward)
+    tape.add("attention: scores", (scores,), (joint, *operands), backward, of=(heads.query, heads.key))
     tape.drop(*operands)
     site = Site("attention: scores", GPT2)
     factor = scaled(tape, scores, "scores, scaled", site)
@@ -331,7 +326,8 @@ def _of_copied_values(tape: Tape, weights: Value, value: Value) -> Value:
     operand = _copied(tape, value, "values")
     made = tensor(tape, "attention output, head by head", e, T * c, GPT2)
     backward = makes("gradient of a factor of the product", GPT2, weights, value)
-    tape.add("attention: product with the values", (made,), (weights.store, value.store, operand), backward)
+    saved = factors(tape, (weights, (weights.store,)), (value, (value.store, operand)))
+    tape.add("attention: product with the values", (made,), saved, backward, of=(weights, value))
     tape.drop(operand)
     return in_order_of_tokens(tape, made, "attention output")
 
@@ -344,11 +340,8 @@ def _repeated(tape: Tape, value: Value, heads: Heads, site: Site) -> Value:
     else:
         made = tensor(tape, reason, value.dtype, T * q, site.source)
 
-    tape.add(reason, (made,), (), makes(f"gradient of the {site.name}", site.source, value))
+    tape.add(reason, (made,), (), makes(f"gradient of the {site.name}", site.source, value), of=(value,))
     return made
-
-
-Operand = tuple[Value, tuple[Store, ...]]
 
 
 class Copies(NamedTuple):
@@ -359,11 +352,11 @@ class Copies(NamedTuple):
     in_place: list[Store]
     """Those that are saved, where the account has the original instead: they stay as long as the original's name does."""
 
-    def used(self, tape: Tape) -> None:
+    def used(self, tape: Tape, product: Value) -> None:
         """The product is done."""
         tape.drop(*self.own)
         self.own.clear()
-        if not tape.saving:
+        if not (tape.saving and tape.follows(product)):
             tape.drop(*self.in_place)
             self.in_place.clear()
 
@@ -371,7 +364,7 @@ class Copies(NamedTuple):
 def _operand(
     tape: Tape, value: Value, copies: Copies, site: Site, *, contiguous: bool, one_key: bool = False, joint: bool = False,
     dtype: Width = e,
-) -> Operand:  # fmt: skip
+) -> Factor:  # fmt: skip
     """Return a factor of a product of heads in ``dtype``, and what the product saves of it."""
     if tape.is_wide(value.dtype) != tape.is_wide(dtype):
         made = cast(tape, value, dtype, site)
@@ -391,12 +384,13 @@ def _operand(
     return value, (value.store,)
 
 
-def _scores(tape: Tape, operands: tuple[Operand, Operand], copies: Copies, site: Site, *, capped: bool) -> Value:
-    (query, kept_query), (key, kept_key) = operands
+def _scores(tape: Tape, operands: tuple[Factor, Factor], copies: Copies, site: Site, *, capped: bool) -> Value:
+    (query, _), (key, _) = operands
     made = tensor(tape, "scores", e, a * T * s, site.source)
 
-    tape.add(site.name, (made,), (*kept_query, *kept_key), makes("gradients of queries and keys", site.source, query, key))
-    copies.used(tape)
+    backward = makes("gradients of queries and keys", site.source, query, key)
+    tape.add(site.name, (made,), factors(tape, *operands), backward, of=(query, key))
+    copies.used(tape, made)
     factor = scaled(tape, made, "scores, scaled", site)
     if capped:
         divided = scaled(tape, factor, "scores, divided by the cap", site)
@@ -418,7 +412,7 @@ def masked(tape: Tape, value: Value, site: Site) -> Value:
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
         return [narrowed(tape, value, taken[0], made, site)]
 
-    tape.add(site.name, (made,), (), backward)
+    tape.add(site.name, (made,), (), backward, of=(value,))
     return made
 
 
@@ -427,7 +421,7 @@ def softmax(tape: Tape, scores: Value, dtype: Width, source: str) -> Value:
     wide = cast(tape, scores, 4, Site("masked scores", source))
     made = tensor(tape, "softmax of the scores", 4, scores.shape, source)
 
-    tape.add("attention: softmax", (made,), (made.store,), makes("gradient of the scores", source, wide))
+    tape.add("attention: softmax", (made,), (made.store,), makes("gradient of the scores", source, wide), of=(wide,))
     tape.release(wide)
     weights = cast(tape, made, dtype, Site("softmax of the scores", source))
     tape.release(made)
@@ -443,7 +437,7 @@ def _softmax_with_sinks(tape: Tape, scores: Value, dtype: Width) -> tuple[Value,
     without = Value(tape.hold(made.store), made.dtype, a * T * s)
 
     backward = makes("gradient of the softmax, with the sink's", SINKS, made)
-    tape.add("attention: softmax without the sink", (without,), (), backward)
+    tape.add("attention: softmax without the sink", (without,), (), backward, of=(made,))
     return cast(tape, without, dtype, Site("softmax of the scores", SINKS)), (lowered, made, without)
 
 
@@ -454,7 +448,7 @@ def _with_a_sink(tape: Tape, scores: Value) -> Value:
         tape.weight_gradient(a)
         return [through(scores, taken[0])]
 
-    tape.add("attention: scores and sink", (made,), (), backward)
+    tape.add("attention: scores and sink", (made,), (), backward, of=None)
     return made
 
 
@@ -464,7 +458,7 @@ def _less_the_highest(tape: Tape, joined: Value) -> Value:
     place = tape.make(TENSOR, "places of the highest scores, int64", 8 * T * a, SINKS)
 
     backward = makes("gradient of the highest scores, among zeros", SINKS, joined)
-    tape.add("attention: highest scores", (highest,), (place,), backward)
+    tape.add("attention: highest scores", (highest,), (place,), backward, of=(joined,))
     tape.drop(place)
     made = tensor(tape, "scores and sink, less the highest", joined.dtype, joined.shape, SINKS)
 
@@ -472,14 +466,14 @@ def _less_the_highest(tape: Tape, joined: Value) -> Value:
         tape.temporary("gradient of the highest scores, not yet summed", joined.dtype * joined.shape, SINKS)
         return [through(joined, taken[0]), (highest, gradient(tape, highest, "gradient of the highest scores", SINKS))]
 
-    tape.add("attention: difference from the highest", (made,), (), difference)
+    tape.add("attention: difference from the highest", (made,), (), difference, of=(joined, highest))
     tape.release(highest)
     return made
 
 
 def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, heads: Heads, source: str) -> Value:
-    given, kept = _operand(tape, weights, copies, Site("softmax of the scores", source), contiguous=True)
-    by_head, kept_values = _operand(
+    by_token = _operand(tape, weights, copies, Site("softmax of the scores", source), contiguous=True)
+    by_head = _operand(
         tape,
         value,
         copies,
@@ -490,7 +484,8 @@ def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, h
     )
     made = tensor(tape, "attention output, head by head", e, T * c, source)
 
-    backward = makes("gradient of a factor of the product", source, given, by_head)
-    tape.add("attention: product with the values", (made,), (*kept, *kept_values), backward)
-    copies.used(tape)
+    of = by_token[0], by_head[0]
+    backward = makes("gradient of a factor of the product", source, *of)
+    tape.add("attention: product with the values", (made,), factors(tape, by_token, by_head), backward, of=of)
+    copies.used(tape, made)
     return in_order_of_tokens(tape, made, "attention output")

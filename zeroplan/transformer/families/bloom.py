@@ -6,9 +6,8 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import in_order_of_tokens, masked, softmax
 from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
-from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import embedding, layer_norm, linear, two_layer_mlp, whole
 from zeroplan.transformer.symbols import T, a, b, c, e, f, h, k, q, s, v
@@ -67,7 +66,8 @@ def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:
 def _product(tape: Tape, factors: tuple[Value, Value], saved: tuple[Store, ...], reason: str, shape: Size) -> Value:
     made = op.tensor(tape, reason, e, shape, ATTENTION)
 
-    tape.add(f"attention: {reason}", (made,), saved, op.makes("gradient of a factor of the product", ATTENTION, *factors))
+    backward = op.makes("gradient of a factor of the product", ATTENTION, *factors)
+    tape.add(f"attention: {reason}", (made,), saved, backward, of=factors)
     return made
 
 
@@ -78,7 +78,7 @@ def _gelu(tape: Tape, value: Value) -> Value:
     tape.drop(terms)
 
     backward = op.makes("gradient of the input of gelu", GELU, value, beside=("terms of tanh GELU's derivative", 4 * formula))
-    tape.add("gelu", (made,), (value.store,), backward)
+    tape.add("gelu", (made,), (value.store,), backward, of=(value,))
     return made
 
 

@@ -6,12 +6,12 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, gated_mlp, two_branches
 from zeroplan.transformer.families.latent import latent_attention
-from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, Site
+from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
 from zeroplan.transformer.families.pairs import picked
 from zeroplan.transformer.families.parts import before_and_after, gated_modules
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.routed import Routing, divided_by_their_sum, experts_here
-from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import fused_experts, gated, query_width, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
@@ -58,7 +58,8 @@ def _router(tape: Tape, normal: Value, block: Block) -> Routing:
     tape.release(scores)
     shares = divided_by_their_sum(tape, chosen, CAST_BY_CUDA if block.autocast else 4, ROUTER)
     weights = op.tensor(tape, "router: weights, scaled", shares.dtype, shares.shape, ROUTER)
-    tape.add("router: scaling", (weights,), (), op.makes("gradient of the weights before they are scaled", ROUTER, shares))
+    backward = op.makes("gradient of the weights before they are scaled", ROUTER, shares)
+    tape.add("router: scaling", (weights,), (), backward, of=(shares,))
     tape.release(shares)
     return Routing(logits, weights, indices)
 
@@ -72,12 +73,11 @@ def _logits_in_32_bits(tape: Tape, flat: Value) -> Value:
         tape.weight_gradient(E * h)
         return []
 
-    tape.add("router: cast of the weight gradient", (weight,), (), cast_back)
+    tape.add("router: cast of the weight gradient", (weight,), (), cast_back, of=None)
     made = op.tensor(tape, "output of the router", 4, T * E, ROUTER)
     tape.product(made.store)
-    tape.add(
-        "router", (made,), (given.store, weight.store), op.makes("gradient of a factor of the router", ROUTER, given, weight)
-    )
+    backward = op.makes("gradient of a factor of the router", ROUTER, given, weight)
+    tape.add("router", (made,), (given.store, weight.store), backward, of=(given, weight))
     tape.release(given, weight)
     return made
 

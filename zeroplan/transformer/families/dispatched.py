@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from zeroplan.expr import Size
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.pairs import (
     EXPERTS,
     back_in_order,
@@ -17,7 +16,7 @@ from zeroplan.transformer.families.pairs import (
     sorted_experts,
     weighted_outputs,
 )
-from zeroplan.transformer.families.tape import Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x
 
 DISPATCH = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._dispatch_tokens"
@@ -56,7 +55,8 @@ def _exchanged(tape: Tape, value: Value, reason: str, source: str) -> Value:
     made = op.tensor(tape, reason, value.dtype, value.shape, source)
     tape.by_kernel(made.store)
 
-    tape.add(f"all-to-all: {reason}", (made,), (), op.makes(f"gradient, sent back, of {reason}", source, value))
+    backward = op.makes(f"gradient, sent back, of {reason}", source, value)
+    tape.add(f"all-to-all: {reason}", (made,), (), backward, of=(value,))
     return made
 
 
@@ -66,7 +66,7 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
     unsorted = op.tensor(tape, "outputs of the experts in the order of tokens", returned.dtype, T * t * h, COMBINE)
 
     backward = op.makes("gradient of the outputs, sorted by expert", COMBINE, returned)
-    tape.add("outputs in the order of tokens", (unsorted,), (order,), backward)
+    tape.add("outputs in the order of tokens", (unsorted,), (order,), backward, of=(returned,))
     wide = _summed(tape, weighted_outputs(tape, unsorted, weights, COMBINE))
     tape.release(unsorted, returned)
     made = op.cast(tape, wide, r, Site("output of the experts", COMBINE))
@@ -76,7 +76,7 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
 
 def _summed(tape: Tape, weighted: Value) -> Value:
     made = op.tensor(tape, "sum over a token's experts", weighted.dtype, T * h, COMBINE)
-    tape.add("sum over a token's experts", (made,), (), op.passes(weighted))
+    tape.add("sum over a token's experts", (made,), (), op.passes(weighted), of=(weighted,))
     tape.release(weighted)
     return made
 
@@ -142,7 +142,7 @@ def nought(tape: Tape, value: Value, sorting: Sorting, name: str, *, in_place: b
     )
 
     backward = op.makes(f"gradient of the {name}, of no expert's pairs nought", EXPERTS, value)
-    tape.add(f"{name}: no expert's pairs", (made,), (sorting.beyond,), backward)
+    tape.add(f"{name}: no expert's pairs", (made,), (sorting.beyond,), backward, of=(value,))
     if not in_place:
         tape.release(value)
     return made
@@ -171,9 +171,9 @@ def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
     weighted = op.tensor(tape, "experts: outputs times one", outputs.dtype, T * t * h, EXPERTS)
 
     backward = op.makes("gradient of the outputs, times one", EXPERTS, outputs)
-    tape.add("experts: outputs times one", (weighted,), (ones,), backward)
+    tape.add("experts: outputs times one", (weighted,), (ones,), backward, of=(outputs,))
     back = back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
     made = op.tensor(tape, "output of this rank's experts", back.dtype, T * t * h, EXPERTS)
-    tape.add("experts: sum over one", (made,), (), op.passes(back))
+    tape.add("experts: sum over one", (made,), (), op.passes(back), of=(back,))
     tape.release(back)
     return made

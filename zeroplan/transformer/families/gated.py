@@ -5,13 +5,15 @@ from typing import NamedTuple
 
 from zeroplan.expr import Size
 from zeroplan.ledger import Module
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM, RMS_NORM
-from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.families.sharded import gathered, norm
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.symbols import T, a, c, d, f, h, k, k_d, q, v
 
 #: How Llama writes RMSNorm, and those that follow it.
@@ -30,14 +32,16 @@ class Branches(NamedTuple):
 def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Value:
     """One decoder layer; it holds the attention's weights by name to its end."""
     addition = Site("residual addition", parts.source)
-    normal = op.rms_norm(tape, given, "norm before attention", parts.norm, place=AT_ATTENTION_NORM)
-    attended, weights = parts.attention(tape, normal, block)
-    tape.release(normal)
+    normal = norm(tape, given, "norm before attention", parts.norm, AT_ATTENTION_NORM)
+    whole = gathered(tape, normal, "input of attention")
+    attended, weights = parts.attention(tape, whole, block)
+    tape.release(whole, normal)
     middle = op.add(tape, given, attended, "residual stream between attention and MLP", addition)
     tape.release(attended)
-    normal = op.rms_norm(tape, middle, "norm before the MLP", parts.norm, place=AT_MLP_NORM)
-    branch = parts.mlp(tape, normal, block)
-    tape.release(normal)
+    normal = norm(tape, middle, "norm before the MLP", parts.norm, AT_MLP_NORM)
+    whole = gathered(tape, normal, "input of the MLP")
+    branch = parts.mlp(tape, whole, block)
+    tape.release(whole, normal)
     made = op.add(tape, middle, branch, "block output", addition)
     tape.release(branch, middle)
     if weights is not None:
@@ -46,48 +50,53 @@ def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Val
 
 
 def three_projections(
-    tape: Tape, normal: Value, block: Block, source: str, norm: NormAs | None = None, *, at_once: bool = False
+    tape: Tape, normal: Value, block: Block, source: str, of_heads: NormAs | None = None, *, at_once: bool = False
 ) -> Attended:  # fmt: skip
-    """Attention whose queries, keys and values are projected apart; ``norm`` is that of each head's queries and keys.
+    """Attention whose queries, keys and values are projected apart; ``of_heads`` is the norm of each head's queries and keys.
 
     ``at_once``: each of these is normalised as soon as it is made, or else when all three are.
     """
 
-    def projected(width: Size, name: str) -> Value:
-        return op.linear(tape, normal, width, Site(name, source), bias=block.attention_bias)
+    def projected(width: Size, name: str, module: Module) -> Value:
+        return op.linear(tape, normal, width, Site(name, source, module), bias=block.attention_bias)
 
-    def normed(bare: Value, name: str, rows: Size) -> Value:
-        if norm is None:
+    def normed(bare: Value, name: str, rows: Size, module: Module) -> Value:
+        if of_heads is None:
             return bare
-        made = op.rms_norm(tape, bare, name, norm, weight=d, rows=rows)
+        made = op.rms_norm(tape, bare, name, of_heads, weight=d, rows=rows, place=Place(At.NORM, module))
         tape.release(bare)
         return made
 
-    query = projected(q, "q projection")
-    query = normed(query, "norm of the queries", T * a) if at_once else query
-    key = projected(k, "k projection")
-    key = normed(key, "norm of the keys", T * k_d) if at_once else key
-    value = projected(v, "v projection")
+    def normed_queries(bare: Value) -> Value:
+        return normed(bare, "norm of the queries", T * a, Module.Q_NORM)
+
+    def normed_keys(bare: Value) -> Value:
+        return normed(bare, "norm of the keys", T * k_d, Module.K_NORM)
+
+    query = projected(q, "q projection", Module.Q)
+    query = normed_queries(query) if at_once else query
+    key = projected(k, "k projection", Module.K)
+    key = normed_keys(key) if at_once else key
+    value = projected(v, "v projection", Module.V)
     if not at_once:
-        query, key = normed(query, "norm of the queries", T * a), normed(key, "norm of the keys", T * k_d)
+        query, key = normed_queries(query), normed_keys(key)
     turned = op.rotary(tape, query, Site("queries", source)), op.rotary(tape, key, Site("keys", source))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key))
-    made = op.linear(tape, context, h, Site("output projection", source), reads=c, bias=block.output_bias)
+    made = op.linear(tape, context, h, Site("output projection", source, Module.O), reads=c, bias=block.output_bias)
     tape.release(value, *turned, context)
     return Attended(made, weights)
 
 
 def gated_mlp(tape: Tape, normal: Value, block: Block, source: str, *, width: Size = f, of: str = "") -> Value:
     """``down(act(gate(x)) * up(x))``; ``of`` goes before the names of its moments, where there is another."""
-    bias = block.mlp_bias
-    gate = op.linear(tape, normal, width, Site(f"{of}gate projection", source), bias=bias)
+    bias, modules = block.mlp_bias, (Module.NONE,) * 3 if of else (Module.GATE, Module.UP, Module.DOWN)
+    gate = op.linear(tape, normal, width, Site(f"{of}gate projection", source, modules[0]), bias=bias)
     active = activated(tape, gate, block.activation, f"{of}{block.activation} of the gate", source)
     tape.release(gate)
-    up = op.linear(tape, normal, width, Site(f"{of}up projection", source), bias=bias)
+    up = op.linear(tape, normal, width, Site(f"{of}up projection", source, modules[1]), bias=bias)
     inner = op.product(tape, active, up, f"{of}gated product, input of the down projection", Site(f"{of}gated product", source))
     tape.release(active, up)
-    module = Module.NONE if of else Module.DOWN
-    made = op.linear(tape, inner, h, Site(f"{of}down projection", source, module), reads=width, bias=bias)
+    made = op.linear(tape, inner, h, Site(f"{of}down projection", source, modules[2]), reads=width, bias=bias)
     tape.release(inner)
     return made

@@ -5,10 +5,10 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.gated import gated_mlp, three_projections
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
-from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import ATTENTION_MODULES, Names, gated_modules
 from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms

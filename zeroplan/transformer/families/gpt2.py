@@ -6,9 +6,8 @@ from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
-from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import conv1d, embedding, layer_norm, whole
 from zeroplan.transformer.symbols import T, c, f, h, k, q, v

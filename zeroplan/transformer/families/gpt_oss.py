@@ -11,11 +11,11 @@ from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
-from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.pairs import EXPERTS, back_in_order, grouped_product, picked, sorted_experts
 from zeroplan.transformer.families.parts import ATTENTION_MODULES, before_and_after
 from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_gated import attention_of, of_experts, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear
@@ -66,7 +66,7 @@ def _turned(tape: Tape, value: Value, name: str) -> Value:
     tape.drop(halves)
     beside = (f"gradients of the halves of the {name}", value.dtype * value.shape)
     backward = op.makes(f"gradient of the {name}", ATTENTION, value, beside=beside)
-    tape.add(f"rotary positions of the {name}", (made,), (), backward)
+    tape.add(f"rotary positions of the {name}", (made,), (), backward, of=(value,))
     return made
 
 
@@ -153,7 +153,7 @@ def _bias(tape: Tape, name: str, width: Size, routing: _Routing, *, experts: Siz
         tape.weight_gradient(experts * width, waits=experts == x)
         return []
 
-    tape.add(f"experts: bias of the {name} projection", (made,), (routing.experts,), backward)
+    tape.add(f"experts: bias of the {name} projection", (made,), (routing.experts,), backward, of=None)
     return made
 
 
@@ -163,7 +163,7 @@ def _grouped(
     """``grouped_mm``, and a bias that is added in place."""
     product = grouped_product(tape, value, site, routing.ends, experts=experts)
     made = Value(product.store, product.dtype, product.shape)
-    tape.add(f"{site[0]}: bias", (made,), (), op.passes(bias, product))
+    tape.add(f"{site[0]}: bias", (made,), (), op.passes(bias, product), of=(bias, product))
     return made
 
 
@@ -193,7 +193,7 @@ def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
     made = op.tensor(tape, reason, value.dtype, value.shape, GATE)
 
     backward = op.makes(f"gradient through the {reason}", GATE, value, beside=("where no limit was met", masks * value.shape))
-    tape.add(reason, (made,), (value.store,), backward)
+    tape.add(reason, (made,), (value.store,), backward, of=(value,))
     return made
 
 
@@ -206,8 +206,8 @@ def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
         tape.temporary("gradient of the routing weights, not yet summed", outputs.dtype * outputs.shape, EXPERTS)
         return [*arriving, (weights, op.gradient(tape, weights, "gradient of the routing weights", EXPERTS))]
 
-    place = Place(At.WEIGHTING, Module.EXPERTS)
-    tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward, place=place)
+    place, saved = Place(At.WEIGHTING, Module.EXPERTS), (outputs.store, weights.store)
+    tape.add("weighting of the expert outputs", (made,), saved, backward, of=(outputs, weights), place=place)
     return made
 
 
@@ -215,7 +215,7 @@ def _summed(tape: Tape, unsorted: Value) -> Value:
     made = op.tensor(tape, "output of the experts", unsorted.dtype, T * h, EXPERTS)
 
     backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
-    tape.add("sum over a token's experts", (made,), (), backward)
+    tape.add("sum over a token's experts", (made,), (), backward, of=(unsorted,))
     return made
 
 

@@ -7,9 +7,9 @@ from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attend, Attended, Heads, eager, efficient, in_32_bits
 from zeroplan.transformer.families.gated import LLAMA_NORM
-from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR, Site
+from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR
 from zeroplan.transformer.families.program import Block
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, a, c, e, h, o, o_2, q, r, u, w
 
 LATENT = "transformers 5.23, models/deepseek_v3/modeling_deepseek_v3.py, DeepseekV3Attention.forward"
@@ -79,7 +79,8 @@ def _turned(tape: Tape, value: Value, name: str, half: Size) -> Value:
     halves = tape.make(TEMPORARY, f"{name}: both halves turned", dtype * value.shape, ROTARY)
     made = op.tensor(tape, f"{name}, turned", dtype, value.shape, ROTARY)
     tape.drop(halves)
-    tape.add(f"rotary positions of the {name}", (made,), (), op.makes(f"gradient of the {name}, half", ROTARY, even, odd))
+    backward = op.makes(f"gradient of the {name}, half", ROTARY, even, odd)
+    tape.add(f"rotary positions of the {name}", (made,), (), backward, of=(even, odd))
     tape.release(even, odd)
     return made
 
@@ -92,7 +93,7 @@ def _joined(tape: Tape, bare: Value, turned: Value) -> Value:
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
         return [op.narrowed(tape, value, taken[0], made, site) for value in (bare, turned)]
 
-    tape.add(site.name, (made,), (), backward)
+    tape.add(site.name, (made,), (), backward, of=(bare, turned))
     return made
 
 
@@ -102,7 +103,7 @@ def _expanded(tape: Tape, latent: Value, rotary_key: Value) -> tuple[Value, Valu
     bare, value = op.chunk(tape, joint, (T * BARE, T * c), Site("keys and values", EXPAND))
     spread = Value(tape.hold(rotary_key.store), rotary_key.dtype, T * a * o)
     summed = op.makes("gradient of the rotary key, summed over heads", EXPAND, rotary_key)
-    tape.add("rotary key for every head", (spread,), (), summed)
+    tape.add("rotary key for every head", (spread,), (), summed, of=(rotary_key,))
     whole = Value(tape.make(TENSOR, "keys", e * T * q, EXPAND), e, T * q)
     first = _copied_into(tape, whole, None, bare, "first part of the keys")
     made = _copied_into(tape, whole, first, spread, "rotary part of the keys")
@@ -123,5 +124,5 @@ def _copied_into(tape: Tape, whole: Value, before: Value | None, part: Value, na
         tape.temporary("zeros in its place", made.dtype * part.shape, COPY)
         return [(before, copy), (part, op.as_narrow(tape, part, passed, made, COPY))]
 
-    tape.add(name, (made,), (), backward)
+    tape.add(name, (made,), (), backward, of=(part,) if before is None else (before, part))
     return made

@@ -6,10 +6,10 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.definition import ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.gated import gated_mlp
-from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import gated_modules
 from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Tape, Value, Width
+from zeroplan.transformer.families.tape import Site, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, key_width, query_width
 from zeroplan.transformer.params_modules import rms_norm

@@ -6,27 +6,13 @@ Tensors keep transformers' names; sizes are those of the eager operators of torc
 from typing import NamedTuple
 
 from zeroplan.expr import NOTHING, Size
-from zeroplan.ledger import PLAIN, Kind, Module, Role, Tag
-from zeroplan.transformer.blocks import At, Place
+from zeroplan.ledger import PLAIN, Kind, Role, Tag
+from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families.norms import NORMALISED, STATISTICS, NormNames
-from zeroplan.transformer.families.tape import Arriving, Backward, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Backward, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import T, e, h, r
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
-
-
-class Site(NamedTuple):
-    """Where in the module something happens: the name of its moments, its source, and its module where an engine has to know."""
-
-    name: str
-    source: str
-    module: Module = Module.NONE
-    at: At = At.ANYWHERE
-
-    @property
-    def place(self) -> Place:
-        """Of its moments."""
-        return Place(self.at, self.module)
 
 
 def tensor(tape: Tape, reason: str, dtype: Width, shape: Size, source: str, tag: Tag = PLAIN) -> Value:
@@ -56,7 +42,7 @@ def makes(reason: str, source: str, *values: Value, beside: tuple[str, Size] | N
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         if beside is not None:
             tape.temporary(*beside, source)
-        return [(value, gradient(tape, value, reason, source)) for value in values]
+        return [(value, gradient(tape, value, reason, source)) for value in values if tape.follows(value)]
 
     return backward
 
@@ -74,16 +60,15 @@ def cast(tape: Tape, value: Value, dtype: Width, site: Site, tag: Tag = PLAIN) -
     suffix = {4: " in fp32", e: ", cast"}.get(dtype, "")
     made = tensor(tape, f"{site.name}{suffix}", dtype, value.shape, site.source, tag)
 
-    tape.add(
-        f"{site.name}: cast", (made,), (), makes(f"gradient through the {site.name}", site.source, value), place=site.place
-    )
+    backward = makes(f"gradient through the {site.name}", site.source, value)
+    tape.add(f"{site.name}: cast", (made,), (), backward, of=(value,), place=site.place)
     return made
 
 
 def view(tape: Tape, value: Value, site: Site) -> Value:
     """``Tensor.view``: the same memory under a name of its own, to which a gradient comes before it comes to the whole."""
     made = Value(tape.hold(value.store), value.dtype, value.shape)
-    tape.add(f"{site.name}: view", (made,), (), passes(value), place=site.place)
+    tape.add(f"{site.name}: view", (made,), (), passes(value), of=(value,), place=site.place)
     return made
 
 
@@ -92,9 +77,9 @@ def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Val
     made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
 
     def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [narrowed(tape, value, taken[0], made, site) for value in (first, second)]
+        return [narrowed(tape, value, taken[0], made, site) for value in (first, second) if tape.follows(value)]
 
-    tape.add(site.name, (made,), (), backward, place=site.place)
+    tape.add(site.name, (made,), (), backward, of=(first, second), place=site.place)
     return made
 
 
@@ -116,21 +101,29 @@ def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) ->
 def linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
 ) -> Value:  # fmt: skip
-    """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with casts of its input, weight and bias.
+    """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with casts of its input, weight and bias."""
+    if tape.linear is not None:
+        return tape.linear(tape, value, width, site, reads=reads, bias=bias)
+    return trained_linear(tape, value, width, site, reads=reads, bias=bias, addmm=addmm)
+
+
+def trained_linear(
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
+) -> Value:  # fmt: skip
+    """``nn.Linear`` whose weight is trained.
 
     Autocast makes the copies from the last argument to the first, so that the gradient of the input is cast first. ``addmm`` is
     of a layer that calls it with the bias first (``Conv1D`` of transformers), whose gradient is therefore cast first.
     """
     matrix = reads * width
     weights = [width, matrix] if bias else [matrix]
-    kept = None if value in tape.constants else matrix  # the weight's copy is needed for the gradient of the input alone
+    kept = matrix if tape.follows(value) else None  # the weight's copy is needed for the gradient of the input alone
     before = weights[addmm:] if tape.autocast else []
     casts = [
         _weight(tape, elements, site, tracked=elements is kept, of="weight" if elements is matrix else "bias")
         for elements in before
     ]
-    with tape.unless_constant(value):
-        given = cast(tape, value, e, Site(f"input of the {site.name}", site.source))
+    given = cast(tape, value, e, Site(f"input of the {site.name}", site.source))
     if addmm and tape.autocast:
         casts.append(_weight(tape, width, site, tracked=False, of="bias"))
     made = tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
@@ -139,13 +132,13 @@ def linear(
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         reason = f"gradient through the {site.name}"
-        arriving = [] if given in tape.constants else [(given, gradient(tape, given, reason, site.source))]
+        arriving = [(given, gradient(tape, given, reason, site.source))] if tape.follows(given) else []
         for elements in () if casts else weights:
             tape.weight_gradient(elements)
         reason = f"gradient of the {site.name}'s weights, not yet cast"
         return [*arriving, *((one, tape.make(TEMPORARY, reason, e * one.shape, site.source)) for one in casts)]
 
-    tape.add(site.name, (made,), (given.store,), backward, cast=kept if casts else None, place=site.place)
+    tape.add(site.name, (made,), (given.store,), backward, of=None, cast=kept if casts else None, place=site.place)
     tape.release(given)
     return made
 
@@ -163,7 +156,7 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
         tape.weight_gradient(elements)
         return []
 
-    tape.add(f"{site.name}: cast of the {of} gradient", (made,), (), backward)
+    tape.add(f"{site.name}: cast of the {of} gradient", (made,), (), backward, of=None)
     return made
 
 
@@ -186,30 +179,33 @@ def rms_norm(
     *,
     weight: Size = h,
     rows: Size = T,
-    frozen: bool = False,
     place: Place | None = None,
 ) -> Value:
-    """RMSNorm from single operators, in fp32; ``weight`` is its weight's elements, which may be ``frozen``."""
+    """RMSNorm from single operators, in fp32; ``weight`` is its weight's elements."""
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
-    with tape.unless_constant(value):
-        wide = cast(tape, value, 4, site._replace(name=f"{name}: its input"))
-        scale = _scale(tape, wide, rows, site)
-        normal = _times(tape, wide, scale, site)
-        tape.release(wide, scale)
-        if not (kind.one_plus or kind.wide):
-            narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
-            tape.release(normal)
+    wide = cast(tape, value, 4, site._replace(name=f"{name}: its input"))
+    scale = _scale(tape, wide, rows, site)
+    normal = _times(tape, wide, scale, site)
+    tape.release(wide, scale)
     if kind.one_plus or kind.wide:
-        plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, kind.source),) if kind.one_plus else ()
-        scaled = _weighted(tape, normal, (normal.store, *plus), weight, site)
-        tape.drop(*plus)
-        tape.release(normal)
-        made = cast(tape, scaled, value.dtype, site._replace(name=f"output of the {name}"))
-        tape.release(scaled)
-        return made
-    made = _weighted(tape, narrow, () if frozen else (narrow.store,), None if frozen else weight, site)
+        return _scaled_in_32_bits(tape, normal, value.dtype, kind, weight, site)
+    narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
+    tape.release(normal)
+    made = _weighted(tape, narrow, () if tape.norms_frozen else (narrow.store,), weight, site)
     tape.release(narrow)
+    return made
+
+
+def _scaled_in_32_bits(tape: Tape, normal: Value, dtype: Width, kind: NormAs, weight: Size, site: Site) -> Value:
+    """Scale by the weight, or by one plus it, before the cast to ``dtype``; one plus a weight is a tensor, which is saved."""
+    name = site.name
+    plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, kind.source),) if kind.one_plus else ()
+    scaled = _weighted(tape, normal, plus if tape.norms_frozen else (normal.store, *plus), weight, site)
+    tape.drop(*plus)
+    tape.release(normal)
+    made = cast(tape, scaled, dtype, site._replace(name=f"output of the {name}"))
+    tape.release(scaled)
     return made
 
 
@@ -221,11 +217,11 @@ def _scale(tape: Tape, wide: Value, rows: Size, site: Site) -> Value:
         tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source)
         return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
 
-    tape.add(site.name, (square,), (wide.store,), power, place=site.place)
+    tape.add(site.name, (square,), (wide.store,), power, of=(wide,), place=site.place)
     root = tensor(tape, f"{site.name}: reciprocal root mean square", 4, rows, site.source)
 
     backward = makes("gradient of the squared input", site.source, square)
-    tape.add(f"{site.name}: reciprocal root", (root,), (root.store,), backward, place=site.place)
+    tape.add(f"{site.name}: reciprocal root", (root,), (root.store,), backward, of=(square,), place=site.place)
     tape.release(square)
     return root
 
@@ -238,23 +234,26 @@ def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
         tape.temporary("gradient of the root mean square, not yet summed", 4 * wide.shape, site.source)
         return [(wide, direct), (root, gradient(tape, root, "gradient of the reciprocal root mean square", site.source))]
 
-    tape.add(f"{site.name}: product with the root", (made,), (wide.store, root.store), backward, place=site.place)
+    saved = (wide.store, root.store)
+    tape.add(f"{site.name}: product with the root", (made,), saved, backward, of=(wide,), place=site.place)
     return made
 
 
-def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size | None, site: Site) -> Value:
+def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, site: Site) -> Value:
     """Multiply by the weight, which has the residual stream's dtype: the product is in the wider one of the two."""
+    frozen = tape.norms_frozen
     made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        followed, reason = value not in tape.constants, "gradient of the normalised input"
+        followed, reason = tape.follows(value), "gradient of the normalised input"
         passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
-        if weight is not None:
+        if not frozen:
             tape.temporary("gradient of the norm's weight, not yet summed", made.dtype * made.shape, site.source)
             tape.weight_gradient(weight)
         return [] if passed is None else [(value, as_narrow(tape, value, passed, made, site.source))]
 
-    tape.add(f"{site.name}: product with its weight", (made,), saved, backward, place=site.place)
+    of = (value,) if frozen else None
+    tape.add(f"{site.name}: product with its weight", (made,), saved, backward, of=of, place=site.place)
     return made
 
 
@@ -269,7 +268,7 @@ def layer_norm(tape: Tape, value: Value, names: NormNames, source: str) -> Value
         tape.weight_gradient(h)
         return [(value, gradient(tape, value, f"gradient through the {name}", source))]
 
-    tape.add(name, (made,), (value.store, kept), backward, place=names.place)
+    tape.add(name, (made,), (value.store, kept), backward, of=None, place=names.place)
     tape.drop(kept)
     return made
 
@@ -295,7 +294,7 @@ def rotary(
         tape.temporary("gradients of the exchanged halves", (dtype + value.dtype) * turned_part, site.source)
         return [(value, given)]
 
-    tape.add(f"rotary positions of the {site.name}", (made,), saved, backward)
+    tape.add(f"rotary positions of the {site.name}", (made,), saved, backward, of=(value,))
     return made
 
 
@@ -303,7 +302,7 @@ def slices(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tu
     """``x[..., a:b]`` for each shape: views, whose gradients are each put into zeros of the whole's size."""
     views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
     for view in views:
-        tape.add(site.name, (view,), (), makes(f"gradient of the {site.name}", site.source, whole))
+        tape.add(site.name, (view,), (), makes(f"gradient of the {site.name}", site.source, whole), of=(whole,))
     return views
 
 
@@ -311,7 +310,7 @@ def chunk(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tup
     """``x.chunk(n, dim=-1)``: views, whose gradients are joined."""
     views = tuple(Value(tape.hold(whole.store), whole.dtype, shape) for shape in shapes)
 
-    tape.add(site.name, views, (), makes(f"gradients of the {site.name}, joined", site.source, whole))
+    tape.add(site.name, views, (), makes(f"gradients of the {site.name}, joined", site.source, whole), of=(whole,))
     return views
 
 
@@ -320,25 +319,32 @@ def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
 
     backward = makes(f"gradient of the input of {site.name}", site.source, value)
-    tape.add(site.name, (made,), (made.store if saves_result else value.store,), backward, place=site.place)
+    saved = made.store if saves_result else value.store
+    tape.add(site.name, (made,), (saved,), backward, of=(value,), place=site.place)
     return made
 
 
 def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
     """``first * second``; each is saved for the gradient of the other, where autograd follows that."""
     made = tensor(tape, reason, first.dtype, first.shape, site.source)
-    followed = [value for value in (first, second) if value not in tape.constants]
-    saved = (first.store, second.store) if len(followed) == 2 else ((second if followed == [first] else first).store,)
-
-    backward = makes(f"gradient of a factor of the {site.name}", site.source, *followed)
-    tape.add(site.name, (made,), saved, backward, place=site.place)
+    saved = factors(tape, (first, (first.store,)), (second, (second.store,)))
+    backward = makes(f"gradient of a factor of the {site.name}", site.source, first, second)
+    tape.add(site.name, (made,), saved, backward, of=(first, second), place=site.place)
     return made
+
+
+Factor = tuple[Value, tuple[Store, ...]]
+
+
+def factors(tape: Tape, first: Factor, second: Factor) -> tuple[Store, ...]:
+    """What a product saves of its factors: of each what is kept of it, for the gradient of the other."""
+    return (*(first[1] if tape.follows(second[0]) else ()), *(second[1] if tape.follows(first[0]) else ()))
 
 
 def raised(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Add a number. The name for ``value`` stays; the gradient passes as it is."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
-    tape.add(site.name, (made,), (), passes(value), place=site.place)
+    tape.add(site.name, (made,), (), passes(value), of=(value,), place=site.place)
     return made
 
 
@@ -346,6 +352,6 @@ def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Multiply by a number; the name goes over to the product."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)
 
-    tape.add(site.name, (made,), (), makes("gradient of the scores", site.source, value), place=site.place)
+    tape.add(site.name, (made,), (), makes("gradient of the scores", site.source, value), of=(value,), place=site.place)
     tape.release(value)
     return made

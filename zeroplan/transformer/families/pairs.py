@@ -31,7 +31,7 @@ def picked(
             tape.waiting.clear()
         return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
 
-    tape.add(reason, (made,), (by,), backward)
+    tape.add(reason, (made,), (by,), backward, of=(value,))
     return made
 
 
@@ -47,7 +47,7 @@ def grouped_product(tape: Tape, value: Value, site: tuple[str, Size, Size], ends
         tape.weight_gradient(experts * reads * width, waits=experts == x)
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS))]
 
-    tape.add(name, (made,), (value.store, ends), backward)
+    tape.add(name, (made,), (value.store, ends), backward, of=None)
     return made
 
 
@@ -78,6 +78,6 @@ def weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) ->
             tape.drop(uncast)
         return [(outputs, passed), (weights, op.gradient(tape, weights, "gradient of the routing weights", source))]
 
-    place = Place(At.WEIGHTING, Module.EXPERTS)
-    tape.add("weighting of the expert outputs", (made,), (outputs.store, weights.store), backward, place=place)
+    place, saved = Place(At.WEIGHTING, Module.EXPERTS), (outputs.store, weights.store)
+    tape.add("weighting of the expert outputs", (made,), saved, backward, of=(outputs, weights), place=place)
     return made

@@ -7,9 +7,9 @@ from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.gated import Branches, two_branches
-from zeroplan.transformer.families.operators import NormAs, Site
+from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Tape, Value
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, key_width, query_width, two_norms
 from zeroplan.transformer.params_modules import linear

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from zeroplan.ledger import Module
+from zeroplan.spec.adapter import Quantize
 from zeroplan.spec.family import HEAD_NORMS, Activation
-from zeroplan.spec.recipe import Attention, Kernels
+from zeroplan.spec.recipe import Attention, Kernels, Recompute
 from zeroplan.transformer.families.attend import (
     Attend,
     HeadSize,
@@ -29,6 +31,29 @@ class Program(NamedTuple):
     source: str
     norm: NormAs | None = None
     """How its RMSNorms are written; None: they are LayerNorms."""
+
+
+class Training(NamedTuple):
+    """What of a block is trained, where that is not all of it, or where its input is not followed."""
+
+    weights: Literal["adapted", "frozen", "trained"]
+    """Frozen, in the compute dtype, with adapters; frozen, as wide as trained ones; all of them trained."""
+    tracked: bool
+    """Autograd follows the block's input."""
+    keeps_inputs: bool = False
+    """Frozen linear layers save their inputs."""
+    layers: tuple[str, ...] = ()
+    """Linear layers that have adapters."""
+    quantize: Quantize = "none"
+
+    @property
+    def wide_residual(self) -> bool:
+        """Under autocast norms and embeddings are fp32, and what they make: peft prepares a quantised model so."""
+        return self.quantize != "none" or self.weights != "adapted"
+
+    def adapts(self, module: Module) -> bool:
+        """Whether a linear layer has an adapter."""
+        return module.rpartition(".")[2] in self.layers
 
 
 class Block(NamedTuple):
@@ -72,6 +97,12 @@ class Block(NamedTuple):
     """Latent attention's values are as wide as its queries."""
     alone: bool = False
     """There is no block below, of which BLOOM's would hold something."""
+    training: Training | None = None
+    """None: all of it is trained."""
+    sharded: bool = False
+    """Matrices, and between them the sequence, are split over ranks."""
+    recompute: Recompute = "none"
+    """Where it shares matrices or sequences with other ranks, or is not trained as a whole."""
 
     @property
     def head_norms(self) -> bool:

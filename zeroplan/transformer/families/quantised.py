@@ -7,8 +7,8 @@ again for the gradient of the input; what a layer is given and returns is cast o
 from zeroplan.expr import Size, ceil
 from zeroplan.spec.adapter import Quantize
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.operators import TEMPORARY, Site
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.operators import TEMPORARY
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, e
 
 LAYER = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
@@ -21,12 +21,11 @@ def quantised_linear(
     tape: Tape, value: Value, name: str, quantize: Quantize, *, width: Size, reads: Size, clone: bool
 ) -> Value:
     """Run the layer; ``clone`` where it has an adapter, which copies what the layer returns."""
-    with tape.unless_constant(value):
-        given = op.cast(tape, value, e, Site(f"input of the {name}", LAYER))
-        made = _product(tape, given, name, quantize, width=width, reads=reads)
-        returned = op.cast(tape, made, value.dtype, Site(f"output of the {name}", LAYER))
-        tape.release(made, given)
-        return _cloned(tape, returned, name) if clone else returned
+    given = op.cast(tape, value, e, Site(f"input of the {name}", LAYER))
+    made = _product(tape, given, name, quantize, width=width, reads=reads)
+    returned = op.cast(tape, made, value.dtype, Site(f"output of the {name}", LAYER))
+    tape.release(made, given)
+    return _cloned(tape, returned, name) if clone else returned
 
 
 def _product(tape: Tape, given: Value, name: str, quantize: Quantize, *, width: Size, reads: Size) -> Value:
@@ -42,7 +41,7 @@ def _product(tape: Tape, given: Value, name: str, quantize: Quantize, *, width: 
         tape.drop(*scales)
         return [(given, op.gradient(tape, given, f"gradient through the {name}", BACKWARD))]
 
-    tape.add(name, (made,), (), backward)
+    tape.add(name, (made,), (), backward, of=(given,))
     return made
 
 
@@ -60,6 +59,6 @@ def _scales(tape: Tape, name: str, matrix: Size, quantize: Quantize, *, copies: 
 
 def _cloned(tape: Tape, value: Value, name: str) -> Value:
     made = op.tensor(tape, f"output of the {name}, copied", value.dtype, value.shape, CLONE)
-    tape.add(f"{name}: copy", (made,), (), op.passes(value))
+    tape.add(f"{name}: copy", (made,), (), op.passes(value), of=(value,))
     tape.release(value)
     return made

@@ -40,7 +40,7 @@ def ring_attention(tape: Tape, heads: Heads, ranks: int) -> Attended:
         return going.end()
 
     operands = heads.query, heads.key, heads.value
-    tape.add("attention", (made,), (*(one.store for one in operands), made.store, sums), backward)
+    tape.add("attention", (made,), (*(one.store for one in operands), made.store, sums), backward, of=operands)
     tape.by_kernel(made.store, sums)
     tape.drop(sums)
     one_head = heads.one_key and not heads.grouped

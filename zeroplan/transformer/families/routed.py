@@ -9,7 +9,6 @@ from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definiti
 from zeroplan.transformer.families.dense import WITH_NORMS, attention
 from zeroplan.transformer.families.dispatched import dispatched, gated_experts, own_experts
 from zeroplan.transformer.families.gated import LLAMA_NORM, Branches, two_branches
-from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.pairs import (
     EXPERTS,
     back_in_order,
@@ -20,7 +19,7 @@ from zeroplan.transformer.families.pairs import (
 )
 from zeroplan.transformer.families.parts import ATTENTION_MODULES, before_and_after, gated_modules
 from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear
@@ -98,7 +97,7 @@ def divided_by_their_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -
     made = Value(chosen.store, chosen.dtype, chosen.shape)
     beside = ("gradient of the sum of the top-k weights, not yet summed", 2 * dtype * T * t)
     backward = op.makes("gradient of the top-k weights", source, chosen, beside=beside)
-    tape.add("router: division by the sum", (made,), (total, before), backward)
+    tape.add("router: division by the sum", (made,), (total, before), backward, of=(chosen,))
     tape.drop(total, before)
     return made
 
@@ -131,7 +130,7 @@ def _summed(tape: Tape, unsorted: Value) -> Value:
     """The sum over a token's experts, in the dtype of the residual stream."""
     wide = op.tensor(tape, "sum over a token's experts", unsorted.dtype, T * h, EXPERTS)
     backward = op.makes("gradient of the output, for each expert of a token", EXPERTS, unsorted)
-    tape.add("sum over a token's experts", (wide,), (), backward)
+    tape.add("sum over a token's experts", (wide,), (), backward, of=(unsorted,))
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
     tape.release(wide)
     return made

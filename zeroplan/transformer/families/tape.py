@@ -9,7 +9,7 @@ batch.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import PLAIN, Kind, Module, OffGpu, Tag
@@ -48,6 +48,26 @@ Arriving = list[tuple[Value, Store]]
 Backward = Callable[["Tape", list[Store]], Arriving]
 
 
+class Linear(Protocol):
+    """How a linear layer runs: reading ``reads`` features, making ``width``."""
+
+    def __call__(self, tape: "Tape", value: Value, width: Size, site: "Site", *, reads: Size, bias: bool) -> Value: ...  # noqa: D102
+
+
+class Site(NamedTuple):
+    """Where in the module something happens: the name of its moments, its source, and its module where an engine has to know."""
+
+    name: str
+    source: str
+    module: Module = Module.NONE
+    at: At = At.ANYWHERE
+
+    @property
+    def place(self) -> Place:
+        """Of its moments."""
+        return Place(self.at, self.module)
+
+
 class Operator(NamedTuple):
     """One node of the graph: what it made, what it keeps, and how it turns gradients of its outputs into those of its inputs."""
 
@@ -57,6 +77,8 @@ class Operator(NamedTuple):
     backward: Backward
     cast: Size | None
     """Elements of a weight whose autocast copy it uses."""
+    saves_weight: bool
+    """It saves a weight, which is nobody's activation, but which a recomputation goes on to."""
     place: Place
     module: Module
     """Whose forward ran, where an engine has to know."""
@@ -89,22 +111,27 @@ class Tape:
     """
 
     def __init__(
-        self, *, wide: bool, autocast: bool, saving: bool, frozen: bool = False, keeping: bool = False, again: bool = False
+        self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeping: bool = False, again: bool = False
     ) -> None:  # fmt: skip
-        """``wide``: the compute dtype is fp32; ``frozen``: weights and residual stream are in it even under autocast.
+        """``wide``: the compute dtype is fp32; ``narrow``: weights and residual stream are in it even under autocast.
 
         ``again``: what is saved is made by a recomputation, and given back as it is used.
         """
         self.keeping, self.again = keeping, again
         self.wide, self.autocast, self.saving = wide, autocast, saving
-        self.wide_residual = autocast and not frozen
+        self.wide_residual = autocast and not narrow
+        self.linear: Linear | None = None
+        """How linear layers run, where that is otherwise than trained, and whole on this rank."""
+        self.norms_frozen = False
+        """The weights of norms get no gradient."""
+        self.sharded = False
+        """Matrices, and between them the sequence, are split over ranks."""
         self.constants: set[Value] = set()
         """Tensors that autograd does not follow."""
         self.summed_anew: set[Value] = set()
         """Tensors whose gradients autograd never adds in place: DTensors, as all subclasses."""
         self.module = Module.NONE
         """Whose forward runs, where an engine has to know."""
-        self._apart = False
         self._last_saving: tuple[int, Alive, tuple[Value, ...]] = 0, Alive("", (), (), (), ()), ()
         """Of the last operator that saved something: the moments before it, itself, and outputs it did not save."""
         self.alive: dict[Store, None] = {}
@@ -206,32 +233,31 @@ class Tape:
         before, last, outputs = self._last_saving
         self._last_saving = before, _with_twin(last, store), outputs
 
+    def follows(self, *values: Value) -> bool:
+        """Whether autograd follows one of these."""
+        return not self.constants.issuperset(values)
+
     def add(
-        self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *, cast: Size | None = None,
-        place: Place | None = None,
+        self, name: str, outputs: tuple[Value, ...], saved: tuple[Store, ...], backward: Backward, *,
+        of: tuple[Value, ...] | None, cast: Size | None = None, place: Place | None = None, late: bool = False,
+        saves_weight: bool = False,
     ) -> None:  # fmt: skip
-        """Put an operator into the graph; what it saves stays until its backward is done."""
-        if self._apart:
+        """Put an operator into the graph; what it saves stays until its backward is done.
+
+        Autograd leaves it out where it follows none of the tensors it is made ``of``; None: it has a weight that is trained.
+        Operators of torch save before they compute, but for those that do so ``late``.
+        """
+        if of is not None and not self.follows(*of):
             self.constants.update(outputs)
             return
         kept = saved if self.saving else ()
         for store in kept:
             self.hold(store)
             self.saved[store] = None
-        if kept:
-            apart = tuple(value for value in outputs if value.store not in kept)
+        if kept or (saves_weight and self.saving):
+            apart = () if late else tuple(value for value in outputs if value.store not in kept)
             self._last_saving = len(self.moments) - 1, self.moments[-1], apart
-        self.operators.append(Operator(name, outputs, kept, backward, cast, place or Place(), self.module))
-
-    @contextmanager
-    def unless_constant(self, *values: Value) -> Iterator[None]:
-        """Run operators that autograd leaves out of its graph where none of these, their operands, is followed."""
-        before = self._apart
-        self._apart = before or all(value in self.constants for value in values)
-        try:
-            yield
-        finally:
-            self._apart = before
+        self.operators.append(Operator(name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module))
 
     @contextmanager
     def inside(self, module: Module) -> Iterator[None]:
@@ -240,18 +266,10 @@ class Tape:
         yield
         self.module = Module.NONE
 
-    def save_weight(self) -> None:
-        """Save a weight, which is nobody's activation, but which a recomputation goes on to."""
-        if self.saving and not self._apart:
-            self._last_saving = len(self.moments) - 1, self.moments[-1], ()
-
-    def until_last_saved(self, *, done: bool) -> list[Alive]:
-        """The moments up to the last operator that saves something, where a recomputation stops (``early_stop``).
-
-        Operators of torch save before they compute; ``done`` is of those that save afterwards.
-        """
+    def until_last_saved(self) -> list[Alive]:
+        """The moments up to the last operator that saves something, where a recomputation stops (``early_stop``)."""
         before, last, outputs = self._last_saving
-        made = [] if done else [value.store for value in outputs]
+        made = [value.store for value in outputs]
         return [*self.moments[:before], last._replace(stores=tuple(store for store in last.stores if store not in made))]
 
     def product(self, made: Store) -> None:
@@ -296,7 +314,7 @@ class Tape:
         waiting: dict[Value, Store] = {output: incoming}
         for operator in reversed(self.operators):
             if operator.outputs and all(value in waiting for value in operator.outputs):
-                if operator.saved and not self.before_saved:
+                if (operator.saved or operator.saves_weight) and not self.before_saved:
                     self.before_saved = tuple(dict.fromkeys(waiting.values()))
                     self.unsaved = len(self.moments) - (not self.fell)  # the next moment takes the place of the last
                 self._step(operator, waiting)

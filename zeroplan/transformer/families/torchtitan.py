@@ -10,9 +10,8 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Heads
 from zeroplan.transformer.families.gated import gated_mlp
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
-from zeroplan.transformer.families.operators import Site
 from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.symbols import T, c, d, h, k, q, s, v
 
@@ -48,7 +47,7 @@ def fused_norm(tape: Tape, value: Value, name: str, place: Place) -> Value:
         tape.weight_gradient(h)
         return [(value, op.gradient(tape, value, f"gradient through the {name}", NORM))]
 
-    tape.add(name, (made,), (value.store, kept), backward, place=place)
+    tape.add(name, (made,), (value.store, kept), backward, of=None, place=place)
     tape.drop(kept)
     return made
 
@@ -77,7 +76,7 @@ def _rotary(tape: Tape, query: Value, key: Value) -> tuple[Value, Value]:
 def _turned(tape: Tape, value: Value, name: str) -> Value:
     made = op.tensor(tape, f"{name}, turned, fp32", 4, value.shape, ROTARY)
     backward = op.makes(f"gradient of the {name}, fp32", ROTARY, value, beside=("conjugate rotations", 4 * s * d))
-    tape.add(f"rotary positions of the {name}", (made,), (), backward)
+    tape.add(f"rotary positions of the {name}", (made,), (), backward, of=(value,))
     return made
 
 

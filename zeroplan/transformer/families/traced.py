@@ -2,28 +2,29 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.errors import SpecError
 from zeroplan.expr import Size
 from zeroplan.ledger import Kind, Line, Module, OffGpu, Tag
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
-from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, HandedOn, Place
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import head_size
 from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM, FinalNorm
-from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
-from zeroplan.transformer.families.program import Block, Program
-from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value, Width
+from zeroplan.transformer.families.program import Block, Program, Training
+from zeroplan.transformer.families.sharded import SHARES, local_quantities, norm, split_linear
+from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
-from zeroplan.transformer.symbols import T, h, r
+from zeroplan.transformer.symbols import T, T_p, h, r
 
 
 def program_of(family: str) -> Program:
@@ -147,15 +148,28 @@ class Index:
         return Forward(self.moments((*moments, *end)), self.of(kept), self.of(tape.entered.get(Module.EXPERTS, ())))
 
 
-def traced_block(model: ModelSpec, kind: str, x: Widths, recompute: Recompute, *, ring: int = 1) -> BlockPass:
-    """One block by its family's program, of sequences that ``ring`` ranks share; its experts may be on several ranks.
+def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute) -> BlockPass:
+    """One block by its family's program, on one of the ranks that share its matrices, its sequences or its experts.
 
-    Where it is recomputed, moments of that may be among the backward's.
+    Where it is recomputed, moments of that may be among the backward's. What is before the first weight that is trained has no
+    backward and keeps nothing, unless blocks are recomputed: then autograd follows the embedding's output.
 
     A window shorter than the sequence, or as long, is a mask (transformers 5.23, masking_utils.py, _ignore_causal_mask_sdpa).
     """
-    dense, is_masked = kind != "moe", kind != "global" and beyond_the_window(model, x)
-    return by_mask(is_masked, lambda masked: _of(model, x, recompute, masked=masked, dense=dense, ring=ring))
+    if (compute.tp > 1 or compute.cp > 1) and kind != "moe":
+        _refuse_a_window(model, compute, x)
+    is_masked = kind != "global" and beyond_the_window(model, x)
+    made = by_mask(is_masked, lambda masked: _of(model, kind, compute, x, recompute, masked=masked))
+    if kind == "frozen" and compute.recompute == "none":
+        return BlockPass((), (), (), made.forward, made.forward, (), 0)
+    return made
+
+
+def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
+    beyond = beyond_the_window(model, x)
+    if beyond if isinstance(beyond, bool) else beyond.any():
+        ways = f"cp={compute.cp}" if compute.tp == 1 else f"tp={compute.tp}"
+        raise SpecError(f"{ways} with a sliding window shorter than the sequence is not modelled; use {ways[:2]}=1")
 
 
 def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> BlockPass:
@@ -169,17 +183,30 @@ def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> Block
 _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
-def _of(
-    model: ModelSpec, x: Widths, recompute: Recompute, *, masked: bool, dense: bool, ring: int
-) -> BlockPass:  # fmt: skip
-    structure = Block(
+def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
+    structure = _structure(model, kind, compute, x, recompute, masked=masked)
+    if structure.sharded:
+        values = local_quantities(model, x, compute.tp)
+    else:
+        values = quantities(x, model.intermediate_size, model.moe, model.mla)
+    again = recompute if structure.recompute == "none" else structure.recompute
+    return pass_of(Sizes(_plan(structure), values), autocast=structure.autocast, recompute=again)
+
+
+def _structure(
+    model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool
+) -> Block:  # fmt: skip
+    dense, training = kind != "moe", _training(model, kind, compute)
+    sharded = compute.tp > 1 and dense
+    apart = training is not None or (dense and (compute.tp > 1 or compute.cp > 1))
+    return Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
-        x.autocast,
+        x.autocast if training is None else compute.autocast,
         x.attention,
         masked,
         x.key != x.query,
-        x.key == x.head_dim,
+        x.key == x.head_dim * (compute.tp if sharded else 1),
         model.attention_bias,
         x.kernels,
         model.parallel_residual,
@@ -188,17 +215,34 @@ def _of(
         model.mlp_bias,
         recompute != "none" and model.moe is not None,
         x.expert_ranks > 1,
-        ring,
+        compute.cp,
         head_size(max(x.head_dim, x.context // x.heads)),
         not dense,
         model.mla is not None and model.mla.q_lora_rank is not None,
         x.casts_inputs,
         model.mla is not None and x.context == x.query,
         model.family == "bloom" and model.num_hidden_layers == 1,
+        training,
+        sharded,
+        compute.recompute if apart else "none",
     )
-    plan = _plan(structure)
-    sizes = Sizes(plan, quantities(x, model.intermediate_size, model.moe, model.mla))
-    return pass_of(sizes, autocast=x.autocast, recompute=recompute)
+
+
+def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
+    """What is trained of a block; None where all of it is, and its input is followed.
+
+    Source of what is followed where blocks are recomputed: transformers 5.23, modeling_utils.py,
+    ``_activation_checkpointing_enable``.
+    """
+    recomputed, adapter = compute.recompute != "none", model.adapter
+    if adapter is not None:
+        tracked = kind != "first" or recomputed
+        return Training("adapted", tracked, compute.keeps_inputs, adapter.layers, adapter.quantize)
+    if model.frozen is None:
+        return None
+    if kind in ("frozen", "through"):
+        return Training("frozen", kind == "through" or recomputed, compute.keeps_inputs)
+    return Training("trained", tracked=False) if kind == "first" and not recomputed else None
 
 
 def by_mask(is_masked: Bool, one: Callable[[bool], BlockPass]) -> BlockPass:
@@ -245,36 +289,44 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
     )
 
 
-def final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
-    """The final norm of a family that is written as a program; its gradients count the norm's own weight only."""
-    plan = _final_plan(model.family, wide=x.element == 4, autocast=x.autocast)
+def final_norm(model: ModelSpec, x: Widths, *, frozen: bool = False) -> FinalNorm:
+    """The norm before the head; its gradients count the norm's own weight only."""
+    plan = _final_plan(model.family, wide=x.element == 4, wide_residual=x.residual != x.element, frozen=frozen)
     return Sizes(plan, quantities(x, model.intermediate_size, model.moe)).norm()
 
 
 @lru_cache(maxsize=64)
-def _final_plan(family: str, *, wide: bool, autocast: bool) -> Plan:
+def _final_plan(family: str, *, wide: bool, wide_residual: bool, frozen: bool) -> Plan:
     program = program_of(family)
-    return norm_plan(
-        Tape(wide=wide, autocast=autocast, saving=True), (r, T * h), partial(_final, norm=program.norm), program.source
-    )
+    tape = Tape(wide=wide, autocast=wide_residual, saving=True)
+    tape.norms_frozen = frozen
+    return norm_plan(tape, T * h, program)
 
 
-def _final(tape: Tape, given: Value, *, norm: NormAs | None) -> Value:
-    """The norm before the head."""
-    if norm is None:
-        return op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
-    return op.rms_norm(tape, given, "final norm", norm, place=AT_FINAL_NORM)
+def split_norm(model: ModelSpec, x: Widths, ranks: int) -> FinalNorm:
+    """The final norm over a rank's share of the sequence."""
+    return Sizes(_split_norm_plan(model.family, wide=x.element == 4), local_quantities(model, x, ranks)).norm()
 
 
-def norm_plan(tape: Tape, read: tuple[Width, Size], norm: Callable[[Tape, Value], Value], source: str) -> Plan:
-    """Run a norm outside the blocks forward and backward over what it has to read, a dtype and a shape."""
-    index, (dtype, shape) = Index(), read
-    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", dtype * shape, source), dtype, shape)
-    made = norm(tape, given)
-    forward = index.forward(tape, tape.saved, {"wide": tape.wide, "autocast": tape.autocast})
+@lru_cache(maxsize=4)
+def _split_norm_plan(family: str, *, wide: bool) -> Plan:
+    tape = Tape(wide=wide, autocast=False, saving=True)
+    tape.sharded = True
+    return _of_a_rank(norm_plan(tape, T_p * h, program_of(family)))
+
+
+def norm_plan(tape: Tape, shape: Size, program: Program) -> Plan:
+    """Run the norm before the head forward and backward over what it reads."""
+    index, source, dtypes = Index(), program.source, {"wide": tape.wide, "autocast": tape.autocast}
+    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", r * shape, source), r, shape)
+    if program.norm is None:
+        made = op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
+    else:
+        made = norm(tape, given, "final norm", program.norm, AT_FINAL_NORM)
+    forward = index.forward(tape, tape.saved, dtypes)
     tape.release(made, given)
-    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", dtype * shape, source))
-    points = index.moments(highest(tape.moments, wide=tape.wide, autocast=tape.autocast))
+    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", r * shape, source))
+    points = index.moments(highest(tape.moments, **dtypes))
     return Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, (), (), (), source, {})
 
 
@@ -282,19 +334,20 @@ def norm_plan(tape: Tape, read: tuple[Width, Size], norm: Callable[[Tape, Value]
 def _plan(structure: Block) -> Plan:
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family == "deepseek_v3"}
-    saving, given = _run(structure, saving=True)
-    forward, casts = index.forward(saving, saving.saved, dtypes), index.elements(saving.casts)
-    output = next(iter(saving.operators[-1].outputs))
-    saving.release(output, given)
+    tape, given, output = _run(structure, saving=True)
+    forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
+    tape.release(output, given)
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
-    whole, until_saved = saving.moments.copy(), saving.until_last_saved(done=False)
-    saving.run_backward(output, incoming)
-    points = index.moments(highest(saving.moments, **dtypes, scratch_apart=structure.ring > 1))
+    whole, until_saved = tape.moments.copy(), tape.until_last_saved()
+    tape.run_backward(output, incoming)
+    if structure.recompute != "none" and structure.training is None:
+        tape.moments[: tape.unsaved] = _not_run_again_yet(tape, given.store, structure.recompute)
+    points = index.moments(highest(tape.moments, **dtypes, scratch_apart=structure.ring > 1))
     reruns: dict[Recompute, tuple[Placed, ...]] = {}
-    if structure.family in RECOMPUTED_HIGHER:
-        reruns["full"] = index.moments(run_again(saving, until_saved, given.store, dtypes))
-        reruns["selective"] = index.moments(run_again(saving, with_kept(whole, saving), given.store, dtypes))
-    selective = index.of(saving.kept())
+    if structure.family in RECOMPUTED_HIGHER or structure.recompute != "none":
+        reruns["full"] = index.moments(_above_the_backward(tape, _run_again(until_saved), given.store, dtypes))
+        reruns["selective"] = index.moments(_above_the_backward(tape, _with_kept(_run_again(whole), tape), given.store, dtypes))
+    selective = index.of(tape.kept())
     made = forwards(
         index,
         forward,
@@ -302,9 +355,17 @@ def _plan(structure: Block) -> Plan:
         lambda keeping: _run(structure, saving=False, given=given.store, keeping=keeping)[0],
         dtypes,
     )
-    places, handed = index.of((given.store, *saving.copied)), index.handed(saving.handed)
+    places, handed = index.of((given.store, *tape.copied)), index.handed(tape.handed)
     stores, weights = tuple(index.stores), tuple(index.weights)
-    return Plan(stores, weights, made, points, casts, selective, places, source, reruns, handed)
+    plan = Plan(stores, weights, made, points, casts, selective, places, source, reruns, handed)
+    return _of_a_rank(plan) if structure.sharded else plan
+
+
+def _of_a_rank(plan: Plan) -> Plan:
+    """Every tensor and weight, the widths that are split written as shares."""
+    for store in plan.stores:
+        store.size = store.size.replacing(SHARES)
+    return replace(plan, weights=tuple(weight.replacing(SHARES) for weight in plan.weights))
 
 
 def forwards(
@@ -319,7 +380,16 @@ def forwards(
     return {"none": plain, "full": forward(keeping=False), "selective": forward(keeping=True)}
 
 
-def with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
+def _run_again(moments: list[Alive]) -> list[Alive]:
+    """Moments of the forward as those of a checkpoint that is run again, each of the module that has made something last."""
+    return [
+        one._replace(name=f"recomputed: {one.stores[-1].reason}", place=Place(At.RUN_AGAIN, one.stores[-1].tag.module))
+        for one in moments
+        if one.stores
+    ]
+
+
+def _with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
     """Moments of a run whose dear outputs are there from the beginning, where it makes them anew."""
     first = {store: at for at, moment in reversed(list(enumerate(moments))) for store in moment.stores}
     kept = tape.kept()
@@ -329,41 +399,57 @@ def with_kept(moments: list[Alive], tape: Tape) -> list[Alive]:
     ]
 
 
-def run_again(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool]) -> list[Alive]:
+def _above_the_backward(tape: Tape, moments: list[Alive], given: Store, dtypes: dict[str, bool]) -> list[Alive]:
     """Moments of a checkpoint that is run again, beside gradients that wait; those that the backward itself is above left out.
 
     The block's input is the checkpoint's own, unless the block saves it.
     """
     beside = [
-        one._replace(
-            name="forward, run again",
-            place=Place(At.RUN_AGAIN),
-            stores=(*(store for store in one.stores if store is not given or given in tape.saved), *tape.before_saved),
-        )
+        one._replace(stores=(*(store for store in one.stores if store is not given or given in tape.saved), *tape.before_saved))
         for one in moments
     ]
     return [one for one in highest([*tape.moments, *beside], **dtypes) if one in beside]
 
 
-def _run(structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False) -> tuple[Tape, Value]:
-    """Run the program forward, over an input that another run has had, or over one of its own."""
-    program = program_of(structure.family)
+def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:
+    """Moments of the backward before it first needs what was saved: of a checkpoint there is what it keeps, and nothing else."""
+    kept = tape.kept() if recompute == "selective" else ()
+    return [
+        one._replace(stores=(*(store for store in one.stores if store is given or store not in tape.saved), *kept))
+        for one in tape.moments[: tape.unsaved]
+    ]
+
+
+def _run(
+    structure: Block, *, saving: bool, given: Store | None = None, keeping: bool = False
+) -> tuple[Tape, Value, Value]:  # fmt: skip
+    """Run the program forward, over an input that another run has had, or over one of its own: input and output."""
+    program, training = program_of(structure.family), structure.training
     tape = Tape(
-        wide=structure.wide, autocast=structure.autocast, saving=saving, keeping=keeping, again=structure.again
-    )  # fmt: skip
-    value = block_input(tape, given, (r, T * h), program.source)
-    program.block(tape, value, structure)
-    return tape, value
+        wide=structure.wide,
+        autocast=structure.autocast,
+        saving=saving,
+        narrow=training is not None and not training.wide_residual,
+        keeping=keeping,
+        again=structure.again,
+    )
+    value = _block_input(tape, given, T_p * h if structure.sharded else T * h, program.source)
+    if training is not None:
+        from zeroplan.transformer.families.trained import freeze  # noqa: PLC0415  others need not wait for it
+
+        freeze(tape, value, training)
+    if structure.sharded:
+        tape.sharded, tape.linear = True, split_linear
+    return tape, value, program.block(tape, value, structure)
 
 
-def block_input(tape: Tape, given: Store | None, read: tuple[Width, Size], source: str) -> Value:
-    """What a block reads, a dtype and a shape: what another run has had, or a tensor of its own."""
-    dtype, shape = read
+def _block_input(tape: Tape, given: Store | None, shape: Size, source: str) -> Value:
+    """What a block reads: what another run has had, or a tensor of its own."""
     if given is None:
-        return Value(tape.make(Kind.ACTIVATIONS, "block input", dtype * shape, source, BLOCK_INPUT), dtype, shape)
+        return Value(tape.make(Kind.ACTIVATIONS, "block input", r * shape, source, BLOCK_INPUT), r, shape)
     given.holds = 1
     tape.alive[given] = None
-    return Value(given, dtype, shape)
+    return Value(given, r, shape)
 
 
 class Texts(NamedTuple):
