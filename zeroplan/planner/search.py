@@ -27,7 +27,6 @@ from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import StepTime, step_time
 from zeroplan.timeline import expected_bytes
-from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.params import parameter_count
 
 
@@ -194,7 +193,7 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, acco
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:
     """Whether a rank's part of the weights, which every stage below 3 gathers or holds, is more than the GPU has."""
     gpu = base.cluster.gpu
-    if is_quantised(base.model):
+    if base.model.is_quantised:
         return False
     whole = widths(recipe.precision).compute * parameter_count(base.model) // (split.tp * split.pp * split.ep)
     return gpu is not None and recipe.zero_stage < 3 and whole > gpu.memory_bytes.value

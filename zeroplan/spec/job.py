@@ -205,34 +205,34 @@ class JobSpec(Spec):
     def _check_adapter(self) -> None:
         """Refuse what is not modelled with adapters."""
         recipe = self.recipe
-        deepspeed = recipe.engine == "deepspeed"
+        deepspeed, quantised = recipe.engine == "deepspeed", self.model.is_quantised
         for asked, instead in (
             (recipe.engine == "paper" and "engine 'paper'", "engine 'ddp', 'fsdp2' or 'deepspeed'"),
             (deepspeed and recipe.zero_stage == 0 and "DeepSpeed stage 0", "engine 'ddp', or a higher stage"),
-            (recipe.attention == "eager" and "attention 'eager'", "attention 'sdpa'"),
-            (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
-            (recipe.offloads_states and "offload to host memory", "a higher number of GPUs"),
-            (recipe.offload_activations and "offload_activations", "no offload"),
+            (deepspeed and recipe.deepspeed.offloads_to_nvme and "offload to NVMe", "offload to 'cpu'"),
             (deepspeed and recipe.deepspeed.zero_hpz_partition_size > 1 and "zero_hpz_partition_size", "1 for it"),
             (deepspeed and recipe.deepspeed.zero_quantized_weights and "zero_quantized_weights", "false for it"),
             (deepspeed and recipe.deepspeed.zero_quantized_gradients and "zero_quantized_gradients", "false for it"),
-            (recipe.deepspeed.grad_accum_dtype == "fp32" and "grad_accum_dtype 'fp32'", "'param'"),
+            (
+                recipe.zero_stage == 1
+                and recipe.deepspeed.grad_accum_dtype == "fp32"
+                and "stage 1 and grad_accum_dtype 'fp32'",
+                "'param', or stage 2",
+            ),
             (recipe.keeps_gathered_linears and "memory_efficient_linear false", "true for it"),
+            (quantised and deepspeed and "quantised weights (QLoRA) and engine 'deepspeed'", "engine 'ddp' or 'fsdp2'"),
+            (quantised and recipe.offloads_states and "quantised weights (QLoRA) and offload to host memory", "no offload"),
+            (quantised and recipe.loss == "fused" and "quantised weights (QLoRA) and loss 'fused'", "loss 'full'"),
         ):
             if asked:
                 raise SpecError(f"LoRA with {asked} is not modelled yet; use {instead}")
-        if self.model.adapter is not None and self.model.adapter.quantize != "none" and recipe.engine == "deepspeed":
-            raise SpecError("quantised weights (QLoRA) under engine 'deepspeed' are not modelled; use engine 'ddp' or 'fsdp2'")
 
     def _check_frozen(self) -> None:
         """Refuse what is not modelled with frozen parameters."""
         recipe = self.recipe
         for asked, instead in (
             (recipe.engine not in ("ddp", "fsdp2") and f"engine {recipe.engine!r}", "engine 'ddp' or 'fsdp2'"),
-            (recipe.attention == "eager" and "attention 'eager'", "attention 'sdpa'"),
             (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
-            (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
-            (recipe.offload_activations and "offload of activations", "recompute 'full'"),
         ):
             if asked:
                 raise SpecError(f"frozen parameters with {asked} are not modelled yet; use {instead}")

@@ -136,6 +136,11 @@ class ModelSpec(Spec):
         """The MLP's activation function."""
         return self.hidden_act or USUAL_ACTIVATION.get(self.family, "silu")
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the blocks' linear weights are in four bits."""
+        return self.adapter is not None and self.adapter.quantize != "none"
+
     def check_rules(self) -> None:
         """Refuse what contradicts itself."""
         if self.num_attention_heads % self.num_key_value_heads:

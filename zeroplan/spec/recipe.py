@@ -190,6 +190,11 @@ class DeepSpeedOptions(Spec):
         """Whether anything is away from the GPU."""
         return self.offload_optimizer != "none" or self.offload_param != "none"
 
+    @property
+    def offloads_to_nvme(self) -> bool:
+        """Whether anything is on a disk."""
+        return "nvme" in (self.offload_optimizer, self.offload_param)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec(Spec):

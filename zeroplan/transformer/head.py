@@ -71,18 +71,18 @@ def head_pass(
     matrix = 0 if is_frozen(model, "head") else x.hidden * model.vocab_size
     at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
-    shared, (tables, left) = _shared(model, x), _tables(model, x)
+    (tables, left), leaf = _tables(model, x), _leaf(model, x, input_away=compute.offloaded)
     return HeadPass(
-        (*shared, *tables, *masks),
+        (*_shared(model, x), *tables, *leaf, *masks),
         (*norm.saved, *way.saved),
         way.forward,
         _wide(x, model.vocab_size) if fp32_output and way.output else way.output,
         x.residual * x.tokens * x.hidden,
         (*named, *left, *(() if recomputed else mask)),
-        () if recomputed and not compute.offloaded else first_input,
+        () if leaf or (recomputed and not compute.offloaded) else first_input,
         way.kept,
         (*way.points, *at_norm),
-        with_blocks=(*tables, *masks),
+        with_blocks=(*tables, *leaf, *masks),
     )
 
 
@@ -164,6 +164,17 @@ def _embedding_by_name(model: ModelSpec, x: Widths, *, input_away: bool) -> tupl
         return (embedded, positions), ()
     saved = not is_frozen(model, "embedding") and (x.residual == 4 or model.family == "gpt_neox") and not input_away
     return (), () if saved else (embedded,)
+
+
+def _leaf(model: ModelSpec, x: Widths, *, input_away: bool) -> tuple[Line, ...]:
+    """A frozen embedding's output, which is made to require a gradient: a leaf, which stays on the GPU though blocks' inputs go.
+
+    Source: transformers 5.23, modeling_utils.py, ``enable_input_require_grads``.
+    """
+    if not (input_away and is_frozen(model, "embedding")):
+        return ()
+    size = x.residual * x.tokens * x.hidden
+    return (Line(SAVED, size, "output of the frozen embedding, a leaf of the graph", "r·T·h", MODEL),)
 
 
 def _mask(model: ModelSpec, x: Widths) -> tuple[Line, ...]:

@@ -119,7 +119,7 @@ def _frozen(model: ModelSpec, element_bytes: int, stored: int) -> Lines:
         return ()
     if model.adapter is None:
         element_bytes = stored  # without adapters nobody casts what is frozen
-    elif model.adapter.quantize != "none":
+    elif model.is_quantised:
         from zeroplan.engines.quantised import quantised_lines  # noqa: PLC0415  the others' answers need not wait for it
 
         return quantised_lines(model, model.adapter.quantize, element_bytes=element_bytes, other_bytes=stored)
@@ -132,7 +132,7 @@ def _of_frozen(model: ModelSpec) -> tuple[Symbol, ...]:
     if not has_frozen(model):
         return ()
     trained = trained_count(model)
-    if model.adapter is not None and model.adapter.quantize != "none":
+    if model.adapter is not None and model.is_quantised:
         from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
 
         return (Symbol("Ψ", trained, "parameters that are trained"), *quantised_symbols(model))

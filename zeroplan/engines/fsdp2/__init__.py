@@ -27,7 +27,6 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.parameters import Parameter
 
 _NOTABLE_EXCESS = 50  # one part in fifty above an even share is worth a sentence
@@ -143,7 +142,7 @@ def _of_experts(plan: Plan, model: ModelSpec) -> Iterator[Symbol]:
 
 
 def _of_quantised(model: ModelSpec) -> tuple[Symbol, ...]:
-    if not is_quantised(model):
+    if not model.is_quantised:
         return ()
     from zeroplan.engines.quantised import quantised_symbols  # noqa: PLC0415  the others' answers need not wait for it
 

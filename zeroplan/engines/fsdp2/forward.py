@@ -113,14 +113,15 @@ def _parked_before(plan: Plan, below: Group) -> Line:
 
 
 def loss_forward(plan: Plan) -> Moment:
-    """All blocks have run; the last one's buffer is parked until the root's forward ends."""
+    """All blocks have run; the last one's buffer is parked until the root's forward ends, as it has where the loss is chunked."""
+    parked = last_gathered(plan, plan.blocks[-1], "the last block's, parked until the root's forward ends", PARKED)
     lines = (
         *plan.persistent,
         *left_by_earlier(plan),
         root_unsharded(plan),
         *kept(plan, plan.every_layer, every=True),
         *still_unsharded(plan, plan.every_layer),
-        last_gathered(plan, plan.blocks[-1], "the last block's, parked until the root's forward ends", PARKED),
+        *(() if plan.recipe.loss == "chunked" else (parked,)),
         *plan.head.saved,
         *plan.head.loss_forward,
     )

@@ -8,7 +8,6 @@ from zeroplan.engines.precisions import Widths
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params import has_frozen, trained_layout
 from zeroplan.transformer.params_split import split_layout
@@ -102,7 +101,7 @@ def _parameters(
     model: ModelSpec, width: Widths, *, first: int | None, tp: int, ep: int
 ) -> tuple[Layout, tuple[Line, ...]]:  # fmt: skip
     """What a rank's groups are made of: tensors as they are split, packed or shared out; and what lies beside packed ones."""
-    if is_quantised(model):
+    if model.is_quantised:
         from zeroplan.engines.quantised import packed_layout, scales_of  # noqa: PLC0415  the others' answers need not wait for it
 
         return packed_layout(model, width.compute), scales_of(model)

@@ -102,8 +102,8 @@ def linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, addmm: bool = False
 ) -> Value:  # fmt: skip
     """``nn.Linear`` over ``reads`` features, making ``width``; under autocast with casts of its input, weight and bias."""
-    if tape.linear is not None:
-        return tape.linear(tape, value, width, site, reads=reads, bias=bias)
+    if tape.manner.linear is not None:
+        return tape.manner.linear(tape, value, width, site, reads=reads, bias=bias)
     return trained_linear(tape, value, width, site, reads=reads, bias=bias, addmm=addmm)
 
 
@@ -192,7 +192,7 @@ def rms_norm(
         return _scaled_in_32_bits(tape, normal, value.dtype, kind, weight, site)
     narrow = cast(tape, normal, value.dtype, site._replace(name=f"{name}: normalised input"), NORMALISED)
     tape.release(normal)
-    made = _weighted(tape, narrow, () if tape.norms_frozen else (narrow.store,), weight, site)
+    made = _weighted(tape, narrow, () if tape.manner.norms_frozen else (narrow.store,), weight, site)
     tape.release(narrow)
     return made
 
@@ -201,7 +201,7 @@ def _scaled_in_32_bits(tape: Tape, normal: Value, dtype: Width, kind: NormAs, we
     """Scale by the weight, or by one plus it, before the cast to ``dtype``; one plus a weight is a tensor, which is saved."""
     name = site.name
     plus = (tape.make(TENSOR, f"{name}: one plus its weight, fp32", 4 * weight, kind.source),) if kind.one_plus else ()
-    scaled = _weighted(tape, normal, plus if tape.norms_frozen else (normal.store, *plus), weight, site)
+    scaled = _weighted(tape, normal, plus if tape.manner.norms_frozen else (normal.store, *plus), weight, site)
     tape.drop(*plus)
     tape.release(normal)
     made = cast(tape, scaled, dtype, site._replace(name=f"output of the {name}"))
@@ -241,7 +241,7 @@ def _times(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
 
 def _weighted(tape: Tape, value: Value, saved: tuple[Store, ...], weight: Size, site: Site) -> Value:
     """Multiply by the weight, which has the residual stream's dtype: the product is in the wider one of the two."""
-    frozen = tape.norms_frozen
+    frozen = tape.manner.norms_frozen
     made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:

@@ -12,7 +12,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import NormAs
-from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.families.tape import Manner, Site, Tape, Value
 from zeroplan.transformer.families.widths import Widths, quantities
 from zeroplan.transformer.symbols import T, T_p, b, e, h
 
@@ -36,7 +36,7 @@ def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
 
 def norm(tape: Tape, given: Value, name: str, kind: NormAs, place: Place) -> Value:
     """RMSNorm of the residual stream; over a share of the sequence it is a DTensor's, whose gradients add up to a new tensor."""
-    if not tape.sharded:
+    if not tape.manner.sharded:
         return op.rms_norm(tape, given, name, kind, place=place)
     share = Value(tape.hold(given.store), given.dtype, given.shape)
     tape.add(name, (share,), (), op.passes(given), of=(given,), place=place)
@@ -52,7 +52,7 @@ def gathered(tape: Tape, value: Value, name: str) -> Value:
     Sequences of a batch come rank by rank, and are put in order by a copy. The gradients of what reads it are each rank's part
     of a sum; they are DTensors, which autograd never adds in place.
     """
-    if not tape.sharded:
+    if not tape.manner.sharded:
         tape.hold(value.store)
         return value
     by_rank = tape.make(Kind.TEMPORARY, f"{name}, gathered rank by rank", e * T * h * at_most(1, b - 1), GATHER)
@@ -65,7 +65,7 @@ def gathered(tape: Tape, value: Value, name: str) -> Value:
     return made
 
 
-def split_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
+def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
     """A rank's part of a linear layer; what the last one of a branch makes is added up over the ranks and scattered."""
     made = op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
     if site.module not in _BY_COLUMNS:
@@ -73,6 +73,10 @@ def split_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Si
     share = _scattered(tape, made, _BY_COLUMNS[site.module])
     tape.release(made)
     return share
+
+
+#: How a rank's layers run.
+SHARED_OUT = Manner(_linear, sharded=True)
 
 
 def _scattered(tape: Tape, value: Value, name: str) -> Value:

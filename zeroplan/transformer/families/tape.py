@@ -23,6 +23,16 @@ from zeroplan.transformer.symbols import b, e, r
 Width: TypeAlias = Size | int
 
 
+class Manner(NamedTuple):
+    """How a program's layers run, where that is otherwise than trained, and whole on this rank."""
+
+    linear: "Linear | None" = None
+    norms_frozen: bool = False
+    """The weights of norms get no gradient."""
+    sharded: bool = False
+    """Matrices, and between them the sequence, are split over ranks."""
+
+
 class Store:
     """One piece of memory and who needs it: names, operators that saved it, buffers of gradients."""
 
@@ -120,12 +130,7 @@ class Tape:
         self.keeping, self.again = keeping, again
         self.wide, self.autocast, self.saving = wide, autocast, saving
         self.wide_residual = autocast and not narrow
-        self.linear: Linear | None = None
-        """How linear layers run, where that is otherwise than trained, and whole on this rank."""
-        self.norms_frozen = False
-        """The weights of norms get no gradient."""
-        self.sharded = False
-        """Matrices, and between them the sequence, are split over ranks."""
+        self.manner = Manner()
         self.constants: set[Value] = set()
         """Tensors that autograd does not follow."""
         self.summed_anew: set[Value] = set()

@@ -21,8 +21,8 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
 from zeroplan.transformer.families.program import Block, Program, Training
-from zeroplan.transformer.families.sharded import SHARES, local_quantities, norm, split_linear
-from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value
+from zeroplan.transformer.families.sharded import SHARED_OUT, SHARES, local_quantities, norm
+from zeroplan.transformer.families.tape import Alive, Handed, Manner, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
 from zeroplan.transformer.symbols import T, T_p, h, r
 
@@ -299,7 +299,7 @@ def final_norm(model: ModelSpec, x: Widths, *, frozen: bool = False) -> FinalNor
 def _final_plan(family: str, *, wide: bool, wide_residual: bool, frozen: bool) -> Plan:
     program = program_of(family)
     tape = Tape(wide=wide, autocast=wide_residual, saving=True)
-    tape.norms_frozen = frozen
+    tape.manner = Manner(norms_frozen=frozen)
     return norm_plan(tape, T * h, program)
 
 
@@ -311,7 +311,7 @@ def split_norm(model: ModelSpec, x: Widths, ranks: int) -> FinalNorm:
 @lru_cache(maxsize=4)
 def _split_norm_plan(family: str, *, wide: bool) -> Plan:
     tape = Tape(wide=wide, autocast=False, saving=True)
-    tape.sharded = True
+    tape.manner = SHARED_OUT
     return _of_a_rank(norm_plan(tape, T_p * h, program_of(family)))
 
 
@@ -439,7 +439,7 @@ def _run(
 
         freeze(tape, value, training)
     if structure.sharded:
-        tape.sharded, tape.linear = True, split_linear
+        tape.manner = SHARED_OUT
     return tape, value, program.block(tape, value, structure)
 
 

@@ -13,7 +13,7 @@ from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.program import Training
 from zeroplan.transformer.families.quantised import quantised_linear
-from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.families.tape import Manner, Site, Tape, Value
 from zeroplan.transformer.symbols import T, e, z
 
 AUTOCAST = "torch 2.13, aten/src/ATen/autocast_mode.cpp, cached_cast"
@@ -22,8 +22,7 @@ LORA = "peft 0.21, tuners/lora/layer.py, Linear.forward"
 
 def freeze(tape: Tape, given: Value, training: Training) -> None:
     """Have a block's program, which has run nothing yet over ``given``, run its linear layers and norms as they are trained."""
-    tape.linear = partial(_linear, training=training)
-    tape.norms_frozen = training.weights != "trained"
+    tape.manner = Manner(partial(_linear, training=training), norms_frozen=training.weights != "trained")
     if not training.tracked:
         tape.constants.add(given)
 

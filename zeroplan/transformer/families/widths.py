@@ -66,7 +66,7 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         value,
         query if model.mla is None else value,
         compute.element_bytes,
-        4 if autocast or (compute.autocast and is_quantised(model)) else compute.element_bytes,
+        4 if autocast or (compute.autocast and model.is_quantised) else compute.element_bytes,
         autocast,
         "eager" if compute.attention == "sdpa" and model.family in WITHOUT_SDPA else compute.attention,
         compute.kernels,
@@ -75,11 +75,6 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         compute.expert_ranks,
         compute.casts_inputs,
     )
-
-
-def is_quantised(model: ModelSpec) -> bool:
-    """Whether the blocks' linear weights are in four bits."""
-    return model.adapter is not None and model.adapter.quantize != "none"
 
 
 def kinds_of_layers(model: ModelSpec) -> int:

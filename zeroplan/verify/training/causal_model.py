@@ -16,7 +16,6 @@ from zeroplan.spec.family import FREE_ACTIVATION, PLAIN_HEADS, WINDOWED_FAMILIES
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Attention, RecipeSpec
-from zeroplan.transformer.families.widths import is_quantised
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.recomputation import checkpoint_options
 
@@ -105,7 +104,7 @@ def causal_module(spec: ModelSpec, recipe: RecipeSpec, dtype: torch.dtype, devic
     made = AutoConfig.for_model(**config(spec))  # type: ignore[arg-type]  # each family has its own keys
     if spec.moe is not None:
         made._experts_implementation = "grouped_mm"
-    model = causal_model(made, attention=recipe.attention, dtype=dtype, device="meta" if is_quantised(spec) else device)
+    model = causal_model(made, attention=recipe.attention, dtype=dtype, device="meta" if spec.is_quantised else device)
     if recipe.recompute != "none":
         options = checkpoint_options(recipe.recompute)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)  # type: ignore[operator]
