@@ -31,8 +31,9 @@ def test_what_is_in_host_memory_already_is_not_taken_there_again():
     assert both in flags(advise(away))
 
 
-def test_adapters_are_not_advised_to_leave():
-    adapted = job(model="llama-3.1-8b", gpu="h100", gpus=8, engine="fsdp2", stage=3, seq_len=1024, lora_rank=8)
-    assert not [one for one in flags(advise(adapted)) if "offload" in one]
-    with pytest.raises(SpecError, match="LoRA with offload to host memory"):
+def test_quantised_weights_are_not_advised_to_leave():
+    said = {"lora_rank": 8, "quantize": "nf4"}
+    adapted = job(model="llama-3.1-8b", gpu="h100", gpus=8, engine="fsdp2", stage=3, seq_len=1024, **said)
+    assert not [one for one in flags(advise(adapted)) if "offload-optimizer" in one]
+    with pytest.raises(SpecError, match="QLoRA. and offload to host memory"):
         replace(adapted, recipe=replace(adapted.recipe, fsdp2=replace(adapted.recipe.fsdp2, cpu_offload=True)))

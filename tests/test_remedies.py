@@ -177,12 +177,12 @@ def test_inputs_of_blocks_go_to_host_memory_where_that_is_enough():
 
 
 def test_changes_that_the_engine_does_not_take_are_left_out():
-    """Inputs of blocks under adapters do not go to host memory (a refusal of the job itself)."""
-    plain, adapted = (job(model="llama-3.2-1b", gpu="h100", recompute="full", **said) for said in ({}, {"lora_rank": 8}))
-    assert "--offload-activations" in [one.flags for one in single_changes(plain)]
-    assert "--offload-activations" not in [one.flags for one in single_changes(adapted)]
-    with pytest.raises(SpecError, match="LoRA with offload_activations"):
-        replace(adapted, recipe=replace(adapted.recipe, offload_activations=True))
+    """Frozen parts and a fused loss (a refusal of the job itself)."""
+    plain, frozen = (job(model="llama-3.2-1b", gpu="h100", recompute="full", **said) for said in ({}, {"freeze_layers": 2}))
+    assert "--loss fused" in [one.flags for one in single_changes(plain)]
+    assert "--loss fused" not in [one.flags for one in single_changes(frozen)]
+    with pytest.raises(SpecError, match="frozen parameters with loss 'fused'"):
+        replace(frozen, recipe=replace(frozen.recipe, loss="fused"))
 
 
 def test_where_some_blocks_are_recomputed_all_of_them_are_the_next_step():

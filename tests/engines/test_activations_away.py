@@ -48,7 +48,6 @@ def test_each_pinned_tensor_is_rounded_up_by_itself():
         ({"model": "llama-2-7b"}, "recompute 'none'"),
         ({"model": "llama-2-7b", "recompute": "full", "engine": "paper"}, "engine 'paper'"),
         ({"model": "gpt2", "recompute": "full", "attention": "eager"}, "attention 'eager'"),
-        ({"model": "llama-2-7b", "recompute": "full", "lora_rank": 8}, "LoRA"),
         (
             {"model": "llama-2-7b", "recompute": "full", "engine": "deepspeed", "offload_optimizer": "cpu"},
             "DeepSpeed's offload",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.combined import of_the_day
 from tests.verify.training.test_deepspeed_simulated import Run, answers
 from zeroplan.comparison import Comparison, compare_with_estimate
 from zeroplan.measurement import Measurement
@@ -16,7 +17,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, Fsdp2Options, RecipeSpec
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -34,6 +35,8 @@ STREAM = replace(
     BUCKET, stage3_max_live_parameters=1_500_000, stage3_max_reuse_distance=1_500_000, stage3_prefetch_bucket_size=250_000,
     stage3_param_persistence_threshold=5_000,
 )  # fmt: skip
+#: Of a step whose states are in host memory next to nothing is on the GPU: small tensors, each rounded up by the allocator. [bytes]
+SMALL = 32 * 1024
 
 
 def job(adapter: AdapterSpec, engine: str, stage: int, *, accum: int = 1, **fields: Any) -> JobSpec:
@@ -45,6 +48,11 @@ def job(adapter: AdapterSpec, engine: str, stage: int, *, accum: int = 1, **fiel
     )
 
 
+def with_words(few: JobSpec) -> JobSpec:
+    """The same with more words: the loss, and not the final norm, ends the forward."""
+    return replace(few, model=replace(few.model, vocab_size=2048))
+
+
 TORCH = {
     "fsdp2 3, recomputed": job(TWO, "fsdp2", 3, recompute="full"),
     "fsdp2 2, bf16, accumulation without reduction": job(
@@ -52,6 +60,11 @@ TORCH = {
     ),
     "ddp 0, recomputed, accumulation": job(ALL, "ddp", 0, recompute="full", accum=2),
     "ddp 1": job(TWO, "ddp", 1),
+    "fsdp2 3, attention written out, recomputed selectively, states in host memory": job(
+        TWO, "fsdp2", 3, attention="eager", recompute="selective", fsdp2=Fsdp2Options(cpu_offload=True)
+    ),
+    "fsdp2 3, loss in chunks": job(ALL, "fsdp2", 3, loss="chunked"),
+    "ddp 0, inputs of blocks in host memory": job(ALL, "ddp", 0, recompute="full", offload_activations=True),
 }
 #: Every other one runs in a process of its own: stage 3 replaces ``linear`` for good.
 DEEPSPEED = {
@@ -60,6 +73,16 @@ DEEPSPEED = {
     "stage 2, accumulation": job(ALL, "deepspeed", 2, accum=2, deepspeed=BUCKET),
     "stage 3, streaming, recomputed": job(ALL, "deepspeed", 3, recompute="full", deepspeed=STREAM),
     "stage 2, recomputed": job(TWO, "deepspeed", 2, recompute="full", deepspeed=BUCKET),
+    "stage 2, states in host memory": job(
+        ALL, "deepspeed", 2, deepspeed=replace(BUCKET, offload_optimizer="cpu"), attention="eager", recompute="full"
+    ),
+    "stage 3, streaming, states and parameters in host memory": with_words(
+        job(TWO, "deepspeed", 3, deepspeed=replace(STREAM, offload_optimizer="cpu", offload_param="cpu"))
+    ),
+    "stage 3, streaming, gradients added up in fp32": job(
+        ALL, "deepspeed", 3, accum=2, deepspeed=replace(STREAM, grad_accum_dtype="fp32")
+    ),
+    "stage 2, gradients added up in fp32": job(ALL, "deepspeed", 2, accum=2, deepspeed=replace(BUCKET, grad_accum_dtype="fp32")),
     "stage 3, streaming, recomputed, attention alone": job(TWO, "deepspeed", 3, recompute="full", deepspeed=STREAM),
 }
 
@@ -83,19 +106,22 @@ def test_grouped_heads_in_fp32_save_what_some_factor_needs(targets: str):
     assert abs(compared.phases[0].error) < 0.0005, compared.phases
 
 
+TODAY = of_the_day(__file__, DEEPSPEED)
+
+
 @pytest.fixture(scope="module")
 def under_deepspeed() -> dict[str, dict[str, Any]]:
-    return answers({name: Run(one) for name, one in DEEPSPEED.items()})
+    return answers({name: Run(one) for name, one in TODAY.items()})
 
 
 @pytest.mark.deepspeed
-@pytest.mark.parametrize("name", DEEPSPEED)
+@pytest.mark.parametrize("name", TODAY)
 def test_an_adapted_model_under_deepspeed_takes_what_is_estimated(name: str, under_deepspeed: dict[str, dict[str, Any]]):
     _agrees(compare_with_estimate(read(Measurement, under_deepspeed[name], where="record")))
 
 
 def _agrees(compared: Comparison) -> None:
     assert abs(compared.peak.error) < 0.01, compared.peak
-    assert all(abs(phase.error) < 0.02 for phase in compared.phases), compared.phases
+    assert all(abs(phase.error) < 0.02 or abs(phase.difference) < SMALL for phase in compared.phases), compared.phases
     sent = sum(row.measured for row in compared.collectives)
     assert all(abs(row.difference) < 0.001 * sent for row in compared.collectives), compared.collectives

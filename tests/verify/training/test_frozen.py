@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.verify.training.test_adapted import SHAPE
+from tests.verify.training.test_adapted import SHAPE, SMALL
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -35,6 +35,10 @@ CASES = {
     "ddp, a gradient through frozen blocks": job("head", 2, "ddp", 0, accum=2),
     "ddp, recomputed, tied": job("embedding,head", 1, "ddp", 0, precision="bf16", recompute="full", tied=True),
     "fsdp2, a block gathered in vain": job("embedding", 3, "fsdp2", 3),
+    "fsdp2, attention written out, in host memory": job(
+        "embedding", 2, "fsdp2", 3, attention="eager", fsdp2=Fsdp2Options(cpu_offload=True)
+    ),
+    "ddp, inputs of blocks in host memory": job("embedding,norm", 2, "ddp", 0, recompute="full", offload_activations=True),
     "fsdp2, recomputed": job("embedding,head", 2, "fsdp2", 3, recompute="full"),
 }
 
@@ -46,5 +50,5 @@ def test_a_partly_frozen_model_takes_what_is_estimated(name: str):
     asked = CASES[name]
     compared = compare_with_estimate(simulate(asked, steps=2 if asked.recipe.engine == "fsdp2" else 3))
     assert abs(compared.peak.error) < 0.001, compared.peak
-    assert all(abs(phase.error) < 0.02 for phase in compared.phases), compared.phases
+    assert all(abs(phase.error) < 0.02 or abs(phase.difference) < SMALL for phase in compared.phases), compared.phases
     assert all(row.difference == 0 for row in compared.collectives), compared.collectives
