@@ -6,8 +6,7 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Kind
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.tape import Site
-from zeroplan.transformer.families.tape import Alive, Store, Tape, Value
+from zeroplan.transformer.families.tape import Alive, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, e, f, h, k, q, r
 
 HERE = Site("product", "here")

@@ -82,7 +82,9 @@ DEEPSPEED = {
     "stage 3, streaming, gradients added up in fp32": job(
         ALL, "deepspeed", 3, accum=2, deepspeed=replace(STREAM, grad_accum_dtype="fp32")
     ),
-    "stage 2, gradients added up in fp32": job(ALL, "deepspeed", 2, accum=2, deepspeed=replace(BUCKET, grad_accum_dtype="fp32")),
+    "stage 2, gradients added up in fp32": job(
+        ALL, "deepspeed", 2, accum=2, deepspeed=replace(BUCKET, grad_accum_dtype="fp32")
+    ),
     "stage 3, streaming, recomputed, attention alone": job(TWO, "deepspeed", 3, recompute="full", deepspeed=STREAM),
 }
 
