@@ -35,5 +35,5 @@ def test_quantised_weights_are_not_advised_to_leave():
     said = {"lora_rank": 8, "quantize": "nf4"}
     adapted = job(model="llama-3.1-8b", gpu="h100", gpus=8, engine="fsdp2", stage=3, seq_len=1024, **said)
     assert not [one for one in flags(advise(adapted)) if "offload-optimizer" in one]
-    with pytest.raises(SpecError, match="QLoRA. and offload to host memory"):
+    with pytest.raises(SpecError, match=r"QLoRA\) and offload to host memory"):
         replace(adapted, recipe=replace(adapted.recipe, fsdp2=replace(adapted.recipe.fsdp2, cpu_offload=True)))
