@@ -80,7 +80,8 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
     if not at.keys() >= {"local", "global"}:
         return tuple(index for index, run in enumerate(runs) for _ in range(run.layers))
     every = GLOBAL_LAYERS[model.family]
-    return tuple(at["local" if (layer + 1) % every else "global"] for layer in range(model.num_hidden_layers))
+    kinds = ["local" if (layer + 1) % every else "global" for layer in range(model.num_hidden_layers)]
+    return tuple(at["first" if layer == 0 and "first" in at else kind] for layer, kind in enumerate(kinds))
 
 
 @lru_cache(maxsize=256)

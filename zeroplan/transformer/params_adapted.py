@@ -16,8 +16,10 @@ def adapted_layout(whole: Layout, adapter: AdapterSpec) -> Layout:
     """Freeze a model and put adapters into its blocks.
 
     The first block stands alone, as a kind of its own: nothing before it is trained, so that its input may have no gradient.
+    Where kinds of attention take turns, it is a local one.
     """
-    runs = tuple(run for old in whole.runs for run in _apart(old, adapter))
+    first = next((run for run in whole.runs if run.kind == "local"), whole.runs[0])
+    runs = tuple(run for old in whole.runs for run in _with_adapters(old, adapter, apart=old is first))
     tied = whole.tied_head
     return Layout(
         _frozen(whole.embeddings), runs, _frozen(whole.tail), None if tied is None else tied._replace(frozen=True)
@@ -50,8 +52,10 @@ def only_trained(whole: Layout) -> Layout:
     return Layout(_without_frozen(whole.embeddings), runs, _without_frozen(whole.tail), tied)
 
 
-def _apart(run: BlockRun, adapter: AdapterSpec) -> tuple[BlockRun, ...]:
+def _with_adapters(run: BlockRun, adapter: AdapterSpec, *, apart: bool) -> tuple[BlockRun, ...]:
     inside = tuple(_wrapped(run.parameters, adapter))
+    if not apart:
+        return (run._replace(parameters=inside),)
     first = BlockRun("first", 1, inside)
     return (first, BlockRun(run.kind, run.layers - 1, inside)) if run.layers > 1 else (first,)
 

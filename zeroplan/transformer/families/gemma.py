@@ -1,10 +1,12 @@
 """Blocks of Gemma 2 and Gemma 3: norms before and after each branch, scaled in fp32; Gemma 3 also norms queries and keys."""
 
+from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.gated import gated_mlp, three_projections
-from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
+from zeroplan.transformer.families.norms import AT_ATTENTION_NORM
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.parts import ATTENTION_MODULES, Names, gated_modules
 from zeroplan.transformer.families.program import Block, Program
@@ -22,19 +24,23 @@ MLP = "transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3MLP.forward"
 NORM = NormAs(one_plus=True, source="transformers 5.23, models/gemma3/modeling_gemma3.py, Gemma3RMSNorm.forward")
 
 
+AFTER_ATTENTION = Place(At.NORM, Module.AFTER_ATTENTION_NORM)
+BEFORE_MLP, AFTER_MLP = Place(At.NORM, Module.BEFORE_MLP_NORM), Place(At.NORM, Module.AFTER_MLP_NORM)
+
+
 def gemma(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer."""
     normal = op.rms_norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
     attended, weights = three_projections(tape, normal, block, ATTENTION, NORM if block.head_norms else None)
     tape.release(normal)
-    normal = op.rms_norm(tape, attended, "norm after attention", NORM)
+    normal = op.rms_norm(tape, attended, "norm after attention", NORM, place=AFTER_ATTENTION)
     tape.release(attended)
     middle = op.add(tape, given, normal, "residual stream between attention and MLP", Site("residual addition", LAYER))
     tape.release(normal)
-    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM, place=AT_MLP_NORM)
+    normal = op.rms_norm(tape, middle, "norm before the MLP", NORM, place=BEFORE_MLP)
     branch = gated_mlp(tape, normal, block, MLP)
     tape.release(normal)
-    normal = op.rms_norm(tape, branch, "norm after the MLP", NORM)
+    normal = op.rms_norm(tape, branch, "norm after the MLP", NORM, place=AFTER_MLP)
     tape.release(branch)
     made = op.add(tape, middle, normal, "block output", Site("residual addition", LAYER))
     tape.release(normal, middle)

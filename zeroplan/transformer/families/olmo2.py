@@ -1,7 +1,9 @@
 """Blocks of OLMo 2: norms after attention and after the MLP, and over queries and keys of all heads; positions in fp32."""
 
 from zeroplan.expr import Size
+from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
 from zeroplan.transformer.families.definition import ConfigKeys, Definition, Tables
@@ -20,6 +22,7 @@ ATTENTION = "transformers 5.23, models/olmo2/modeling_olmo2.py, Olmo2Attention.f
 MLP = "transformers 5.23, models/olmo2/modeling_olmo2.py, Olmo2MLP.forward"
 CAST = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_state.py, FSDPState._pre_forward"
 ROTARY = "transformers 5.23, models/olmo2/modeling_olmo2.py, Olmo2RotaryEmbedding.forward"
+AFTER_ATTENTION, AFTER_MLP = Place(At.NORM, Module.AFTER_ATTENTION_NORM), Place(At.NORM, Module.AFTER_MLP_NORM)
 NORM = NormAs(one_plus=False, wide=True, source="transformers 5.23, models/olmo2/modeling_olmo2.py, Olmo2RMSNorm.forward")
 
 
@@ -27,12 +30,12 @@ def olmo2(tape: Tape, given: Value, block: Block) -> Value:
     """One decoder layer; attention and MLP read the residual stream itself."""
     addition = Site("residual addition", LAYER)
     attended, weights = _attention(tape, given, block)
-    normal = op.rms_norm(tape, attended, "norm after attention", NORM)
+    normal = op.rms_norm(tape, attended, "norm after attention", NORM, place=AFTER_ATTENTION)
     tape.release(attended)
     middle = op.add(tape, given, normal, "residual stream between attention and MLP", addition)
     tape.release(normal)
     branch = gated_mlp(tape, middle, block, MLP)
-    normal = op.rms_norm(tape, branch, "norm after the MLP", NORM)
+    normal = op.rms_norm(tape, branch, "norm after the MLP", NORM, place=AFTER_MLP)
     tape.release(branch)
     made = op.add(tape, middle, normal, "block output", addition)
     tape.release(normal, middle)
@@ -43,13 +46,13 @@ def olmo2(tape: Tape, given: Value, block: Block) -> Value:
 
 def _attention(tape: Tape, given: Value, block: Block) -> Attended:
     bias = block.attention_bias
-    query = _normed(tape, given, q, "queries", bias=bias)
-    key = _normed(tape, given, k, "keys", bias=bias)
-    value = op.linear(tape, given, v, Site("v projection", ATTENTION), bias=bias)
+    query = _normed(tape, given, q, ("queries", Module.Q, Module.Q_NORM), bias=bias)
+    key = _normed(tape, given, k, ("keys", Module.K, Module.K_NORM), bias=bias)
+    value = op.linear(tape, given, v, Site("v projection", ATTENTION, Module.V), bias=bias)
     turned_query, turned_key = _turned(tape, query, key, block)
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(turned_query, turned_key, value, block.grouped, block.one_key))
-    made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c, bias=bias)
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION, Module.O), reads=c, bias=bias)
     tape.release(value, turned_query, turned_key, context)
     return Attended(made, weights)
 
@@ -71,10 +74,11 @@ def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, 
     return made
 
 
-def _normed(tape: Tape, given: Value, width: Size, name: str, *, bias: bool) -> Value:
+def _normed(tape: Tape, given: Value, width: Size, of: tuple[str, Module, Module], *, bias: bool) -> Value:
     """Queries or keys of all heads, normalised together."""
-    bare = op.linear(tape, given, width, Site(f"projection to {name}", ATTENTION), bias=bias)
-    made = op.rms_norm(tape, bare, f"norm of the {name}", NORM, weight=width)
+    name, linear, norm = of
+    bare = op.linear(tape, given, width, Site(f"projection to {name}", ATTENTION, linear), bias=bias)
+    made = op.rms_norm(tape, bare, f"norm of the {name}", NORM, weight=width, place=Place(At.NORM, norm))
     tape.release(bare)
     return made
 
