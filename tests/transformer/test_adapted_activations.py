@@ -14,6 +14,7 @@ pytest.importorskip("peft", reason="peft is not installed, and builds the adapte
 pytestmark = pytest.mark.torch
 
 from tests.causal_models import adapted_model, tiny_spec  # noqa: E402
+from tests.combined import combined
 from tests.transformer.autograd_runs import saved_bytes  # noqa: E402
 from zeroplan.ledger import total_bytes  # noqa: E402
 from zeroplan.spec.batch import BatchSpec  # noqa: E402
@@ -33,9 +34,7 @@ LABEL_WEIGHTS = 4
 """Bytes of their sum, which the account of the loss leaves out."""
 
 
-@pytest.mark.parametrize("targets", TARGETS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", ADAPTED_FAMILIES)
+@pytest.mark.parametrize(("family", "precision", "targets"), combined(ADAPTED_FAMILIES, tuple(PRECISIONS), TARGETS))
 def test_what_an_adapted_model_saves_is_what_autograd_saves(family: str, precision: str, targets: str):
     bare = tiny_spec(family, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=96)
     spec, compute = replace(bare, adapter=AdapterSpec(rank=4, targets=targets)), PRECISIONS[precision]
