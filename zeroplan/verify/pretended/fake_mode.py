@@ -9,7 +9,12 @@ from typing import cast
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+    in_kernel_invocation_manager,
+)
 
 _aten = torch.ops.aten
 #: Operators whose tensors are their first argument, or their first two, and that return one tensor beside them.
@@ -27,6 +32,8 @@ _NEW = frozenset({_aten.empty.memory_format, _aten.empty_strided.default})
 _CAT = _aten.cat.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _META = torch.device("meta")
+_GIVEN_A_STORAGE = frozenset({_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset})
+"""The cache would keep their storage alive: it is a part of the key."""
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -37,6 +44,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
     ) -> object:
         """Run an operator on fake tensors: the common ones at once, everything else as torch does."""
         options = kwargs or {}
+        if func in _GIVEN_A_STORAGE:
+            with disable_fake_tensor_cache(self):
+                return super().dispatch(func, types, args, options)
         if func in _NEW and isinstance(options.get("device"), torch.device):
             return self._new(func, args, options)
         if not options and (like := self._like(func, args)) is not None:
