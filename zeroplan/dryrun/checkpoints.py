@@ -31,6 +31,9 @@ _LONGEST_HEADER = 100_000_000
 """As safetensors has it. [bytes]"""
 
 
+_by_torch: Callable[[object, str], Any] = default_restore_location
+
+
 class _Stored:
     """What a function that is a ``map_location`` is given in place of a storage: it moves, and knows where it is."""
 
@@ -53,17 +56,17 @@ class _Stored:
 
 
 class _Asked(dict[str, str]):
-    """A ``map_location`` for every location of a file, by a function. As ``torch.load`` does it, each storage comes from the host."""
+    """A ``map_location`` for every location of a file, by a function. As in ``torch.load``, each storage comes from the host."""
 
     def __init__(self, function: Callable[[object, str], Any]) -> None:
         super().__init__()
         self._function = function
 
-    def get(self, location: str, default: object = None) -> str:  # type: ignore[override]  # noqa: ARG002
+    def get(self, location: str, default: object = None) -> str:  # noqa: ARG002
         """The device for one location; the function may leave it to torch."""
         stored = _Stored(torch.device("cpu"))
         found = self._function(stored, location)
-        return str((default_restore_location(stored, location) if found is None else found).device)
+        return str((_by_torch(stored, location) if found is None else found).device)
 
 
 def watch_loading(see: Callable[[torch.Tensor], None]) -> None:
