@@ -5,6 +5,7 @@ operator (torch 2.13, ``torch/_utils.py``, ``_restore_device_fake_mode``), so th
 function as ``map_location``, so the function is asked here.
 """
 
+import concurrent.futures
 import json
 import struct
 from collections.abc import Callable
@@ -19,14 +20,10 @@ from torch.serialization import default_restore_location
 
 from zeroplan.dryrun.patches import Patch
 from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.dryrun.without_bytes import DTYPES
 from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.replaced import put
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 _LONGEST_HEADER = 100_000_000
 """As safetensors has it. [bytes]"""
 
@@ -111,7 +108,7 @@ class _Slice:
         return self._dtype
 
     def __getitem__(self, index: object) -> torch.Tensor:
-        whole = torch.empty(self._shape, dtype=_DTYPES[self._dtype], device=self._device)  # type: ignore[call-overload]
+        whole = torch.empty(self._shape, dtype=DTYPES[self._dtype], device=self._device)  # type: ignore[call-overload]
         return whole[index]  # type: ignore[no-any-return]
 
 
@@ -176,8 +173,14 @@ def _distributed(module: ModuleType) -> None:
 
 
 def _saved_distributed(module: ModuleType) -> None:
-    saved = noting("distributed checkpoints", "nothing is written", always(None))
-    put(module, save=saved, async_save=saved)
+    what = ("distributed checkpoints", "nothing is written")
+
+    def begun(*_: object, **__: object) -> concurrent.futures.Future[None]:
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        done.set_result(None)
+        return done
+
+    put(module, save=noting(*what, always(None)), async_save=noting(*what, begun))
 
 
 PATCHES: dict[str, Patch] = {
