@@ -202,8 +202,12 @@ class CachingAllocator:
         for pool in self._pools.values():
             yield from pool.free
 
-    def release_cached(self) -> None:
-        """Give back to the driver what no block in use shares a segment with, or a page; what ``empty_cache`` does."""
+    def release_cached(self) -> list[Chunk]:
+        """Give back to the driver what no block in use shares a segment with, or a page; what ``empty_cache`` does.
+
+        Returns the segments that are gone, none with expandable segments, which shrink.
+        """
+        gone = []
         for pool in self._pools.values():
             for chunk in tuple(pool.free):
                 if self._expandable:
@@ -211,6 +215,8 @@ class CachingAllocator:
                 elif chunk.before is None and chunk.after is None:
                     pool.remove(chunk)
                     self.reserved_bytes -= chunk.size
+                    gone.append(chunk)
+        return gone
 
     def _pool(self, size: int, stream: int) -> _Pool:
         key = size <= _LARGEST_SMALL, stream

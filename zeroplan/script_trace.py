@@ -107,7 +107,10 @@ _TABLES = ("names", "modules", "lines", "groups")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(Spec):
-    """What was asked for and given back, in order. ``sources`` is the text of each of ``lines``, empty where it is not known."""
+    """What was asked for and given back, in order. ``sources`` is the text of each of ``lines``, empty where it is not known.
+
+    ``emptied`` has the moments at which the script had the allocator give back what was not in use (``torch.cuda.empty_cache``).
+    """
 
     moments: CountOrZero
     operations: tuple[str, ...]
@@ -119,6 +122,7 @@ class Trace(Spec):
     collectives: tuple[CollectiveRecorded, ...]
     blocks: Blocks
     operators: OperatorsRecorded | None = None
+    emptied: tuple[int, ...] = ()
 
     def check_rules(self) -> None:
         """Refuse a trace whose parts do not fit together."""
@@ -135,6 +139,7 @@ class Trace(Spec):
         starts = [span.start for span in self.spans]
         _demand(starts == sorted(starts) and _within(starts, self.moments), "the parts of the run are not in order")
         _demand(_within([one.moment for one in self.collectives], self.moments), "a collective is at no moment of the run")
+        _demand(_within(self.emptied, self.moments), "the cache was emptied at no moment of the run")
 
     @property
     def live(self) -> list[int]:

@@ -169,3 +169,40 @@ def test_the_trace_counts_every_kind_and_has_phases_and_collectives(folder: Path
     assert len(names["collectives"]) == len(trace.collectives)
     assert "backward, step 2" in names["phases"]
     assert "request or release" in next(event["args"]["name"] for event in events if event["name"] == "process_name")
+
+
+EMPTIES = """
+import torch
+network = torch.nn.Linear(1024, 1024, device="cuda")
+optimizer = torch.optim.SGD(network.parameters())
+large = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+del large
+torch.cuda.empty_cache()
+torch.cuda.empty_cache()
+for _ in range(3):
+    network(torch.ones(4, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    large = torch.empty(32 << 20, dtype=torch.uint8, device="cuda")
+    del large
+    torch.cuda.empty_cache()
+"""
+
+
+def test_segments_that_the_script_gives_back_are_gone_from_the_snapshot(tmp_path: Path):
+    (tmp_path / "empties.py").write_text(EMPTIES)
+    done = dry_run("--snapshot", "run.pickle", "--save", "run.gz", "--", "empties.py", folder=tmp_path)
+    assert done.code == 0, done.errors
+    trace = read_saved(tmp_path / "run.gz").trace
+    assert trace is not None
+    assert len(trace.emptied) == 4
+    data = snapshot(trace)
+    given_back = [entry["size"] for entry in data["device_traces"][0] if entry["action"] == "segment_free"]
+    assert [size for size in given_back if size >= 32 << 20] == [64 << 20, 32 << 20, 32 << 20]
+    taken = sum(entry["size"] for entry in data["device_traces"][0] if entry["action"] == "segment_alloc")
+    standing = sum(segment["total_size"] for segment in data["segments"])
+    assert standing == taken - sum(given_back)
+    found = diagnose(read_snapshot(tmp_path / "run.pickle"))
+    assert found.replayed is not None
+    assert found.replayed.alike == found.replayed.requests
+    assert found.replayed.reserved_bytes == found.reserved_bytes == standing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +13,7 @@ from zeroplan.catalog.config import model_from_config
 from zeroplan.spec.batch import BatchSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")
@@ -36,7 +36,68 @@ def test_it_is_alive_beside_what_the_kernel_returns(tmp_path: Path):
     tensor = 2 * 2 * 4 * 1000 * 64
     scratch = 4 * 2 * 4 * 1024 * (64 + 1)
     rows = 4 * 2 * 4 * 1000
-    assert backward["peak_bytes"] == pytest.approx(7 * tensor + rows + scratch, rel=0.001)  # the sum's gradient has no bytes
+    copied = 2 * tensor  # the output, whose heads come first as the queries' do, and the sum's gradient, which has no bytes
+    assert backward["peak_bytes"] == pytest.approx(7 * tensor + rows + scratch + copied, rel=0.001)
+
+
+def test_the_output_and_its_gradient_are_copied_where_their_heads_come_before_their_tokens():
+    from zeroplan.dryrun.scratch import SCRATCH
+
+    by_heads, by_tokens = (SCRATCH[one] for one in _FLASH)
+    heads_first = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16)
+    tokens_first = torch.empty(2, 100, 4, 64, dtype=torch.bfloat16)
+    n_bytes = 2 * tokens_first.numel()
+    of_sdpa = {"first": heads_first, "second": tokens_first.transpose(1, 2)}
+    of_flash = {"first": heads_first.transpose(1, 2), "second": tokens_first}
+
+    def taken(kernel: Callable[[Sequence[object]], int], tensors: dict[str, Any], gradient: str, out: str) -> int:
+        query = tensors["second"]
+        return kernel((tensors[gradient], query, query, query, tensors[out], None, None))
+
+    for kernel, tensors in ((by_heads, of_sdpa), (by_tokens, of_flash)):
+        none = taken(kernel, tensors, "second", "second")
+        assert taken(kernel, tensors, "first", "second") == none + n_bytes
+        assert taken(kernel, tensors, "second", "first") == none + n_bytes
+        assert taken(kernel, tensors, "first", "first") == none + 2 * n_bytes
+
+
+COPIED = """
+import torch, transformers, zeroplan.dryrun.scratch as scratch
+flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+counted = scratch.SCRATCH[flash]
+def told(args):
+    print("contiguous", [args[at].transpose(1, 2).is_contiguous() for at in (0, 4)])
+    return counted(args)
+scratch.SCRATCH[flash] = told
+config = transformers.{config}(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
+    max_position_embeddings=64, pad_token_id=0, attention_dropout=0.0)
+model = transformers.AutoModelForCausalLM.from_config(config).cuda().bfloat16()
+optimizer = torch.optim.SGD(model.parameters())
+tokens = torch.zeros(2, 48, dtype=torch.int64, device="cuda")
+for _ in range(3):
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("config", "out"), [("LlamaConfig", True), ("Qwen3Config", True), ("GPTNeoXConfig", False), ("Phi3Config", False)]
+)
+def test_a_llama_copies_nothing_and_models_that_join_rotated_parts_copy_the_output(tmp_path: Path, config: str, *, out: bool):
+    """Joining puts the heads of queries before their tokens. The output has the order of the queries."""
+    pytest.importorskip("transformers")
+    (tmp_path / "model.py").write_text(COPIED.replace("{config}", config))
+    run = dry_run("--", "model.py", folder=tmp_path, flags=("--json",))
+    assert run.answer["steps"]
+    assert {line for line in run.errors.splitlines() if line.startswith("contiguous")} == {f"contiguous [True, {out}]"}
+
+
+@pytest.mark.parametrize(("size", "columns"), [(128, 128), (136, 192), (192, 192), (200, 256)])
+def test_heads_larger_than_128_are_filled_up_to_a_multiple_of_64(size: int, columns: int):
+    from zeroplan.dryrun.scratch import flash_scratch_bytes
+
+    assert flash_scratch_bytes(128, 1, size, key_rows=128, key_heads=1, element=2) == 4 * 128 * (columns + 1)
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
@@ -56,8 +117,10 @@ def test_it_is_what_the_estimate_says(sequences: int, length: int, size: int, ke
     known = int(flash_scratch(grouped=x.key != x.query).value(quantities(x, 0)))
     query, key = (torch.empty(sequences, heads, length, size, dtype=torch.bfloat16) for heads in (4, key_heads))
     by_heads, by_tokens = (SCRATCH[one] for one in _FLASH)
-    assert by_heads((None, query, key)) == known
-    assert by_tokens((None, query.transpose(1, 2), key.transpose(1, 2), None, None, None, None)) == known
+    in_order = torch.empty(sequences, length, 4, size, dtype=torch.bfloat16)
+    of_heads = in_order.transpose(1, 2)
+    assert by_heads((of_heads, query, key, key, of_heads)) == known
+    assert by_tokens((in_order, query.transpose(1, 2), key.transpose(1, 2), key, in_order, None, None)) == known
 
 
 def test_packed_sequences_are_128_rows_apart():
@@ -65,7 +128,7 @@ def test_packed_sequences_are_128_rows_apart():
 
     packed = SCRATCH[_FLASH[1]]
     tokens, starts = torch.empty(300, 4, 64, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32)
-    assert packed((None, tokens, tokens, None, None, None, starts)) == 4 * (300 + 3 * 128) * 4 * (64 + 1)
+    assert packed((tokens, tokens, tokens, tokens, tokens, None, starts)) == 4 * (300 + 3 * 128) * 4 * (64 + 1)
 
 
 MASKED = ATTENTION.replace("is_causal=True", "attn_mask=mask").replace(

@@ -1,29 +1,95 @@
 """Checkpoints without their bytes: names, shapes and dtypes are read, and saving writes nothing.
 
-``torch.load`` needs nothing: under a mode of fake tensors torch reads the pickle and leaves the storages in the file.
+Under a mode of fake tensors ``torch.load`` reads the pickle and leaves the storages in the file. It makes the tensors without any
+operator (torch 2.13, ``torch/_utils.py``, ``_restore_device_fake_mode``), so their memory is reported here, and it takes no
+function as ``map_location``, so the function is asked here.
 """
 
+import concurrent.futures
 import json
 import struct
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.futures import Future
+from torch.serialization import default_restore_location
 
 from zeroplan.dryrun.patches import Patch
 from zeroplan.dryrun.stood_in import note, noting
+from zeroplan.dryrun.without_bytes import DTYPES
 from zeroplan.verify.fake_cuda.torch_cuda import always
 from zeroplan.verify.replaced import put
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 _LONGEST_HEADER = 100_000_000
 """As safetensors has it. [bytes]"""
+
+
+_by_torch: Callable[[object, str], Any] = default_restore_location
+
+
+class _Stored:
+    """What a function that is a ``map_location`` is given in place of a storage: it moves, and knows where it is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def cuda(self, device: Any = None, **_: object) -> "_Stored":  # noqa: ANN401  as torch has it
+        """On a GPU, by default the current one."""
+        if device is None or isinstance(device, int):
+            device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+        return self.to(device=device)
+
+    def cpu(self) -> "_Stored":
+        """On the host."""
+        return self.to(device="cpu")
+
+    def to(self, *, device: Any, **_: object) -> "_Stored":  # noqa: ANN401
+        """On a device."""
+        return _Stored(torch.device(device))
+
+
+class _Asked(dict[str, str]):
+    """A ``map_location`` for every location of a file, by a function. As in ``torch.load``, each storage comes from the host."""
+
+    def __init__(self, function: Callable[[object, str], Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def get(self, location: str, default: object = None) -> str:  # noqa: ARG002
+        """The device for one location; the function may leave it to torch."""
+        stored = _Stored(torch.device("cpu"))
+        found = self._function(stored, location)
+        return str((_by_torch(stored, location) if found is None else found).device)
+
+
+def watch_loading(see: Callable[[torch.Tensor], None]) -> None:
+    """Have ``torch.load`` report every tensor that it has made, and take a function as ``map_location``.
+
+    A checkpoint that is read with ``mmap`` onto the host stays in its file, and is not reported.
+    """
+    load: Callable[..., object] = torch.load
+    restore: Callable[[torch.Tensor], torch.Tensor] = torch._utils._restore_device_fake_mode
+    mapped = False
+
+    def restored(tensor: torch.Tensor) -> torch.Tensor:
+        found = restore(tensor)
+        if not mapped or found.device.type != "cpu":
+            see(found)
+        return found
+
+    @wraps(load)
+    def loads(f: object, map_location: object = None, *args: object, **kwargs: object) -> object:
+        nonlocal mapped
+        mapped = bool(kwargs.get("mmap"))
+        note("torch.load", "names, shapes and dtypes are read, and no weights")
+        return load(f, _Asked(map_location) if callable(map_location) else map_location, *args, **kwargs)
+
+    put(torch._utils, _restore_device_fake_mode=restored)
+    put(torch, load=loads)
 
 
 _NOT_SAVED = noting("safetensors files", "nothing is written", always(None))
@@ -42,7 +108,7 @@ class _Slice:
         return self._dtype
 
     def __getitem__(self, index: object) -> torch.Tensor:
-        whole = torch.empty(self._shape, dtype=_DTYPES[self._dtype], device=self._device)  # type: ignore[call-overload]
+        whole = torch.empty(self._shape, dtype=DTYPES[self._dtype], device=self._device)  # type: ignore[call-overload]
         return whole[index]  # type: ignore[no-any-return]
 
 
@@ -107,8 +173,14 @@ def _distributed(module: ModuleType) -> None:
 
 
 def _saved_distributed(module: ModuleType) -> None:
-    saved = noting("distributed checkpoints", "nothing is written", always(None))
-    put(module, save=saved, async_save=saved)
+    what = ("distributed checkpoints", "nothing is written")
+
+    def begun(*_: object, **__: object) -> concurrent.futures.Future[None]:
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        done.set_result(None)
+        return done
+
+    put(module, save=noting(*what, always(None)), async_save=noting(*what, begun))
 
 
 PATCHES: dict[str, Patch] = {

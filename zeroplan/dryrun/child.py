@@ -125,6 +125,7 @@ class _Run:
         process_group.make_groups_fake()
         launchers.run_ranks_here(task)
         torch_around.change_torch(self.stand_ins)
+        checkpoints.watch_loading(self.tracker.see_loaded)
         self._compile(task)
         AfterImport(
             checkpoints.PATCHES | bitsandbytes.PATCHES | generation.PATCHES | megatron.patches(self.loop) | pipelining.PATCHES

@@ -1,7 +1,10 @@
 """Where a script saves: state dicts, and what writes them. Nothing is written, and files from before the run stay."""
 
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,7 +13,9 @@ from torch.optim.optimizer import Optimizer
 
 from zeroplan.dryrun.loop import Loop
 from zeroplan.dryrun.patches import Patch
-from zeroplan.dryrun.unwritten import Unwritten
+from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.unwritten import Unwritten, folder_read
+from zeroplan.dryrun.without_bytes import write_module, write_pickle, write_safetensors
 from zeroplan.ledger import Beside
 from zeroplan.verify.replaced import put
 
@@ -33,13 +38,22 @@ def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
         put(owner, **{name: loop.saving(getattr(owner, name), writes=True) for name in names if hasattr(owner, name)})
 
     def safetensors(module: ModuleType) -> None:
-        put(module, save_file=unwritten.saves(module.save_file, name="filename"))
-        put(module, save_model=unwritten.saves(module.save_model, name="filename"))
+        put(module, save_file=unwritten.saves(module.save_file, name="filename", write=write_safetensors))
+        put(module, save_model=unwritten.saves(module.save_model, name="filename", write=write_module))
         writes(module, "save_file", "save_model")
 
     def distributed(module: ModuleType) -> None:
-        put(module, save=unwritten.saves(module.save, name="checkpoint_id"))
+        for name in ("save", "async_save"):
+            if hasattr(module, name):
+                put(module, **{name: unwritten.saves_folder(getattr(module, name), ".metadata", "__0_0.distcp")})
         writes(module, "save", "async_save")
+
+    def loaded(module: ModuleType) -> None:
+        put(module, load=_loads_again(module.load, unwritten))
+
+    def checkpoint(module: ModuleType) -> None:
+        distributed(module)
+        loaded(module)
 
     def state_dicts(module: ModuleType) -> None:
         gathers(module, *_STATE_DICTS)
@@ -50,13 +64,14 @@ def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
     put(FullyShardedDataParallel,
         **{name: staticmethod(loop.saving(getattr(FullyShardedDataParallel, name))) for name in _OF_FSDP1})  # fmt: skip
     unwritten.watch()
-    put(torch, save=unwritten.saves(torch.save))
+    put(torch, save=unwritten.saves(torch.save, write=write_pickle), load=unwritten.loads(torch.load))
     writes(torch, "save")
     return {
         "safetensors.torch": safetensors,
         "torch.distributed.checkpoint.state_dict": state_dicts,
         "torch.distributed.checkpoint.state_dict_saver": distributed,
-        "torch.distributed.checkpoint": distributed,
+        "torch.distributed.checkpoint.state_dict_loader": loaded,
+        "torch.distributed.checkpoint": checkpoint,
         "deepspeed.runtime.engine": lambda module: writes(module.DeepSpeedEngine, *_OF_DEEPSPEED),
         "transformers.modeling_utils": lambda module: writes(module.PreTrainedModel, "save_pretrained"),
         "accelerate.accelerator": lambda module: writes(module.Accelerator, "save_state"),
@@ -64,3 +79,20 @@ def watch(loop: Loop, aside: Path) -> dict[str, Patch]:
             module.GenerationMixin, generate=loop.during(Beside.GENERATION, module.GenerationMixin.generate)
         ),
     }
+
+
+def _loads_again(load: Callable[..., object], unwritten: Unwritten) -> Callable[..., object]:
+    """``torch.distributed.checkpoint.load`` of what this run saved: tensors are loaded in place, so all stays as it is."""
+
+    @wraps(load)
+    def loads(state_dict: dict[str, Any], **kwargs: Any) -> object:  # noqa: ANN401
+        folder = folder_read(kwargs)
+        if folder is None or not unwritten.has_saved(Path(folder, ".metadata")):
+            return load(state_dict, **kwargs)
+        note("distributed checkpoints", "what this run saved is there as it was")
+        for one in state_dict.values():
+            if hasattr(one, "load_state_dict") and hasattr(one, "state_dict"):
+                one.load_state_dict(one.state_dict())
+        return None
+
+    return loads

@@ -2,7 +2,9 @@
 
 Source of flash attention's backward: torch 2.13, ``aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp``, ``mha_bwd``
 and ``mha_varlen_bwd``: an fp32 accumulator of the queries' gradient and a sum per row, both filled up to blocks of 128 rows, heads
-to a multiple of 32; where queries share heads of keys and values, the gradients of these for every head of the queries.
+to a multiple of 32, those larger than 128 to a multiple of 64; where queries share heads of keys and values, the gradients of
+these for every head of the queries. Before it, ``cuda/attention_backward.cu`` (``_flash_attention_backward``) copies the output
+and its gradient where either is not contiguous in the order of tokens, heads and head size.
 
 Source of the memory-efficient kernel: torch 2.13, ``cuda/mem_eff_attention/kernel_backward.h`` (``workspace_size``) and
 ``kernels/cutlassB.h`` (blocks by head size), ``cuda/attention_backward.cu`` (``delta``, keys split, the gradient made contiguous),
@@ -21,8 +23,8 @@ from torch._ops import OpOverload
 
 from zeroplan.numeric import ceil_div
 
-_ROWS, _COLUMNS, _FP32 = 128, 32, 4
-_QUERY, _KEY, _STARTS = 1, 2, 6
+_ROWS, _FP32 = 128, 4
+_GRADIENT, _QUERY, _KEY, _OUT, _STARTS = 0, 1, 2, 4, 6
 """Where both operators have them."""
 _PACKED = 3
 """Dimensions of all tokens, heads and head size."""
@@ -34,15 +36,16 @@ def flash_scratch_bytes(rows: int, heads: int, size: int, *, key_rows: int, key_
     >>> flash_scratch_bytes(256, 4, 64, key_rows=200, key_heads=4, element=2) == 4 * 256 * 4 * (64 + 1)
     True
     """
-    taken = _FP32 * rows * heads * (-(-size // _COLUMNS) * _COLUMNS + 1)
+    columns = 32 if size <= 128 else 64
+    taken = _FP32 * rows * heads * (ceil_div(size, columns) * columns + 1)
     return taken + (2 * element * key_rows * heads * size if key_heads != heads else 0)
 
 
 def _of_sdpa(args: Sequence[object]) -> int:
     """Of tensors of sequences, heads, tokens and head size."""
-    query, key = (cast("torch.Tensor", args[at]) for at in (_QUERY, _KEY))
+    gradient, query, key, out = (cast("torch.Tensor", args[at]) for at in (_GRADIENT, _QUERY, _KEY, _OUT))
     sequences, heads, length, size = query.shape
-    return flash_scratch_bytes(
+    return _copied_bytes(gradient.transpose(1, 2), out.transpose(1, 2)) + flash_scratch_bytes(
         sequences * -(-length // _ROWS) * _ROWS, heads, size,
         key_rows=sequences * key.size(2), key_heads=key.size(1), element=query.element_size(),
     )  # fmt: skip
@@ -50,7 +53,7 @@ def _of_sdpa(args: Sequence[object]) -> int:
 
 def _of_flash(args: Sequence[object]) -> int:
     """Of tensors of sequences, tokens, heads and head size; or of all tokens, heads and head size, with where sequences start."""
-    query, key = (cast("torch.Tensor", args[at]) for at in (_QUERY, _KEY))
+    gradient, query, key, out = (cast("torch.Tensor", args[at]) for at in (_GRADIENT, _QUERY, _KEY, _OUT))
     starts = cast("torch.Tensor | None", args[_STARTS])
     heads, size = query.shape[-2:]
     tokens, key_rows = (one.numel() // one.size(-1) // one.size(-2) for one in (query, key))
@@ -58,7 +61,14 @@ def _of_flash(args: Sequence[object]) -> int:
         rows = tokens + _ROWS * (starts.numel() - 1)
     else:
         rows = query.size(0) * -(-query.size(1) // _ROWS) * _ROWS
-    return flash_scratch_bytes(rows, heads, size, key_rows=key_rows, key_heads=key.size(-2), element=query.element_size())
+    return _copied_bytes(gradient, out) + flash_scratch_bytes(
+        rows, heads, size, key_rows=key_rows, key_heads=key.size(-2), element=query.element_size()
+    )
+
+
+def _copied_bytes(*tensors: torch.Tensor) -> int:
+    """What copies of those tensors take that are not contiguous. [bytes]"""
+    return sum(one.numel() * one.element_size() for one in tensors if not one.is_contiguous())
 
 
 class _Blocks(NamedTuple):
@@ -137,8 +147,7 @@ def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, heads
 def _of_efficient_backward(args: Sequence[object], *, dropout_at: int, heads_first: bool) -> int:
     gradient, query, key, value = (cast("torch.Tensor", one) for one in args[:4])
     dropout = bool(args[dropout_at]) if len(args) > dropout_at else False
-    in_order = (gradient.transpose(1, 2) if heads_first else gradient).is_contiguous()
-    return (0 if in_order else gradient.numel() * gradient.element_size()) + efficient_backward_bytes(
+    return _copied_bytes(gradient.transpose(1, 2) if heads_first else gradient) + efficient_backward_bytes(
         _heads(query, key, value, heads_first=heads_first), half=query.element_size() == 2, dropout=dropout,
         capability=torch.cuda.get_device_capability(),
     )  # fmt: skip

@@ -33,7 +33,7 @@ def change_torch(stand_ins: StandIns) -> None:
     _let_values_be_read(stand_ins)
     _load_in_this_process()
     _leave_out_randomness()
-    put(torch, save=noting("torch.save", "nothing is written", always(None)), load=_loads(torch.load))
+    put(torch, save=noting("torch.save", "nothing is written", always(None)))
     put(
         torch.amp.GradScaler,
         _maybe_opt_step=noting("the gradient scaler's overflow check", "every step is taken", _take_the_step),
@@ -245,11 +245,6 @@ def leave_out_compilation(why: str) -> None:
 
 def _as_they_are(callables: object, *_: object, **__: object) -> object:
     return callables
-
-
-def _loads(load: Callable[..., object]) -> Callable[..., object]:
-    """``torch.load`` needs no change: with fake tensors it reads the pickle and leaves the storages in the file."""
-    return noting("torch.load", "names, shapes and dtypes are read, and no weights", load)
 
 
 def _take_the_step(_: object, optimizer: Any, _state: object, *args: object, **kwargs: object) -> object:  # noqa: ANN401

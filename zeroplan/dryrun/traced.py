@@ -44,6 +44,7 @@ def trace_of(
         collectives=_collectives(recording),
         blocks=blocks,
         operators=operators,
+        emptied=recording.emptied,
     )
 
 

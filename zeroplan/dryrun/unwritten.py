@@ -2,26 +2,41 @@
 
 A script often saves to a temporary name and then moves that file to its place (``os.replace``). A dry run has written no such
 file. Its name moves, and whatever the script had there before the run stays. A file from before the run that the script opens to
-write it anew is written elsewhere, in a folder that goes with the run.
+write or append is written elsewhere, in a folder that goes with the run. There, too, is a file for each that was saved: as large,
+with everything but the numbers of its tensors. The script reads it under the name that it saved to.
 """
 
 import builtins
+import errno
 import io
 import os
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from zeroplan.dryrun.listing import lists, scans
 from zeroplan.dryrun.stood_in import note
+from zeroplan.dryrun.without_bytes import Write, write_pickle
+from zeroplan.errors import SpecError
 from zeroplan.verify.replaced import put
+
+_LARGEST_BUFFER = 1 << 28
+"""What is saved into a buffer in host memory is written as zeros up to this size. [bytes]"""
+
+
+class _Saved(NamedTuple):
+    """A file in the place of one that a script saved. It is as large, and can be read unless its content could not be written."""
+
+    file: str
+    can_be_read: bool = True
 
 
 class Unwritten:
@@ -33,10 +48,10 @@ class Unwritten:
 
     def __init__(self, saves_now: Callable[[], bool], aside: Path) -> None:
         self._saves_now, self._aside, self._began = saves_now, aside, time.time()
-        self._saved: dict[str, int] = {}
-        """The bytes that each would have."""
+        self._saved: dict[str, _Saved] = {}
         self._kept: set[str] = set()
-        self._stat = os.stat
+        self._stat, self._scan, self._remove = os.stat, os.scandir, os.remove
+        self._made = 0
         self._elsewhere: dict[str, str] = {}
         """Where files from before the run are written anew."""
 
@@ -45,60 +60,159 @@ class Unwritten:
         opens = self._opens(io.open)
         put(builtins, open=opens)
         put(io, open=opens)
-        put(os, stat=self._states(os.stat))
+        put(os, stat=self._states(os.stat), lstat=self._states(os.lstat))
+        put(os, listdir=lists(os.listdir, self._names_in), scandir=scans(os.scandir, self._names_in))
         put(os, remove=self._deletes(os.remove), unlink=self._deletes(os.unlink))
         put(shutil, rmtree=self._deletes(shutil.rmtree))
         put(os, rename=self._moves(os.rename), replace=self._moves(os.replace))
         put(os, link=self._copies(os.link), symlink=self._makes(os.symlink, 1), mkdir=self._makes(os.mkdir, 0))
         put(shutil, copyfile=self._copies(shutil.copyfile), copy=self._copies(shutil.copy), copy2=self._copies(shutil.copy2))
+        put(shutil, copytree=_copies_by(shutil.copytree))
 
-    def saves(self, save: Callable[..., object], *, at: int = 1, name: str = "f") -> Callable[..., object]:
-        """Return a function that saves nothing; its target, an argument by place or name, counts as saved where it is a path."""
+    def saves(self, save: Callable[..., object], *, name: str = "f", write: Write) -> Callable[..., object]:
+        """Return a function that saves nothing; its target, the second argument, counts as saved where it is a path.
+
+        ``write`` writes everything but the numbers of tensors.
+        """
 
         @wraps(save)
-        def saved(*args: object, **kwargs: object) -> object:
-            target = args[at] if len(args) > at else kwargs.get(name)
-            if (path := _whole(target)) is not None:
-                self._saved[path] = _bytes_saved(args[0] if args else next(iter(kwargs.values())))
+        def saved(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401
+            target = args[1] if len(args) > 1 else kwargs.get(name)
+            rest = {key: value for key, value in kwargs.items() if key != name}
+            what = args[0] if args else rest.pop(next(iter(rest)))
+            if isinstance(target, io.BytesIO):
+                _fill(target, what)
+            elif (path := self._path_of(target)) is not None:
+                stands = self._stand_in_file(path, what, lambda file: write(what, file, *args[2:], **rest))
+                self._take(path, stands, opened=_whole(target) is None)
             return save(*args, **kwargs)
 
         return saved
+
+    def saves_folder(self, save: Callable[..., object], *files: str) -> Callable[..., object]:
+        """Return a function that saves nothing: its folder is there, and so are some files, which nobody can read."""
+
+        @wraps(save)
+        def saved(*args: object, **kwargs: Any) -> object:  # noqa: ANN401
+            if (folder := _folder_of(kwargs, "storage_writer")) is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                for file in files:
+                    Path(stands := self._new_file(file)).touch()
+                    self._take(str(Path(folder) / file), _Saved(stands, can_be_read=False))
+            return save(*args, **kwargs)
+
+        return saved
+
+    def has_saved(self, path: "str | Path") -> bool:
+        """Whether a file was saved in this run without being written."""
+        whole = _whole(path)
+        return whole is not None and self._is_unwritten(whole)
+
+    def loads(self, load: Callable[..., object]) -> Callable[..., object]:
+        """``torch.load`` of a file that was saved in this run. It hands the name to C++ where it maps the file."""
+
+        @wraps(load)
+        def loaded(f: object, *args: object, **kwargs: object) -> object:
+            path = _whole(f)
+            return load(f if path is None or not self._is_unwritten(path) else self._readable(path), *args, **kwargs)
+
+        return loaded
+
+    def _path_of(self, target: object) -> str | None:
+        """Where a target is a file of its own: its absolute path. A file that is open for writing has nothing in it yet."""
+        path = _whole(target)
+        if path is not None or not isinstance(name := getattr(target, "name", None), str):
+            return path
+        back = {elsewhere: path for path, elsewhere in self._elsewhere.items()}
+        target.flush()  # type: ignore[attr-defined]  # a file has it
+        return None if self._size(name) else back.get(name, str(Path(name).absolute()))
+
+    def _new_file(self, path: str) -> str:
+        """A file of ours with the name of another, which torch writes into it."""
+        self._made += 1
+        folder = self._aside / str(self._made)
+        folder.mkdir(parents=True)
+        return str(folder / Path(path).name)
+
+    def _stand_in_file(self, path: str, what: object, write: Callable[[str], None]) -> _Saved:
+        """Write what stands for a saved file. What cannot be written is as large as its tensors."""
+        file = self._new_file(path)
+        try:
+            write(file)
+        except Exception:  # noqa: BLE001  whatever a script saves: only who reads it again is told
+            with Path(file).open("wb") as out:
+                out.truncate(_bytes_saved(what))
+            return _Saved(file, can_be_read=False)
+        return _Saved(file)
+
+    def _take(self, path: str, saved: _Saved, *, opened: bool = False) -> None:
+        """Have a file count as saved. What the script itself wrote there in this run is gone, unless it has it open."""
+        if not opened:
+            self._remove_new(path)
+        self._elsewhere.pop(path, None)
+        self._saved[path] = saved
+
+    def _remove_new(self, path: str) -> None:
+        """Delete a file that the script wrote in this run."""
+        if self._is_there(path) and not self._is_older(path):
+            self._remove(path)
+
+    def _readable(self, path: str) -> str:
+        """The file that stands for one that was saved."""
+        saved = self._saved[path]
+        if not saved.can_be_read:
+            raise SpecError(
+                f"{path} was saved in this run, and a dry run could not keep what is in it; leave reading it out, or read a "
+                f"checkpoint from before the run"
+            )
+        note("reading of saved files", "names, shapes and dtypes are those that were saved; no numbers are in them")
+        return saved.file
+
+    def _names_in(self, folder: object) -> list[str]:
+        """The saved files of a folder that are not really there."""
+        whole = None if isinstance(folder, bytes) else _whole("." if folder is None else folder)
+        return [] if whole is None else [
+            Path(path).name for path in self._saved if str(Path(path).parent) == whole and not self._is_there(path)
+        ]  # fmt: skip
 
     def _states(self, state: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
         """Files that were saved are there, as ``os.path.exists`` and ``getsize`` and ``pathlib`` see them."""
 
         @wraps(state)
         def stated(path: object, *args: Any, **kwargs: Any) -> os.stat_result:  # noqa: ANN401
-            try:
+            whole = _whole(path, **kwargs) if self._saved else None
+            if whole is None or not self._is_unwritten(whole):
                 return state(path, *args, **kwargs)
-            except FileNotFoundError:
-                whole = _whole(path, **kwargs)
-                if whole is None or whole not in self._saved:
-                    raise
-                note("sizes of saved files", "the bytes of the tensors that would be in them")
-                now = int(time.time())
-                return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, self._saved[whole], now, now, now))
+            return self._stat(self._saved[whole].file)
 
-        self._stat = state
         return stated
 
     def _opens(self, opened: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(opened)
         def opens(file: object, mode: str = "r", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-            if self._elsewhere or "w" in mode:
-                file = self._elsewhere_where_older(file, mode)
+            if self._saved or self._elsewhere or "w" in mode or "a" in mode:
+                file = self._opened_instead(file, mode)
             return opened(file, mode, *args, **kwargs)
 
         return opens
 
-    def _elsewhere_where_older(self, file: object, mode: str) -> object:
-        """Return the file that a script gets, which empties none from before the run."""
+    def _opened_instead(self, file: object, mode: str) -> object:
+        """Return the file that a script gets: what stands for a saved one, and none from before the run to write to."""
         path = _whole(file)
         if path is None:
             return file
-        if "w" in mode and path not in self._elsewhere and Path(path).is_file() and self._is_older(path):
-            self._aside.mkdir(exist_ok=True)
-            self._elsewhere[path] = str(self._aside / str(len(self._elsewhere)))
+        if self._is_unwritten(path):
+            if "x" in mode:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            if "w" not in mode:
+                return self._readable(path)
+            del self._saved[path]
+        adds, anew = "a" in mode, "w" in mode
+        if (adds or anew) and path not in self._elsewhere and self._is_there(path) and self._is_older(path):
+            elsewhere = self._new_file(path)
+            if adds:
+                shutil.copyfile(path, elsewhere)
+            self._elsewhere[path] = elsewhere
             note("writing over files from before this run", "they stay; what is written goes to temporary files")
         return self._elsewhere.get(path, file)
 
@@ -110,6 +224,7 @@ class Unwritten:
                 delete(path, *args, **kwargs)
             elif self._is_unwritten(whole):
                 self._saved.pop(whole)
+                self._remove_new(whole)
             elif self._stays(whole):
                 self._kept.add(whole)
             else:
@@ -126,7 +241,10 @@ class Unwritten:
             if here is None or there is None:
                 move(source, target, **kwargs)
             elif self._is_unwritten(here) or self._stays(here) or there in self._kept:
-                self._saved[there] = self._saved.pop(here) if here in self._saved else self._size(here)
+                unwritten = self._is_unwritten(here)
+                self._take(there, self._saved.pop(here) if unwritten else _Saved(here))
+                if unwritten:
+                    self._remove_new(here)
                 note("moving of saved files", "their names move, and files from before this run stay")
             else:
                 move(source, target, **kwargs)
@@ -142,7 +260,7 @@ class Unwritten:
             if here is None or there is None or not self._is_unwritten(here):
                 return copy(source, target, *args, **kwargs)
             into_folder = Path(there).is_dir()
-            self._saved[str(Path(there, Path(here).name)) if into_folder else there] = self._saved[here]
+            self._take(str(Path(there, Path(here).name)) if into_folder else there, self._saved[here])
             note("copying of saved files", "nothing is written")
             return target
 
@@ -167,12 +285,13 @@ class Unwritten:
         return True
 
     def _is_unwritten(self, path: str) -> bool:
-        """Whether a path was saved, and not written since by the script itself."""
-        return path in self._saved and (not self._is_there(path) or self._is_older(path))
+        """Whether a path was saved, and not written since by the script itself. A file that it had opened for it is empty."""
+        return path in self._saved and (not self._is_there(path) or not self._size(path) or self._is_older(path))
 
-    def _is_there(self, path: str) -> bool:
+    def _is_there(self, path: str, kind: Callable[[int], bool] = stat.S_ISREG) -> bool:
+        """Whether a file is really there, or something of another kind."""
         with suppress(OSError):
-            return stat.S_ISREG(self._stat(path).st_mode)
+            return kind(self._stat(path).st_mode)
         return False
 
     def _size(self, path: str) -> int:
@@ -181,9 +300,16 @@ class Unwritten:
         return 0
 
     def _is_older(self, path: str) -> bool:
-        whole = Path(path)
-        files = [whole, *whole.rglob("*")] if whole.is_dir() else [whole]
-        return any(file.is_file() and file.stat().st_mtime < self._began for file in files)
+        """Whether a file is from before the run, or a folder has one that is."""
+        return any(self._stat(file).st_mtime < self._began for file in self._files(path) if self._is_there(file))
+
+    def _files(self, path: str) -> Iterator[str]:
+        if not self._is_there(path, stat.S_ISDIR):
+            yield path
+            return
+        with self._scan(path) as entries:
+            for entry in entries:
+                yield from self._files(entry.path) if entry.is_dir(follow_symlinks=False) else (entry.path,)
 
     def _within(self, folder: str) -> list[str]:
         return [path for path in self._saved if path.startswith(folder + os.sep)]
@@ -196,6 +322,36 @@ def _bytes_saved(what: object) -> int:
         one.untyped_storage()._cdata: one.untyped_storage() for one in tree_leaves(held) if isinstance(one, torch.Tensor)
     }
     return sum(one.nbytes() for one in storages.values())
+
+
+def _fill(buffer: io.BytesIO, what: object) -> None:
+    """Write into a buffer in host memory what can be read from it again, unless it is large."""
+    if _bytes_saved(what) <= _LARGEST_BUFFER:
+        with suppress(Exception):  # what cannot be pickled leaves it empty
+            write_pickle(what, buffer)
+
+
+def _folder_of(options: dict[str, Any], through: str) -> str | None:
+    """The folder of a distributed checkpoint: its name, or that of the reader or writer that is given."""
+    given = options.get("checkpoint_id") or getattr(options.get(through), "path", None)
+    return None if given is None or "://" in str(given) else _whole(given)
+
+
+def folder_read(options: dict[str, Any]) -> str | None:
+    """The folder that ``torch.distributed.checkpoint.load`` reads."""
+    return _folder_of(options, "storage_reader")
+
+
+def _copies_by(copytree: Callable[..., object]) -> Callable[..., object]:
+    """``shutil.copytree`` copies by the function that ``shutil.copy2`` is now."""
+
+    @wraps(copytree)
+    def copied(*args: object, **kwargs: object) -> object:
+        if len(args) < 5:  # the function is the fifth argument
+            kwargs.setdefault("copy_function", shutil.copy2)
+        return copytree(*args, **kwargs)
+
+    return copied
 
 
 def _whole(path: object, **options: object) -> str | None:

@@ -26,6 +26,8 @@ from zeroplan.verify.watching.tracker import Holder, Tracker
 
 _LONGEST_WAIT_S = 5.0
 """For the operator of another thread to end."""
+_LOADED = torch.ops.aten.set_.source_Storage_storage_offset
+"""By which ``torch.load`` gives a tensor its storage."""
 
 
 class _Kernel:
@@ -67,6 +69,12 @@ class ScriptTracker(Tracker):  # type: ignore[no-untyped-call]  # torch leaves i
     def recording(self) -> Recording:
         """What was seen so far; what the script had while it was loading counts, and when it emptied the allocator's cache."""
         return replace(super().recording, emptied=tuple(self._emptied), from_the_start=True)
+
+    def see_loaded(self, tensor: torch.Tensor) -> None:
+        """Note the memory of a tensor that torch read from a file, which takes no operator."""
+        if not self._looking_away and not self._closed:
+            with self._one_at_a_time:
+                self._see(_LOADED, tensor)
 
     def note_emptied(self) -> None:
         """Note that the script has the allocator give back what is not in use."""

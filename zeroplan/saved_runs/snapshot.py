@@ -49,8 +49,13 @@ class _Replay:
         self._noted: list[_Entry] = []
 
     def snapshot(self) -> _Entry:
+        emptied = frozenset(self._trace.emptied)
         for moment, (block, asked) in enumerate(self._events(), 1):
+            if moment - 1 in emptied:
+                self._empty(moment - 1)
             (self._ask if asked else self._release)(block, moment)
+        if self._trace.moments in emptied:
+            self._empty(self._trace.moments)
         return {
             "segments": list(self._segments()),
             "device_traces": [self._noted],
@@ -81,6 +86,14 @@ class _Replay:
         for action in ("free_requested", "free_completed"):
             self._note(action, self._address(chunk), size, block, moment)
         self._card.release(chunk)
+
+    def _empty(self, moment: int) -> None:
+        """Give back the segments that nothing is in. No block has to do with it, and no frame."""
+        for chunk in self._card.release_cached():
+            self._noted.append({
+                "action": "segment_free", "addr": self._address(chunk), "size": chunk.size, "time_us": moment, "frames": [],
+                "stream": self._pools[id(chunk.pool)][1],
+            })  # fmt: skip
 
     def _note(self, action: str, address: int, size: int, block: int, moment: int) -> None:
         stream, kind = self._trace.blocks.stream[block], self._trace.kinds[self._trace.blocks.kind[block]]

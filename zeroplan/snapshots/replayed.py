@@ -41,6 +41,8 @@ def replayed(snapshot: Snapshot, lives: Lives) -> Replayed | None:
             requests, alike, grown = requests + 1, alike + (card.reserved_bytes - before == grown), 0
         elif event.action == "released" and event.address in chunks:
             card.release(chunks.pop(event.address))
+        elif event.action == "shrunk":
+            card.release_cached()
     return Replayed(requests, alike, card.reserved_bytes, _with_expandable_segments(snapshot, lives))
 
 
@@ -72,4 +74,6 @@ def _with_expandable_segments(snapshot: Snapshot, lives: Lives) -> int:
             chunks[event.address] = card.request(event.n_bytes, event.stream)
         elif event.action == "released" and event.address in chunks:
             card.release(chunks.pop(event.address))
+        elif event.action == "shrunk":
+            card.release_cached()
     return card.reserved_bytes

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -43,11 +44,22 @@ def _paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device
 
 
 def _kernels(module: ModuleType) -> None:
-    from zeroplan.verify.pretended import four_bit_kernels  # noqa: F401, PLC0415  it imports bitsandbytes
+    from zeroplan.verify.pretended import eight_bit_kernels, four_bit_kernels  # noqa: F401, PLC0415  they import bitsandbytes
 
-    product = module.matmul_4bit
-    noted = noting("bitsandbytes' kernels", "their shapes, and the memory that they ask torch for", product)
-    put(module, matmul_4bit=noted)
+    what = ("bitsandbytes' kernels", "their shapes, and the memory that they ask torch for")
+    beyond = (
+        "values beyond the threshold of 8-bit layers",
+        "every column has one, the most it can be; with llm_int8_threshold=0 none has",
+    )
+    product = noting(*what, module.matmul)
+
+    def matmul(*args: Any, **kwargs: Any) -> object:  # noqa: ANN401
+        state = kwargs.get("state")
+        if kwargs.get("threshold") or getattr(state, "threshold", 0):
+            note(*beyond)
+        return product(*args, **kwargs)
+
+    put(module, matmul_4bit=noting(*what, module.matmul_4bit), matmul=matmul)
 
 
 PATCHES: dict[str, Patch] = {

@@ -5,11 +5,17 @@ a few things over and over. What is answered here is computed as torch would, by
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+    in_kernel_invocation_manager,
+)
 
 _aten = torch.ops.aten
 #: Operators whose tensors are their first argument, or their first two, and that return one tensor beside them.
@@ -27,6 +33,9 @@ _NEW = frozenset({_aten.empty.memory_format, _aten.empty_strided.default})
 _CAT = _aten.cat.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _META = torch.device("meta")
+_GIVEN_A_STORAGE = frozenset({_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset})
+"""The cache would keep their storage alive: it is a part of the key."""
+_AS_IT_IS = nullcontext()
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
@@ -53,7 +62,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch leav
             return args[0] if func is _WAIT else func(*args, **options)
         if func.namespace == "aten" and func._opname.startswith("_foreach_") and self._device_of_all(args[0]) is not None:
             return self._foreach(func, args, options)
-        return super().dispatch(func, types, args, options)
+        with disable_fake_tensor_cache(self) if func in _GIVEN_A_STORAGE else _AS_IT_IS:
+            return super().dispatch(func, types, args, options)
 
     def _new(self, func: OpOverload, args: Sequence[object], options: Mapping[str, object]) -> FakeTensor:
         device = cast("torch.device", options["device"])

@@ -1,0 +1,68 @@
+"""bitsandbytes' products with eight-bit weights: what its CUDA kernels take, written in torch's operators.
+
+Source: bitsandbytes 0.50, ``backends/cuda/ops.py`` (``int8_vectorwise_quant``, ``int8_linear_matmul``, ``int8_mm_dequant``) and
+``backends/default/ops.py`` (``int8_mixed_scaled_mm``, ``int8_scaled_mm``).
+
+Columns with a value beyond the threshold are multiplied in 16 bits, and these columns are kept for the backward. How many there
+are depends on values. Here all of them are: the most it can be.
+"""
+
+import torch
+
+from zeroplan.verify.watching.inside import INSIDE
+
+_ops = torch.ops.bitsandbytes
+Optional = torch.Tensor | None
+
+
+def _quantized(given: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, Optional]:
+    """Whole numbers, a scale for each row, and the columns beyond the threshold."""
+    columns = given.shape[-1]
+    scales = given.new_empty(given.numel() // columns, dtype=torch.float32)
+    numbers = torch.empty_like(given, dtype=torch.int8)
+    if not threshold:
+        return numbers, scales, None
+    beyond = given.abs() >= threshold
+    found = torch.arange(columns, device=given.device)
+    del beyond
+    return numbers, scales, found
+
+
+def _product(
+    given: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, bias: Optional = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """A product in 32 bits, in fp16, and in the dtype of the activations."""
+    whole = _ops.int8_linear_matmul.default(given, weight)
+    return _in_16_bits(whole, rows, columns, dtype or torch.float16, bias)
+
+
+def _in_16_bits(
+    whole: torch.Tensor, _rows: torch.Tensor, _columns: torch.Tensor, dtype: torch.dtype | None = None, bias: Optional = None
+) -> torch.Tensor:
+    """The kernel knows fp16 alone, of biases, too."""
+    made = torch.empty_like(whole, dtype=torch.float16)
+    if bias is not None and bias.dtype != torch.float16:
+        made.add_(bias)
+    return made.to(dtype or torch.float16)
+
+
+def _mixed(
+    given: torch.Tensor, numbers: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor,
+    beyond: Optional = None, bias: Optional = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The product of whole numbers, and that of the columns beyond the threshold with these of the weight, written out."""
+    if beyond is None:
+        return _product(numbers, weight, rows, columns, bias, given.dtype), given.new_empty(0)
+    kept = given[:, beyond].contiguous()
+    wide = weight[:, beyond].contiguous() * columns.view(-1, 1) * (1 / 127)
+    narrow = wide.to(given.dtype).t()
+    del wide
+    made = _product(numbers, weight, rows, columns, bias, given.dtype)
+    return made.addmm(kept, narrow), kept
+
+
+INSIDE.update({
+    _ops.int8_vectorwise_quant.default: _quantized, _ops.int8_scaled_mm.default: _product,
+    _ops.int8_mm_dequant.default: _in_16_bits, _ops.int8_mixed_scaled_mm.default: _mixed,
+})  # fmt: skip
