@@ -14,7 +14,7 @@ pytest.importorskip("peft", reason="peft is not installed, and builds the adapte
 pytestmark = pytest.mark.torch
 
 from tests.causal_models import adapted_model, tiny_spec  # noqa: E402
-from tests.combined import combined
+from tests.combined import combined  # noqa: E402
 from tests.transformer.autograd_runs import saved_bytes  # noqa: E402
 from zeroplan.ledger import total_bytes  # noqa: E402
 from zeroplan.spec.batch import BatchSpec  # noqa: E402
