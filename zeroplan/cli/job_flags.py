@@ -86,6 +86,8 @@ FLAGS = (
     _Flag("loss", "NAME", "full (all logits at once), chunked (torchtitan) or fused (Liger). (default: full)", _RECIPE),
     _Flag("keep_logits", "NAME", "Whether the loop holds the model's output during backward: no, yes, or fp32, upcast as "
           "accelerate's does. (default: no)", _RECIPE),
+    _Flag("modules", "NAME", "Whose modules train: transformers, or torchtitan's own Llama 3 (engine fsdp2). "
+          "(default: transformers, or those of the program whose file --from reads)", _RECIPE),
     _Flag("activations", "NAME", "Count them by the module, or by megatron, its paper's formula (engine paper). "
           "(default: module)", _RECIPE),
     _Flag("offload_activations", "", "Keep what blocks save for their backward in pinned host memory until then (torch's "

@@ -59,7 +59,8 @@ def told_by_a_setup(request: Request) -> tuple[Request, tuple[str, ...]]:
     kept = {
         name: value for name, value in found.filled.items() if name not in SEARCHED and getattr(found.request, name) is None
     }
-    return replace(found.request, **kept), found.notes  # type: ignore[arg-type]  # Request checks every field
+    instead = () if found.own is None else found.own.instead
+    return replace(found.request, **kept), (*instead, *found.notes)  # type: ignore[arg-type]  # Request checks every field
 
 
 def ask(request: Request, question: Question, *, extra: Path | None = None, unsaid: Unsaid | None = None) -> Plan:

@@ -190,9 +190,7 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool) -> Iterator[Recipe
     What a user has decided on offload holds either way.
     """
     if base.recipe.fsdp2.modules == "torchtitan":
-        raise SpecError(
-            "fsdp2.modules=torchtitan is not searched: its layouts are few; use `zeroplan estimate`, or leave it out"
-        )
+        raise SpecError("--modules torchtitan is not searched: its layouts are few; use `zeroplan estimate`, or leave it out")
     decided = (fixed.offload_optimizer, fixed.offload_param)
     if decided != (None, None) or base.recipe.fsdp2.cpu_offload or base.recipe.deepspeed.offloads:
         if offload:

@@ -216,7 +216,7 @@ def per_parameter(answer: Estimate, kind: Kind | None = None) -> str:
 @lru_cache(maxsize=16)
 def _unsharded(job: JobSpec) -> Mapping[Kind, int]:
     """The states of the same job on one data-parallel rank, which holds everything; an answer asks for each kind of them."""
-    fsdp2 = replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False)
+    fsdp2 = replace(job.recipe.fsdp2, reshard_after_forward=None, cpu_offload=False, modules="transformers")
     here = replace(job.recipe.deepspeed, offload_optimizer="none", offload_param="none")
     recipe = replace(
         job.recipe, fsdp2=fsdp2, deepspeed=replace(here, zero_hpz_partition_size=1), pipeline_schedule=None,

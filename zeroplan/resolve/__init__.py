@@ -109,7 +109,16 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         mesh=mesh_of(request, gpus),
         batch=BatchSpec(micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1),
     )
-    notes = (*model_notes, seq_note, *read.notes, *config_notes, beyond_positions(complete), *_unheeded(complete.recipe))
+    complete, modules_notes = _by_its_own_modules(read, complete, chosen)
+    notes = (
+        *model_notes,
+        seq_note,
+        *read.notes,
+        *modules_notes,
+        *config_notes,
+        beyond_positions(complete),
+        *_unheeded(complete.recipe),
+    )
     return Resolved(complete, tuple(note for note in notes if note))
 
 
@@ -125,6 +134,14 @@ def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
     from zeroplan.resolve.set_up import read_beside  # noqa: PLC0415  only this flag pays for it
 
     return read_beside(request, Path(request.from_file), chosen)
+
+
+def _by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
+    if read.own is None:
+        return complete, ()
+    from zeroplan.resolve.set_up import by_its_own_modules  # noqa: PLC0415  only a set-up pays for it
+
+    return by_its_own_modules(read, complete, chosen)
 
 
 def _with_deepspeed_config(found: SetupRead, model: ModelSpec, chosen: Sequence[str]) -> tuple[Request, tuple[str, ...]]:
@@ -289,7 +306,18 @@ def _default_stage(engine: Engine | None, gpus: int) -> Stage:
     return 1 if engine == "megatron" else 3
 
 
+def _with_modules(request: Request) -> Request:
+    """Say whose modules train among FSDP2's options, where that was asked for by itself."""
+    if request.modules is None:
+        return request
+    options = request.fsdp2 or Fsdp2Options()
+    if options.modules not in (Fsdp2Options().modules, request.modules):
+        raise SpecError(f"--modules {request.modules} beside fsdp2.modules={options.modules}; leave one of them out")
+    return replace(request, fsdp2=replace(options, modules=request.modules))
+
+
 def _recipe(request: Request, stage: Stage) -> RecipeSpec:
+    request = _with_modules(request)
     said: dict[str, object] = {
         "engine": request.engine or DEFAULT_ENGINE[stage],
         "zero_stage": stage,

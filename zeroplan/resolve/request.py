@@ -27,10 +27,11 @@ from zeroplan.spec.recipe import (
     Precision,
     Recompute,
     Stage,
+    WhoseModules,
 )
 
 if TYPE_CHECKING:
-    from zeroplan.catalog.setups.told import DeepSpeedPart, Kind
+    from zeroplan.catalog.setups.told import DeepSpeedPart, Kind, OwnModules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,7 @@ class Request(Spec):
     grad_accum: Count | None = None
     loss: Loss | None = None
     keep_logits: bool | Literal["fp32"] | None = None
+    modules: WhoseModules | None = None
     sync_every_micro_batch: bool | None = None
     ddp: DdpOptions | None = None
     fsdp2: Fsdp2Options | None = None
@@ -152,6 +154,8 @@ class SetupRead(NamedTuple):
     kind: "Kind | None" = None
     keys: Mapping[str, str] = {}
     """Under which key the file has a flag's value."""
+    own: "OwnModules | None" = None
+    """Whose modules the file's program trains, where they are modelled."""
 
     @property
     def complete(self) -> Request:

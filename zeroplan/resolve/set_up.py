@@ -9,8 +9,9 @@ from zeroplan.catalog.setups.told import Setup, option_taken, taken
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.resolve.request import Request, SetupRead
-from zeroplan.spec.job import DEFAULT_ENGINE
+from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.torchtitan import refusals
 
 
 def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRead:
@@ -25,7 +26,24 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
     request = replace(request, **_engine_options(request, setup, where, chosen))  # type: ignore[arg-type]
     notes = tuple(f"{shown(path.name)}: {note}" for note in found.notes)
     keys = {name: told.key for name, told in setup.flags.items()}
-    return SetupRead(request, found.filled, notes, setup.deepspeed, setup.kind, keys)
+    own = setup.own and setup.own._replace(instead=tuple(f"{shown(path.name)}: {note}" for note in setup.own.instead))
+    return SetupRead(request, found.filled, notes, setup.deepspeed, setup.kind, keys, own)
+
+
+def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
+    """The job with the modules that the file's program trains, unless others are asked for or these not modelled, and notes."""
+    own, recipe = read.own, complete.recipe
+    if own is None:
+        return complete, ()
+    if read.request.modules is not None or "fsdp2.modules" in chosen:
+        return complete, () if recipe.fsdp2.modules == own.name else own.instead
+    its_own = replace(recipe, fsdp2=replace(recipe.fsdp2, modules=own.name))
+    for asked, _ in refusals(complete.model, its_own, complete.mesh):
+        return complete, (*own.instead, f"{own.name}'s own modules are not modelled with {asked}")
+    said = (
+        f"{own.name}'s own modules are counted, as its program is told by its file; --modules transformers counts transformers'"
+    )
+    return replace(complete, recipe=its_own), (said,)
 
 
 def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence[str]) -> dict[str, object]:

@@ -22,6 +22,7 @@ Attention = Literal["sdpa", "flash", "eager"]
 Loss = Literal["full", "chunked", "fused"]
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
+WhoseModules = Literal["transformers", "torchtitan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class Fsdp2Options(Spec):
     """Whose ``fully_shard`` it is: 2.13 has the code of 2.11 to 2.14 where it matters (2.11.0, 2.12.0, 2.13.0, 2.14.0 and 2.14.1
     were looked at), 2.15 that of 2.15.0. ``None``: 2.13, and in a run whichever is installed."""
 
-    modules: Literal["transformers", "torchtitan"] = "transformers"
+    modules: WhoseModules = "transformers"
     """Whose program trains: transformers' modules, with all that is outside the blocks in one unit, or torchtitan's own Llama 3
     (0.2.2), whose embedding, and whose last norm and head, are units of their own."""
 

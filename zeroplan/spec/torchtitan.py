@@ -12,9 +12,15 @@ def check_torchtitan(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> No
     """Refuse what torchtitan's program does not do, and what of it is not modelled, where a job says that it runs."""
     if recipe.fsdp2.modules != "torchtitan":
         return
+    for asked, instead in refusals(model, recipe, mesh):
+        raise SpecError(f"modules of torchtitan with {asked} are not modelled; use {instead}, or --modules transformers")
+
+
+def refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str, str]]:
+    """What torchtitan's program does not do, or is not modelled of it, and what to use instead."""
     for asked, instead in (*_of_the_model(model), *_of_the_recipe(recipe), *_of_the_ranks(mesh)):
-        if asked:
-            raise SpecError(f"fsdp2.modules=torchtitan with {asked} is not modelled; use {instead}, or modules=transformers")
+        if isinstance(asked, str):
+            yield asked, instead
 
 
 def _of_the_model(model: ModelSpec) -> Iterator[tuple[str | bool, str]]:

@@ -19,7 +19,8 @@ def as_installed(job: JobSpec) -> JobSpec:
     options = job.recipe.fsdp2
     if options.modules == "torchtitan":
         raise MeasurementError(
-            "fsdp2.modules=torchtitan: `zeroplan verify` runs transformers' modules; run torchtitan itself with `zeroplan dryrun`"
+            "torchtitan's own modules are not run by `zeroplan verify`; run torchtitan itself with `zeroplan dryrun`, or add "
+            "--modules transformers"
         )
     if options.torch is None:
         if here == "2.13" or job.mesh.pp > 1:

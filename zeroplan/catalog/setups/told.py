@@ -31,6 +31,13 @@ class DeepSpeedPart(NamedTuple):
     where: str
 
 
+class OwnModules(NamedTuple):
+    """Whose modules the program of a file trains, where they are modelled, and what is said where others are counted instead."""
+
+    name: Literal["torchtitan"]
+    instead: tuple[str, ...]
+
+
 class Setup(NamedTuple):
     """What one file says: flags by their name, engines' options as ``fsdp2.reduce_dtype``, and what is to be known of it.
 
@@ -43,6 +50,7 @@ class Setup(NamedTuple):
     asks: Mapping[str, str] = {}
     notes: tuple[str, ...] = ()
     deepspeed: DeepSpeedPart | None = None
+    own: OwnModules | None = None
 
 
 class Taken(NamedTuple):

@@ -2,10 +2,11 @@
 
 Up to 0.2 it is a TOML file (config/job_config.py); since 0.3 a Python function, whose outcome torchtitan writes as JSON where
 ``debug.save_config_file`` is set (trainer.py, ``Trainer.Config.to_dict``), as 0.2 does with ``job.save_config_file``. Both are
-read, with torchtitan's defaults where a key is left out. Its modules are its own: they are counted as transformers' are.
+read, with torchtitan's defaults where a key is left out. Its modules are its own: Llama 3 of 0.2 is modelled, and others are
+counted as transformers' are.
 """
 
-from zeroplan.catalog.setups.told import Reading, Setup, Table, ends_apart
+from zeroplan.catalog.setups.told import OwnModules, Reading, Setup, Table, ends_apart
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -68,7 +69,8 @@ class _Reading(Reading):
         super().__init__(whole)
         self.gpus = gpus
         self.tables = {name: whole.table(name) for name in _KNOWN if name != "activation_checkpoint"}
-        self.notes.append(_OWN_MODULES)
+        self.instead = [_OWN_MODULES]
+        """What is said where transformers' modules are counted in the place of torchtitan's."""
 
 
 def torchtitan_setup(whole: Table, gpus: int | None) -> Setup:
@@ -83,7 +85,15 @@ def torchtitan_setup(whole: Table, gpus: int | None) -> Setup:
         table.leave(_KNOWN[name])
         reading.notes += table.unknown()
     whole.leave(_KNOWN_TABLES)
-    return reading.setup("torchtitan")
+    setup, instead = reading.setup("torchtitan"), tuple(reading.instead)
+    if _is_llama_of_0_2(reading):
+        return setup._replace(own=OwnModules("torchtitan", instead))
+    return setup._replace(notes=(*instead, *setup.notes))
+
+
+def _is_llama_of_0_2(reading: _Reading) -> bool:
+    """Whether its modules are those that are modelled; since 0.3 attention and loss are others."""
+    return reading.tables["model"].text("name") == "llama3" and not reading.tables["model_spec"].data
 
 
 def _refuse(reading: _Reading) -> None:
@@ -158,7 +168,7 @@ def _engine(reading: _Reading, replicas: int, *, sharded: bool, pipelined: bool)
         reading.tell("stage", key, 0)
         return
     reading.tell("engine", key, "fsdp2")
-    reading.notes.append(ends_apart("torchtitan"))
+    reading.instead.append(ends_apart("torchtitan"))
     keeps = word == "never" or (word == "default" and pipelined)
     reading.tell("stage", "parallelism.fsdp_reshard_after_forward", 2 if keeps else 3)
     if replicas > 1:
