@@ -40,9 +40,7 @@ def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]
     its_own = replace(recipe, fsdp2=replace(recipe.fsdp2, modules=own.name))
     for asked, _ in refusals(complete.model, its_own, complete.mesh):
         return complete, (*own.instead, f"{own.name}'s own modules are not modelled with {asked}")
-    said = (
-        f"{own.name}'s own modules are counted, as its program is told by its file; --modules transformers counts transformers'"
-    )
+    said = f"{own.name}'s own modules are counted, since its file was read; --modules transformers counts transformers'"
     return replace(complete, recipe=its_own), (said,)
 
 

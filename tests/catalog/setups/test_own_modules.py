@@ -1,0 +1,74 @@
+"""A configuration of torchtitan's Llama 3 is answered for torchtitan's own modules, where these are modelled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from zeroplan import job
+from zeroplan.errors import SpecError
+from zeroplan.resolve import Request, resolve
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONFIGURATION = """
+[model]
+name = "{name}"
+flavor = "8B"
+[training]
+local_batch_size = 1
+seq_len = 8192
+[parallelism]
+data_parallel_shard_degree = 8
+{degree}
+[activation_checkpoint]
+mode = "full"
+"""
+
+
+def _file(folder: Path, name: str = "llama3", degree: str = "") -> str:
+    written = folder / "titan.toml"
+    written.write_text(CONFIGURATION.format(name=name, degree=degree), encoding="utf-8")
+    return str(written)
+
+
+def test_they_are_counted(tmp_path: Path):
+    answer = resolve(Request(from_file=_file(tmp_path)))
+    assert answer.job.recipe.fsdp2.modules == "torchtitan"
+    assert any("own modules are counted, since its file was read" in note for note in answer.notes)
+    assert not any("counted as transformers' are" in note for note in answer.notes)
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "why"),
+    [
+        ({"degree": "tensor_parallel_degree = 2"}, {}, "not modelled with tp=2"),
+        ({}, {"lora_rank": 8}, "not modelled with adapters or frozen parts"),
+        ({}, {"keep_logits": True}, "not modelled with keep_logits"),
+        ({"name": "qwen3"}, {}, "counted as transformers' are"),
+    ],
+    ids=["a degree", "adapters", "logits", "another model"],
+)
+def test_where_they_are_not_modelled_a_note_says_why(tmp_path: Path, file: dict[str, str], said: dict[str, object], why: str):
+    answer = resolve(Request(from_file=_file(tmp_path, **file), **said))
+    assert answer.job.recipe.fsdp2.modules == "transformers"
+    assert any(why in note for note in answer.notes), answer.notes
+    assert any("counted as transformers' are" in note for note in answer.notes), answer.notes
+
+
+def test_what_is_asked_for_beside_the_file_counts(tmp_path: Path):
+    file = _file(tmp_path)
+    for answer in (
+        resolve(Request(from_file=file, modules="transformers")),
+        resolve(Request(from_file=file), chosen=("fsdp2.modules",)),
+    ):
+        assert answer.job.recipe.fsdp2.modules == "transformers"
+        assert any("counted as transformers' are" in note for note in answer.notes)
+
+
+def test_the_flag_is_the_option():
+    assert job(model="llama-3.1-8b", gpus=8, modules="torchtitan").recipe.fsdp2.modules == "torchtitan"
+    with pytest.raises(SpecError, match="a qwen3 model are not modelled; use a Llama, or --modules transformers"):
+        job(model="qwen3-8b", gpus=8, modules="torchtitan")
