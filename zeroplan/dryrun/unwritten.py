@@ -121,10 +121,11 @@ class Unwritten:
     def _path_of(self, target: object) -> str | None:
         """Where a target is a file of its own: its absolute path. A file that is open for writing has nothing in it yet."""
         path = _whole(target)
-        if path is not None or not isinstance(name := getattr(target, "name", None), str):
+        name, flush = (getattr(target, word, None) for word in ("name", "flush"))
+        if path is not None or not isinstance(name, str) or not callable(flush):
             return path
         back = {elsewhere: path for path, elsewhere in self._elsewhere.items()}
-        target.flush()  # type: ignore[attr-defined]  # a file has it
+        flush()
         return None if self._size(name) else back.get(name, str(Path(name).absolute()))
 
     def _new_file(self, path: str) -> str:
@@ -248,8 +249,8 @@ class Unwritten:
                 note("moving of saved files", "their names move, and files from before this run stay")
             else:
                 move(source, target, **kwargs)
-                for path in self._within(here):
-                    self._saved[there + path[len(here) :]] = self._saved.pop(path)
+            for path in self._within(here):
+                self._saved[there + path[len(here) :]] = self._saved.pop(path)
 
         return moved
 
