@@ -241,7 +241,8 @@ class Unwritten:
             here, there = _whole(source, **kwargs), _whole(target, **kwargs)
             if here is None or there is None:
                 move(source, target, **kwargs)
-            elif self._is_unwritten(here) or self._stays(here) or there in self._kept:
+                return
+            if self._is_unwritten(here) or self._stays(here) or there in self._kept:
                 unwritten = self._is_unwritten(here)
                 self._take(there, self._saved.pop(here) if unwritten else _Saved(here))
                 if unwritten:
