@@ -204,3 +204,64 @@ def test_what_cannot_be_kept_ends_in_one_line(tmp_path: Path):
     assert run.code == 4
     assert "last.pt was saved in this run" in run.last_line
     assert "a checkpoint from before the run" in run.last_line
+
+
+MODEL = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+model = LlamaForCausalLM(config)
+batch = torch.zeros(2, 32, dtype=torch.int64, device="cuda")
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(mixed_precision="bf16")
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+for step in range(4):
+    accelerator.backward(model(input_ids=batch, labels=batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    if not step:
+        accelerator.save_state("state")
+        accelerator.load_state("state")
+        print("resumed")
+"""
+DEEPSPEED = """
+import deepspeed
+settings = {
+    "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+}
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+for step in range(4):
+    engine.backward(engine(input_ids=batch, labels=batch).loss)
+    engine.step()
+    if not step:
+        engine.save_checkpoint("state")
+        path, _ = engine.load_checkpoint("state")
+        assert path is not None
+        print("resumed")
+"""
+TRAINER = """
+import os
+from transformers import Trainer, TrainingArguments
+rows = [{"input_ids": one, "labels": one} for one in batch.cpu().repeat(8, 1)]
+arguments = TrainingArguments("state", per_device_train_batch_size=2, max_steps=1, save_steps=1, report_to=[], bf16=True)
+Trainer(model, arguments, train_dataset=rows).train()
+assert os.listdir("state") == ["checkpoint-1"]
+arguments.max_steps = 3
+Trainer(model, arguments, train_dataset=rows).train(resume_from_checkpoint=True)
+print("resumed")
+"""
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="no transformers")
+@pytest.mark.parametrize(("library", "code"), [("accelerate", ACCELERATE), ("deepspeed", DEEPSPEED), ("accelerate", TRAINER)])
+def test_a_librarys_own_checkpoint_is_resumed_from(tmp_path: Path, library: str, code: str):
+    pytest.importorskip(library)
+    (tmp_path / "script.py").write_text(MODEL + code)
+    gpus = () if code is TRAINER else ("--gpus", "4")
+    run = dry_run(*gpus, "--", "script.py", folder=tmp_path, flags=("--json", "--until-end"))
+    assert run.answer["steps"]
+    assert "resumed" in run.errors.splitlines()

@@ -40,6 +40,7 @@ for step in range(3):
     os.makedirs("new", exist_ok=True)
     save("new/weights.pt")
     os.rename("new", "before")
+    assert torch.load("before/weights.pt")["model"]["bias"].shape == (64,)
     os.replace(save("before/weights.tmp"), "before/weights.pt")
     open("own.txt", "w").write("own")
     os.replace("own.txt", "final.txt")

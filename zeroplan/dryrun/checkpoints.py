@@ -149,7 +149,7 @@ class Header:
         return self.get_slice(name)[...]
 
 
-def _load_file(filename: str, device: object = "cpu") -> dict[str, torch.Tensor]:
+def _load_file(filename: str, device: object = "cpu", **_: object) -> dict[str, torch.Tensor]:
     file = Header(filename, device=device)
     return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
 

@@ -198,7 +198,10 @@ def _expandable() -> bool:
 
 
 def _run_script(task: DryRunTask) -> None:
+    from zeroplan.dryrun.on_request import OnRequest  # noqa: PLC0415  see _answer
+
     sys.path.append(str(Path(__file__).parent / "doubles"))
+    sys.meta_path.append(OnRequest())
     run_script(task, task.arguments)
 
 

@@ -121,10 +121,11 @@ class Unwritten:
     def _path_of(self, target: object) -> str | None:
         """Where a target is a file of its own: its absolute path. A file that is open for writing has nothing in it yet."""
         path = _whole(target)
-        if path is not None or not isinstance(name := getattr(target, "name", None), str):
+        name, flush = (getattr(target, word, None) for word in ("name", "flush"))
+        if path is not None or not isinstance(name, str) or not callable(flush):
             return path
         back = {elsewhere: path for path, elsewhere in self._elsewhere.items()}
-        target.flush()  # type: ignore[attr-defined]  # a file has it
+        flush()
         return None if self._size(name) else back.get(name, str(Path(name).absolute()))
 
     def _new_file(self, path: str) -> str:
@@ -240,7 +241,8 @@ class Unwritten:
             here, there = _whole(source, **kwargs), _whole(target, **kwargs)
             if here is None or there is None:
                 move(source, target, **kwargs)
-            elif self._is_unwritten(here) or self._stays(here) or there in self._kept:
+                return
+            if self._is_unwritten(here) or self._stays(here) or there in self._kept:
                 unwritten = self._is_unwritten(here)
                 self._take(there, self._saved.pop(here) if unwritten else _Saved(here))
                 if unwritten:
@@ -248,8 +250,8 @@ class Unwritten:
                 note("moving of saved files", "their names move, and files from before this run stay")
             else:
                 move(source, target, **kwargs)
-                for path in self._within(here):
-                    self._saved[there + path[len(here) :]] = self._saved.pop(path)
+            for path in self._within(here):
+                self._saved[there + path[len(here) :]] = self._saved.pop(path)
 
         return moved
 

@@ -1,0 +1,5 @@
+"""What scripts import of ``apex``: its norms and its Adam."""
+
+from . import normalization, optimizers
+
+__all__ = ["normalization", "optimizers"]
