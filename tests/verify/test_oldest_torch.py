@@ -22,7 +22,7 @@ IN_TORCH_2_11 = {
     "torch._C._profiler": "_EventType _ExtraFields_Allocation _ProfilerEvent",
     "torch._ops": "OpOverload",
     "torch._subclasses.fake_tensor": "DataDependentOutputException FakeTensor "
-    "FakeTensorMode in_kernel_invocation_manager unset_fake_temporarily",
+    "FakeTensorMode disable_fake_tensor_cache in_kernel_invocation_manager unset_fake_temporarily",
     "torch._subclasses": "fake_impls fake_tensor",
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "OffloadWrapper offload_wrapper",
     "torch.distributed.algorithms._checkpoint": "checkpoint_wrapper",
