@@ -7,6 +7,7 @@ Columns with a value beyond the threshold are multiplied in 16 bits, and these c
 are depends on values. Here all of them are: the most it can be.
 """
 
+import bitsandbytes  # noqa: F401  it registers its operators with torch
 import torch
 
 from zeroplan.verify.watching.inside import INSIDE
