@@ -121,7 +121,7 @@ def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
         "head_dim": spec.head_dim,
         config_keys(spec.family).activation: spec.activation,
     }
-    window = {} if spec.family in ("llama", "olmo2") else {"sliding_window": spec.sliding_window or NO_WINDOW}
+    window = {} if spec.family in ("llama", "olmo2", "granite") else {"sliding_window": spec.sliding_window or NO_WINDOW}
     experts = {}
     if spec.moe is not None:
         experts = {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}

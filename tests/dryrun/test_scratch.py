@@ -101,11 +101,11 @@ def test_heads_larger_than_128_are_filled_up_to_a_multiple_of_64(size: int, colu
 
 
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-@pytest.mark.parametrize(("sequences", "length", "size"), [(1, 128, 32), (3, 200, 64), (2, 77, 80)])
+@pytest.mark.parametrize(("sequences", "length", "size"), [(1, 128, 32), (3, 200, 64), (2, 77, 80), (2, 77, 136)])
 def test_it_is_what_the_estimate_says(sequences: int, length: int, size: int, key_heads: int):
     from zeroplan.dryrun.scratch import SCRATCH
     from zeroplan.transformer.blocks import Compute
-    from zeroplan.transformer.families.attend import flash_scratch
+    from zeroplan.transformer.families.attend import flash_scratch, head_size
     from zeroplan.transformer.families.widths import quantities, widths
 
     said: Mapping[str, object] = tiny_config("llama") | {
@@ -114,7 +114,7 @@ def test_it_is_what_the_estimate_says(sequences: int, length: int, size: int, ke
     batch = BatchSpec(micro_batch_size=sequences, seq_len=length)
     compute = Compute(element_bytes=2, autocast=False, attention="sdpa")
     x = widths(model_from_config(said), compute, batch)
-    known = int(flash_scratch(grouped=x.key != x.query).value(quantities(x, 0)))
+    known = int(flash_scratch(head_size(size), grouped=x.key != x.query).value(quantities(x, 0)))
     query, key = (torch.empty(sequences, heads, length, size, dtype=torch.bfloat16) for heads in (4, key_heads))
     by_heads, by_tokens = (SCRATCH[one] for one in _FLASH)
     in_order = torch.empty(sequences, length, 4, size, dtype=torch.bfloat16)

@@ -30,7 +30,7 @@ LATE_BIASES = 4
 """Of a recomputed block an operator's input goes before the gradient of its biases is made, which the estimate counts beside it."""
 MEAN = 4
 """The mean of squares that an RMSNorm holds by name while it runs, per token; the estimate leaves it out."""
-WRITTEN_OUT = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
+WRITTEN_OUT = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
 
 
 def drawn(draw: Random, family: str) -> tuple[ModelSpec, BatchSpec]:

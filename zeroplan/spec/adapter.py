@@ -14,7 +14,7 @@ GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attenti
 Quantize = Literal["none", "nf4", "nf4-double"]
 
 #: Families whose linear layers have these names, and whose adapted blocks are modelled.
-ADAPTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2")
+ADAPTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "granite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

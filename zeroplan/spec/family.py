@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 #: By their ``model_type``.
 Family = Literal[
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3",
-    "olmo2", "gpt2", "gpt_neox", "opt", "bloom",
+    "olmo2", "granite", "gpt2", "gpt_neox", "opt", "bloom",
     "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
 ]  # fmt: skip
 #: Activation functions of an MLP of which it is known what they keep, as transformers calls them (``activations.py``, ``ACT2CLS``).
@@ -59,6 +59,7 @@ TRAITS: Mapping[str, Traits] = {
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True),
     "phi3": Traits("phi3", window=True),
     "olmo2": Traits("olmo2"),
+    "granite": Traits("granite"),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True),
     "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),

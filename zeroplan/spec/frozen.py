@@ -10,7 +10,7 @@ from zeroplan.spec.base import Range, Spec
 PARTS = ("embedding", "norm", "head")
 
 #: Families whose blocks are modelled with frozen parts around and below them.
-FREEZABLE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
+FREEZABLE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -268,7 +268,8 @@ class _Scale:
 
     def _scratch(self, flash: Flash, compute: Compute) -> Line:
         """As :mod:`zeroplan.transformer.families.attention` has it."""
-        row = 4 * flash.heads * (ceil_div(flash.head_dim, 32) * 32 + 1)
+        filled = 32 if flash.head_dim <= 128 else 64
+        row = 4 * flash.heads * (ceil_div(flash.head_dim, filled) * filled + 1)
         repeated = 0 if flash.heads == flash.kv_heads else 2 * compute.element_bytes * flash.heads * flash.head_dim
         rows: Int = ceil_div(self._length, 128) * 128 * self._sequences
         n_bytes: Int = row * rows + repeated * self._sequences * self._length

@@ -78,14 +78,14 @@ class Attended(NamedTuple):
 Attend = Callable[[Tape, Heads], Attended]
 
 
-def flash(tape: Tape, heads: Heads) -> Attended:
+def flash(tape: Tape, heads: Heads, *, size: HeadSize = "small") -> Attended:
     """``scaled_dot_product_attention`` on the flash kernel: keys and values are not repeated for grouped heads.
 
     Its output has the layout of the queries. Where rotary positions copied these head by head, the output is copied into the
     order of tokens, and both are saved.
     """
     operands = _cast_heads(tape, heads.query, heads.key, heads.value)
-    scratch = (FLASH_SCRATCH, flash_scratch(grouped=heads.grouped), FLASH_BACKWARD)
+    scratch = (FLASH_SCRATCH, flash_scratch(size, grouped=heads.grouped, copied=heads.joined), FLASH_BACKWARD)
     made = _kernel(tape, operands, scratch, copied=heads.joined)
     return Attended(in_order_of_tokens(tape, made, "attention output in the order of tokens") if heads.joined else made)
 
@@ -251,10 +251,18 @@ def in_order_of_tokens(tape: Tape, value: Value, reason: str) -> Value:
     return made
 
 
-def flash_scratch(*, grouped: bool) -> Size:
-    """What the flash kernel's backward takes inside itself on CUDA."""
-    accumulator = 512 * a * b * ceil(s, 128) * (32 * ceil(d, 32) + 1)
-    return accumulator + 2 * e * T * q if grouped else accumulator
+def flash_scratch(size: HeadSize, *, grouped: bool, copied: bool = False) -> Size:
+    """What the flash kernel's backward takes inside itself on CUDA. [bytes]
+
+    Gradients of the queries in fp32, and a sum for each row; heads are filled up to 32 numbers, those beyond 128 to 64. With
+    grouped heads gradients of keys and values for each query head. Where the output is not in the order of tokens (``copied``),
+    it is copied.
+    """
+    filled = 64 if size == "large" else 32
+    taken = 512 * a * b * ceil(s, 128) * (filled * ceil(d, filled) + 1)
+    if grouped:
+        taken = taken + 2 * e * T * q
+    return taken + e * T * c if copied else taken
 
 
 def eager(tape: Tape, heads: Heads, *, source: str = EAGER, capped: bool = False, sinks: bool = False) -> Attended:

@@ -27,25 +27,33 @@ class Branches(NamedTuple):
     attention: Callable[[Tape, Value, Block], Attended]
     mlp: Callable[[Tape, Value, Block], Value]
     source: str
+    multiplied: bool = False
+    """What a branch makes is multiplied by a number before it is added."""
 
 
 def two_branches(tape: Tape, given: Value, block: Block, parts: Branches) -> Value:
     """One decoder layer; it holds the attention's weights by name to its end."""
-    addition = Site("residual addition", parts.source)
     normal = norm(tape, given, "norm before attention", parts.norm, AT_ATTENTION_NORM)
     whole = gathered(tape, normal, "input of attention")
     attended, weights = parts.attention(tape, whole, block)
     tape.release(whole, normal)
-    middle = op.add(tape, given, attended, "residual stream between attention and MLP", addition)
-    tape.release(attended)
+    middle = _added(tape, given, attended, "residual stream between attention and MLP", parts)
     normal = norm(tape, middle, "norm before the MLP", parts.norm, AT_MLP_NORM)
     whole = gathered(tape, normal, "input of the MLP")
     branch = parts.mlp(tape, whole, block)
     tape.release(whole, normal)
-    made = op.add(tape, middle, branch, "block output", addition)
-    tape.release(branch, middle)
+    made = _added(tape, middle, branch, "block output", parts)
+    tape.release(middle)
     if weights is not None:
         tape.release(weights)
+    return made
+
+
+def _added(tape: Tape, given: Value, branch: Value, reason: str, parts: Branches) -> Value:
+    """Add to the residual stream what a branch has made, whose name stays until that is done."""
+    term = op.multiplied(tape, branch, Site("branch times its multiplier", parts.source)) if parts.multiplied else branch
+    made = op.add(tape, given, term, reason, Site("residual addition", parts.source))
+    tape.release(*((term, branch) if parts.multiplied else (branch,)))
     return made
 
 

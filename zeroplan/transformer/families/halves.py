@@ -18,7 +18,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import HEAD_NORMS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.attend import flash_scratch
+from zeroplan.transformer.families.attend import flash_scratch, head_size
 from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities, widths
 
@@ -139,7 +139,7 @@ def _points(x: Widths, one: _Sizes, *, norms: bool) -> tuple[Point, ...]:
 
 
 def _flash_scratch(x: Widths) -> Line:
-    size = flash_scratch(grouped=x.key != x.query)
+    size = flash_scratch(head_size(x.head_dim), grouped=x.key != x.query)
     return Line(Kind.TEMPORARY, size.value(quantities(x, 0)), FLASH_SCRATCH, size.text, FLASH_BACKWARD, SCRATCH)
 
 

@@ -348,6 +348,14 @@ def raised(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     return made
 
 
+def multiplied(tape: Tape, value: Value, site: Site) -> Value:
+    """Multiply by a number. The name for ``value`` stays."""
+    made = tensor(tape, site.name, value.dtype, value.shape, site.source)
+    backward = makes(f"gradient through the {site.name}", site.source, value)
+    tape.add(site.name, (made,), (), backward, of=(value,), place=site.place)
+    return made
+
+
 def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Multiply by a number; the name goes over to the product."""
     made = tensor(tape, reason, value.dtype, value.shape, site.source)

@@ -115,13 +115,13 @@ class Block(NamedTuple):
         if self.ring > 1:
             from zeroplan.transformer.families.ring import ring_attention  # noqa: PLC0415  others need not wait for it
 
-            return partial(ring_attention, ranks=self.ring)
+            return partial(ring_attention, ranks=self.ring, size=self.head_size)
         if self.attention == "eager":
             return {"gemma2": capped_eager, "gpt_oss": with_sinks, "gpt2": of_one_tensor}.get(self.family, eager)
         if self.attention == "flash":
-            return flash
+            return partial(flash, size=self.head_size)
         if self.masked:
             return partial(with_mask, size=self.head_size)
         if self.wide and self.kernels == "cuda":
             return in_32_bits if self.grouped else partial(efficient, size=self.head_size)
-        return flash
+        return partial(flash, size=self.head_size)

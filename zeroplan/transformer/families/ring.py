@@ -8,7 +8,7 @@ Source: torch 2.13, ``torch/distributed/tensor/experimental/_context_parallel/_a
 """
 
 from zeroplan.expr import Size
-from zeroplan.transformer.families.attend import Attended, Heads, flash_scratch, in_order_of_tokens
+from zeroplan.transformer.families.attend import Attended, Heads, HeadSize, flash_scratch, in_order_of_tokens
 from zeroplan.transformer.families.attention import FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR, gradient, tensor
 from zeroplan.transformer.families.tape import Arriving, Store, Tape
@@ -22,7 +22,7 @@ MERGE = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_at
 _PAIR = e * T * (k + v)
 
 
-def ring_attention(tape: Tape, heads: Heads, ranks: int) -> Attended:
+def ring_attention(tape: Tape, heads: Heads, *, ranks: int, size: HeadSize) -> Attended:
     """Run the flash kernel once for each of ``ranks``; saved are the operands, the merged output and log-sum-exp.
 
     Halves of tensors put the merged output head by head, so that it is copied into the order of tokens, and both are saved, unless
@@ -34,7 +34,7 @@ def ring_attention(tape: Tape, heads: Heads, ranks: int) -> Attended:
     tape.scratch.clear()
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        going = _Round(tape, heads, ranks)
+        going = _Round(tape, heads, ranks, size)
         for other in range(1, ranks):
             going.turn(other)
         return going.end()
@@ -112,9 +112,9 @@ def _merged(tape: Tape, sums: Store, merged: Store) -> tuple[Store, Store]:
 class _Round:
     """What the rank holds while gradients of keys and values go round, from its own keys to the last rank's."""
 
-    def __init__(self, tape: Tape, heads: Heads, ranks: int) -> None:
+    def __init__(self, tape: Tape, heads: Heads, ranks: int, size: HeadSize) -> None:
         """Begin with the rank's own keys."""
-        self.tape, self.heads, self.ranks = tape, heads, ranks
+        self.tape, self.heads, self.ranks, self.size = tape, heads, ranks, size
         self.queries = self._made("gradient of the queries, fp32", 4 * T * q)
         self.own: tuple[Store, ...] = (
             self._made("gradient of the keys, fp32", 4 * T * k), self._made("gradient of the values, fp32", 4 * T * v)
@@ -176,6 +176,6 @@ class _Round:
             self._made("of its keys", e * T * k),
             self._made("of its values", e * T * v),
         )
-        scratch = flash_scratch(grouped=self.heads.grouped)
+        scratch = flash_scratch(self.size, grouped=self.heads.grouped)
         self.tape.drop(self.tape.make(TEMPORARY, FLASH_SCRATCH, scratch, FLASH_BACKWARD, SCRATCH))
         return made

@@ -8,6 +8,7 @@ of FSDP2 by itself; here it belongs to the root, as in transformers.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,26 +28,38 @@ def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], 
     cap: float | None = getattr(module.config, "final_logit_softcapping", None)
     if cap is not None:  # what the model's forward hands on are hidden states, which it must not bend
         module.config.final_logit_softcapping = None  # type: ignore[union-attr]  # the same
-    return lambda output: _in_chunks(output.logits, head, labels, cap)  # type: ignore[attr-defined]  # a transformers output
+    scaling: float | None = getattr(module.config, "logits_scaling", None)
+    if scaling is not None:  # the same: the forward divides hidden states by one instead
+        module.config.logits_scaling = 1.0  # type: ignore[union-attr]  # the same
+    return lambda output: _in_chunks(output.logits, head, labels, _Bend(cap, scaling))  # type: ignore[attr-defined]  # a transformers output
 
 
 def _as_it_is(hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def _bent(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """A final soft cap, as transformers' Gemma2ForCausalLM puts it on all logits at once."""
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+class _Bend(NamedTuple):
+    """What comes between the head's product and the loss."""
+
+    cap: float | None
+    """Of ``tanh``, as transformers' Gemma2ForCausalLM puts it on all logits at once."""
+    scaling: float | None
+    """What logits are divided by, as GraniteForCausalLM does."""
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits that the loss takes."""
+        divided = logits if self.scaling is None else logits / self.scaling
+        return divided if self.cap is None else torch.tanh(divided / self.cap) * self.cap
 
 
-def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, cap: float | None) -> torch.Tensor:
+def _in_chunks(hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, bend: _Bend) -> torch.Tensor:
     hidden = hidden.flatten(0, 1)
     size = hidden.shape[0] // CHUNKS
     chunks = [chunk.detach().requires_grad_() for chunk in torch.split(hidden, size)]
     gradient = torch.zeros_like(hidden, dtype=torch.float32)
     total = hidden.new_zeros((), dtype=torch.float32)
     for number, (chunk, wanted) in enumerate(zip(chunks, torch.split(labels.flatten(), size), strict=True)):
-        logits = _bent(functional.linear(chunk, head.weight, head.bias), cap)
+        logits = bend.of(functional.linear(chunk, head.weight, head.bias))
         loss = functional.cross_entropy(logits.float(), wanted, reduction="sum") / labels.numel()
         total = total + loss.detach()
         loss.backward()  # type: ignore[no-untyped-call]
