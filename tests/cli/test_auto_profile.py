@@ -9,8 +9,8 @@ import pytest
 from tests.cli.command import Run
 from zeroplan import auto_profile
 
-GRANITE = {
-    "model_type": "granite", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+STABLELM = {
+    "model_type": "stablelm", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 128, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -21,8 +21,8 @@ JOB = ("--gpus", "4", "--seq-len", "256")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the configuration, the user's cache beside it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "my-granite").mkdir()
-    return _written(tmp_path / "my-granite", GRANITE)
+    (tmp_path / "my-stablelm").mkdir()
+    return _written(tmp_path / "my-stablelm", STABLELM)
 
 
 def _written(folder: Path, config: dict[str, object]) -> Path:
@@ -38,15 +38,15 @@ def _ends_with(code: int, said: str) -> object:
 def test_it_is_traced_once_and_every_answer_says_so(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch):
     code, out, err = run("estimate", "--config", str(folder), *JOB, "--json")
     assert code == 0, err
-    assert err.count("no formulas for my-granite: tracing") == 1
+    assert err.count("no formulas for my-stablelm: tracing") == 1
     answer = json.loads(out)
     assert any("beyond the 128 positions" in note for note in answer["notes"])
-    assert any(note.startswith("no formulas for my-granite: the model's own code was traced") for note in answer["notes"])
+    assert any(note.startswith("no formulas for my-stablelm: the model's own code was traced") for note in answer["notes"])
     monkeypatch.setattr(auto_profile.subprocess, "run", None)  # from here on nothing is traced
     (kept,) = auto_profile.cache_folder().iterdir()
     code, again, err = run("estimate", "--config", str(folder), *JOB, "--json")
     assert (code, json.loads(again)["peak"]) == (0, answer["peak"])
-    assert err.startswith("note: no formulas for my-granite: the model's own code was traced")
+    assert err.startswith("note: no formulas for my-stablelm: the model's own code was traced")
     assert json.loads(run("estimate", "--profile", str(kept), *JOB, "--json")[1])["peak"] == answer["peak"]
 
 
@@ -58,7 +58,7 @@ def test_what_cannot_be_traced_ends_in_one_line(
     monkeypatch.setattr(auto_profile.subprocess, "run", _ends_with(exit_code, "warning\nzeroplan: it loops\n"))
     code, _, err = run("estimate", "--config", str(folder), *JOB)
     assert code == ours
-    assert err.splitlines()[-1].startswith("zeroplan: model_type 'granite' has no formulas")
+    assert err.splitlines()[-1].startswith("zeroplan: model_type 'stablelm' has no formulas")
     assert err.endswith("; tracing its own code failed: it loops\n")
 
 
@@ -96,5 +96,5 @@ def test_a_cache_that_cannot_be_written_costs_the_next_trace_alone(
     monkeypatch.setattr(auto_profile, "not_installed", lambda *_, **__: "")
     monkeypatch.setattr(auto_profile.subprocess, "run", traced)
     code, out, err = run("estimate", "--config", str(folder), "--gpus", "4", "--seq-len", "100")
-    assert (code, "my-granite" in out) == (0, True)
+    assert (code, "my-stablelm" in out) == (0, True)
     assert "is not kept for the next time" in err
