@@ -4,7 +4,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.attend import Attended
 from zeroplan.transformer.families.definition import ConfigKeys, Definition
 from zeroplan.transformer.families.gated import Branches, gated_mlp, three_projections, two_branches
-from zeroplan.transformer.families.operators import NormAs, Site, scaled
+from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
