@@ -102,7 +102,7 @@ class JobSpec(Spec):
         self._check_model_ranks()
 
     def _check_fused_loss(self) -> None:
-        """Refuse Liger's loss where Liger does (liger_kernel 0.8.5, transformers/monkey_patch.py, apply_liger_kernel_to_granite)."""
+        """Refuse Liger's loss where Liger does: liger_kernel, transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``."""
         if self.recipe.loss == "fused" and self.model.family in DIVIDED_LOGITS:
             raise SpecError(f"loss 'fused': Liger has none for family {self.model.family!r}; use loss 'full' or 'chunked'")
 
