@@ -85,3 +85,8 @@ def test_degrees_an_engine_does_not_know_are_refused(mesh: dict[str, int], engin
 def test_replacing_a_field_checks_again():
     with pytest.raises(SpecError, match="dp_shard=0"):
         replace(MeshSpec(dp_shard=2), dp_shard=0)
+
+
+def test_a_fused_loss_is_refused_where_liger_has_none():
+    with pytest.raises(SpecError, match="Liger has none for family 'granite'; use loss 'full' or 'chunked'"):
+        JobSpec(model=ModelSpec(**TINY | {"family": "granite"}), recipe=RecipeSpec(loss="fused"))

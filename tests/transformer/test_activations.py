@@ -29,6 +29,7 @@ FAMILIES = (
     "gpt2",
     "mixtral",
     "phi3",
+    "granite",
     "gemma3_text",
     "gemma2",
     "gpt_neox",

@@ -35,12 +35,14 @@ RANDOM_STATE = 5056
 """Each checkpoint's copy of the CPU generator; host memory on a GPU machine."""
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "phi3", "gemma3_text", "gpt_neox", "opt"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2", "phi3", "granite", "gemma3_text", "gpt_neox", "opt"])
 def test_keeps_the_input_attention_outputs_and_every_second_product(family: str) -> None:
     spec = tiny_spec(family, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=104, hidden=None if family in PLAIN_HEADS else 72)
     kept = _kept(spec, layers=3) - _kept(spec, layers=2) - RANDOM_STATE
     selective = block_pass(spec, "dense", BF16, BATCH).selective
-    constants = {"gpt2": 3 * 8, "opt": 8}.get(family, 0)  # of GELU and of the queries' scale, each wrapped in a tensor
+    constants = {"gpt2": 3 * 8, "opt": 8, "granite": 2 * 8}.get(
+        family, 0
+    )  # GELU's, the queries' scale, multipliers: in tensors
     assert kept - constants == cpu_bytes(selective, BF16)
 
 

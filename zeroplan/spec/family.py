@@ -46,6 +46,8 @@ class Traits(NamedTuple):
     """Queries and keys are normalised over each head."""
     plain_heads: bool = False
     """The width of a head follows from the model's width, and there are as many key/value heads as heads."""
+    divides_logits: bool = False
+    """Its logits are divided by a number before the loss, for which Liger has no fused loss."""
     sdpa: bool = True
     """It goes through ``scaled_dot_product_attention`` (``_supports_sdpa``), or attention is written out."""
 
@@ -59,7 +61,7 @@ TRAITS: Mapping[str, Traits] = {
     "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True),
     "phi3": Traits("phi3", window=True),
     "olmo2": Traits("olmo2"),
-    "granite": Traits("granite"),
+    "granite": Traits("granite", divides_logits=True),
     "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
     "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True),
     "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),
@@ -90,5 +92,6 @@ MOE_FAMILIES = families(lambda one: one.experts != "none")
 DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")
 HEAD_NORMS = families(lambda one: one.head_norms)
 PLAIN_HEADS = families(lambda one: one.plain_heads)
+DIVIDED_LOGITS = families(lambda one: one.divides_logits)
 WITHOUT_SDPA = families(lambda one: not one.sdpa)
 GLOBAL_LAYERS: Mapping[str, int] = {name: one.global_every for name, one in TRAITS.items() if one.global_every is not None}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import DISPATCHED_FAMILIES
+from zeroplan.spec.family import DISPATCHED_FAMILIES, DIVIDED_LOGITS
 from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
@@ -84,6 +84,7 @@ class JobSpec(Spec):
             raise SpecError(
                 f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
             )
+        self._check_fused_loss()
         self._check_resharding()
         if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
             self._check_nodes()
@@ -99,6 +100,11 @@ class JobSpec(Spec):
         if self.recipe.recompute_layers is not None:
             self._check_recompute_layers(self.recipe.recompute_layers)
         self._check_model_ranks()
+
+    def _check_fused_loss(self) -> None:
+        """Refuse Liger's loss where Liger does: liger_kernel, transformers/monkey_patch.py, ``apply_liger_kernel_to_granite``."""
+        if self.recipe.loss == "fused" and self.model.family in DIVIDED_LOGITS:
+            raise SpecError(f"loss 'fused': Liger has none for family {self.model.family!r}; use loss 'full' or 'chunked'")
 
     def _check_nodes(self) -> None:
         """Refuse two numbers of GPUs that share a node, of which DeepSpeed's quantized gradients ask."""

@@ -58,6 +58,9 @@ FSDP2 = {
         loss="chunked", vocab=5000, tied=True, batch=replace(WEIGHTS, grad_accum_steps=2)
     ),
     "gpt2, loss in chunks": job("gpt2", loss="chunked", vocab=5000),
+    "granite, selective": job("granite", recompute="selective", batch=LONG),
+    "granite, loss in chunks": job("granite", loss="chunked", vocab=5000),
+    "granite, full logits": job("granite", vocab=5000),
     "gemma2, loss in chunks": windowed("gemma2", loss="chunked", vocab=5000, batch=LONG),
     "mistral, beyond its window": windowed("mistral", batch=LONG),
 }
@@ -127,6 +130,7 @@ BLOCKS = {
     "moe, latent attention, whole queries, biases": (latent("deepseek_v3, whole queries, biases"), "model.layers.1"),
     "dense, grouped heads in fp32": (job(recompute="selective", precision="fp32", batch=LONG), "model.layers.1"),
     "dense, phi3, grouped heads in fp32": (job("phi3", recompute="selective", precision="fp32", batch=LONG), "model.layers.1"),
+    "dense, granite": (job("granite", recompute="selective"), "model.layers.1"),
     "dense, in fp32": (job("gpt2", recompute="selective", precision="fp32"), "transformer.h.1"),
 }
 

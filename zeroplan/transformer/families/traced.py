@@ -37,8 +37,9 @@ def program_of(family: str) -> Program:
 
 
 #: Families whose forward can be higher than any moment of the backward: their experts hold biases for every pair, or
-#: pairs that were sent and came back; Qwen3 holds queries and keys before and after their norms.
-RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe", "qwen3", "deepseek_v3"})
+#: pairs that were sent and came back; Qwen3 holds queries and keys before and after their norms; Granite ends with a product
+#: beside the sum that takes it.
+RECOMPUTED_HIGHER = frozenset({"gpt_oss", "mixtral", "qwen3_moe", "qwen3", "deepseek_v3", "granite"})
 
 #: The reasons of lines that say how far an earlier moment of a forward is above its last one, and how much of that is because
 #: CUDA's autocast makes fp32 of tensors.
