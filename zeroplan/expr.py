@@ -198,20 +198,21 @@ def symbols(names: str) -> tuple[Size, ...]:
 
 def ceil(size: Size, divisor: int) -> Size:
     """The smallest whole number that is not below ``size / divisor``."""
-    return _call(f"ceil({_tight(size)}/{divisor})", lambda values: ceil_div(size.value(values), divisor))
+    return call(f"ceil({_tight(size)}/{divisor})", lambda values: ceil_div(size.value(values), divisor))
 
 
 def at_most(limit: int, size: Size) -> Size:
     """The size, or the limit where that is less."""
-    return _call(f"min({limit}, {_tight(size)})", lambda values: minimum(limit, size.value(values)))
+    return call(f"min({limit}, {_tight(size)})", lambda values: minimum(limit, size.value(values)))
 
 
 def at_least(limit: int, size: Size) -> Size:
     """The size, or the limit where that is more."""
-    return _call(f"max({limit}, {_tight(size)})", lambda values: maximum(limit, size.value(values)))
+    return call(f"max({limit}, {_tight(size)})", lambda values: maximum(limit, size.value(values)))
 
 
-def _call(text: str, work_out: Callable[[Values], Int]) -> Size:
+def call(text: str, work_out: Callable[[Values], Int]) -> Size:
+    """What a function makes of the values of symbols, with the text that stands for it."""
     return Size(((Call(text, work_out),),))
 
 

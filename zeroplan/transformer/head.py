@@ -8,20 +8,9 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.definition import definition_of
-from zeroplan.transformer.families.norms import LAYER_NORM, STATISTICS, FinalNorm
+from zeroplan.transformer.families.norms import LAYER_NORM, STATISTICS
 from zeroplan.transformer.families.parts import SAVED, TEMPORARY
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities, widths
-from zeroplan.transformer.losses import (
-    FULL,
-    HEAD,
-    LossPass,
-    capped,
-    chunked_loss,
-    frozen_head,
-    full_loss,
-    fused_loss,
-    head_in_32_bits,
-)
 from zeroplan.transformer.params import is_frozen
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
@@ -34,10 +23,8 @@ _FP32 = 4
 #: Ids and positions, which context-parallel ranks share out.
 OF_THE_BATCH = Tag(Role.BATCH)
 
-#: Families that bend the logits through ``tanh`` before the loss.
-CAPPED = ("gemma2",)
-
-_LOSSES = {"full": full_loss, "chunked": chunked_loss, "fused": fused_loss}
+HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
+FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
 
 
 def head_pass(
@@ -49,7 +36,7 @@ def head_pass(
     loss: Loss = "full",
     fp32_output: bool = False,
 ) -> HeadPass:
-    """Return what the model holds outside its blocks, with one of the losses of ``losses.py``.
+    """Return what the model holds outside its blocks, with one of the losses of ``families/ending.py``.
 
     ``recomputed`` says that blocks are recomputed in backward: they need an eager attention mask until the end, and keep the
     first block's input themselves. ``fp32_output`` says that the model's output is upcast before it is handed on, as
@@ -60,53 +47,56 @@ def head_pass(
         from zeroplan.transformer.profiled import profile_of, profiled_head  # noqa: PLC0415  only a profile pays for it
 
         return profiled_head(profile_of(model), compute, batch)
-    if compute.tp > 1:
-        from zeroplan.transformer.split_head import split_head  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.transformer.families.ending import ending_pass  # noqa: PLC0415  a profile's answers need not wait for it
 
-        return split_head(model, compute, batch, recomputed=recomputed, fp32_output=fp32_output)
     x = widths(model, compute, batch)
-    norm = _final_norm(model, x)
-    way = _way_to_the_loss(model, x, norm.saved, loss, keeps_inputs=compute.keeps_inputs)
+    ending, around = ending_pass(model, compute, x, loss), _of_a_rank if compute.tp > 1 else _whole
+    return around(model, compute, x, recomputed=recomputed)._replace(
+        saved=ending.saved,
+        loss_forward=ending.forward,
+        output=_wide(x, model.vocab_size, compute.tp) if fp32_output and ending.output else ending.output,
+        loss=ending.kept,
+        points=ending.points,
+    )
+
+
+def _whole(model: ModelSpec, compute: Compute, x: Widths, *, recomputed: bool) -> HeadPass:
+    """What is before the blocks and beside them."""
     (named, first_input), mask = _embedding_by_name(model, x, input_away=compute.offloaded), _mask(model, x)
-    matrix = 0 if is_frozen(model, "head") else x.hidden * model.vocab_size
-    at_norm = tuple(point._replace(gradients=matrix + point.gradients) for point in norm.points)
     masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
     (tables, left), leaf = _tables(model, x), _leaf(model, x, input_away=compute.offloaded)
     return HeadPass(
         (*_shared(model, x), *tables, *leaf, *masks),
-        (*norm.saved, *way.saved),
-        way.forward,
-        _wide(x, model.vocab_size) if fp32_output and way.output else way.output,
+        (),
+        (),
+        (),
         x.residual * x.tokens * x.hidden,
         (*named, *left, *(() if recomputed else mask)),
         () if leaf or (recomputed and not compute.offloaded) else first_input,
-        way.kept,
-        (*way.points, *at_norm),
         with_blocks=(*tables, *leaf, *masks),
     )
 
 
-def _way_to_the_loss(
-    model: ModelSpec, x: Widths, norm_saved: tuple[Line, ...], loss: Loss, *, keeps_inputs: bool
-) -> LossPass:  # fmt: skip
-    """The head's multiplication and the loss; of a frozen head, and of logits that are bent, what is otherwise."""
-    frozen, vocab = is_frozen(model, "head"), model.vocab_size
-    way = _LOSSES[loss](x._replace(autocast=False) if frozen else x, vocab, norm_saved)
-    if frozen:
-        way = frozen_head(way, keeps_input=keeps_inputs)
-    if frozen and x.element != x.residual:
-        way = head_in_32_bits(way, x, vocab, norm_saved)
-    return capped(way, x, vocab, loss) if model.family in CAPPED else way
+def _of_a_rank(model: ModelSpec, compute: Compute, x: Widths, *, recomputed: bool) -> HeadPass:
+    """The same on a tensor-parallel rank, which has a share of the sequence between the blocks' matrices."""
+    share, (tables, _) = x.element * (x.tokens // compute.tp) * x.hidden, _tables(model, x)
+    embedded = Line(TEMPORARY, share, "token embeddings, a share of the sequence, held by name", "e·T/p·h", MODEL)
+    positions = Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", HEAD, OF_THE_BATCH)
+    return HeadPass(
+        (*_shared(model, x), positions, *tables),
+        (),
+        (),
+        (),
+        share,
+        first_input=() if recomputed or x.element == _FP32 else (embedded,),
+        hidden_formula="e·T/p·h",
+        with_blocks=tables,
+    )
 
 
-def _final_norm(model: ModelSpec, x: Widths) -> FinalNorm:
-    from zeroplan.transformer.families.traced import final_norm  # noqa: PLC0415  a profile's answers need not wait for it
-
-    return final_norm(model, x, frozen=is_frozen(model, "norm"))
-
-
-def _wide(x: Widths, vocab: int) -> tuple[Line, ...]:
-    return (Line(LOGITS, 4 * x.tokens * vocab, "logits in fp32, the model's output", "4·T·V", FULL),)
+def _wide(x: Widths, vocab: int, ranks: int) -> tuple[Line, ...]:
+    formula = "4·T·V" if ranks == 1 else "4·T·V/p"
+    return (Line(LOGITS, 4 * x.tokens * (vocab // ranks), "logits in fp32, the model's output", formula, FULL),)
 
 
 def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:

@@ -11,7 +11,7 @@ from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Kind, Line, Role, total_bytes
 from zeroplan.numeric import Bool, Int, where
 from zeroplan.transformer.blocks import BackwardPoint, HandedOn
-from zeroplan.transformer.losses import HEAD_INPUT
+from zeroplan.transformer.families.parts import HEAD_INPUT
 
 _FLOW = "r·T·h"
 

@@ -264,7 +264,7 @@ def _whole_sequences(batch: Batch, ranks: int) -> Line:
 
 
 def _at_embedding(model: ModelSpec, compute: Compute, batch: Batch) -> AtEmbedding:
-    from zeroplan.transformer.split_head import at_the_embedding  # noqa: PLC0415  the others' answers need not wait for it
+    from zeroplan.transformer.split_embedding import at_the_embedding  # noqa: PLC0415  the others' answers need not wait for it
 
     return at_the_embedding(model, compute, batch)
 

@@ -10,8 +10,8 @@ from zeroplan.ledger import Among, Collective, Kind, Line, Moment, Phase
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.transformer.blocks import AtEmbedding
+from zeroplan.transformer.families.ending import PARALLEL
 from zeroplan.transformer.families.sharded import GATHER, SCATTER
-from zeroplan.transformer.split_head import LOSS
 
 SUM_OF_TIED = "sum of the embedding's and the tied head's gradient"
 #: What the collectives of tensor-parallel ranks are said to carry.
@@ -65,7 +65,7 @@ def split_collectives(
     return (
         of("all_gather", Phase.FORWARD, passes * after, GATHER),
         of("reduce_scatter", Phase.FORWARD, passes * before, SCATTER),
-        _among("all_reduce", ROWS, Phase.FORWARD, ranks, 3 * passes * ends, tokens, 4, LOSS),
+        _among("all_reduce", ROWS, Phase.FORWARD, ranks, 3 * passes * ends, tokens, 4, PARALLEL),
         of("all_gather", Phase.BACKWARD, passes * (before + again[0]), GATHER),
         of("reduce_scatter", Phase.BACKWARD, passes * (after + again[1]), SCATTER),
         _among("all_reduce", NORMS, Phase.BACKWARD, ranks, reductions * norms, elements // norms, reduced, REDUCE)._replace(

@@ -11,7 +11,7 @@ from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.plan import ACCUMULATE, REDUCE, Plan
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.transformer.blocks import AtEmbedding
-from zeroplan.transformer.split_head import HELD_NORM
+from zeroplan.transformer.families.parts import HELD_NORM
 
 
 def whole_embedding(plan: Plan) -> int:

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from zeroplan.ledger import Line, Module, OffGpu, Role, Tag
-from zeroplan.transformer.blocks import At, BackwardPoint, Place
+from zeroplan.ledger import Module, OffGpu, Role, Tag
+from zeroplan.transformer.blocks import At, Place
 
 RMS_NORM = "transformers 5.23, models/llama/modeling_llama.py, LlamaRMSNorm.forward"
 LAYER_NORM = "torch 2.13, aten/src/ATen/native/cuda/layer_norm_kernel.cu, layer_norm_cuda"
@@ -24,13 +24,6 @@ class NormNames(NamedTuple):
     scale: str
     place: Place = Place()
     """Of the moments of its backward."""
-
-
-class FinalNorm(NamedTuple):
-    """What the norm before the head saves, and the moments of its backward, its own weight's gradients counted."""
-
-    saved: tuple[Line, ...]
-    points: tuple[BackwardPoint, ...]
 
 
 def _of_layer_norm(name: str) -> NormNames:

@@ -2,11 +2,15 @@
 
 from typing import TypeAlias
 
-from zeroplan.ledger import Kind, Role, Tag
+from zeroplan.ledger import Kind, Module, Role, Tag
 
 SAVED = Kind.ACTIVATIONS
 GRADIENT = Kind.ACTIVATION_GRADIENTS
 TEMPORARY = Kind.TEMPORARY
+HEAD_INPUT = Tag(Role.OPERAND, Module.HEAD)
+"""What the head's product saves, and lets go of before its gradient is handed on."""
+HELD_NORM = Tag(Role.NAMED, Module.FINAL_NORM)
+"""What the model's forward holds by name until it is over."""
 BLOCK_INPUT, INCOMING = Tag(Role.BLOCK_INPUT), Tag(Role.INCOMING)
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"

@@ -20,17 +20,17 @@ GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_s
 SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
 
 #: The widths that are split.
-_SPLIT = ("a", "q", "k", "v", "c", "f")
-SHARES = dict(zip((*_SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p k/p/d"), strict=True))
+_SPLIT = ("a", "q", "k", "v", "c", "f", "V")
+SHARES = dict(zip((*_SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p V/p k/p/d"), strict=True))
 #: Matrices that are split by what they read: what a rank makes of its share is added up over the ranks.
 _BY_COLUMNS = {Module.O: "output of attention", Module.DOWN: "output of the MLP"}
 
 
 def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
     """What the symbols of a rank's formulas stand for."""
-    whole = quantities(x, model.intermediate_size)
+    whole = {**quantities(x, model.intermediate_size), "V": model.vocab_size}
     shares = {f"{name}/p": whole[name] // ranks for name in ("T", *_SPLIT)}
-    shares |= {"k/p/d": x.key // ranks // x.head_dim, "V/p": model.vocab_size // ranks}
+    shares |= {"k/p/d": x.key // ranks // x.head_dim}
     return {**whole, **shares}
 
 

@@ -315,7 +315,8 @@ class Tape:
         """Go through the operators the other way round, with the gradient of the output arriving."""
         self.moments.clear()
         self.fell = True
-        self.alive[incoming] = None
+        if incoming.size.terms:
+            self.alive[incoming] = None
         waiting: dict[Value, Store] = {output: incoming}
         for operator in reversed(self.operators):
             if operator.outputs and all(value in waiting for value in operator.outputs):

@@ -13,16 +13,14 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
-from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import head_size
 from zeroplan.transformer.families.attention import CUDA_ALONE
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM, FinalNorm
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
 from zeroplan.transformer.families.program import Block, Program, Training
-from zeroplan.transformer.families.sharded import SHARED_OUT, SHARES, local_quantities, norm
-from zeroplan.transformer.families.tape import Alive, Handed, Manner, Store, Tape, Value
+from zeroplan.transformer.families.sharded import SHARED_OUT, SHARES, local_quantities
+from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
 from zeroplan.transformer.symbols import T, T_p, h, r
 
@@ -290,47 +288,6 @@ def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tupl
     )
 
 
-def final_norm(model: ModelSpec, x: Widths, *, frozen: bool = False) -> FinalNorm:
-    """The norm before the head; its gradients count the norm's own weight only."""
-    plan = _final_plan(model.family, wide=x.element == 4, wide_residual=x.residual != x.element, frozen=frozen)
-    return Sizes(plan, quantities(x, model.intermediate_size, model.moe)).norm()
-
-
-@lru_cache(maxsize=64)
-def _final_plan(family: str, *, wide: bool, wide_residual: bool, frozen: bool) -> Plan:
-    program = program_of(family)
-    tape = Tape(wide=wide, autocast=wide_residual, saving=True)
-    tape.manner = Manner(norms_frozen=frozen)
-    return norm_plan(tape, T * h, program)
-
-
-def split_norm(model: ModelSpec, x: Widths, ranks: int) -> FinalNorm:
-    """The final norm over a rank's share of the sequence."""
-    return Sizes(_split_norm_plan(model.family, wide=x.element == 4), local_quantities(model, x, ranks)).norm()
-
-
-@lru_cache(maxsize=4)
-def _split_norm_plan(family: str, *, wide: bool) -> Plan:
-    tape = Tape(wide=wide, autocast=False, saving=True)
-    tape.manner = SHARED_OUT
-    return _of_a_rank(norm_plan(tape, T_p * h, program_of(family)))
-
-
-def norm_plan(tape: Tape, shape: Size, program: Program) -> Plan:
-    """Run the norm before the head forward and backward over what it reads."""
-    index, source, dtypes = Index(), program.source, {"wide": tape.wide, "autocast": tape.autocast}
-    given = Value(tape.make(Kind.ACTIVATIONS, "final norm: its input", r * shape, source), r, shape)
-    if program.norm is None:
-        made = op.layer_norm(tape, given, LAYER_FINAL, LAYER_NORM)
-    else:
-        made = norm(tape, given, "final norm", program.norm, AT_FINAL_NORM)
-    forward = index.forward(tape, tape.saved, dtypes)
-    tape.release(made, given)
-    tape.run_backward(made, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the final norm's output", r * shape, source))
-    points = index.moments(highest(tape.moments, **dtypes))
-    return Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, (), (), (), source, {})
-
-
 @lru_cache(maxsize=256)
 def _plan(structure: Block) -> Plan:
     index, source = Index(), program_of(structure.family).source
@@ -359,10 +316,10 @@ def _plan(structure: Block) -> Plan:
     places, handed = index.of((given.store, *tape.copied)), index.handed(tape.handed)
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(stores, weights, made, points, casts, selective, places, source, reruns, handed)
-    return _of_a_rank(plan) if structure.sharded else plan
+    return of_a_rank(plan) if structure.sharded else plan
 
 
-def _of_a_rank(plan: Plan) -> Plan:
+def of_a_rank(plan: Plan) -> Plan:
     """Every tensor and weight, the widths that are split written as shares."""
     for store in plan.stores:
         store.size = store.size.replacing(SHARES)
@@ -527,10 +484,6 @@ class Sizes:
         """Add up elements of weights, which do not depend on the batch."""
         return _sum(self._weights, places)
 
-    def norm(self) -> FinalNorm:
-        """Write the plan of a norm outside the blocks."""
-        return FinalNorm(self.lines(self.plan.saved), self.points("none"))
-
     def points(self, recompute: Recompute) -> tuple[BackwardPoint, ...]:
         """Write the moments of the backward."""
         moments, counts = _backward(self.plan, recompute), _elements(self.plan, recompute, self._weights)
@@ -555,8 +508,8 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
         saved,
         given,
         (*given, *sizes.lines(plan.selective)),
-        _top(sizes, "none", autocast=autocast),
-        _top(sizes, again, autocast=autocast),
+        top(sizes, "none", autocast=autocast),
+        top(sizes, again, autocast=autocast),
         sizes.points(recompute),
         sizes.elements(plan.casts),
         sizes.lines(plan.input_apart),
@@ -586,24 +539,24 @@ def _top_of(plan: Plan, recompute: Recompute) -> Top:
     return Top(last, (*last, *kept), tuple(earlier), narrow)
 
 
-def _top(sizes: Sizes, recompute: Recompute, *, autocast: bool) -> tuple[Line, ...]:
+def top(sizes: Sizes, recompute: Recompute, *, autocast: bool, above: str = EXCESS) -> tuple[Line, ...]:
     """List the last moment's tensors beyond those kept, and by how much an earlier moment is above it.
 
-    Autocast has made fewer casts by an earlier moment, while an engine counts them all.
+    Autocast has made fewer casts by an earlier moment, while an engine counts them all. ``above`` is the reason of that last line.
     """
     plan, top = sizes.plan, _top_of(sizes.plan, recompute)
     at_end, every = sizes.total(top.end), sizes.elements(plan.casts) if autocast else 0
 
-    def above(some: tuple[Placed, ...]) -> Int:
+    def excess_of(some: tuple[Placed, ...]) -> Int:
         most: Int = 0
         for moment in some:
             casts = every - sizes.elements(moment.casts) if autocast else 0
             most = maximum(most, sizes.total(moment.stores) - sizes.element * casts - at_end)
         return most
 
-    highest = above(top.earlier)
-    plain = highest if top.narrow is None else above(top.narrow)
-    excess = Line(Kind.TEMPORARY, plain, EXCESS, source=plan.source)
+    highest = excess_of(top.earlier)
+    plain = highest if top.narrow is None else excess_of(top.narrow)
+    excess = Line(Kind.TEMPORARY, plain, above, source=plan.source)
     if top.narrow is None:
         return (*sizes.lines(top.last), excess)
     return (

@@ -22,15 +22,16 @@ LORA = "peft 0.21, tuners/lora/layer.py, Linear.forward"
 
 def freeze(tape: Tape, given: Value, training: Training) -> None:
     """Have a block's program, which has run nothing yet over ``given``, run its linear layers and norms as they are trained."""
-    tape.manner = Manner(partial(_linear, training=training), norms_frozen=training.weights != "trained")
+    tape.manner = Manner(partial(linear, training=training), norms_frozen=training.weights != "trained")
     if not training.tracked:
         tape.constants.add(given)
 
 
-def _linear(
+def linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool, training: Training
 ) -> Value:  # fmt: skip
-    site = site._replace(at=At.LINEAR)
+    """A linear layer, as ``training`` says of its block."""
+    site = site if site.at else site._replace(at=At.LINEAR)
     if training.weights == "trained":
         return op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
     if training.weights == "frozen" and tape.autocast:

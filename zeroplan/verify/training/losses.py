@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from zeroplan.errors import MeasurementError
-from zeroplan.transformer.losses import CHUNKS
+from zeroplan.transformer.families.ending import CHUNKS
 
 
 def chunked_loss(module: nn.Module, labels: torch.Tensor) -> Callable[[object], torch.Tensor]:
