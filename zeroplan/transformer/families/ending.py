@@ -46,7 +46,7 @@ LABELS = Tag(Role.LABELS)
 AT_LOSS = Place(At.LOSS)
 CHUNKS = 8
 """torchtitan 2026-08, ChunkedLossWrapper.Config.num_chunks."""
-_ABOVE = "before the loss, beyond its peak"
+BEFORE_LOSS = "before the loss, beyond its peak"
 """The reason of the line that says how far an earlier moment of the forward is above the loss."""
 _HEAD = Site("head", HEAD, Module.HEAD, At.HEAD)
 
@@ -115,7 +115,7 @@ def ending_pass(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> En
     whole = {**quantities(x, model.intermediate_size), "V": model.vocab_size}
     sizes = Sizes(plan, local_quantities(model, x, compute.tp) if ending.sharded else whole)
     saved = tuple([place for place in plan.saved if place not in kept_places])
-    kept, beyond = sizes.lines(kept_places), top(sizes, "none", autocast=ending.wide_residual, above=_ABOVE)
+    kept, beyond = sizes.lines(kept_places), top(sizes, "none", autocast=ending.wide_residual, above=BEFORE_LOSS)
     forward = (*kept, *(line for line in beyond if not any(line is one for one in kept)))
     points = _handed_on(sizes) if plan.handed else sizes.points("none")
     return EndingPass(sizes.lines(saved), kept, forward, points, sizes.lines(output))
@@ -139,19 +139,26 @@ def _plan_of(ending: Ending) -> _Planned:
     shape, source = T_p * h if ending.sharded else T * h, definition_of(ending.family).program.source
     given = Value(tape.make(SAVED, "final norm: its input", r * shape, source), r, shape)
     normal = _final_norm(tape, given, ending.family)
+    tape.release(given)
     read = gathered(tape, normal, "input of the head")
     ran = _LOSSES[ending.loss](tape, read, ending)
     _name(tape, normal)
     forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
     kept, output = index.of(ran.kept), index.of(ran.output)
-    tape.release(read, normal, given)
+    tape.release(read, normal)
     tape.drop(*ran.names)
     tape.run_backward(ran.loss, ran.loss.store)
-    first, *later = (*ran.earlier, *tape.moments)
-    points = index.moments((first, *(one for one in highest([first, *later], **dtypes) if one is not first)))
+    points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
     handed = index.handed(ran.handed)
     plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), source, {}, handed)
     return _Planned(of_a_rank(plan) if ending.sharded else plan, kept, output)
+
+
+def _with_the_loss(moments: list[Alive], dtypes: dict[str, bool]) -> tuple[Alive, ...]:
+    """Moments that can be the highest, and one of the loss at least, which engines ask for."""
+    found = highest(moments, **dtypes)
+    at_loss = tuple([one for one in moments if one.place.at is At.LOSS])
+    return found if any(one in found for one in at_loss) else (*at_loss[-1:], *found)
 
 
 def _tape_of(ending: Ending) -> Tape:
@@ -254,13 +261,22 @@ def _scalar() -> Value:
 
 
 def _cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
-    """The loss, and what its forward holds by name."""
+    """The loss, and what its forward holds by name.
+
+    Labels go once the gradient of log-softmax is made, at a moment that the next is above: a row of logits is longer than a label.
+    """
     wide = _wide(tape, logits)
     softmax = _logits(tape, wide, "log-softmax of the logits, fp32", FULL)
-    tape.add("loss", (softmax,), (softmax.store,), _makes("gradient of the fp32 logits", wide), of=(wide,), place=AT_LOSS)
     loss = _scalar()
-    backward = _makes("gradient of log-softmax, fp32", softmax)
-    tape.add("loss: what is picked", (loss,), (softmax.store, *labels), backward, of=(softmax,), place=AT_LOSS)
+    for label in labels:
+        tape.saved[tape.hold(label)] = None
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        tape.drop(*labels)
+        tape.scratch.append(tape.make(LOGITS, "gradient of log-softmax, fp32", 4 * softmax.shape, FULL))
+        return [(wide, tape.make(LOGITS, "gradient of the fp32 logits", 4 * wide.shape, FULL))]
+
+    tape.add("loss", (loss,), (softmax.store,), backward, of=(wide,), place=AT_LOSS)
     return loss, (wide.store, softmax.store)
 
 
@@ -273,9 +289,9 @@ def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[V
     loss, share = _scalar(), 4 * wide.shape
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
-        tape.scratch.append(tape.make(LOGITS, "masks, targets and weights of each token", 33 * T, PARALLEL))
-        tape.scratch.append(tape.make(LOGITS, "gradient of log-softmax, fp32", share, PARALLEL))
-        tape.scratch.append(tape.make(LOGITS, "softmax of the logits, fp32", share, PARALLEL))
+        beside = (("masks, targets and weights of each token", 33 * T), ("gradient of log-softmax, fp32", share),
+                  ("softmax of the logits, fp32", share))  # fmt: skip
+        tape.scratch += [tape.make(LOGITS, reason, size, PARALLEL) for reason, size in beside]
         return [(wide, tape.make(LOGITS, "gradient of the fp32 logits", share, PARALLEL))]
 
     tape.add("loss", (loss,), (softmax.store, *labels), backward, of=(wide,), place=AT_LOSS)
@@ -304,7 +320,9 @@ def _one_chunk(
     tape: Tape, read: Value, ending: Ending, weights: tuple[Size, ...]
 ) -> tuple[list[Alive], tuple[Handed, ...]]:  # fmt: skip
     """Run a chunk forward and backward, beside the gradients of ``weights`` that are there already; its logits keep their name."""
-    logits = _product(tape, Value(tape.hold(read.store), read.dtype, read.shape))
+    view = Value(tape.hold(read.store), read.dtype, read.shape)
+    logits = _product(tape, view)
+    tape.release(view)
     logits = _capped(tape, logits) if ending.family in CAPPED else logits
     loss, names = _cross_entropy(tape, logits, ())
     forward = tape.moments.copy()

@@ -333,7 +333,7 @@ class Tape:
         made = len(self.current) > len(self.waiting)
         self.drop(*self.scratch, *taken, *operator.saved)
         self.scratch.clear()
-        self.fell = self.fell or bool(self.current)
+        self.fell = self.fell or bool(self.current) or operator.place.at is At.LOSS  # whose moment engines ask for
         self.current[:] = self.waiting
         if operator.cast is not None:
             self.fell = True
