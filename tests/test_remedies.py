@@ -177,12 +177,12 @@ def test_inputs_of_blocks_go_to_host_memory_where_that_is_enough():
 
 
 def test_changes_that_the_engine_does_not_take_are_left_out():
-    """Frozen parts and a fused loss (a refusal of the job itself)."""
-    plain, frozen = (job(model="llama-3.2-1b", gpu="h100", recompute="full", **said) for said in ({}, {"freeze_layers": 2}))
+    """Granite and a fused loss (a refusal of the job itself)."""
+    plain, granite = (job(model=name, gpu="h100", recompute="full") for name in ("llama-3.2-1b", "granite-3.0-2b"))
     assert "--loss fused" in [one.flags for one in single_changes(plain)]
-    assert "--loss fused" not in [one.flags for one in single_changes(frozen)]
-    with pytest.raises(SpecError, match="frozen parameters with loss 'fused'"):
-        replace(frozen, recipe=replace(frozen.recipe, loss="fused"))
+    assert "--loss fused" not in [one.flags for one in single_changes(granite)]
+    with pytest.raises(SpecError, match="Liger has none for family 'granite'"):
+        replace(granite, recipe=replace(granite.recipe, loss="fused"))
 
 
 def test_where_some_blocks_are_recomputed_all_of_them_are_the_next_step():

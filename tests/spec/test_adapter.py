@@ -19,7 +19,6 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ({"lora_rank": 16, "lora_targets": ""}, "LoRA needs linear layers"),
         ({"lora_targets": "q_proj"}, "add --lora-rank 16"),
         ({"lora_rank": 10**6}, "rank=1000000"),
-        ({"lora_rank": 8, "quantize": "nf4", "loss": "fused"}, "LoRA with quantised weights .QLoRA. and loss 'fused' is not"),
         ({"lora_rank": 8, "engine": "paper"}, "LoRA with engine 'paper' is not modelled"),
         ({"lora_rank": 8, "engine": "deepspeed", "stage": 0}, "LoRA with DeepSpeed stage 0 is not modelled"),
         (

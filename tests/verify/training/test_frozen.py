@@ -40,6 +40,7 @@ CASES = {
     ),
     "ddp, inputs of blocks in host memory": job("embedding,norm", 2, "ddp", 0, recompute="full", offload_activations=True),
     "fsdp2, recomputed": job("embedding,head", 2, "fsdp2", 3, recompute="full"),
+    "fsdp2, a loss in chunks, a frozen head": job("norm,head", 1, "fsdp2", 3, loss="chunked"),
 }
 
 
