@@ -1,30 +1,47 @@
 """What do the parts outside the blocks cost in one pass: embedding, position tables, final norm, head and loss?"""
 
-from zeroplan.ledger import Kind, Line, Role, Tag
-from zeroplan.numeric import Int, where
+from typing import NamedTuple
+
+from zeroplan.expr import Values
+from zeroplan.ledger import Kind, Line
+from zeroplan.numeric import where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import GLOBAL_LAYERS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.blocks import Compute, HeadPass
-from zeroplan.transformer.families.definition import definition_of
-from zeroplan.transformer.families.norms import LAYER_NORM, STATISTICS
-from zeroplan.transformer.families.parts import SAVED, TEMPORARY
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities, widths
-from zeroplan.transformer.params import is_frozen
+from zeroplan.transformer.families.definition import Around, Held, definition_of
+from zeroplan.transformer.families.parts import OF_THE_BATCH, SAVED, TEMPORARY
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, values_of, widths
+from zeroplan.transformer.params import is_frozen, layout
+from zeroplan.transformer.symbols import T, T_p, V, V_p, b, h, r, s
 
 MODEL = "transformers 5.23, models/llama/modeling_llama.py, LlamaModel.forward"
-GPT2 = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
 MASK = "transformers 5.23, masking_utils.py, create_causal_mask"
-OPT = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoder.forward"
-BLOOM = "transformers 5.23, models/bloom/modeling_bloom.py, BloomModel.forward"
-LOGITS = Kind.LOGITS
-_FP32 = 4
-#: Ids and positions, which context-parallel ranks share out.
-OF_THE_BATCH = Tag(Role.BATCH)
-
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
+_FP32 = 4
+_IDS = Held(8 * T, "input ids, int64", HEAD, OF_THE_BATCH)
+_POSITIONS = Held(8 * s, "position ids, int64", HEAD, OF_THE_BATCH)
+_EMBEDDED = Held(r * T * h, "token embeddings, held by name", MODEL)
+_SHARE = Held(r * T_p * h, "token embeddings, a share of the sequence, held by name", MODEL)
+_LEAF = Held(r * T * h, "output of the frozen embedding, a leaf of the graph", MODEL)
+_WIDE = Held(4 * T * V, "logits in fp32, the model's output", FULL)
+_WIDE_SHARE = _WIDE._replace(size=4 * T * V_p)
+_EAGER = {
+    1: Held(r * b * s * s, "attention mask of eager attention", MASK),
+    2: Held(2 * r * b * s * s, "masks of eager attention, local and global", MASK),
+}
+_WINDOW = Held(s * s, "mask of the sliding window, booleans", MASK)
+
+
+class _Asked(NamedTuple):
+    """A model, how it runs, and the value of every symbol."""
+
+    model: ModelSpec
+    compute: Compute
+    x: Widths
+    values: Values
+    around: Around
 
 
 def head_pass(
@@ -49,139 +66,87 @@ def head_pass(
         return profiled_head(profile_of(model), compute, batch)
     from zeroplan.transformer.families.ending import ending_pass  # noqa: PLC0415  a profile's answers need not wait for it
 
-    x = widths(model, compute, batch)
-    ending, around = ending_pass(model, compute, x, loss), _of_a_rank if compute.tp > 1 else _whole
-    return around(model, compute, x, recomputed=recomputed)._replace(
+    asked = _asked(model, compute, batch)
+    ending = ending_pass(model, compute, asked.x, asked.values, loss)
+    wide = _WIDE if compute.tp == 1 else _WIDE_SHARE
+    return (_whole if compute.tp == 1 else _of_a_rank)(asked, recomputed=recomputed)._replace(
         saved=ending.saved,
         loss_forward=ending.forward,
-        output=_wide(x, model.vocab_size, compute.tp) if fp32_output and ending.output else ending.output,
+        output=(wide.line(Kind.LOGITS, asked.values),) if fp32_output and ending.output else ending.output,
         loss=ending.kept,
         points=ending.points,
     )
 
 
-def _whole(model: ModelSpec, compute: Compute, x: Widths, *, recomputed: bool) -> HeadPass:
+def _asked(model: ModelSpec, compute: Compute, batch: Batch) -> _Asked:
+    x = widths(model, compute, batch)
+    return _Asked(model, compute, x, values_of(model, x, compute.tp), definition_of(model.family).around)
+
+
+def _whole(asked: _Asked, *, recomputed: bool) -> HeadPass:
     """What is before the blocks and beside them."""
-    (named, first_input), mask = _embedding_by_name(model, x, input_away=compute.offloaded), _mask(model, x)
-    masks = tuple([line._replace(kind=SAVED) for line in mask if recomputed])
-    (tables, left), leaf = _tables(model, x), _leaf(model, x, input_away=compute.offloaded)
+    model, compute, x, values, around = asked
+    masks, away = _masks(asked), compute.offloaded
+    kept = tuple([line._replace(kind=SAVED) for line in masks if recomputed])
+    (tables, left) = _tables(asked)
+    leaf = (_LEAF.line(SAVED, values),) if away and is_frozen(model, "embedding") else ()
+    named = around.names_input and not leaf and (away or not recomputed) and (away or not _first_saves_it(asked))
     return HeadPass(
-        (*_shared(model, x), *tables, *leaf, *masks),
+        (*(one.line(SAVED, values) for one in (_IDS, *around.kept)), *tables, *leaf, *kept),
         (),
         (),
         (),
         x.residual * x.tokens * x.hidden,
-        (*named, *left, *(() if recomputed else mask)),
-        () if leaf or (recomputed and not compute.offloaded) else first_input,
-        with_blocks=(*tables, *leaf, *masks),
+        (*(one.line(TEMPORARY, values) for one in around.named), *left, *(() if recomputed else masks)),
+        (_EMBEDDED.line(TEMPORARY, values),) if named else (),
+        with_blocks=(*tables, *leaf, *kept),
     )
 
 
-def _of_a_rank(model: ModelSpec, compute: Compute, x: Widths, *, recomputed: bool) -> HeadPass:
+def _first_saves_it(asked: _Asked) -> bool:
+    """Whether block 0 saves its input as it is, where it counts then."""
+    from zeroplan.transformer.families.traced import saves_its_input  # noqa: PLC0415  a profile's answers need not wait for it
+
+    return saves_its_input(asked.model, layout(asked.model).runs[0].kind, asked.compute, asked.x)
+
+
+def _of_a_rank(asked: _Asked, *, recomputed: bool) -> HeadPass:
     """The same on a tensor-parallel rank, which has a share of the sequence between the blocks' matrices."""
-    share, (tables, _) = x.element * (x.tokens // compute.tp) * x.hidden, _tables(model, x)
-    embedded = Line(TEMPORARY, share, "token embeddings, a share of the sequence, held by name", "e·T/p·h", MODEL)
-    positions = Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", HEAD, OF_THE_BATCH)
+    values, (tables, _) = asked.values, _tables(asked)
+    named = not recomputed and not _first_saves_it(asked)
     return HeadPass(
-        (*_shared(model, x), positions, *tables),
+        (*(one.line(SAVED, values) for one in (_IDS, *asked.around.kept, _POSITIONS)), *tables),
         (),
         (),
         (),
-        share,
-        first_input=() if recomputed or x.element == _FP32 else (embedded,),
-        hidden_formula="e·T/p·h",
+        _SHARE.size.value(values),
+        first_input=(_SHARE.line(TEMPORARY, values),) if named else (),
+        hidden_formula=_SHARE.size.text,
         with_blocks=tables,
     )
 
 
-def _wide(x: Widths, vocab: int, ranks: int) -> tuple[Line, ...]:
-    formula = "4·T·V" if ranks == 1 else "4·T·V/p"
-    return (Line(LOGITS, 4 * x.tokens * (vocab // ranks), "logits in fp32, the model's output", formula, FULL),)
-
-
-def _shared(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
-    ids = Line(SAVED, 8 * x.tokens, "input ids, int64", "8·T", HEAD, OF_THE_BATCH)
-    if model.family == "bloom":
-        return ids, *_embedding_norm(x), Line(SAVED, x.residual * x.seq_len * x.heads * x.micro_batch, "ALiBi", "r·a·T", BLOOM)
-    if model.family == "opt":
-        held = Line(SAVED, 12 * x.tokens, "position ids and a mask of ones, held by name", "12·T", OPT)
-        return ids, Line(SAVED, 8 * x.tokens, "position ids with their offset, int64", "8·T", OPT), held
-    if model.positions:
-        return ids, Line(SAVED, 8 * x.seq_len, "position ids, int64", "8·s", GPT2, OF_THE_BATCH)
-    return (ids,)
-
-
-def _tables(model: ModelSpec, x: Widths) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
+def _tables(asked: _Asked) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
     """The tables of positions that all layers share, and in their place those that go with the model's forward.
 
     Where every block is given a copy in another dtype, nothing of theirs is needed after it.
     """
-    of_the_family = definition_of(model.family).tables
+    of_the_family = definition_of(asked.model.family).tables
     if of_the_family is None:
         return (), ()
-    size, reason, source, in_32_bits = of_the_family(model)
-    n_bytes = size.value(quantities(x, model.intermediate_size, model.moe, model.mla))
-    lines = (Line(SAVED, n_bytes, reason, size.text, source),)
-    return ((), lines) if in_32_bits and x.casts_inputs and x.element != _FP32 else (lines, ())
+    size, reason, source, in_32_bits = of_the_family(asked.model)
+    lines = (Held(size, reason, source).line(SAVED, asked.values),)
+    return ((), lines) if in_32_bits and asked.x.casts_inputs and asked.x.element != _FP32 else (lines, ())
 
 
-def _embedding_norm(x: Widths) -> tuple[Line, ...]:
-    """BLOOM's norm of the embeddings; its backward comes last."""
-    name, size = "norm after the embedding", x.residual * x.tokens * x.hidden
-    return (
-        Line(SAVED, size, f"{name}: its input", "r·T·h", LAYER_NORM),
-        Line(SAVED, 8 * x.tokens, f"{name}: mean and reciprocal standard deviation", "8·T", LAYER_NORM, STATISTICS),
-    )
-
-
-def _embedding_by_name(model: ModelSpec, x: Widths, *, input_away: bool) -> tuple[tuple[Line, ...], tuple[Line, ...]]:
-    """What the model's forward holds by name of the embedding: tensors of their own, and the one that is block 0's input.
-
-    Learned positions are added to the token embeddings, so that block 0's input is another tensor; where block 0's first norm
-    saves its input as it is, it counts there, unless block inputs are offloaded (``input_away``). Before the first adapter nothing
-    is saved.
-    """
-    embedded = Line(TEMPORARY, x.residual * x.tokens * x.hidden, "token embeddings, held by name", "r·T·h", MODEL)
-    if model.family == "bloom":
-        return (), ()
-    if model.family == "opt":
-        return (
-            embedded,
-            Line(TEMPORARY, x.residual * x.tokens * x.hidden, "position embeddings, held by name", "r·T·h", OPT),
-        ), ()
-    if model.family == "gpt2":
-        positions = Line(TEMPORARY, x.residual * x.seq_len * x.hidden, "position embeddings, held by name", "r·s·h", GPT2)
-        return (embedded, positions), ()
-    saved = not is_frozen(model, "embedding") and (x.residual == 4 or model.family == "gpt_neox") and not input_away
-    return (), () if saved else (embedded,)
-
-
-def _leaf(model: ModelSpec, x: Widths, *, input_away: bool) -> tuple[Line, ...]:
-    """A frozen embedding's output, which is made to require a gradient: a leaf, which stays on the GPU though blocks' inputs go.
-
-    Source: transformers 5.23, modeling_utils.py, ``enable_input_require_grads``.
-    """
-    if not (input_away and is_frozen(model, "embedding")):
+def _masks(asked: _Asked) -> tuple[Line, ...]:
+    """Masks that the model's forward makes; booleans where a sequence is at least as long as a sliding window."""
+    if asked.x.attention == "flash":
         return ()
-    size = x.residual * x.tokens * x.hidden
-    return (Line(SAVED, size, "output of the frozen embedding, a leaf of the graph", "r·T·h", MODEL),)
-
-
-def _mask(model: ModelSpec, x: Widths) -> tuple[Line, ...]:
-    if x.attention == "flash":
-        return ()
-    square = x.seq_len * x.seq_len
-    if x.attention == "sdpa":
-        return _window_mask(model, x, square)
-    n_bytes = x.residual * x.micro_batch * square
-    if model.family in GLOBAL_LAYERS or model.family == "gpt_oss":
-        return (Line(TEMPORARY, 2 * n_bytes, "masks of eager attention, local and global", "2·r·b·s²", MASK),)
-    return (Line(TEMPORARY, n_bytes, "attention mask of eager attention", "r·b·s²", MASK),)
-
-
-def _window_mask(model: ModelSpec, x: Widths, square: Int) -> tuple[Line, ...]:
-    """Booleans that say what a sliding window sees, made once, where a sequence is at least as long as the window."""
-    is_masked = beyond_the_window(model, x)
+    if asked.x.attention == "eager":
+        return (_EAGER[asked.around.masks].line(TEMPORARY, asked.values),)
+    is_masked = beyond_the_window(asked.model, asked.x)
     if is_masked is False:
         return ()
-    return (Line(TEMPORARY, where(is_masked, square, 0), "mask of the sliding window, booleans", "s²", MASK),)
+    mask = _WINDOW.line(TEMPORARY, asked.values)
+    return (mask._replace(n_bytes=where(is_masked, mask.n_bytes, 0)),)

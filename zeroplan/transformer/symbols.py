@@ -7,6 +7,6 @@ m, E, n, t, x, y, z = symbols("m E n t x y z")
 u, w, o, V = symbols("u w o V")
 e, r = symbols("e r")
 
-#: Half of a rank's tokens, and a tensor-parallel rank's share of them; key/value heads; a quarter of each head, query and key; half
-#: of a head's rotary part; the width of a head of values.
-T_2, T_p, k_d, d_4, q_4, k_4, o_2, c_a = symbols("T/2 T/p k/d d/4 q/4 k/4 o/2 c/a")
+#: Half of a rank's tokens, a tensor-parallel rank's share of them and of the vocabulary; key/value heads; a quarter of each head,
+#: query and key; half of a head's rotary part; the width of a head of values.
+T_2, T_p, V_p, k_d, d_4, q_4, k_4, o_2, c_a = symbols("T/2 T/p V/p k/d d/4 q/4 k/4 o/2 c/a")

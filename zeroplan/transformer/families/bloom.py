@@ -4,14 +4,15 @@ from zeroplan.expr import Size, at_most
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import in_order_of_tokens, masked, softmax
-from zeroplan.transformer.families.definition import ConfigKeys, Definition
-from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
+from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Held
+from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM, STATISTICS
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import embedding, layer_norm, linear, two_layer_mlp, whole
-from zeroplan.transformer.symbols import T, a, b, c, e, f, h, k, q, s, v
+from zeroplan.transformer.symbols import T, a, b, c, e, f, h, k, q, r, s, v
 
+MODEL = "transformers 5.23, models/bloom/modeling_bloom.py, BloomModel.forward"
 LAYER = "transformers 5.23, models/bloom/modeling_bloom.py, BloomBlock.forward"
 ATTENTION = "transformers 5.23, models/bloom/modeling_bloom.py, BloomAttention.forward"
 MLP = "transformers 5.23, models/bloom/modeling_bloom.py, BloomMLP.forward"
@@ -125,4 +126,12 @@ _MODULES = (
     "input_layernorm", "self_attention", "self_attention.query_key_value", "self_attention.attention_dropout",
     "self_attention.dense", "post_attention_layernorm", "mlp", "mlp.dense_h_to_4h", "mlp.gelu_impl", "mlp.dense_4h_to_h",
 )  # fmt: skip
-FAMILIES = {"bloom": Definition(Program(bloom, LAYER), _tensors, _CONFIG, _MODULES, tables=None)}
+_AROUND = Around(
+    kept=(
+        Held(r * T * h, "norm after the embedding: its input", LAYER_NORM),
+        Held(8 * T, "norm after the embedding: mean and reciprocal standard deviation", LAYER_NORM, STATISTICS),
+        Held(r * a * T, "ALiBi", MODEL),
+    ),
+    names_input=False,
+)
+FAMILIES = {"bloom": Definition(Program(bloom, LAYER), _tensors, _CONFIG, _MODULES, tables=None, around=_AROUND)}

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import NamedTuple
 
-from zeroplan.expr import Size
+from zeroplan.expr import Size, Values
+from zeroplan.ledger import PLAIN, Kind, Line, Tag
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.parts import GATED_MODULES, Names
@@ -60,6 +61,33 @@ class Tables(NamedTuple):
     """They are fp32 whatever the model's dtype."""
 
 
+class Held(NamedTuple):
+    """A tensor that the model's forward holds around its blocks."""
+
+    size: Size
+    """[bytes]"""
+    reason: str
+    source: str
+    tag: Tag = PLAIN
+
+    def line(self, kind: Kind, values: Values) -> Line:
+        """The tensor for one batch."""
+        return Line(kind, self.size.value(values), self.reason, self.size.text, self.source, self.tag)
+
+
+class Around(NamedTuple):
+    """What the model's forward holds around its blocks, beside token ids and tables."""
+
+    kept: tuple[Held, ...] = ()
+    """Through the whole pass."""
+    named: tuple[Held, ...] = ()
+    """By a name, until the forward is over; not block 0's input."""
+    names_input: bool = True
+    """It has a name for block 0's input."""
+    masks: int = 1
+    """It makes so many masks for attention that is written out."""
+
+
 def rotary_tables(_model: ModelSpec) -> Tables:
     """Llama's: cosines and sines of whole heads, in the dtype of the residual stream."""
     return Tables()
@@ -79,6 +107,8 @@ class Definition(NamedTuple):
     """The same of a block with experts."""
     tables: Callable[[ModelSpec], Tables] | None = rotary_tables
     """Its tables of rotary positions; None where heads are not turned."""
+    around: Around = Around()
+    """What its forward holds around the blocks."""
 
 
 def definition_of(family: str) -> Definition:

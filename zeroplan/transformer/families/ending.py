@@ -24,10 +24,10 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.norms import AT_FINAL_NORM, LAYER_FINAL, LAYER_NORM
 from zeroplan.transformer.families.parts import GRADIENT, HEAD_INPUT, HELD_NORM, SAVED, TEMPORARY
 from zeroplan.transformer.families.program import Training
-from zeroplan.transformer.families.sharded import SHARED_OUT, gathered, local_quantities, norm
+from zeroplan.transformer.families.sharded import SHARED_OUT, gathered, norm
 from zeroplan.transformer.families.tape import Alive, Arriving, Backward, Handed, Manner, Site, Store, Tape, Value, Width
 from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, of_a_rank, top
-from zeroplan.transformer.families.widths import Widths, quantities
+from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
 from zeroplan.transformer.symbols import T, T_p, V, b, e, h, r
 
@@ -106,14 +106,13 @@ class _Planned(NamedTuple):
     output: Places
 
 
-def ending_pass(model: ModelSpec, compute: Compute, x: Widths, loss: Loss) -> EndingPass:
-    """What follows the blocks, for one batch."""
+def ending_pass(model: ModelSpec, compute: Compute, x: Widths, values: Values, loss: Loss) -> EndingPass:
+    """What follows the blocks, for one batch; ``values`` are those of all symbols."""
     frozen_norm, frozen_head = is_frozen(model, "norm"), is_frozen(model, "head")
     is_wide, keeps = x.element == 4, frozen_head and compute.keeps_inputs
     ending = Ending(model.family, is_wide, x.residual != x.element, loss, frozen_norm, frozen_head, keeps, compute.tp > 1)
     plan, kept_places, output = _plan_of(ending)
-    whole = {**quantities(x, model.intermediate_size), "V": model.vocab_size}
-    sizes = Sizes(plan, local_quantities(model, x, compute.tp) if ending.sharded else whole)
+    sizes = Sizes(plan, values)
     saved = tuple([place for place in plan.saved if place not in kept_places])
     kept, beyond = sizes.lines(kept_places), top(sizes, "none", autocast=ending.wide_residual, above=BEFORE_LOSS)
     forward = (*kept, *(line for line in beyond if not any(line is one for one in kept)))

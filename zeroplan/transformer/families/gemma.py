@@ -4,7 +4,7 @@ from zeroplan.ledger import Module
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.definition import ConfigKeys, Definition, Tables
+from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.gated import gated_mlp, three_projections
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM
 from zeroplan.transformer.families.operators import NormAs
@@ -101,7 +101,8 @@ _NORMS_AFTER = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm", "self_attn.k_norm", "self_attn.o_proj",
 )  # fmt: skip
 _PROGRAM = Program(gemma, LAYER, NORM)
+_AROUND = Around(masks=2)  # one for layers with a window, one for those without
 FAMILIES = {
-    "gemma2": Definition(_PROGRAM, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES)),
-    "gemma3_text": Definition(_PROGRAM, _tensors, _GEMMA_3, _modules(_NORMS_AFTER), tables=_tables),
+    "gemma2": Definition(_PROGRAM, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES), around=_AROUND),
+    "gemma3_text": Definition(_PROGRAM, _tensors, _GEMMA_3, _modules(_NORMS_AFTER), tables=_tables, around=_AROUND),
 }

@@ -4,14 +4,16 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import ConfigKeys, Definition
+from zeroplan.transformer.families.definition import Around, ConfigKeys, Definition, Held
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
+from zeroplan.transformer.families.parts import OF_THE_BATCH
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import conv1d, embedding, layer_norm, whole
-from zeroplan.transformer.symbols import T, c, f, h, k, q, v
+from zeroplan.transformer.symbols import T, c, f, h, k, q, r, s, v
 
+MODEL = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Model.forward"
 LAYER = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Block.forward"
 ATTENTION = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2Attention.forward"
 MLP = "transformers 5.23, models/gpt2/modeling_gpt2.py, GPT2MLP.forward"
@@ -100,4 +102,12 @@ _MODULES = (
     "ln_1", "attn", "attn.c_attn", "attn.c_proj", "attn.resid_dropout", "ln_2", "mlp", "mlp.c_fc", "mlp.act", "mlp.c_proj",
     "mlp.dropout",
 )  # fmt: skip
-FAMILIES = {"gpt2": Definition(Program(gpt2, LAYER), _tensors, _CONFIG, _MODULES, tables=None)}
+_AROUND = Around(
+    kept=(Held(8 * s, "position ids, int64", MODEL, OF_THE_BATCH),),
+    named=(
+        Held(r * T * h, "token embeddings, held by name", MODEL),
+        Held(r * s * h, "position embeddings, held by name", MODEL),
+    ),
+    names_input=False,
+)
+FAMILIES = {"gpt2": Definition(Program(gpt2, LAYER), _tensors, _CONFIG, _MODULES, tables=None, around=_AROUND)}

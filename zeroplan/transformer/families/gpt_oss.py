@@ -8,7 +8,7 @@ from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition, Tables
+from zeroplan.transformer.families.definition import SIZES, Around, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.dispatched import dispatched, nought, returned_pairs, sorted_pairs
 from zeroplan.transformer.families.norms import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.operators import NormAs
@@ -266,4 +266,8 @@ def _tables(_model: ModelSpec) -> Tables:
 
 
 _MODULES = before_and_after(ATTENTION_MODULES, ("mlp", "mlp.router", "mlp.experts"))
-FAMILIES = {"gpt_oss": Definition(Program(gpt_oss, LAYER, NORM), _tensors, _CONFIG, expert_modules=_MODULES, tables=_tables)}
+FAMILIES = {
+    "gpt_oss": Definition(
+        Program(gpt_oss, LAYER, NORM), _tensors, _CONFIG, expert_modules=_MODULES, tables=_tables, around=Around(masks=2)
+    )
+}

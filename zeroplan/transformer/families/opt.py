@@ -4,14 +4,15 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attend import Attended, Heads
-from zeroplan.transformer.families.definition import SIZES, ConfigKeys, Definition
+from zeroplan.transformer.families.definition import SIZES, Around, ConfigKeys, Definition, Held
 from zeroplan.transformer.families.norms import LAYER_BEFORE_ATTENTION, LAYER_BEFORE_MLP, LAYER_NORM
 from zeroplan.transformer.families.program import Block, Program
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import embedding, layer_norm, linear, whole
-from zeroplan.transformer.symbols import c, f, h, k, q, v
+from zeroplan.transformer.symbols import T, c, f, h, k, q, r, v
 
+MODEL = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoder.forward"
 LAYER = "transformers 5.23, models/opt/modeling_opt.py, OPTDecoderLayer.forward"
 ATTENTION = "transformers 5.23, models/opt/modeling_opt.py, OPTAttention.forward"
 
@@ -84,4 +85,15 @@ _MODULES = (
     "self_attn_layer_norm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj",
     "final_layer_norm", "fc1", "activation_fn", "fc2",
 )  # fmt: skip
-FAMILIES = {"opt": Definition(Program(opt, LAYER), _tensors, _CONFIG, _MODULES, tables=None)}
+_AROUND = Around(
+    kept=(
+        Held(8 * T, "position ids with their offset, int64", MODEL),
+        Held(12 * T, "position ids and a mask of ones, held by name", MODEL),
+    ),
+    named=(
+        Held(r * T * h, "token embeddings, held by name", MODEL),
+        Held(r * T * h, "position embeddings, held by name", MODEL),
+    ),
+    names_input=False,
+)
+FAMILIES = {"opt": Definition(Program(opt, LAYER), _tensors, _CONFIG, _MODULES, tables=None, around=_AROUND)}

@@ -11,6 +11,8 @@ HEAD_INPUT = Tag(Role.OPERAND, Module.HEAD)
 """What the head's product saves, and lets go of before its gradient is handed on."""
 HELD_NORM = Tag(Role.NAMED, Module.FINAL_NORM)
 """What the model's forward holds by name until it is over."""
+OF_THE_BATCH = Tag(Role.BATCH)
+"""Ids and positions, which context-parallel ranks share out."""
 BLOCK_INPUT, INCOMING = Tag(Role.BLOCK_INPUT), Tag(Role.INCOMING)
 
 LAYER = "transformers 5.23, models/llama/modeling_llama.py, LlamaDecoderLayer.forward"

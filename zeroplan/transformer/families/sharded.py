@@ -7,31 +7,19 @@ gathered from all ranks, and so are what they make before it is reduced and scat
 
 from zeroplan.expr import Size, at_most, symbols
 from zeroplan.ledger import Kind, Module
-from zeroplan.numeric import Int
-from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import NormAs
 from zeroplan.transformer.families.tape import Manner, Site, Tape, Value
-from zeroplan.transformer.families.widths import Widths, quantities
+from zeroplan.transformer.families.widths import SPLIT
 from zeroplan.transformer.symbols import T, T_p, b, e, h
 
 GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single"
 SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
 
-#: The widths that are split.
-_SPLIT = ("a", "q", "k", "v", "c", "f", "V")
-SHARES = dict(zip((*_SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p V/p k/p/d"), strict=True))
+SHARES = dict(zip((*SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p V/p k/p/d"), strict=True))
 #: Matrices that are split by what they read: what a rank makes of its share is added up over the ranks.
 _BY_COLUMNS = {Module.O: "output of attention", Module.DOWN: "output of the MLP"}
-
-
-def local_quantities(model: ModelSpec, x: Widths, ranks: int) -> dict[str, Int]:
-    """What the symbols of a rank's formulas stand for."""
-    whole = {**quantities(x, model.intermediate_size), "V": model.vocab_size}
-    shares = {f"{name}/p": whole[name] // ranks for name in ("T", *_SPLIT)}
-    shares |= {"k/p/d": x.key // ranks // x.head_dim}
-    return {**whole, **shares}
 
 
 def norm(tape: Tape, given: Value, name: str, kind: NormAs, place: Place) -> Value:

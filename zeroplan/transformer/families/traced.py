@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError
-from zeroplan.expr import Size
+from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line, Module, OffGpu, Tag
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.model import ModelSpec
@@ -19,9 +19,9 @@ from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.parts import BLOCK_INPUT, INCOMING
 from zeroplan.transformer.families.program import Block, Program, Training
-from zeroplan.transformer.families.sharded import SHARED_OUT, SHARES, local_quantities
+from zeroplan.transformer.families.sharded import SHARED_OUT, SHARES
 from zeroplan.transformer.families.tape import Alive, Handed, Store, Tape, Value
-from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities
+from zeroplan.transformer.families.widths import Widths, beyond_the_window, quantities, values_of
 from zeroplan.transformer.symbols import T, T_p, h, r
 
 
@@ -178,16 +178,18 @@ def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute) -> Block
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
+def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) -> bool:
+    """Whether a block that is not recomputed saves the very tensor that it is given."""
+    return not _plan(_structure(model, kind, compute._replace(recompute="none"), x, "none", masked=False)).input_apart
+
+
 #: Whose block the dense layers of a family with experts are.
 _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
 def _of(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool) -> BlockPass:
     structure = _structure(model, kind, compute, x, recompute, masked=masked)
-    if structure.sharded:
-        values = local_quantities(model, x, compute.tp)
-    else:
-        values = quantities(x, model.intermediate_size, model.moe, model.mla)
+    values = values_of(model, x, compute.tp if structure.sharded else 1)
     again = recompute if structure.recompute == "none" else structure.recompute
     return pass_of(Sizes(_plan(structure), values), autocast=structure.autocast, recompute=again)
 
@@ -458,7 +460,7 @@ def _sum(numbers: Sequence[int], places: Places) -> int:
 class Sizes:
     """A plan's tensors as lines and its weights as numbers, for one batch."""
 
-    def __init__(self, plan: Plan, values: dict[str, Int]) -> None:
+    def __init__(self, plan: Plan, values: Values) -> None:
         """Take the value of every symbol."""
         self.plan, texts = plan, _texts(plan)
         numbers = [size.value(values) for size in texts.sizes]

@@ -9,6 +9,8 @@ from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import Attention, Kernels
 from zeroplan.transformer.blocks import Compute
 
+#: Widths that tensor-parallel ranks split, by their symbols.
+SPLIT = ("a", "q", "k", "v", "c", "f", "V")
 _KEYS, _LARGEST_SPLIT, _ENOUGH_BLOCKS = 64, 200, 256
 
 
@@ -154,3 +156,12 @@ def quantities(
         "c/a": x.context // x.heads,
         **latent,
     }
+
+
+def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
+    """Return the value of every symbol of a model's sizes, on one of ``ranks`` that split its matrices."""
+    values = {**quantities(x, model.intermediate_size, model.moe, model.mla), "V": model.vocab_size}
+    if ranks == 1:
+        return values
+    shares = {f"{name}/p": values[name] // ranks for name in ("T", *SPLIT)}
+    return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim}
