@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.precisions import compute_of
 from zeroplan.estimator import Estimate, estimate
-from zeroplan.ledger import Band, Kind, Line, Moment, OffGpu, Phase, bytes_by_kind, total_bytes
+from zeroplan.ledger import Band, Kind, Line, Moment, OffGpu, Phase, Tag, bytes_by_kind, total_bytes
 from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, Measurement, OnCardMeasured, StepMeasured, Tensors
 from zeroplan.spec.recipe import Kernels, Loss
 from zeroplan.timeline import reserved
@@ -178,12 +178,12 @@ class _AsRun(NamedTuple):
     has_scratch: bool = False
     """What kernels take inside themselves was counted."""
     of_blocks: tuple[tuple[str, int], ...] = ()
-    """By how much a block of each kind keeps more or less, by the symbol that stands for it where a line sums up whole blocks."""
+    """By how much a block of each kind keeps more or less than a line says that sums up whole blocks."""
 
     def with_blocks(self, kept: tuple[tuple[str, tuple[Line, ...]], ...]) -> "_AsRun":
         """Know what blocks keep, line by line (``Estimate.kept``), for lines that sum it up."""
         found = ((kind, int(total_bytes(self.lines(lines)) - total_bytes(lines))) for kind, lines in kept)
-        return self._replace(of_blocks=tuple((f"S_{kind}", more) for kind, more in found if more))
+        return self._replace(of_blocks=tuple((kind, more) for kind, more in found if more))
 
     def lines(self, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         """The lines, each with the bytes that this run takes for it."""
@@ -196,16 +196,15 @@ class _AsRun(NamedTuple):
     def _bytes(self, line: Line) -> int:
         if line.kind in _ONLY_ON_CUDA or (line.tag.off_gpu is OffGpu.NO_TENSOR and not self.has_scratch):
             return 0
-        n_bytes = int(line.n_bytes) + self._of_blocks(line.formula)
+        n_bytes = int(line.n_bytes) + self._of_blocks(line.tag)
         return n_bytes if self.kernels == "cuda" else self._on_cpu(line.tag.off_gpu, n_bytes)
 
-    def _of_blocks(self, formula: str) -> int:
-        """What the blocks that a formula counts, as ``5·S_dense + 2·S_moe``, keep more than it says."""
-        if not self.of_blocks or "S_" not in formula:
+    def _of_blocks(self, tag: Tag) -> int:
+        """How much more the blocks that a line sums up keep than it says."""
+        if not (self.of_blocks and tag.blocks):
             return 0
         more = dict(self.of_blocks)
-        terms = (term.partition("·") for term in formula.split(" + "))
-        return sum(int(count) * more.get(symbol, 0) for count, _, symbol in terms if symbol in more)
+        return sum(count * more.get(kind, 0) for kind, count in tag.blocks)
 
     def _on_cpu(self, instead: OffGpu, n_bytes: int) -> int:
         """What a CPU's kernels take in place of so much on a GPU."""

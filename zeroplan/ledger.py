@@ -149,6 +149,8 @@ class Tag(NamedTuple):
     role: Role = Role.NONE
     module: Module = Module.NONE
     off_gpu: OffGpu = OffGpu.SAME
+    blocks: tuple[tuple[str, int], ...] = ()
+    """How many blocks of each kind a line sums up, of which it is what they keep for their backward."""
 
 
 #: The tag of most tensors.

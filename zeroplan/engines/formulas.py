@@ -6,6 +6,7 @@ none, and then the line has no formula.
 
 from functools import lru_cache
 
+from zeroplan.ledger import Tag
 from zeroplan.numeric import Int
 
 
@@ -18,6 +19,17 @@ def blocks_sum(letter: str, layers: tuple[int, ...], kinds: tuple[str, ...], out
     """
     terms = [f"{count}·{letter}_{kind}" for count, kind in zip(layers, kinds, strict=True) if count]
     return " + ".join([*terms, *([outside] if outside else [])]) or "0"
+
+
+@lru_cache(maxsize=8192)
+def kept_by(layers: tuple[int, ...], kinds: tuple[str, ...]) -> tuple[str, Tag]:
+    """Return the formula and the tag of what so many blocks of each kind keep for their backward.
+
+    >>> formula, tag = kept_by((3, 28), ("dense", "moe"))
+    >>> formula, tag.blocks
+    ('3·S_dense + 28·S_moe', (('dense', 3), ('moe', 28)))
+    """
+    return blocks_sum("S", layers, kinds), Tag(blocks=tuple(zip(kinds, layers, strict=True)))
 
 
 @lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ the loss; no buffer, no padding beyond whole elements, no temporary of an optimi
 from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.formulas import blocks_sum
+from zeroplan.engines.formulas import kept_by
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
@@ -135,9 +135,9 @@ def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...], l
     n_bytes: Int = 0
     for count, (_, lines) in zip(layers, kept, strict=True):
         n_bytes = n_bytes + count * total_bytes(lines)
-    formula = blocks_sum("S", layers, tuple(run.kind for run, _ in kept))
+    formula, tag = kept_by(layers, tuple(run.kind for run, _ in kept))
     source = KORTHIKANTI if recipe.activation_model == "megatron" else KEPT[recipe.recompute]
-    return Line(Kind.ACTIVATIONS, n_bytes, "tensors that the blocks keep from forward to backward", formula, source)
+    return Line(Kind.ACTIVATIONS, n_bytes, "tensors that the blocks keep from forward to backward", formula, source, tag)
 
 
 def _kept(model: ModelSpec, kind: str, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> tuple[Line, ...]:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.block_runs import recompute_of, run_pass
-from zeroplan.engines.formulas import blocks_sum
+from zeroplan.engines.formulas import kept_by
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
-from zeroplan.ledger import Kind, Line, Phase, total_bytes
+from zeroplan.ledger import PLAIN, Kind, Line, Phase, Tag, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -131,9 +131,9 @@ def _numel(parameters: tuple[Parameter, ...]) -> int:
 
 def kept_before(these: Passes, block: Int) -> Line:
     """Return what the blocks before ``block`` (0 to ``n_blocks``) keep for their backward. [bytes]"""
-    formula = _kept_formula(these, block) if isinstance(block, int) else ""
+    formula, tag = _kept_by(these, block) if isinstance(block, int) else ("", PLAIN)
     reason = "kept by the blocks before for their backward"
-    return Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute])
+    return Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute], tag)
 
 
 def kept_bytes(these: Passes, block: Int) -> Int:
@@ -151,10 +151,10 @@ def kept_bytes(these: Passes, block: Int) -> Int:
     return n_bytes
 
 
-def _kept_formula(these: Passes, block: int) -> str:
+def _kept_by(these: Passes, block: int) -> tuple[str, Tag]:
     if len(these.runs) == 1:
-        return blocks_sum("S", (block,), these.kinds)
-    return blocks_sum("S", tuple([min(max(block - run.first, 0), run.n_blocks) for run in these.runs]), these.kinds)
+        return kept_by((block,), these.kinds)
+    return kept_by(tuple([min(max(block - run.first, 0), run.n_blocks) for run in these.runs]), these.kinds)
 
 
 def kept_symbols(these: Passes) -> tuple[Symbol, ...]:

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from zeroplan.engines.formulas import blocks_sum, product
+from zeroplan.engines.formulas import blocks_sum, kept_by, product
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.positions import Position
@@ -128,9 +128,9 @@ def kept(plan: Plan, layers: tuple[int, ...], *, every: bool = False) -> tuple[L
     for count, one in zip(layers, plan.kept, strict=True):
         n_bytes = n_bytes + count * one
     recompute = plan.recipe.recompute
-    formula = blocks_sum("S", layers, plan.kinds)
+    formula, tag = kept_by(layers, plan.kinds)
     reasons = _KEPT[recompute] if len(set(plan.recomputes)) == 1 else _KEPT_BY_BOTH
-    return (Line(Kind.ACTIVATIONS, n_bytes, reasons[every], formula, KEPT[recompute]), *plan.head.shared)
+    return (Line(Kind.ACTIVATIONS, n_bytes, reasons[every], formula, KEPT[recompute], tag), *plan.head.shared)
 
 
 def output(plan: Plan) -> tuple[Line, ...]:
